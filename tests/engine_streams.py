@@ -41,6 +41,13 @@ class RunningEngine:
     address: str
     service: EngineService
     runtime: Runtime
+    stopped: bool = False
+
+    async def stop(self) -> None:
+        """Stops the service, once."""
+        if not self.stopped:
+            self.stopped = True
+            await self.service.stop()
 
 
 @asynccontextmanager
@@ -60,12 +67,13 @@ async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEng
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    engine = RunningEngine(f"127.0.0.1:{port}", service, runtime)
     try:
         await service.start()
         await runtime.health.well("start")
-        yield RunningEngine(f"127.0.0.1:{port}", service, runtime)
+        yield engine
     finally:
-        await service.stop()
+        await engine.stop()
         await server.stop(grace=0.5)
 
 
@@ -95,6 +103,8 @@ class RouterStream:
         self.kv_events: list[epb.KvEvents] = []
         self.adapter_states: list[epb.AdapterState] = []
         self.blocks_reserved: list[transfer.BlocksReserved] = []
+        self.handoffs_offered: dict[int, transfer.HandoffDescriptor] = {}
+        self.handoffs_failed: dict[str, pb.Error] = {}
         self.welcome: epb.Welcome | None = None
 
     async def send(self, *commands: epb.EngineCommand) -> None:
@@ -159,6 +169,7 @@ class RouterStream:
             case "step":
                 self._take_step(event.step)
             case "load":
+                assert_leases_conserved(event.load)
                 self.loads.append(event.load)
             case "kv_events":
                 self.kv_events.append(event.kv_events)
@@ -166,6 +177,14 @@ class RouterStream:
                 self.adapter_states += event.adapter_states.adapters
             case "blocks_reserved":
                 self.blocks_reserved.append(event.blocks_reserved)
+            case "handoff_offered":
+                offered = event.handoff_offered
+                assert offered.handle not in self.received or not self.received[offered.handle].end
+                self.handoffs_offered[offered.handle] = offered.descriptor
+            case "handoff_failed":
+                failed = event.handoff_failed
+                assert failed.lease_id not in self.handoffs_failed, "reported twice"
+                self.handoffs_failed[failed.lease_id] = failed.error
             case other:
                 raise AssertionError(other)
 
@@ -190,6 +209,12 @@ class RouterStream:
             received = self.received.setdefault(end.handle, Received())
             assert received.end is None, "two ends"
             received.end = end
+
+
+def assert_leases_conserved(load: epb.Load) -> None:
+    for counts in (load.sent_handoffs, load.received_handoffs):
+        ended = counts.consumed + counts.released + counts.expired
+        assert counts.granted == ended + counts.held
 
 
 class StreamFailed(Exception):

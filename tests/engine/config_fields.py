@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
 }
 # Set together: each alone is refused.
 COMPANIONS: dict[str, dict[str, Any]] = {
+    "handoff.state": {"handoff.phase": 3},
     "lookahead.window_size": {"lookahead.ngram_size": 2, "lookahead.verification_set_size": 2},
     "lookahead.ngram_size": {"lookahead.window_size": 2, "lookahead.verification_set_size": 2},
     "lookahead.verification_set_size": {"lookahead.window_size": 2, "lookahead.ngram_size": 2},

@@ -12,6 +12,11 @@ from oracle import tiny_models
 from oracle.adapters import Adapted
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds an option for command lines with this folder or a file in it."""
+    parser.addoption("--forms", type=int, help="seed of blocks and chunks in test_handoffs")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> None:
     torch.set_num_threads(1)

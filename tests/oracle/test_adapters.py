@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine.torch.harness import running
+from engine.torch.harness import Stream, running
 from oracle.adapters import (
     BASE,
     FAMILIES,
@@ -61,25 +61,36 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+ASKED = [(index % (1 + len(NUMBERS)), prompt) for index, prompt in enumerate(PROMPTS)]
+"""Each prompt with the number of its adapter."""
+
+
+async def mixed_batch(each: Adapted, settings: dict[str, Any], **options: Any) -> Sequence[Stream]:
+    """Runs all of ASKED in one batch."""
+    async with running(each.model_dir, **ON, **settings) as harness:
+        await load_all(harness, each)
+        with harness.gate.held():
+            keys = [
+                harness.submit(prompt, asking(each.by_number(number), **options))[0]
+                for number, prompt in ASKED
+            ]
+        streams = await harness.ended(keys)
+        pauses = harness.backend.stats().preemptions
+    assert bool(pauses) == ("kv_cache_tokens" in settings)
+    return streams
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=["whole", "chunks", "pauses"])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_mixed_batch_equals_peft(
     adapted: Callable[[str], Adapted], family: str, settings: dict[str, Any]
 ) -> None:
     each = adapted(family)
-    asked = [(index % (1 + len(NUMBERS)), prompt) for index, prompt in enumerate(PROMPTS)]
-    async with running(each.model_dir, **ON, **settings) as harness:
-        await load_all(harness, each)
-        with harness.gate.held():
-            keys = [
-                harness.submit(prompt, asking(each.by_number(number)))[0]
-                for number, prompt in asked
-            ]
-        streams = await harness.ended(keys)
-    expected = [each.greedy(number, prompt) for number, prompt in asked]
+    streams = await mixed_batch(each, settings)
+    expected = [each.greedy(number, prompt) for number, prompt in ASKED]
     assert [stream.token_ids for stream in streams] == expected
-    differing = [each.greedy(BASE, prompt) for _, prompt in asked]
-    assert sum(a != b for a, b in zip(expected, differing, strict=True)) >= len(asked) // 2
+    differing = [each.greedy(BASE, prompt) for _, prompt in ASKED]
+    assert sum(a != b for a, b in zip(expected, differing, strict=True)) >= len(ASKED) // 2
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["whole", "chunks", "pauses"])
@@ -88,21 +99,8 @@ async def test_logits_of_a_mixed_batch_equal_peft(
     adapted: Callable[[str], Adapted], family: str, settings: dict[str, Any]
 ) -> None:
     each = adapted(family)
-    asked = [(index % (1 + len(NUMBERS)), prompt) for index, prompt in enumerate(PROMPTS)]
-    async with running(each.model_dir, **ON, **settings) as harness:
-        await load_all(harness, each)
-        with harness.gate.held():
-            keys = [
-                harness.submit(
-                    prompt,
-                    asking(each.by_number(number), context_logits=True, generation_logits=True),
-                )[0]
-                for number, prompt in asked
-            ]
-        streams = await harness.ended(keys)
-        paused = harness.backend.stats().preemptions
-    assert bool(paused) == ("kv_cache_tokens" in settings)
-    for (number, prompt), stream in zip(asked, streams, strict=True):
+    streams = await mixed_batch(each, settings, context_logits=True, generation_logits=True)
+    for (number, prompt), stream in zip(ASKED, streams, strict=True):
         expected = each.logits(number, [*prompt, *stream.token_ids])[:-1]
         given = [part.context_logits for part in stream.prompts]
         given += [details.generation_logits for details in stream.details]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine.adapter_contents import content, identity
-from engine.simulated.test_backend import Run, item, running
+from engine.simulated.runs import Run, item, running
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import AdapterNotFound, AdaptersFull, InvalidField
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine.short_names import by_short_names
+from engine.simulated.runs import item, running
 from trtmesh.chassis.errors import (
     InvalidField,
     OutOfBlocks,
@@ -19,130 +17,12 @@ from trtmesh.chassis.errors import (
     TokenOutOfVocabulary,
     TrtmeshError,
 )
-from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, Output, Sampling, Stopping
+from trtmesh.chassis.vocabulary import KvCache, Sampling, Stopping
 from trtmesh.engine.backend import (
-    BlocksRemoved,
-    BlocksStored,
-    PerfMetrics,
-    SequenceEnd,
-    StepOutput,
     Submission,
 )
-from trtmesh.engine.backends.simulated.backend import SimulatedBackend
-from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.prefill_order import PATIENCE
 from trtmesh.v1 import generation_pb2 as pb
-
-PATIENCE_SECONDS = 60.0
-
-
-@dataclass
-class Run:
-    """A backend and all deliveries."""
-
-    backend: SimulatedBackend
-    outputs: list[StepOutput] = field(default_factory=list)
-    failures: list[BaseException] = field(default_factory=list)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    offsets: dict[int, int] = field(default_factory=dict)
-    starts: dict[int, PerfMetrics] = field(default_factory=dict)
-    ends: dict[int, SequenceEnd] = field(default_factory=dict)
-    stored: dict[int, int] = field(default_factory=dict)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def deliver(self, output: StepOutput) -> None:
-        self.outputs.append(output)
-        ids = iter(output.token_ids)
-        for key, offset, count in zip(
-            output.keys, output.token_offsets, output.token_counts, strict=True
-        ):
-            assert key not in self.ends
-            first = self.offsets.setdefault(key, offset)
-            known = self.tokens.setdefault(key, [])
-            assert offset == first + len(known)
-            known += [next(ids) for _ in range(count)]
-        for start in output.starts:
-            assert len(self.tokens[start.key]) == 1, "not with the first token"
-            self.starts[start.key] = start.perf_metrics
-        for end in output.ends:
-            assert end.key not in self.ends
-            self.ends[end.key] = end
-        for event in output.kv_events:
-            if isinstance(event, BlocksStored):
-                parent = event.parent_hash
-                for block in event.block_hashes:
-                    assert block not in self.stored
-                    self.stored[block] = parent
-                    parent = block
-            elif isinstance(event, BlocksRemoved):
-                for block in event.block_hashes:
-                    del self.stored[block]
-        self._changed.set()
-
-    def fail(self, error: BaseException) -> None:
-        self.failures.append(error)
-        self._changed.set()
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def end(self, key: int) -> SequenceEnd:
-        await self.until(lambda: key in self.ends)
-        return self.ends[key]
-
-    async def generate(self, item: Submission) -> list[int]:
-        self.backend.submit(item)
-        for key in item.keys:
-            await self.end(key)
-        return self.tokens.get(item.keys[0], [])
-
-
-@asynccontextmanager
-async def running(**values: object) -> AsyncIterator[Run]:
-    backend = SimulatedBackend(by_short_names(SimulatedSettings, **({"step_ms": 0} | values)))
-    run = Run(backend)
-    await backend.start(run.deliver, run.fail)
-    try:
-        yield run
-    finally:
-        await backend.close()
-        stats = backend.stats()
-        assert stats.running_sequences == stats.waiting_sequences == stats.used_blocks == 0
-        assert stats.pending_prompt_tokens == 0
-
-
-def item(
-    key: int = 1,
-    max_tokens: int | None = 8,
-    *,
-    prompt: tuple[int, ...] = (40, 41, 42),
-    keys: tuple[int, ...] = (),
-    emitted: tuple[int, ...] = (),
-    stopping: Stopping | None = None,
-    sampling: Sampling | None = None,
-    kv_cache: KvCache | None = None,
-    sequence_index: int = 0,
-    priority: int = 0,
-    perf_metrics: bool = False,
-) -> Submission:
-    return Submission(
-        keys=keys or (key,),
-        request_id="r",
-        batch_index=0,
-        sequence_index=sequence_index,
-        token_ids=[*prompt, *emitted],
-        emitted_tokens=len(emitted),
-        config=GenerationConfig(
-            stopping=replace(stopping or Stopping(), max_tokens=max_tokens),
-            sampling=sampling or Sampling(),
-            kv_cache=kv_cache or KvCache(),
-            output=Output(perf_metrics=perf_metrics),
-            priority=priority,
-        ),
-    )
-
 
 SAMPLED = Sampling(temperature=1.0, seed=3)
 
@@ -260,6 +140,41 @@ class TestBlocks:
 
 
 class TestScheduling:
+    @pytest.mark.parametrize("is_prefill", [False, True])
+    async def test_short_prompt_overtakes_a_long_one_on_a_prefill_worker(
+        self, is_prefill: bool
+    ) -> None:
+        async with running(prefill_tokens_per_step=8) as run:
+            run.backend.submit(item(1, 1, prompt=tuple(range(80)), is_prefill=is_prefill))
+            await run.until(lambda: len(run.outputs) > 2)
+            run.backend.submit(item(2, 1, prompt=tuple(range(20)), is_prefill=is_prefill))
+            run.backend.submit(item(3, 1, prompt=tuple(range(9)), is_prefill=is_prefill))
+            for key in (1, 2, 3):
+                await run.end(key)
+            assert list(run.ends) == ([3, 2, 1] if is_prefill else [1, 2, 3])
+
+    @pytest.mark.parametrize("max_batch_size", [1, 4])
+    async def test_short_prompts_overtake_a_long_one_for_a_bounded_time(
+        self, max_batch_size: int
+    ) -> None:
+        async with running(prefill_tokens_per_step=8, max_batch_size=max_batch_size) as run:
+            short = iter(range(2, 10_000))
+
+            def submit_short() -> None:
+                key = next(short)
+                run.backend.submit(item(key, 1, prompt=(key, *range(7)), is_prefill=True))
+
+            for _ in range(3):
+                submit_short()
+            run.backend.submit(item(1, 1, prompt=tuple(range(80)), is_prefill=True))
+            while 1 not in run.ends:
+                submit_short()
+                await run.output()
+            # Shorter prompts of PATIENCE times its 10 steps, the first three, and its own.
+            assert PATIENCE * 10 < run.backend.stats().step_count <= PATIENCE * 10 + 3 + 10
+            for key in list(run.tokens):
+                await run.end(key)
+
     async def test_queue_orders_by_priority_then_arrival(self) -> None:
         async with running(max_batch_size=1) as run:
             for key, priority in ((1, 0), (2, 0), (3, 5), (4, 5)):

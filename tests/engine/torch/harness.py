@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from trtmesh.engine.backend import (
     Backend,
     BackendInfo,
     BackendStats,
+    HandoffNews,
     PerfMetrics,
     PromptDetails,
     SequenceEnd,
@@ -54,6 +55,9 @@ class Harness:
         self.used_blocks: list[int] = []
         self.failures: list[BaseException] = []
         self.info: BackendInfo
+        self.on_output: Callable[[StepOutput], object] = lambda _: None
+        """Takes each delivery on the engine's thread."""
+        self.handoffs: list[HandoffNews] = []
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.gate = Gate()
@@ -69,6 +73,8 @@ class Harness:
         emitted: Sequence[int] = (),
         batch_index: int = 0,
         sequence_index: int = 0,
+        sender_lease_id: str = "",
+        receiver_lease_id: str = "",
     ) -> tuple[int, ...]:
         """Returns the keys of the item's sequences."""
         config = config or GenerationConfig()
@@ -88,6 +94,8 @@ class Harness:
                     token_ids=[*prompt, *emitted],
                     emitted_tokens=len(emitted),
                     config=config,
+                    sender_lease_id=sender_lease_id,
+                    receiver_lease_id=receiver_lease_id,
                 )
             )
         except BaseException:
@@ -120,6 +128,7 @@ class Harness:
     def _deliver(self, output: StepOutput) -> None:
         # On the engine's thread, so the counters belong to this delivery.
         stats = self.backend.stats() if hasattr(self.backend, "_loaded") else None
+        self.on_output(output)
         self._loop.call_soon_threadsafe(self._take, output, stats)
         self.gate.passed()
 
@@ -133,6 +142,7 @@ class Harness:
     def _take(self, output: StepOutput, stats: BackendStats | None) -> None:
         assert not self.outputs or output.step_count >= self.outputs[-1].step_count
         self.outputs.append(output)
+        self.handoffs += output.handoffs
         if stats:
             self.used_blocks.append(stats.used_blocks)
         position = 0

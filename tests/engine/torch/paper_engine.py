@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from itertools import chain
 from typing import Any
 
 from engine.torch.harness import configure
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables
+from trtmesh.engine.backends.torch.sampling.readers import PromptReader
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.scheduling.leases import LeasedBlocks
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
@@ -64,10 +67,16 @@ class PaperEngine:
         everything = blocks + 1 + self.pool.host_blocks
         self.content = [[EMPTY] * BLOCK for _ in range(everything)]
         self.steps = 0
+        self.leases: list[LeasedBlocks] = []
         self._keys = 0
 
     def sequence(
-        self, tokens: SequenceOf[int], new_tokens: int, config: GenerationConfig | None = None
+        self,
+        tokens: SequenceOf[int],
+        new_tokens: int,
+        config: GenerationConfig | None = None,
+        *,
+        is_prefill: bool = False,
     ) -> Sequence:
         config = config or configure()
         rule = EndRule(config.stopping, (), len(tokens), len(tokens) + new_tokens)
@@ -81,7 +90,56 @@ class PaperEngine:
             TokenRules(config),
             config=config,
             submitted_tokens=len(tokens),
+            is_prefill=is_prefill,
         )
+
+    def reserve(self, tokens: int, hashes: SequenceOf[int] = ()) -> LeasedBlocks | None:
+        leased = self.scheduler.reserve(tokens, hashes)
+        self._move()
+        if leased:
+            self.leases.append(leased)
+        return leased
+
+    def receiving(
+        self,
+        tokens: SequenceOf[int],
+        new_tokens: int,
+        lease: LeasedBlocks,
+        reads_from: int | None = None,
+    ) -> Sequence:
+        """A sequence that is given the blocks of a lease."""
+        sequence = self.awaiting(tokens, new_tokens, reads_from)
+        self.receive(sequence, lease)
+        return sequence
+
+    def awaiting(
+        self, tokens: SequenceOf[int], new_tokens: int, reads_from: int | None = None
+    ) -> Sequence:
+        """A sequence that waits for the blocks of a lease."""
+        sequence = self.sequence(tokens, new_tokens)
+        sequence.receiver_lease = "lease"
+        if reads_from is not None:
+            sequence.reader = PromptReader(sequence)
+            sequence.reader.next = reads_from
+        self.add(sequence)
+        return sequence
+
+    def receive(self, sequence: Sequence, lease: LeasedBlocks) -> None:
+        """Gives a sequence the blocks of a lease, with the KV of all tokens but the last; in a window model, without
+        what a sender need not have."""
+        sent_from = self.scheduler.rules.kept_from(sequence) + 1 - self._window
+        for place, token in enumerate(sequence.tokens[:-1]):
+            block = lease.blocks[place // BLOCK]
+            if place < lease.present_tokens:
+                assert not block or self.content[block][place % BLOCK] == token
+            elif place >= sent_from:
+                self.content[block][place % BLOCK] = token
+        self.leases.remove(lease)
+        self.scheduler.adopt(sequence, lease)
+
+    def drop(self, lease: LeasedBlocks) -> None:
+        self.leases.remove(lease)
+        self.pool.release(lease.blocks)
 
     def add(self, *sequences: Sequence) -> None:
         for sequence in sequences:
@@ -90,8 +148,7 @@ class PaperEngine:
     def step(self) -> list[Sequence]:
         """Runs a step; returns the sequences with a known next token, which is not appended yet."""
         chunks = self.scheduler.schedule()
-        for move in self.pool.take_moves():
-            self.content[move.target] = list(self.content[move.source])
+        self._move()
         assert self.content[NULL_BLOCK] == [EMPTY] * BLOCK
         for chunk in chunks:
             self._compute(chunk)
@@ -100,6 +157,10 @@ class PaperEngine:
             self.scheduler.computed(chunk)
         self.check_integrity()
         return [chunk.sequence for chunk in chunks if chunk.completes]
+
+    def _move(self) -> None:
+        for move in self.pool.take_moves():
+            self.content[move.target] = list(self.content[move.source])
 
     def run(self) -> None:
         """Steps until everything has ended."""
@@ -124,8 +185,10 @@ class PaperEngine:
             assert (
                 sequence.blocks == self.tables.rows[sequence.slot][: len(sequence.blocks)].tolist()
             )
-            for block in filter(None, sequence.blocks):
-                held[block] = held.get(block, 0) + 1
+        holders = [each.blocks for each in self.scheduler.sequences]
+        holders += [each.blocks for each in self.leases]
+        for block in filter(None, chain.from_iterable(holders)):
+            held[block] = held.get(block, 0) + 1
         assert len({sequence.slot for sequence in running}) == len(running)
         assert {block: count for block, count in enumerate(self.pool._references) if count} == held
         assert self.pool.used_blocks == len(held)
@@ -145,6 +208,7 @@ class PaperEngine:
             if position < chunk.start:
                 assert self.content[block][position % BLOCK] == tokens[position]
             else:
+                assert not self.pool.is_shared(block)
                 self.content[block][position % BLOCK] = tokens[position]
 
 

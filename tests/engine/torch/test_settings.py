@@ -252,7 +252,7 @@ async def test_blocks_outside_the_window_are_freed_only_if_every_layer_has_one(
     async with running(folder, **TINY) as engine:
         for _ in range(2):
             assert await engine.run(prompts, CONFIG) == expected
-        assert (scheduler_of(engine)._rules.window is not None) == frees
+        assert (scheduler_of(engine).rules.window is not None) == frees
         engine.used_blocks.clear()
         await engine.run(prompts[-1:], CONFIG)
         assert engine.backend.stats().used_blocks == 0

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent, number_of
-from trtmesh.chassis.errors import AdaptersFull, InvalidField, InvalidRequest, TrtmeshError
+from trtmesh.chassis.errors import (
+    AdapterNotFound,
+    AdaptersFull,
+    InvalidField,
+    InvalidRequest,
+    TrtmeshError,
+)
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.adapter_slots import AdapterSlots
 from trtmesh.engine.adapter_store import StoreLimits
@@ -144,4 +150,12 @@ def test_unreadable_delivered_adapter_is_absent(cache: AdapterCache, tmp_path: P
     (refused,) = cache.take_news()
     assert isinstance(refused.error, InvalidRequest)
     assert refused.error.field == CONFIG
+    assert refused.place == epb.ADAPTER_PLACE_ABSENT
+
+
+def test_load_without_content_of_an_unknown_version_is_absent(cache: AdapterCache) -> None:
+    cache._load(AdapterLoad(Adapter(4, version="v"), None))
+    (refused,) = cache.take_news()
+    assert isinstance(refused.error, AdapterNotFound)
+    assert (refused.error.fields, refused.error.value) == (("adapter.id",), "4")
     assert refused.place == epb.ADAPTER_PLACE_ABSENT

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import REMOVED_ENTRIES
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.prefill_order import PATIENCE
 
 
 def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tuple[Any, list[int]]]:
@@ -194,6 +195,54 @@ def test_a_long_prompt_starts_at_once_under_a_stream_of_short_requests() -> None
         assert long.tokens == continued(range(50), 4)
 
 
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_a_short_prompt_overtakes_a_long_one_on_a_prefill_worker(is_prefill: bool) -> None:
+    engine = PaperEngine(blocks=64, step_tokens=8, chunk_tokens=8)
+    long = engine.sequence(range(80), 2, is_prefill=is_prefill)
+    engine.add(long)
+    engine.step()
+    short = engine.sequence([5, 6, 7], 2, is_prefill=is_prefill)
+    engine.add(short)
+    engine.step()
+    assert (short.num_computed == 3) == is_prefill
+    assert 8 < long.num_computed < 24
+    engine.run()
+    assert long.tokens == continued(range(80), 2)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_short_prompts_overtake_a_long_one_for_a_bounded_time(batch: int) -> None:
+    engine = PaperEngine(blocks=64, batch=batch, step_tokens=8, chunk_tokens=8)
+    long = engine.sequence(range(80), 1, is_prefill=True)
+    engine.add(long, engine.sequence(range(8), 1, is_prefill=True))
+    while engine.scheduler.lives(long):
+        engine.add(engine.sequence([engine.steps % 97] * 8, 1, is_prefill=True))
+        for sequence in engine.step():
+            engine.advance(sequence)
+        # Shorter prompts of PATIENCE times its 10 steps, and its own, besides a token for each of the batch.
+        assert engine.steps <= PATIENCE * 10 + 10 + 10
+    assert engine.steps > PATIENCE * 10
+
+
+def test_a_prompt_in_the_cache_counts_as_short() -> None:
+    engine = PaperEngine(blocks=64, batch=1, step_tokens=8, chunk_tokens=8)
+    engine.add(engine.sequence(range(80), 1))
+    engine.run()
+    first, cached, other = (
+        engine.sequence(tokens, 1, is_prefill=True)
+        for tokens in (range(30, 50), range(80), range(50, 74))
+    )
+    engine.add(first)
+    engine.step()
+    engine.add(other, cached)
+    order = []
+    while engine.scheduler.has_work:
+        for sequence in engine.step():
+            order.append(sequence)
+            engine.advance(sequence)
+    assert order == [first, cached, other]
+
+
 @pytest.mark.parametrize(
     ("low_priority", "high_priority", "bound"),
     [(0, 1, 256), (0, 16, 16 * 256), (0, 2**20, 32 * 256), (-(2**31), 2**31 - 1, 86 * 256)],
@@ -212,6 +261,21 @@ def test_a_stream_of_higher_priority_delays_by_a_bound(
         waited += 1
         assert waited <= bound + 3
     assert waited > bound - 3
+
+
+def test_scheduler_tells_missing_blocks_from_missing_slots() -> None:
+    engine = PaperEngine(blocks=10, batch=2, never_pause=True)
+    large, short = engine.sequence([1] * 6, 30), engine.sequence([2] * 6, 1)
+    engine.add(large, short)
+    engine.step()
+    assert engine.scheduler.lacks_blocks
+    engine.scheduler.remove(short)
+    assert not engine.scheduler.lacks_blocks
+    engine.scheduler.remove(large)
+    engine.add(*(engine.sequence([number], 2) for number in range(3)))
+    engine.step()
+    assert engine.scheduler.waiting_sequences == 1
+    assert not engine.scheduler.lacks_blocks
 
 
 def test_cancelled_waiting_sequences_are_dropped_from_a_stuck_queue() -> None:

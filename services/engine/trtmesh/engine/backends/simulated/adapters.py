@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 
 from trtmesh.chassis.adapter_content import AdapterContent, rank_of
-from trtmesh.chassis.errors import AdapterNotFound, InvalidField, TrtmeshError
+from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Lora
 from trtmesh.engine.adapter_slots import AdapterSlots
-from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits
+from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, content_of
 from trtmesh.engine.backend import AdapterLoad
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import AdapterSettings
@@ -95,15 +95,9 @@ class SimulatedAdapters:
         self.slots.offer(adapter)
 
     def _new(self, load: AdapterLoad) -> StoredAdapter:
-        if load.content is None:
-            raise AdapterNotFound(
-                "is not in memory; send its content",
-                field="adapter.id",
-                value=str(load.identity.id),
-            )
         return StoredAdapter(
             identity=load.identity,
-            rank=self._rank(load.content),
+            rank=self._rank(content_of(load)),
             size_bytes=ADAPTER_BYTES,
             pinned=load.pinned,
         )

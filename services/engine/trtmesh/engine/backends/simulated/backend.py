@@ -27,10 +27,13 @@ from trtmesh.engine.backend import (
     HeldAdapter,
     Submission,
 )
+from trtmesh.engine.backends.simulated.kv_content import LAYERS
 from trtmesh.engine.backends.simulated.scheduler import Scheduler
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 from trtmesh.engine.backends.simulated.tokens import DRAWS, PENALTIES, TokenSource
+from trtmesh.engine.kv_memory import KvMemory
+from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -84,10 +87,13 @@ class SimulatedBackend:
         lora = item.config.lora
         adapter = scheduler.adapters.hold(lora, len(item.keys)) if lora else None
         self._items += 1
-        for index in range(len(item.keys)):
-            sequence = Sequence(item, index, rule, self._source, block_size, adapter)
+        sequences = [
+            Sequence(item, index, rule, self._source, block_size, adapter)
+            for index in range(len(item.keys))
+        ]
+        for sequence in sequences:
             sequence.fails = self._items == self._settings.faults.fail_item
-            scheduler.add(sequence)
+        scheduler.add(sequences)
         self._go_on()
 
     def stop(self, keys: SequenceOf[int], reason: int) -> None:
@@ -107,6 +113,7 @@ class SimulatedBackend:
             total_blocks=scheduler.pool.total_blocks,
             used_blocks=scheduler.pool.used_blocks,
             free_blocks=scheduler.pool.free_blocks,
+            lacks_blocks=scheduler.lacks_blocks,
             computed_prompt_tokens=scheduler.computed_prompt_tokens,
             reused_prompt_tokens=scheduler.reused_prompt_tokens,
             generated_tokens=scheduler.generated_tokens,
@@ -131,6 +138,27 @@ class SimulatedBackend:
         self._scheduler.adapters.unload(number, version, unpin=unpin)
         self._go_on()
 
+    def kv_memory(self) -> KvMemory | None:
+        return self._scheduler.content.memory
+
+    def reserve(self, lease_id: str, tokens: int, block_hashes: SequenceOf[int]) -> None:
+        self._scheduler.reserve(lease_id, tokens, block_hashes)
+        self._go_on()
+
+    def hand_over(self, key: int, lease_id: str) -> None:
+        if self._frozen:
+            return
+        self._scheduler.hand_over(key, lease_id)
+        self._go_on()
+
+    def adopt(self, lease_id: str) -> None:
+        self._scheduler.adopt(lease_id)
+        self._go_on()
+
+    def drop(self, lease_id: str) -> None:
+        self._scheduler.leases.drop(lease_id)
+        self._go_on()
+
     async def close(self) -> None:
         for handle in (self._timer, self._flush):
             if handle:
@@ -149,14 +177,17 @@ class SimulatedBackend:
         if self._frozen:
             return
         if self._flush is None:
-            self._flush = self._loop.call_soon(self._deliver_leftover)
-        if self._timer is None and self._scheduler.present_sequences:
+            self._flush = self._loop.call_soon(self._flush_leftover)
+        if self._timer is None and self._scheduler.has_work:
             # In the next turn, so that items of one message start together.
             self._step_ends_at = time.monotonic()
             self._timer = self._loop.call_soon(self._begin_step)
 
-    def _deliver_leftover(self) -> None:
+    def _flush_leftover(self) -> None:
         self._flush = None
+        self._deliver_leftover()
+
+    def _deliver_leftover(self) -> None:
         output = self._scheduler.leftover()
         if output:
             self._deliver(output)
@@ -177,15 +208,25 @@ class SimulatedBackend:
         delay = self._step_ends_at - now
         if delay < 0.0005:
             self._timer = self._loop.call_soon(self._finish_step, prompt_tokens)
+        elif scheduler.leases.computes:
+            self._timer = self._loop.call_later(delay / LAYERS, self._finish_layer, prompt_tokens)
         else:
             self._timer = self._loop.call_later(delay, self._finish_step, prompt_tokens)
+
+    def _finish_layer(self, prompt_tokens: int) -> None:
+        """Announces the KV of a layer while the others are computed."""
+        left = self._scheduler.leases.finish_layer()
+        self._deliver_leftover()
+        delay = max(0.0, self._step_ends_at - time.monotonic()) / left
+        then = self._finish_layer if left > 1 else self._finish_step
+        self._timer = self._loop.call_later(delay, then, prompt_tokens)
 
     def _finish_step(self, prompt_tokens: int) -> None:
         self._timer = None
         self._deliver(self._scheduler.finish(prompt_tokens))
         if self._strike():
             return
-        if self._scheduler.present_sequences:
+        if self._scheduler.has_work:
             self._begin_step()
 
     def _strike(self) -> bool:
@@ -229,6 +270,7 @@ def _info(settings: SimulatedSettings) -> BackendInfo:
             deterministic=True,
             resumes_exactly=True,
             stops_single_sequences=True,
+            roles=(epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE),
             max_adapters=adapters.slots,
         ),
         max_adapter_bytes=adapters.max_adapter_bytes if adapters.slots else 0,

@@ -56,15 +56,34 @@ class Sequence:
         """Names of its leading full blocks, computed on demand."""
         self.shared_blocks = 0
         """Leading blocks available for reuse."""
-        self.private_blocks = 0
+        self.private: list[int] = []
+        """Numbers of the blocks after these."""
+        self.cached_tokens = 0
+        """Tokens with KV before the sequence started."""
+        # Handoff.
+        self.sender_lease_id = item.sender_lease_id
+        self.receiver_lease_id = item.receiver_lease_id
+        self.followers: list[Sequence] = []
+        """Sequences of its item that start or end with it, while it awaits KV or computes it for a handoff."""
+        self.is_prefill = item.is_prefill
+        self.is_single = len(item.keys) == 1
+        self.waits = False
+        """Whether the sequence waits for KV, not for a step."""
+        self.adopted = False
+        """Whether it has blocks with KV, before its start."""
         # Progress.
         self.order: Order = ()
-        """Place in the queue, highest priority first, then by arrival."""
+        """Place in the queue."""
         self.slot = -1
         self.first_step = 0
         self.prefill_left = len(self.tokens)
         self.wants_metrics = item.config.output.perf_metrics
         self.times = SequenceTimes()
+
+    @property
+    def handoff_tokens(self) -> int:
+        """Tokens with KV at its handoff: several sequences leave before the first token, one after it."""
+        return self.submitted_tokens if self.is_single else self.submitted_tokens - 1
 
     def names(self, tokens: int) -> list[int]:
         """Names of the full blocks of its first `tokens` tokens; none without reuse."""

@@ -28,6 +28,10 @@ class TimingSettings(Settings):
     """Time to load the model, in milliseconds."""
 
 
+MAX_KV_BYTES = 2**40
+"""Only written pages take memory."""
+
+
 class KvCacheSettings(Settings):
     """Size of the KV cache."""
 
@@ -35,6 +39,20 @@ class KvCacheSettings(Settings):
     """KV blocks in the pool."""
     tokens_per_block: Annotated[int, Field(ge=1, le=4096)] = 32
     """Tokens of a KV block."""
+    token_bytes: Annotated[int, Field(ge=64, le=2**20, multiple_of=64)] = 64
+    """Bytes of a token's KV, written for handoffs alone; the cache has at most 1 TiB of addresses."""
+    shards: Annotated[int, Field(ge=1, le=2)] = 1
+    """Pools that share the KV heads, as with tensor parallelism."""
+
+    @model_validator(mode="after")
+    def _is_small_enough(self) -> Self:
+        size = (self.total_blocks + 1) * self.tokens_per_block * self.token_bytes
+        if size > MAX_KV_BYTES:
+            raise ValueError(
+                f"total_blocks {self.total_blocks} of tokens_per_block {self.tokens_per_block} and token_bytes"
+                f" {self.token_bytes} take {size} bytes, but at most {MAX_KV_BYTES} may be; lower token_bytes"
+            )
+        return self
 
 
 class LimitSettings(Settings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Accelerator(Device):
     """Runs the modules of transformers as they are."""
 
     pins_memory = True
+    shares_memory = False
     default_dtype = None
 
     def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
@@ -39,7 +41,8 @@ class Accelerator(Device):
             cache, tables, model.compute_dtype, decode_copy_bytes=0, uses_fused=lambda _: True
         )
         chooser = Chooser(ORDERING)
-        return Runner(model, cache, tables, attention, chooser, torch.cuda.empty_cache)
+        synchronize = partial(torch.cuda.synchronize, self.name)
+        return Runner(model, cache, tables, attention, chooser, torch.cuda.empty_cache, synchronize)
 
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.name)[0])

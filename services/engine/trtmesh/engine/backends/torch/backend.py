@@ -32,8 +32,13 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence, sequences_of
+from trtmesh.engine.backends.torch.scheduling.sequence import (
+    Sequence,
+    is_shared,
+    sequences_of,
+)
 from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -90,8 +95,7 @@ class TorchBackend:
             # One number: a sequence that starts between two looks would count twice.
             present = scheduler.present_sequences + self._incoming_sequences
             check_queue(item, info, present, len(scheduler.running))
-            lanes = self._lane_keys(item)
-            sequences = sequences_of(item, lanes or item.keys, rule, token_rules)
+            sequences = sequences_of(item, self._keys_of(item), rule, token_rules)
             if item.config.lora:
                 adapter = self._loaded.adapters.hold(item.config.lora, len(sequences))
                 for sequence in sequences:
@@ -99,7 +103,7 @@ class TorchBackend:
             if item.config.prompt_tuning:
                 self._read_table(item.request_id, item.config.prompt_tuning, sequences)
             self._incoming_sequences += len(sequences)
-            self._incoming_tokens += len(sequences) * len(item.token_ids)
+            self._incoming_tokens += _pending_tokens(sequences)
             self._send(partial(self._add, keys=item.keys, sequences=sequences))
 
     def _read_table(self, request_id: str, asked: PromptTuning, sequences: list[Sequence]) -> None:
@@ -117,11 +121,13 @@ class TorchBackend:
         for sequence in sequences:
             sequence.table_lease = lease
 
-    def _lane_keys(self, item: Submission) -> list[int]:
-        """Keys of the lanes of a beam search, the first key of the item among them; none for other items."""
+    def _keys_of(self, item: Submission) -> SequenceOf[int]:
+        """Keys of the sequences to compute: those of the item, the lanes of a beam search, or a prompt alone."""
+        if item.sender_lease_id and is_shared(item):
+            return item.keys[:1]
         width = item.config.beam_search.beam_width
         if width == 1:
-            return []
+            return item.keys
         # Below zero: the service knows no such sequences.
         return [item.keys[0], *(next(self._lanes) for _ in range(width - 1))]
 
@@ -146,6 +152,7 @@ class TorchBackend:
             total_blocks=scheduler.pool.total_blocks,
             used_blocks=used,
             free_blocks=scheduler.pool.total_blocks - used,
+            lacks_blocks=scheduler.lacks_blocks,
             computed_prompt_tokens=scheduler.computed_prompt_tokens,
             reused_prompt_tokens=scheduler.reused_prompt_tokens,
             generated_tokens=engine.generated_tokens,
@@ -177,6 +184,22 @@ class TorchBackend:
     def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
         self._loaded.adapters.unload(number, version, unpin=unpin)
 
+    def kv_memory(self) -> KvMemory | None:
+        return self._loaded.kv_memory
+
+    def reserve(self, lease_id: str, tokens: int, block_hashes: SequenceOf[int]) -> None:
+        hashes = tuple(block_hashes)
+        self._send(lambda engine: engine.reserve(lease_id, tokens, hashes))
+
+    def hand_over(self, key: int, lease_id: str) -> None:
+        self._send(lambda engine: engine.hand_over(key, lease_id))
+
+    def adopt(self, lease_id: str) -> None:
+        self._send(lambda engine: engine.adopt(lease_id))
+
+    def drop(self, lease_id: str) -> None:
+        self._send(lambda engine: engine.drop(lease_id))
+
     async def close(self) -> None:
         with self._wake:
             self._closing = True
@@ -206,6 +229,7 @@ class TorchBackend:
             loaded.set_exception(error)
             return
         engine = result.engine
+        engine.deliver = self._deliver
         loaded.set_result(result)
         del result
         try:
@@ -242,7 +266,7 @@ class TorchBackend:
             return commands, self._closing
 
     def _add(self, engine: Engine, keys: tuple[int, ...], sequences: list[Sequence]) -> None:
-        tokens = sum(len(sequence.tokens) for sequence in sequences)
+        tokens = _pending_tokens(sequences)
         # Atomic, so that `submit` counts them exactly once.
         with self._wake:
             engine.add(keys, sequences)
@@ -267,6 +291,10 @@ class TorchBackend:
     def _deliver_if_any(self, output: StepOutput | None) -> None:
         if output:
             self._deliver(output)
+
+
+def _pending_tokens(sequences: list[Sequence]) -> int:
+    return sum(sequence.pending_prompt_tokens for sequence in sequences)
 
 
 def _prefetched(directory: Path | None) -> list[Path]:

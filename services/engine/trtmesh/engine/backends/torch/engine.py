@@ -21,15 +21,22 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from trtmesh.chassis.errors import BackendFailed, TrtmeshError
+from trtmesh.chassis.errors import BackendFailed, HandoffFailed, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
-from trtmesh.engine.backend import SequenceEnd, StepOutput
+from trtmesh.engine.backend import Deliver, SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.compute.device import Compute, Forward
-from trtmesh.engine.backends.torch.decoding import Choice, Decoding, SampledDecoding
+from trtmesh.engine.backends.torch.decoding import (
+    Choice,
+    Decoding,
+    PrefillDecoding,
+    SampledDecoding,
+)
+from trtmesh.engine.backends.torch.handoffs import Handoffs, Sending
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
+from trtmesh.engine.backends.torch.scheduling.leases import Outgoing
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
 from trtmesh.engine.ledger import Ledger
@@ -38,7 +45,7 @@ from trtmesh.v1 import generation_pb2 as pb
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
-Failure = tuple[Sequence, BackendFailed]
+Failure = tuple[Sequence, TrtmeshError]
 
 
 @dataclass(slots=True)
@@ -49,6 +56,8 @@ class Launched:
     choices: list[tuple[list[Sequence], Choice]] = field(default_factory=list)
     """One per strategy, more after a fault."""
     failures: list[Failure] = field(default_factory=list)
+    sending: list[Sending] = field(default_factory=list)
+    """The sequences of the step that are handed over."""
 
     @property
     def awaited(self) -> Iterator[Sequence]:
@@ -62,8 +71,13 @@ class Launched:
 class Engine:
     """Owns the sequences. The blocks of a sequence are free before its end is delivered."""
 
-    def __init__(self, compute: Compute, scheduler: Scheduler, adapters: AdapterCache) -> None:
+    def __init__(
+        self, compute: Compute, scheduler: Scheduler, adapters: AdapterCache, handoffs: Handoffs
+    ) -> None:
         self.scheduler = scheduler
+        self.deliver: Deliver | None = None
+        """Takes news of handoffs while a step is computed; without it, they come with the step."""
+        self._handoffs = handoffs
         self._adapters = adapters
         self.step_count = 0
         self.generated_tokens = 0
@@ -80,11 +94,18 @@ class Engine:
                 self._ledger.add(key, decoding)
             for sequence in decoding.sequences:
                 self._decodings[sequence.key] = decoding
-                sequence.reader = reader_for(sequence, self._compute.choose)
+                if sequence.generated_tokens or not sequence.receiver_lease:
+                    # Otherwise the sender has delivered the details of the prompt.
+                    sequence.reader = reader_for(sequence, self._compute.choose)
+                if sequence.outgoing:
+                    self._handoffs.outgoing[sequence.key] = sequence.outgoing
                 self.scheduler.add(sequence, self.step_count)
             decoding.settle()
             if decoding.ends:
                 self._end(decoding, decoding.ends)
+        lease_id = sequences[0].receiver_lease
+        if lease_id and not self._handoffs.expect(lease_id, sequences):
+            self._lose_kv(sequences)
 
     def prepared(self, sequences: Iterable[Sequence], part: PromptTable | TrtmeshError) -> None:
         """Gives the sequences of an item their prompt table, so that they can start, or ends them with an error."""
@@ -96,7 +117,10 @@ class Engine:
                 self._fail(sequence, part)
                 continue
             sequence.give_table(part)
-            self.scheduler.ready(sequence)
+            if not sequence.receiver_lease:
+                self.scheduler.ready(sequence)
+            elif sequence is self._handoffs.first_awaiting(sequence.receiver_lease):
+                self._handoffs.report_awaiting(sequence)
 
     def lost_adapter(self, adapter: LoadedAdapter, error: TrtmeshError) -> None:
         """Ends the sequences that wait for an adapter that cannot be copied to the device."""
@@ -109,7 +133,11 @@ class Engine:
         """Ends sequences, with a beam the whole search. Unknown and ended keys are ignored."""
         for key in keys:
             decoding = self._ledger.live.get(key)
-            if decoding:
+            if decoding is None:
+                continue
+            if end := decoding.end_of(key, reason):
+                self._ledger.end(end)
+            else:
                 decoding.deliver(self._ledger.output)
                 self._end(decoding, decoding.broken_off(reason))
 
@@ -121,9 +149,42 @@ class Engine:
             if self.scheduler.lives(sequence):
                 self._fail(sequence, error)
 
+    def reserve(self, lease_id: str, tokens: int, block_hashes: SequenceOf[int]) -> None:
+        """Reserves blocks. Another worker's KV may arrive in them at once, so all earlier writes end first."""
+        self._handoffs.reserve(lease_id, tokens, block_hashes)
+        self._compute.move(self.scheduler.pool.take_moves())
+        self._compute.synchronize()
+
+    def adopt(self, lease_id: str) -> None:
+        self._handoffs.adopt(lease_id)
+
+    def drop(self, lease_id: str) -> None:
+        """Frees the blocks of a lease; sequences that await their KV fail."""
+        self._lose_kv(self._handoffs.drop(lease_id))
+
+    def _lose_kv(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            # Sequences of one decoding fail together.
+            if self.scheduler.lives(sequence):
+                self._fail(sequence, HandoffFailed("the KV of the sequence will not come"))
+
+    def hand_over(self, key: int, lease_id: str) -> None:
+        """Hands a running sequence over after its next token."""
+        decoding = self._ledger.live.get(key)
+        if decoding is None:
+            return
+        sequence = decoding.sequences[0]
+        if not isinstance(decoding, SampledDecoding) or sequence.outgoing or sequence.slot < 0:
+            problem = "the sequence has no KV of its own to hand over"
+            self._fail(sequence, HandoffFailed(problem))
+            return
+        sequence.outgoing = Outgoing(lease_id, len(sequence.tokens), is_pinned=False)
+        self._handoffs.outgoing[key] = sequence.outgoing
+
     def leftover(self) -> StepOutput | None:
-        """Ends and states of adapters since the last step; None without any."""
-        return self._output() if self._ledger.output.ends or self._adapters.has_news else None
+        """Ends, states of adapters and news of handoffs since the last step; None without any."""
+        has_news = self._adapters.has_news or self._handoffs.news
+        return self._output() if self._ledger.output.ends or has_news else None
 
     def launch(self) -> Launched:
         """Schedules a step and hands it to the device. Raises BackendFailed once the model was found broken."""
@@ -145,6 +206,9 @@ class Engine:
         output = self._ledger.output
         for sequence, error in step.failures:
             self._blame(sequence, error)
+        if step.sending:
+            self._compute.synchronize()
+            self._handoffs.announce(step.sending)
         for forward in step.forwards:
             self._read(forward, output)
         for sequences, choice in step.choices:
@@ -153,12 +217,34 @@ class Engine:
 
     def _forward(self, chunks: list[Chunk], step: Launched) -> None:
         def compute(part: SequenceOf[Chunk]) -> Forward:
-            return self._compute.forward(self._compute.prepare(part))
+            batch = self._compute.prepare(part)
+            if not self._handoffs.outgoing:
+                return self._compute.forward(batch)
+            sending = self._handoffs.sending(part)
+            forward = self._compute.forward(batch, self._announcer(sending))
+            step.sending += sending
+            return forward
 
         for computed, forward in self._isolated(chunks, compute, "the model failed", step.failures):
             step.forwards.append(forward)
             for chunk in computed:
                 self.scheduler.computed(chunk)
+
+    def _announcer(self, sending: SequenceOf[Sending]) -> Callable[[int], None] | None:
+        """Announces the KV of layers while later layers are computed."""
+        layers = 0
+
+        def announce(layer: int) -> None:
+            nonlocal layers
+            # Models call their layers in order; the KV of others is announced after the step.
+            if layer == layers:
+                layers += 1
+                self._handoffs.announce(sending, layers)
+            if self._handoffs.news and self.deliver:
+                news = self._handoffs.take_news()
+                self.deliver(StepOutput(self.step_count, handoffs=news))
+
+        return announce if sending else None
 
     def _choose(self, forward: Forward, step: Launched) -> None:
         by_strategy: dict[type[Decoding[Any]], list[Chunk]] = {}
@@ -195,6 +281,8 @@ class Engine:
         for chunk in chunks:
             try:
                 results.append(([chunk], compute([chunk])))
+            except HandoffFailed as error:
+                failures.append((chunk.sequence, error))
             except Exception as error:  # noqa: BLE001 - it ends this item alone
                 failures.append((chunk.sequence, _fault(chunk.sequence, what, error)))
         return results
@@ -239,6 +327,7 @@ class Engine:
         output = self._ledger.take(self.step_count)
         output.kv_events = self.scheduler.pool.take_events()
         output.adapters = self._adapters.take_news()
+        output.handoffs = self._handoffs.take_news()
         return output
 
     def _blame(self, sequence: Sequence, error: TrtmeshError) -> None:
@@ -271,8 +360,10 @@ class Engine:
         *,
         content_is_good: bool = True,
     ) -> None:
+        with_kv = ends[0].reason == pb.FINISH_REASON_HANDOFF
         for sequence in decoding.sequences:
             del self._decodings[sequence.key]
+            self._handoffs.leave(sequence, with_kv=with_kv)
             self.scheduler.remove(sequence, content_is_good=content_is_good)
         for end in ends:
             self._ledger.end(end)
@@ -280,6 +371,8 @@ class Engine:
 
 def _decodings(keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> list[Decoding[Any]]:
     """The strategy of an item: `keys` come back, `sequences` are computed."""
+    if sequences[0].outgoing and (len(keys) > 1 or sequences[0].config.beam_search.beam_width > 1):
+        return [PrefillDecoding(keys, sequences)]
     if sequences[0].config.beam_search.beam_width > 1:
         return [BeamDecoding(keys, sequences)]
     return [SampledDecoding((sequence.key,), (sequence,)) for sequence in sequences]

@@ -16,10 +16,12 @@ from trtmesh.engine.backends.torch.compute.self_check import check_invariance, c
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
+from trtmesh.engine.backends.torch.handoffs import Handoffs
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterTargets
 from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
+from trtmesh.engine.backends.torch.memory.handoff_memory import kv_memory_of
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
-from trtmesh.engine.backends.torch.memory.tensors import FLOATS
+from trtmesh.engine.backends.torch.memory.tensors import DATA_TYPES
 from trtmesh.engine.backends.torch.model.lora_layers import Room
 from trtmesh.engine.backends.torch.model.model import Model, load_model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
@@ -28,8 +30,10 @@ from trtmesh.engine.backends.torch.model.weights import model_fingerprint
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.settings import AdapterSettings, KvCacheSettings, TorchSettings
+from trtmesh.engine.kv_memory import KvMemory
+from trtmesh.v1 import engine_pb2 as epb
 
-DATA_TYPES = {dtype: data_type for data_type, dtype in FLOATS.items()}
+ALL_ROLES = (epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Loaded:
     cache: KvCache
     tables: PromptTables
     adapters: AdapterCache
+    kv_memory: KvMemory | None
+    """None where the KV of a token depends on a setting, so that other workers may have other KV."""
 
 
 def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> Loaded:
@@ -52,7 +58,7 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
     model = load_model(model_dir, dtype, device.name, device.fit, room=_room(settings, device))
     dtype = model.dtype
     sizes = size(settings, model, device)
-    freeze_rope(model.module, sizes.max_sequence_tokens)
+    is_independent = freeze_rope(model.module, sizes.max_sequence_tokens)
     check_model(model, device)
     if settings.batch_invariant:
         check_invariance(model, device)
@@ -76,17 +82,22 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
         tokens_per_block=settings.kv_cache.tokens_per_block,
         total_blocks=sizes.blocks,
         supported_fields=supported_fields(settings.decoding_mode, adapters=bool(model.targets)),
-        capabilities=_capabilities(settings, model),
+        capabilities=_capabilities(settings, model, hands_over=is_independent),
         end_ids=model.end_ids,
         data_type=DATA_TYPES[dtype],
         static_batching=batching.is_static,
         max_adapter_bytes=_most_adapter_bytes(settings.adapters),
+        layers_per_part=min(settings.kv_cache.layers_per_part, model.kv_shape.layers),
     )
     adapters = _adapters(settings.adapters, model)
     scheduler = _scheduler(settings, model, sizes, adapters)
-    engine = Engine(device.compute(model, cache, scheduler.tables), scheduler, adapters)
+    handoffs = Handoffs(
+        scheduler, layers=model.kv_shape.layers, layers_per_part=info.layers_per_part
+    )
+    engine = Engine(device.compute(model, cache, scheduler.tables), scheduler, adapters, handoffs)
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
-    return Loaded(engine, info, device, cache, tables, adapters)
+    kv_memory = kv_memory_of(cache) if is_independent else None
+    return Loaded(engine, info, device, cache, tables, adapters, kv_memory)
 
 
 def _room(settings: TorchSettings, device: Device) -> Room | None:
@@ -175,13 +186,14 @@ def _present(text: str) -> torch.device:
     return name
 
 
-def _capabilities(settings: TorchSettings, model: Model) -> Capabilities:
+def _capabilities(settings: TorchSettings, model: Model, *, hands_over: bool) -> Capabilities:
     # Otherwise rounding depends on the batch, and decides between tokens that nearly tie.
     exact = settings.batch_invariant
     return Capabilities(
         deterministic=exact,
         resumes_exactly=exact,
         stops_single_sequences=True,
+        roles=ALL_ROLES if hands_over else (epb.WORKER_ROLE_MIXED,),
         max_adapters=model.adapters.slots if model.adapters else 0,
     )
 
@@ -195,6 +207,7 @@ def _cache(settings: KvCacheSettings, model: Model, sizes: Sizes, device: Device
         dtype=model.dtype,
         device=device.name,
         pins_memory=device.pins_memory,
+        shares_memory=device.shares_memory,
     )
 
 

@@ -33,6 +33,8 @@ class KvCacheSettings(Settings):
     every step; 0 keeps no copies."""
     events: bool = True
     """Whether changes of cached blocks are reported to routers."""
+    layers_per_part: Annotated[int, Field(ge=1, le=65536)] = 4
+    """Layers of KV that a handoff to another worker transfers at once, while later layers are computed."""
 
 
 class HostCacheSettings(Settings):
@@ -141,7 +143,9 @@ class TorchSettings(Settings):
     device: str = "cpu"
     """Device in PyTorch's words, such as cpu or cuda:0."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Threads of a CPU operation; 0 means OMP_NUM_THREADS where set, or the physical cores."""
+    """Threads of a CPU operation; 0 means OMP_NUM_THREADS where set, or the physical cores. Engines that share cores
+    also need the environment variable OMP_WAIT_POLICY=passive: a thread that waits for others of its engine spins
+    otherwise. `trtmesh up` with several engines and the compose file set it."""
     batch_invariant: bool = False
     """Whether the tokens of a sequence depend on nothing else that the worker computes, at the price of speed; on a CPU
     only. If not, rounding depends on the batch, and changes some tokens that nearly tie with others."""

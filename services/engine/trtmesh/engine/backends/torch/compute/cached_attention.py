@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ class CachedAttention(ABC):
     def __init__(self, cache: KvCache) -> None:
         self.cache = cache
         self._step: StepTokens | None = None
+        self._written: Callable[[int], None] | None = None
 
-    def begin(self, step: StepTokens) -> None:
+    def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
         self._step = step
+        self._written = written
         self._forget_groups()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -39,6 +42,8 @@ class CachedAttention(ABC):
         if self._step is None:
             raise RuntimeError("attention ran outside a step")
         self.cache.write(layer, self._step.token_rows, kv)
+        if self._written:
+            self._written(layer)
         return self._step
 
     def _per_token(self, tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -71,8 +71,12 @@ class Compute(Protocol):
     def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
         """Lays the chunks out as one flat batch."""
 
-    def forward(self, batch: Batch) -> Forward:
-        """Writes the KV of a batch and computes its logits."""
+    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
+        """Writes the KV of a batch and computes its logits. A device that computes at once calls `written` after it has
+        written the KV of a layer."""
+
+    def synchronize(self) -> None:
+        """Waits until everything is computed."""
 
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
         """Picks or draws the next token of each row."""
@@ -92,6 +96,8 @@ class Device(ABC):
 
     pins_memory: ClassVar[bool]
     """Whether the device copies from and to pinned host memory by itself."""
+    shares_memory: ClassVar[bool]
+    """Whether other processes can map the device's memory as a file."""
     default_dtype: ClassVar[torch.dtype | None]
     """Type of weights and KV under `dtype: auto`; None for the model's own."""
 

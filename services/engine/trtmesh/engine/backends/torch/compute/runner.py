@@ -30,7 +30,9 @@ class Runner:
         attention: Attention,
         chooser: Chooser,
         release_memory: Callable[[], None],
+        synchronize: Callable[[], None] | None = None,
     ) -> None:
+        """`synchronize` waits for a device; None for one that computes at once."""
         self._model = model
         self._cache = cache
         self._tables = tables.rows
@@ -41,6 +43,7 @@ class Runner:
         self.choose = chooser.choose
         self.rank = chooser.rank
         self.release_memory = release_memory
+        self._synchronize = synchronize
 
     def prepare(self, chunks: Sequence[Chunk]) -> Batch:
         ordered = sorted(chunks, key=lambda chunk: (chunk.count > 1, chunk.start))
@@ -79,8 +82,12 @@ class Runner:
             adapters=_adapter_rows(ordered),
         )
 
-    def forward(self, batch: Batch) -> Forward:
-        self._attention.begin(batch.step)
+    def synchronize(self) -> None:
+        if self._synchronize:
+            self._synchronize()
+
+    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
+        self._attention.begin(batch.step, None if self._synchronize else written)
         if self._model.adapters:
             self._model.adapters.begin(batch.adapters)
         with torch.inference_mode():

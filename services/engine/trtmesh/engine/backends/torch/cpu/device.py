@@ -42,6 +42,7 @@ class Cpu(Device):
     """Computes in float32 with fused layers, packed weights and copies of KV; orders numbers with numpy."""
 
     pins_memory = False
+    shares_memory = True
     default_dtype = torch.float32
 
     def __init__(self, settings: TorchSettings) -> None:

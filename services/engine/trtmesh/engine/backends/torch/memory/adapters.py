@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from trtmesh.chassis import vocabulary
 from trtmesh.chassis.adapter_content import AdapterContent, is_number, number_of
-from trtmesh.chassis.errors import AdapterNotFound, BackendFailed, InvalidField, TrtmeshError
+from trtmesh.chassis.errors import BackendFailed, InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.adapter_slots import AdapterSlots
-from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits
+from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, content_of
 from trtmesh.engine.adapters.content import read_content
 from trtmesh.engine.adapters.lora import Place, Target, Update, converted
 from trtmesh.engine.backend import AdapterLoad, HeldAdapter
@@ -229,13 +229,7 @@ class AdapterCache:
         self._dropped([])
 
     def _read(self, load: AdapterLoad) -> LoadedAdapter:
-        if load.content is None:
-            raise AdapterNotFound(
-                "is not in memory; send its content",
-                field="adapter.id",
-                value=str(load.identity.id),
-            )
-        lora, most = read_content(load.content, self._targets.layers), self._targets.max_rank
+        lora, most = read_content(content_of(load), self._targets.layers), self._targets.max_rank
         if lora.rank > most:
             raise InvalidField.of("adapter rank", lora.rank, f"at most {most}", "adapters.max_rank")
         # An infinite value would spoil other rows: 0 times infinity is NaN.

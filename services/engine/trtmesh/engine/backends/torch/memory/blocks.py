@@ -86,7 +86,7 @@ class BlockPool:
 
     @property
     def used_blocks(self) -> int:
-        """Device blocks held by sequences."""
+        """Device blocks held by sequences and leases."""
         return self.total_blocks - self.free_blocks
 
     @property
@@ -186,6 +186,10 @@ class BlockPool:
         if block in order:
             order.discard(block)
             order.add(block, retention)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a held block may have other readers."""
+        return block in self.published or self._references[block] > 1
 
     def retract(self, blocks: Iterable[int]) -> None:
         """Unpublishes held blocks with bad content."""

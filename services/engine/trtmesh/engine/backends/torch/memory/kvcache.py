@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, Move
+from trtmesh.engine.backends.torch.memory.shared_pool import AnonymousFile
 
 Rows = NDArray[np.int64]
 
@@ -44,12 +45,20 @@ class KvCache:
         device: torch.device,
         host_blocks: int = 0,
         pins_memory: bool = False,
+        shares_memory: bool = False,
     ) -> None:
+        """With `shares_memory`, the pool is in an anonymous file where the system has such files."""
         self.shape = shape
         self.tokens_per_block = tokens_per_block
         heads = shape.kv_heads
         block = (shape.layers, 2, heads, tokens_per_block, shape.head_dim)
-        self.pool = torch.zeros((blocks + 1, *block), dtype=dtype, device=device)
+        self._shared: AnonymousFile | None = None
+        if shares_memory:
+            size = (blocks + 1) * tokens_per_block * shape.bytes_per_token(dtype)
+            self._shared = AnonymousFile(size)
+            self.pool = torch.from_numpy(self._shared.bytes).view(dtype).view(-1, *block)
+        else:
+            self.pool = torch.zeros((blocks + 1, *block), dtype=dtype, device=device)
         self.host = torch.zeros((host_blocks, *block), dtype=dtype, pin_memory=pins_memory)
         self.pinned_bytes = self.host.nbytes if pins_memory else 0
         self._rows_per_block = shape.layers * 2 * heads
@@ -61,6 +70,11 @@ class KvCache:
         self._token_rows = [token_rows[first * tokens_per_block :] for first in firsts]
         # The keys and values of a block in a layer.
         self._head_rows: Rows = np.arange(2 * heads, dtype=np.int64)
+
+    @property
+    def file(self) -> int | None:
+        """The anonymous file with the pool; None if the pool is private."""
+        return self._shared.file if self._shared else None
 
     def carry_out(self, moves: Sequence[Move]) -> None:
         """Carries out the moves of the block pool, with the effect of one after another.

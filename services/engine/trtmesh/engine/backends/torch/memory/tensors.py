@@ -13,6 +13,7 @@ FLOATS = {
     pb.DATA_TYPE_FP16: torch.float16,
     pb.DATA_TYPE_BF16: torch.bfloat16,
 }
+DATA_TYPES = {dtype: data_type for data_type, dtype in FLOATS.items()}
 DTYPES = {**FLOATS, pb.DATA_TYPE_INT32: torch.int32}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,8 +50,8 @@ class StepTokens:
 class Attention(Protocol):
     """Attention of all layers of a model over the KV cache."""
 
-    def begin(self, step: StepTokens) -> None:
-        """Prepares for the next forward."""
+    def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
+        """Prepares for the next forward, which calls `written` after it has written the KV of a layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """`query` [1, heads, tokens, head_dim], `key` and `value` with kv_heads; returns [1, tokens, heads, size]."""

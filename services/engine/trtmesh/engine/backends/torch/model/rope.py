@@ -16,8 +16,10 @@ INDEPENDENT = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 FROZEN = "frozen"
 
 
-def freeze_rope(model: torch.nn.Module, max_sequence_tokens: int) -> None:
-    """Makes every rotary embedding a function of a token's own position. Raises ModelUnusable for unknown types."""
+def freeze_rope(model: torch.nn.Module, max_sequence_tokens: int) -> bool:
+    """Makes every rotary embedding a function of a token's own position; returns whether none depends on
+    `max_sequence_tokens`. Raises ModelUnusable for unknown types."""
+    is_independent = True
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         if kind is None:
@@ -27,11 +29,13 @@ def freeze_rope(model: torch.nn.Module, max_sequence_tokens: int) -> None:
             continue
         if isinstance(kind, str) and kind in {"dynamic", "longrope"}:
             _freeze(module, kind, max_sequence_tokens)
+            is_independent = False
             continue
         raise ModelUnusable(
             f"{name} has the rotary embedding type {sorted(kinds - INDEPENDENT)}, which may couple the"
             f" requests of a batch; known are {sorted(INDEPENDENT)}, dynamic and longrope"
         )
+    return is_independent
 
 
 def _freeze(module: Any, kind: str, max_sequence_tokens: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.backends.torch.memory.eviction import Retention
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
@@ -37,6 +39,13 @@ class Prefixes:
             return NOTHING
         full, part = divmod(tokens, self._size)
         return Prefix(leader.blocks[:full], tokens, leader.blocks[full] if part else NULL_BLOCK)
+
+    def named(self, hashes: SequenceOf[int], tokens: int) -> Prefix:
+        """The longest beginning of `tokens` tokens published under `hashes`, as far as it is only read: the block that
+        the last token is in stays out."""
+        most = max(0, tokens - 1) // self._size if self._rules.prefix_reuse else 0
+        blocks = self._match(list(hashes[:most]))
+        return Prefix(blocks, len(blocks) * self._size)
 
     def publish(self, sequence: Sequence) -> None:
         """Publishes the blocks that became full since the last call."""

@@ -8,7 +8,12 @@ one each, or, where the rules forbid pauses, all the blocks that they may ever n
 block to grow into, the sequence of the highest rank loses its blocks and returns to its old place in the queue. So the
 lowest rank is never preempted and always advances. Ranks of newcomers rise with the steps, so every sequence has the
 lowest rank some day. Nothing overtakes the head of the queue, so large sequences do not starve either. A sequence whose
-adapter is not on the device is not in the queue: engine/adapter_slots.py gives it its turn.
+adapter is not on the device is not in the queue: engine/adapter_slots.py gives it its turn. On a prefill worker the
+length of the prompt moves the rank (engine/prefill_order.py).
+
+Leases of handoffs hold blocks too. They are granted only what running and queued sequences leave. A sequence that gets
+the blocks of a lease does not wait for blocks of others while it holds its own: it starts before all queued sequences
+once a place in the batch is free, or returns the blocks.
 """
 
 from __future__ import annotations
@@ -17,14 +22,17 @@ import heapq
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from copy import copy
 from typing import TYPE_CHECKING
 
 from trtmesh.engine.adapter_slots import AdapterSlots, Device
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables, Prefix
+from trtmesh.engine.backends.torch.scheduling.leases import LeasedBlocks
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Pairs, Rank, Sequence
+from trtmesh.engine.prefill_order import patience_steps
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
@@ -53,17 +61,21 @@ class Scheduler:
         self.reused_prompt_tokens = 0
         self.new_blocks = self.reused_blocks = 0
         self.paused_sequences = self.preemptions = 0
-        self._rules = rules
+        self.rules = rules
         self._prefixes = Prefixes(pool, rules)
         self._by_key: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(self.lives)
+        # The first in the queue, where free blocks are too few for it.
+        self._blocked: Sequence | None = None
+        # With the blocks of leases.
+        self._adopted = WaitingQueue(self.lives)
         # Counted as waiting, but not in the queue.
         self._unready: dict[int, Sequence] = {}
         self._arrivals = 0
         # By the key of their leader.
         self._followers: dict[int, list[Sequence]] = {}
         self.adapters: AdapterSlots[LoadedAdapter, Sequence] = AdapterSlots(
-            rules.max_adapters, device, self._waiting.push
+            rules.max_adapters, device, self._queue
         )
 
     @property
@@ -76,6 +88,11 @@ class Scheduler:
         return len(self._by_key)
 
     @property
+    def lacks_blocks(self) -> bool:
+        """Whether the first in the queue waits for blocks."""
+        return self._blocked is not None and self.lives(self._blocked)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step has anything to compute."""
         return len(self._by_key) > len(self._unready) + self.adapters.parked_sequences
@@ -86,17 +103,74 @@ class Scheduler:
 
     def add(self, sequence: Sequence, step_count: int) -> None:
         """Takes a new sequence in at step `step_count`."""
-        self._enter(sequence, step_count - sequence.head_start)
+        self._enter(sequence, step_count - sequence.head_start + self._patience(sequence))
         self.waiting_sequences += 1
         if sequence.is_ready:
             self._wait(sequence)
         else:
             self._unready[sequence.key] = sequence
 
+    def _patience(self, sequence: Sequence) -> int:
+        """Steps by which the length of its prompt moves the rank of a sequence."""
+        if not sequence.is_prefill:
+            return 0
+        known = self._prefixes.find(sequence).tokens if sequence.is_ready else 0
+        return patience_steps(len(sequence.tokens) - known, self.rules.prompt_tokens_per_step)
+
     def ready(self, sequence: Sequence) -> None:
         """Lets a sequence added unready start, in its place of the queue."""
-        del self._unready[sequence.key]
+        self._await_no_more(sequence)
         self._wait(sequence)
+
+    def _await_no_more(self, sequence: Sequence) -> None:
+        del self._unready[sequence.key]
+        if sequence.receiver_lease:
+            sequence.receiver_lease = ""
+            self.pending_prompt_tokens += sequence.pending_prompt_tokens
+
+    def reserve(self, tokens: int, hashes: SequenceOf[int]) -> LeasedBlocks | None:
+        """Blocks for `tokens` tokens, beginning with those published under `hashes`; None where running or queued
+        sequences need the room."""
+        prefix = self._prefixes.named(hashes, tokens)
+        missing = self.rules.blocks(tokens) - len(prefix.blocks)
+        if not self.pool.can_allocate(missing + self._promised(), beside=prefix):
+            return None
+        return LeasedBlocks(self.pool.begin(prefix) + self.pool.allocate(missing), prefix.tokens)
+
+    def _promised(self) -> int:
+        """Blocks for running sequences to grow, and for queued sequences to start."""
+        promised = sum(map(self.rules.growth, self.running))
+        if self.waiting_sequences:
+            queued = (each for each in self._by_key.values() if each.slot < 0)
+            promised += sum(map(self._needs_to_start, queued))
+        return promised
+
+    def _needs_to_start(self, sequence: Sequence) -> int:
+        """Blocks for a sequence in the queue, or one that waits for its leader."""
+        if sequence.receiver_lease:
+            return 0
+        shared = len(sequence.blocks)
+        if sequence.leader:
+            most = min(sequence.prompt_tokens, sequence.most_reusable)
+            shared = most // self.rules.tokens_per_block
+        return self._needs(sequence, shared)
+
+    def adopt(self, sequence: Sequence, leased: LeasedBlocks) -> None:
+        """Gives blocks with the KV of all tokens but the last to a sequence added unready, and lets it start."""
+        self._await_no_more(sequence)
+        blocks, kept = leased.blocks, self.rules.blocks(len(sequence.tokens))
+        first = self.rules.unseen_blocks(self.rules.kept_from(sequence))
+        self.pool.release(blocks[:first] + blocks[kept:])
+        sequence.blocks = [NULL_BLOCK] * first + blocks[first:kept]
+        sequence.num_dropped = sequence.blocks.count(NULL_BLOCK)
+        present = leased.present_tokens // self.rules.tokens_per_block
+        reused = max(0, present - sequence.num_dropped)
+        self._count_reused(sequence, reused)
+        self._count_new(sequence, max(0, kept - sequence.num_dropped - reused))
+        sequence.cached_prompt_tokens = min(leased.present_tokens, sequence.prompt_tokens)
+        self._wait(sequence)
+        if sequence.adapter and self.adapters.is_stuck(sequence.adapter, sequence.rank):
+            self._return_blocks(sequence)
 
     def reassign(self, pairs: Pairs) -> None:
         """Makes each pair's first sequence continue from the computed KV of the second, all pairs at once.
@@ -105,7 +179,7 @@ class Scheduler:
         child of each parent, the heir, takes over the partial block; the other children get copies. So no additional
         block is needed where all have equally many computed tokens. The caller gives the firsts their new tokens.
         """
-        size = self._rules.tokens_per_block
+        size = self.rules.tokens_per_block
         heirs = {parent.key: child.key for child, parent in reversed(pairs)}
         heirs |= {child.key: child.key for child, parent in pairs if child is parent}
         parents = {parent.key: copy(parent) for _, parent in pairs}
@@ -119,7 +193,7 @@ class Scheduler:
 
     def _continue(self, child: Sequence, parent: Sequence, *, is_heir: bool) -> None:
         """Gives `child` the blocks of `parent`, a copy from before the exchange."""
-        full = parent.num_computed // self._rules.tokens_per_block
+        full = parent.num_computed // self.rules.tokens_per_block
         rest = parent.blocks[full:]
         if not is_heir:
             rest = [self.pool.copy(block) for block in rest]
@@ -144,6 +218,7 @@ class Scheduler:
             self.adapters.leave(sequence.adapter, sequence.rank)
         sequence.let_go()
         if sequence.slot < 0:
+            self.pool.release(sequence.blocks)
             self.waiting_sequences -= 1
             self._unpause(sequence)
             self._waiting.tidy(self.waiting_sequences)
@@ -157,24 +232,27 @@ class Scheduler:
         """The chunks of the next step, in rank order, of every running sequence with uncomputed tokens. None where
         they depend on sequences in flight."""
         self.adapters.step()
+        closed = self.rules.static_batch and bool(self.running)
+        if not closed:
+            self._start_adopted()
         if not self._grow():
             return []
-        self._admit()
+        self._admit(closed=closed)
         chunks = self._chunks()
         while not chunks and self.running and not any(each.in_flight for each in self.running):
             # All wait for mates without room. The lowest rank fits alone and is reached in the end.
             self._preempt(self.running[-1])
-            self._admit()
+            self._admit(closed=closed)
             chunks = self._chunks()
         return chunks
 
     def _chunks(self) -> list[Chunk]:
-        left = self._rules.max_step_tokens
+        left = self.rules.max_step_tokens
         chunks: list[Chunk] = []
         for sequence in self.running:
             lacking = len(sequence.tokens) - sequence.num_computed
             # Most sequences lack one token, and every sequence gets at least one.
-            count = lacking if lacking < 2 else self._rules.chunk(lacking, left, first=not chunks)
+            count = lacking if lacking < 2 else self.rules.chunk(lacking, left, first=not chunks)
             if count and not sequence.in_flight:
                 left -= count
                 chunks.append(Chunk(sequence, sequence.num_computed, count))
@@ -188,7 +266,7 @@ class Scheduler:
         if prompt > 0:
             self.pending_prompt_tokens -= prompt
             self.computed_prompt_tokens += prompt
-        if sequence.num_computed // self._rules.tokens_per_block > sequence.num_published:
+        if sequence.num_computed // self.rules.tokens_per_block > sequence.num_published:
             self._prefixes.publish(sequence)
             self._drop(sequence)
         if sequence.key in self._followers and sequence.num_computed >= sequence.prompt_tokens - 1:
@@ -205,12 +283,15 @@ class Scheduler:
         if sequence.adapter:
             self.adapters.enter(sequence.adapter, sequence.rank, sequence)
         else:
-            self._waiting.push(sequence)
+            self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        (self._adopted if sequence.blocks else self._waiting).push(sequence)
 
     def _grow(self) -> bool:
         """Gives each running sequence the block for its next token, the lowest rank first. Returns False where that
         would preempt a sequence in flight."""
-        size = self._rules.tokens_per_block
+        size = self.rules.tokens_per_block
         position = 0
         while position < len(self.running):
             sequence = self.running[position]
@@ -218,16 +299,61 @@ class Scheduler:
                 position += 1
             elif self.pool.can_allocate(1):
                 self._append(sequence, self.pool.allocate(1))
-            elif any(each.in_flight for each in self.running[-1].mates or self.running[-1:]):
-                return False
             else:
-                self._preempt(self.running[-1])
+                # There is one: a sequence that is handed over does not grow.
+                last = next(each for each in reversed(self.running) if not each.is_pinned)
+                if any(each.in_flight for each in last.mates or [last]):
+                    return False
+                self._preempt(last)
                 # Its mates, paused with it, may have been anywhere.
                 position = 0
         return True
 
-    def _admit(self) -> None:
-        closed = self._rules.static_batch and bool(self.running)
+    def _start_adopted(self) -> None:
+        """Starts sequences with the blocks of leases; `_grow` gives them further blocks, or takes these away."""
+        while self.tables.free_slots and (sequence := self._adopted.first()):
+            self._adopted.pop()
+            computed = min(len(sequence.tokens) - 1, sequence.most_reusable)
+            if self._can_continue(sequence, computed):
+                self._start_with_kv(sequence, computed)
+            else:
+                self._return_blocks(sequence)
+                self._waiting.push(sequence)
+
+    def _can_continue(self, sequence: Sequence, computed: int) -> bool:
+        """Whether a sequence can be computed in its adopted blocks from token `computed` on: without writing to shared
+        blocks, seeing all KV in the window, and to its end where the rules forbid pauses."""
+        written = sequence.blocks[computed // self.rules.tokens_per_block :]
+        if any(map(self.pool.is_shared, written)):
+            return False
+        if self.rules.window is not None and computed < self.rules.kept_from(sequence):
+            return False
+        needed = self._needs(sequence, len(sequence.blocks))
+        needed += sum(map(self.rules.growth, self.running))
+        return not self.rules.never_pause or self.pool.can_allocate(needed)
+
+    def _start_with_kv(self, sequence: Sequence, computed: int) -> None:
+        self.waiting_sequences -= 1
+        sequence.slot = self.tables.take()
+        self.tables.put(sequence.slot, 0, sequence.blocks)
+        sequence.num_published = self.rules.first_whole_block(sequence)
+        self._set_computed(sequence, computed)
+        sequence.times.scheduled_ns = time.time_ns()
+        self.reused_prompt_tokens += sequence.cached_prompt_tokens
+        insort(self.running, sequence, key=lambda running: running.rank)
+        self._prefixes.publish(sequence)
+
+    def _return_blocks(self, sequence: Sequence) -> None:
+        """Returns adopted blocks to the pool, where the full ones stay for reuse."""
+        sequence.num_published = self.rules.first_whole_block(sequence)
+        sequence.num_computed = len(sequence.tokens) - 1
+        self._prefixes.publish(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_dropped = sequence.num_computed = 0
+
+    def _admit(self, *, closed: bool = False) -> None:
+        self._blocked = None
         while sequence := self._waiting.first():
             leader = self._awaited(sequence)
             if leader:
@@ -239,7 +365,7 @@ class Scheduler:
             prefix = self._prefixes.find(sequence)
             if prefix.partial and not self._has_room(sequence, prefix):
                 # The block to copy from may be the missing block.
-                prefix = Prefix(prefix.blocks, len(prefix.blocks) * self._rules.tokens_per_block)
+                prefix = Prefix(prefix.blocks, len(prefix.blocks) * self.rules.tokens_per_block)
             if not self._has_room(sequence, prefix):
                 return
             self._waiting.pop()
@@ -258,14 +384,16 @@ class Scheduler:
         for each in awaited.values():
             # A mate computes the prompt.
             shared = min(each.prompt_tokens, each.most_reusable)
-            needed += self._needs(each, shared // self._rules.tokens_per_block)
-        needed += sum(map(self._rules.growth, self.running))
-        return self.pool.can_allocate(needed, beside=prefix)
+            needed += self._needs(each, shared // self.rules.tokens_per_block)
+        needed += sum(map(self.rules.growth, self.running))
+        has_blocks = self.pool.can_allocate(needed, beside=prefix)
+        self._blocked = None if has_blocks else sequence
+        return has_blocks
 
     def _needs(self, sequence: Sequence, shared: int) -> int:
         """Free blocks for a sequence to start with `shared` blocks."""
-        blocks = self._rules.blocks(len(sequence.tokens))
-        to_come = self._rules.blocks_to_come(sequence, blocks) if self._rules.never_pause else 0
+        blocks = self.rules.blocks(len(sequence.tokens))
+        to_come = self.rules.blocks_to_come(sequence, blocks) if self.rules.never_pause else 0
         return blocks - shared + to_come
 
     def _start(self, sequence: Sequence, prefix: Prefix) -> None:
@@ -275,17 +403,13 @@ class Scheduler:
         self.tables.put(sequence.slot, 0, sequence.blocks)
         shared = len(prefix.blocks)
         self._count_new(sequence, len(sequence.blocks) - shared)
-        missing = self._rules.blocks(len(sequence.tokens)) - len(sequence.blocks)
+        missing = self.rules.blocks(len(sequence.tokens)) - len(sequence.blocks)
         self._append(sequence, self.pool.allocate(missing))
         sequence.num_published = shared
         sequence.num_dropped = prefix.blocks.count(NULL_BLOCK)
         self._prefixes.retain(sequence, 0, shared)
-        before = sequence.pending_prompt_tokens
-        sequence.num_computed = prefix.tokens
-        self.pending_prompt_tokens -= before - sequence.pending_prompt_tokens
-        reused = shared - sequence.num_dropped
-        self.reused_blocks += reused
-        sequence.times.reused_blocks += reused
+        self._set_computed(sequence, prefix.tokens)
+        self._count_reused(sequence, shared - sequence.num_dropped)
         if not sequence.times.scheduled_ns:
             sequence.times.scheduled_ns = time.time_ns()
             sequence.cached_prompt_tokens = min(sequence.num_computed, sequence.prompt_tokens)
@@ -301,13 +425,24 @@ class Scheduler:
         sequence.times.new_blocks += blocks
         self.new_blocks += blocks
 
+    def _count_reused(self, sequence: Sequence, blocks: int) -> None:
+        sequence.times.reused_blocks += blocks
+        self.reused_blocks += blocks
+
+    def _set_computed(self, sequence: Sequence, tokens: int) -> None:
+        before = sequence.pending_prompt_tokens
+        sequence.num_computed = tokens
+        self.pending_prompt_tokens -= before - sequence.pending_prompt_tokens
+
     def _drop(self, sequence: Sequence) -> None:
-        """Releases the blocks outside the sliding window, except for blocks that mates and followers begin with."""
+        """Releases the blocks outside the sliding window, except for blocks that mates, followers and the receiver of a
+        handoff begin with."""
         seen_from = sequence.num_computed
-        if sequence.key in self._followers or any(mate.slot < 0 for mate in sequence.mates):
-            # Followers compute at least the last token of the prompt.
+        has_heirs = sequence.outgoing is not None or sequence.key in self._followers
+        if has_heirs or any(mate.slot < 0 for mate in sequence.mates):
+            # They compute at least the last token of the prompt.
             seen_from = min(seen_from, sequence.prompt_tokens - 1)
-        first, last = sequence.num_dropped, self._rules.unseen_blocks(seen_from)
+        first, last = sequence.num_dropped, self.rules.unseen_blocks(seen_from)
         if last > first:
             self.pool.release(sequence.blocks[first:last])
             sequence.blocks[first:last] = [NULL_BLOCK] * (last - first)
@@ -324,9 +459,7 @@ class Scheduler:
             each.paused = True
             self.running.remove(each)
             self._release(each)
-            before = each.pending_prompt_tokens
-            each.num_computed = 0
-            self.pending_prompt_tokens += each.pending_prompt_tokens - before
+            self._set_computed(each, 0)
             self.waiting_sequences += 1
             self._waiting.push(each)
 

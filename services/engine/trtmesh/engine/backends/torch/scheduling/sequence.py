@@ -14,6 +14,7 @@ from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, Submission, TokenDetails
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.scheduling.leases import Outgoing
 from trtmesh.engine.stopping import EndRule
 from trtmesh.engine.times import SequenceTimes
 
@@ -73,12 +74,28 @@ class Sequence(Continuation):
     cached_prompt_tokens: int = 0
     reader: Reader | None = None
     """Still needs logits of submitted tokens."""
+    outgoing: Outgoing | None = None
+    """The handoff with which the sequence ends after its next token."""
+    is_prefill: bool = False
+    """Whether a shorter prompt may go before it, and it before a longer one."""
+    receiver_lease: str = ""
+    """Lease of the blocks that the sequence waits for; empty once it has them."""
     times: SequenceTimes = field(default_factory=SequenceTimes)
 
     @property
     def is_ready(self) -> bool:
+        """False while the prompt table is being read, or KV of another worker awaited."""
+        return self.has_prompt and not self.receiver_lease
+
+    @property
+    def has_prompt(self) -> bool:
         """False while the prompt table is being read."""
         return self.table_lease is None or self.prompt_table is not None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the sequence starts with all blocks up to its handoff, and is not preempted."""
+        return self.outgoing is not None and self.outgoing.is_pinned
 
     def give_table(self, table: PromptTable) -> None:
         """Takes the table of the lease."""
@@ -123,8 +140,8 @@ class Sequence(Continuation):
 
     @property
     def pending_prompt_tokens(self) -> int:
-        """Submitted tokens without KV."""
-        return max(0, self.submitted_tokens - self.num_computed)
+        """Submitted tokens without KV, unless it is to come from another worker."""
+        return 0 if self.receiver_lease else max(0, self.submitted_tokens - self.num_computed)
 
     def append(self, token: int, now_ns: int) -> None:
         """Adds a generated token."""
@@ -188,12 +205,18 @@ class Chunk:
         return self.start + self.count == len(self.sequence.tokens)
 
 
+def is_shared(item: Submission) -> bool:
+    """Whether several sequences or beams continue from the prompt of the item."""
+    return len(item.keys) > 1 or item.config.beam_search.beam_width > 1
+
+
 def sequences_of(
     item: Submission, keys: Iterable[int], rule: EndRule, token_rules: TokenRules
 ) -> list[Sequence]:
     """The sequences of an item, named `keys`; the first computes the prompt for all."""
     sequences: list[Sequence] = []
     root = root_hash(item.config.kv_cache.salt)
+    sent = len(item.token_ids) - is_shared(item)
     # The table as received need not live as long as they do.
     config = replace(item.config, prompt_tuning=None, lora=None)
     for index, key in enumerate(keys):
@@ -209,6 +232,9 @@ def sequences_of(
             request_id=item.request_id,
             leader=sequences[0] if sequences else None,
             root=root,
+            outgoing=Outgoing(item.sender_lease_id, sent) if item.sender_lease_id else None,
+            receiver_lease=item.receiver_lease_id,
+            is_prefill=item.is_prefill,
         )
         sequences.append(sequence)
     return sequences
