@@ -251,10 +251,11 @@ class TestAnswers:
             assert told.used_adapter_host_bytes == told.adapter_host_bytes > 0
             await stream.send(submit(1, config=lora(3, content(3))))
             await stream.end(1)
-            await stream.until(lambda: stream.loads[-1].adapter_hits)
-            assert (
-                stream.loads[-1].free_adapter_slots + stream.loads[-1].evictable_adapter_slots == 2
+            await stream.until(
+                lambda: stream.loads[-1].adapter_hits and not stream.loads[-1].running_sequences
             )
+            told = stream.loads[-1]
+            assert told.free_adapter_slots + told.evictable_adapter_slots == 2
 
 
 def lora(number: int, of: Any) -> pb.GenerationConfig:

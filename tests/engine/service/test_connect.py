@@ -479,7 +479,7 @@ class TestEndsAndErrors:
             # The chassis owns the life of the process; here the service is only asked to end.
             await engine.runtime.failure
             await stream.acknowledge(0)
-            await engine.service.stop()
+            await engine.stop()
             outputs = await stream.ends([1, 2])
             for output in outputs.values():
                 assert output.end is not None
@@ -490,7 +490,10 @@ class TestEndsAndErrors:
 
 class TestUnservedCommands:
     async def test_unsupported_command_is_answered(self) -> None:
-        async with serving(simulated()) as engine, router_stream(engine.address) as stream:
+        async with (
+            serving(RecordingBackend()) as engine,
+            router_stream(engine.address) as stream,
+        ):
             await stream.send(
                 epb.EngineCommand(
                     load_adapter=epb.LoadAdapterCommand(adapter=pb.LoraConfig(id=3, name="x"))
@@ -499,13 +502,19 @@ class TestUnservedCommands:
                 epb.EngineCommand(
                     reserve_blocks=transfer.ReserveBlocksCommand(lease_id="a", tokens=5)
                 ),
-                epb.EngineCommand(release_lease=transfer.ReleaseLeaseCommand(lease_id="b")),
+                epb.EngineCommand(attach_sender=transfer.AttachSenderCommand(lease_id="b")),
+                epb.EngineCommand(hand_over=transfer.HandOverCommand(lease_id="c")),
+                epb.EngineCommand(renew_leases=transfer.RenewLeasesCommand(lease_ids=["d"])),
+                # Nothing is left to release.
+                epb.EngineCommand(release_lease=transfer.ReleaseLeaseCommand(lease_id="e")),
             )
-            await stream.until(lambda: len(stream.blocks_reserved) == 2)
+            await stream.until(lambda: len(stream.handoffs_failed) == 3)
             assert [state.id for state in stream.adapter_states] == [3, 4]
             errors = [state.error for state in stream.adapter_states]
             errors += [answer.error for answer in stream.blocks_reserved]
-            names = ["load_adapter", "unload_adapter", "reserve_blocks", "release_lease"]
+            errors += [stream.handoffs_failed[lease] for lease in "bcd"]
+            names = ["load_adapter", "unload_adapter", "reserve_blocks"]
+            names += ["attach_sender", "hand_over", "renew_leases"]
             for error, name in zip(errors, names, strict=True):
                 assert error.reason == "UNSUPPORTED_CALL"
                 assert name in error.message

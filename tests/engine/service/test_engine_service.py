@@ -13,9 +13,11 @@ from typing import Any
 
 import grpc
 import pytest
-from engine_streams import StreamFailed, eventually, router_stream, stop, submit
+from engine_streams import StreamFailed, eventually, router_stream, serving, stop, submit
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import ServiceProcess, run_to_exit, service_process
+from recording_backend import INFO, RecordingBackend
+from trtmesh.chassis.errors import SettingsError
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as pb
@@ -293,10 +295,11 @@ async def test_torch_backend_needs_model_dir() -> None:
 
 
 async def test_role_that_the_backend_lacks_is_refused() -> None:
-    ended = await run_to_exit("engine", "--backend", "simulated", "--role", "prefill")
-    assert ended.status == 2
-    assert "prefill" in ended.stderr
-    assert "simulated" in ended.stderr
+    assert INFO.capabilities.roles == (epb.WORKER_ROLE_MIXED,)
+    with pytest.raises(SettingsError) as refused:
+        async with serving(RecordingBackend(INFO), role="prefill"):
+            pass
+    assert refused.value.setting == "engine.role"
 
 
 async def test_simulated_engine_never_imports_torch() -> None:

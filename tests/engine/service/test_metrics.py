@@ -67,6 +67,19 @@ def test_busy_time_runs_while_sequences_live() -> None:
     assert metrics.busy_seconds(300.0) == 8
 
 
+def test_waiting_for_kv_is_not_busy_time() -> None:
+    metrics = EngineMetrics()
+    metrics.submitted([1], 10, now=10.0, awaits_kv=True)
+    assert metrics.busy_seconds(15.0) == 0
+    metrics.stepped(StepOutput(1, [1], [0], [1], [5]), now=20.0)
+    assert metrics.busy_seconds(21.0) == 1
+    metrics.submitted([2], 10, now=22.0, awaits_kv=True)
+    metrics.ended(SequenceEnd(1, pb.FINISH_REASON_LENGTH, 10, 4, 1), 23.0)
+    assert metrics.busy_seconds(30.0) == 3
+    metrics.ended(SequenceEnd(2, pb.FINISH_REASON_CANCELLED, 10, 0, 0), 31.0)
+    assert (metrics.live_sequences, metrics.busy_seconds(40.0)) == (0, 3)
+
+
 def test_gauges_show_the_last_report() -> None:
     metrics = EngineMetrics()
     assert scrape(metrics)["trtmesh_engine_total_blocks"] == 0

@@ -11,6 +11,7 @@ from engine_streams import RouterStream, router_stream, serving, submit
 from recording_backend import INFO, RecordingBackend
 from trtmesh.engine.backends.simulated.backend import SUPPORTED_FIELDS
 from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS as TORCH_FIELDS
+from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 
@@ -47,6 +48,19 @@ async def test_an_unsupported_field_is_refused_by_name(path: str) -> None:
             assert received.end.error.reason == "UNSUPPORTED_FIELD"
             assert path in received.end.error.message
         assert backend.items == []
+
+
+async def test_items_know_the_present_role_of_the_worker() -> None:
+    roles = (epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE)
+    capabilities = replace(INFO.capabilities, roles=roles)
+    backend = RecordingBackend(replace(INFO, capabilities=capabilities))
+    async with serving(backend) as engine, router_stream(engine.address) as stream:
+        for handle, role in enumerate(roles, start=1):
+            set_role = epb.EngineCommand(set_role=epb.SetRoleCommand(role=role))
+            await stream.send(set_role)
+            await stream.send(submit(handle, None))
+        await stream.until(lambda: len(backend.items) == 3)
+    assert [item.is_prefill for item in backend.items] == [False, True, False]
 
 
 @pytest.mark.parametrize("field", ["sender_lease_id", "receiver_lease_id"])

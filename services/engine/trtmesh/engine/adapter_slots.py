@@ -81,11 +81,15 @@ class AdapterSlots(Generic[A, S]):
         if self._stuck is None or order < self._stuck[0]:
             self._settle()
 
+    def is_stuck(self, adapter: A, order: Order) -> bool:
+        """Whether a sequence is parked until others end, not just until its adapter arrives."""
+        arrives = adapter in self._residents and adapter.place != epb.ADAPTER_PLACE_DEVICE
+        return not arrives and self._is_parked(order)
+
     def leave(self, adapter: A, order: Order) -> None:
         """Forgets a sequence, parked or started."""
-        at = bisect_left(self._parked, order, key=lambda each: each[0])
-        if at < len(self._parked) and self._parked[at][0] == order:
-            del self._parked[at]
+        if self._is_parked(order):
+            del self._parked[self._place_of(order)]
         else:
             self._in_use[adapter] -= 1
             if self._in_use[adapter]:
@@ -118,6 +122,13 @@ class AdapterSlots(Generic[A, S]):
         if adapter in self._residents:
             self._unused.append(self._residents.pop(adapter))
             self._settle()
+
+    def _is_parked(self, order: Order) -> bool:
+        at = self._place_of(order)
+        return at < len(self._parked) and self._parked[at][0] == order
+
+    def _place_of(self, order: Order) -> int:
+        return bisect_left(self._parked, order, key=lambda each: each[0])
 
     def _is_held_back(self, order: Order) -> bool:
         stuck = self._stuck

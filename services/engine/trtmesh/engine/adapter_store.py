@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import AdapterNotFound, AdaptersFull, InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, Lora
-from trtmesh.engine.backend import HeldAdapter
+from trtmesh.engine.backend import AdapterLoad, HeldAdapter
 from trtmesh.v1 import engine_pb2 as epb
 
 
@@ -214,6 +215,17 @@ class AdapterStore(Generic[A]):
             limit=f"at most {limits.slots} adapters",
             limit_field=limits.slots_setting,
         )
+
+
+def content_of(load: AdapterLoad) -> AdapterContent:
+    """The content of an adapter that is not in memory. Raises AdapterNotFound for a load without one."""
+    if load.content is None:
+        raise AdapterNotFound(
+            "is not in memory; send its content",
+            field="adapter.id",
+            value=str(load.identity.id),
+        )
+    return load.content
 
 
 def _key_of(asked: Lora) -> tuple[int, str]:

@@ -9,14 +9,27 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
 import grpc
-from trtmesh.chassis.errors import Draining, SettingsError, TrtmeshError, Unavailable, WorkerLost
+from trtmesh.chassis.errors import (
+    Draining,
+    SettingsError,
+    TrtmeshError,
+    Unavailable,
+    UnsupportedCall,
+    WorkerLost,
+)
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import Runtime
-from trtmesh.engine.backend import Backend, BackendStats
+from trtmesh.engine.backend import Backend, BackendInfo, BackendStats
+from trtmesh.engine.handoff.fetch_server import FetchServer
+from trtmesh.engine.handoff.handoffs import Handoffs
+from trtmesh.engine.handoff.own_kv import OwnKv, kind_of
+from trtmesh.engine.handoff.transports.choice import KNOWN, open_transports
+from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.service.adapter_delivery import DeliveryMemory
 from trtmesh.engine.service.connect import Context, serve_stream
 from trtmesh.engine.service.loaded_engine import LoadedEngine
@@ -26,9 +39,13 @@ from trtmesh.engine.service.streams import Streams
 from trtmesh.engine.service.wire import describe, role_of
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
-from trtmesh.v1 import engine_pb2_grpc
+from trtmesh.v1 import engine_pb2_grpc, kv_transfer_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+HANDOFF_THREADS = 2
+
+ALL_ROLES = (epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE)
 
 FAREWELL_SECONDS = 1.0
 """Time for streams to send waiting events at shutdown."""
@@ -37,7 +54,7 @@ FAREWELL_SECONDS = 1.0
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Implements chassis.service.Service and EngineService around one backend."""
 
-    service_names: Sequence[str] = ("trtmesh.v1.EngineService",)
+    service_names: Sequence[str] = ("trtmesh.v1.EngineService", "trtmesh.v1.KvTransferService")
 
     def __init__(self, settings: EngineSettings, runtime: Runtime, backend: Backend) -> None:
         self.metrics = EngineMetrics()
@@ -55,11 +72,17 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
     def register(self, server: grpc.aio.Server) -> None:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self, server)
+        fetches = FetchServer(self._handoffs)
+        kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(fetches, server)
 
     async def start(self) -> None:
         await self._runtime.health.unwell("model", "loading")
         info = await self._backend.start(self._streams.deliver, self._on_failure)
-        if role_of(self._settings) not in info.capabilities.roles:
+        memory = self._backend.kv_memory()
+        if memory:
+            info = _with_handoffs(info)
+        role = role_of(self._settings)
+        if role not in info.capabilities.roles:
             raise SettingsError(
                 f"is {self._settings.role} but the {info.backend} backend does not support this role",
                 setting="engine.role",
@@ -71,15 +94,18 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         name = (
             self._settings.worker or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         )
+        handoffs = self._open_handoffs(info, name, memory) if memory else None
         self._engine = LoadedEngine(
             name=name,
             settings=self._settings,
             backend=self._backend,
             info=info,
-            description=describe(info, name, self._settings),
+            description=describe(info, name, self._settings, handoffs.own if handoffs else None),
             streams=self._streams,
             metrics=self.metrics,
             delivery_memory=DeliveryMemory(info.max_adapter_bytes),
+            handoffs=handoffs,
+            role=role,
         )
         self._ticker = asyncio.create_task(self._tick())
         await self._runtime.health.well("model")
@@ -103,6 +129,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 stream.finish(farewell)
             if self._sessions:
                 await asyncio.wait(self._sessions, timeout=FAREWELL_SECONDS)
+            if self._engine.handoffs:
+                await self._engine.handoffs.close()
         await self._backend.close()
 
     async def GetEngine(
@@ -131,6 +159,32 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self.metrics.errors[error.reason] += 1
             raise
 
+    def _open_handoffs(self, info: BackendInfo, name: str, memory: KvMemory) -> Handoffs:
+        settings = self._settings
+        own = OwnKv(
+            worker=name,
+            settings=settings.handoff,
+            backend=self._backend,
+            memory=memory,
+            kind=kind_of(memory, info.model_fingerprint, info.tokenizer_fingerprint),
+            total_blocks=info.total_blocks,
+            layers_per_part=info.layers_per_part,
+            transports=open_transports(settings.handoff, memory, KNOWN),
+            threads=ThreadPoolExecutor(HANDOFF_THREADS, "handoff"),
+            max_message_bytes=settings.max_message_bytes,
+            is_draining=lambda: self._engine is None or self._engine.draining,
+            tls_of_peers=lambda: self._runtime.certificates.peers,
+        )
+        handoffs = Handoffs(own, self.metrics.handoffs)
+        self._streams.take_handoff = handoffs.take
+        return handoffs
+
+    def _handoffs(self) -> Handoffs:
+        handoffs = self._loaded().handoffs
+        if handoffs is None:
+            raise UnsupportedCall("this worker hands nothing over")
+        return handoffs
+
     def _loaded(self) -> LoadedEngine:
         if self._engine is None:
             raise Unavailable("the model is not loaded yet; try again", retry_after_ms=1000)
@@ -142,6 +196,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             while True:
                 stats = self._backend.stats()
                 self._tell(stats)
+                if self._engine and self._engine.handoffs and stats.lacks_blocks:
+                    self._engine.handoffs.relieve()
                 problem = self._progress.problem(stats, time.monotonic())
                 if problem:
                     await self._runtime.health.unwell("progress", problem)
@@ -157,6 +213,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         load = engine.load()
         self.metrics.stats = stats
         self.metrics.told_busy_seconds = load.busy_seconds
+        self.metrics.handoffs.told(load)
         self._streams.tell_load(load)
         unacknowledged = (stream.outbox.unacknowledged_steps for stream in self._streams)
         self.metrics.unacknowledged_steps = sum(unacknowledged)
@@ -176,3 +233,12 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             for stream in self._streams:
                 stream.fail(lost)
         self._runtime.fail(error)
+
+
+def _with_handoffs(info: BackendInfo) -> BackendInfo:
+    """Adds what every backend with KV pools supports."""
+    return replace(
+        info,
+        capabilities=replace(info.capabilities, roles=ALL_ROLES),
+        supported_fields=info.supported_fields | {"handoff.phase"},
+    )

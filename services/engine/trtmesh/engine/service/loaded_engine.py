@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtmesh.engine.backend import Backend, BackendInfo
+from trtmesh.engine.handoff.handoffs import Handoffs
 from trtmesh.engine.service.adapter_delivery import DeliveryMemory
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.streams import Streams
@@ -30,6 +31,10 @@ class LoadedEngine:
     streams: Streams
     metrics: EngineMetrics
     delivery_memory: DeliveryMemory
+    handoffs: Handoffs | None
+    """None for a backend without KV pools."""
+    role: epb.WorkerRole.ValueType
+    """Present role."""
     drain_ends_at: float | None = None
     """Monotonic time at which draining ends and the streams are cut; None before draining."""
 
@@ -47,6 +52,14 @@ class LoadedEngine:
         load = load_message(self.backend.stats(), draining=self.draining)
         load.busy_seconds = self.metrics.busy_seconds(time.monotonic())
         load.host_memory_bytes = _resident_bytes()
+        load.role = self.role
+        if self.handoffs:
+            load.sent_handoffs.CopyFrom(self.handoffs.sent.counts())
+            load.received_handoffs.CopyFrom(self.handoffs.received.counts())
+            load.quarantined_blocks = self.handoffs.received.quarantined_blocks
+            load.receiving_tokens = sum(
+                lease.lacking_tokens for lease in self.handoffs.received.all()
+            )
         if self.drain_ends_at is not None:
             load.drain_ms = max(0, int((self.drain_ends_at - time.monotonic()) * 1000))
         return load

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from trtmesh.chassis.metrics import Histogram
 from trtmesh.engine.backend import BackendStats, SequenceEnd, StepOutput
+from trtmesh.engine.handoff.metrics import HandoffMetrics
 from trtmesh.v1 import generation_pb2 as pb
 
 PREFIX = "trtmesh_engine_"
@@ -45,16 +46,25 @@ class EngineMetrics(Collector):
         self.generated_tokens = 0
         self.finished: Counter[int] = Counter()
         self.errors: Counter[str] = Counter()
+        self.handoffs = HandoffMetrics(PREFIX)
         self._awaiting_first: dict[int, float] = {}
+        self._awaiting_kv: set[int] = set()
+        self._computing = 0
+        """Live sequences that do not wait for KV."""
         self._last_tokens_at = 0.0
         self._busy_before = self._busy_since = 0.0
         self.told_busy_seconds = 0.0
         """Value of the last load report; scrapes happen on another thread and must never see it decrease."""
 
-    def submitted(self, keys: Collection[int], prompt_tokens: int, now: float) -> None:
-        """Counts an admitted item; `now` is monotonic time in seconds."""
-        if not self.live_sequences:
-            self._busy_since = now
+    def submitted(
+        self, keys: Collection[int], prompt_tokens: int, now: float, *, awaits_kv: bool = False
+    ) -> None:
+        """Counts an admitted item; `now` is monotonic time in seconds. Waiting for KV of another worker is no
+        computation."""
+        if awaits_kv:
+            self._awaiting_kv.update(keys)
+        else:
+            self._compute(len(keys), now)
         self.live_sequences += len(keys)
         self.prompt_tokens += prompt_tokens
         self._awaiting_first.update(dict.fromkeys(keys, now))
@@ -69,6 +79,7 @@ class EngineMetrics(Collector):
         if awaiting:
             for key in [key for key in output.keys if key in awaiting]:
                 self.time_to_first_token.observe(now - awaiting.pop(key))
+                self._has_kv(key, now)
                 going_on -= 1
         if going_on:
             self.inter_token.observe(now - self._last_tokens_at, going_on)
@@ -76,8 +87,8 @@ class EngineMetrics(Collector):
 
     def ended(self, end: SequenceEnd, now: float) -> None:
         """Counts the end of an admitted sequence."""
-        if self.live_sequences == 1:
-            self._busy_before = self.busy_seconds(now)
+        self._has_kv(end.key, now)
+        self._compute(-1, now)
         self.live_sequences -= 1
         self._awaiting_first.pop(end.key, None)
         self.finished[end.reason] += 1
@@ -87,9 +98,22 @@ class EngineMetrics(Collector):
             self.errors[end.error.reason] += 1
 
     def busy_seconds(self, now: float) -> float:
-        """Time with live sequences until `now`."""
-        running = now - self._busy_since if self.live_sequences else 0.0
+        """Time with sequences to compute until `now`."""
+        running = now - self._busy_since if self._computing else 0.0
         return self._busy_before + running
+
+    def _has_kv(self, key: int, now: float) -> None:
+        if key in self._awaiting_kv:
+            self._awaiting_kv.remove(key)
+            self._compute(1, now)
+
+    def _compute(self, more: int, now: float) -> None:
+        """Counts sequences to compute, or fewer."""
+        if self._computing + more == 0:
+            self._busy_before = self.busy_seconds(now)
+        elif not self._computing:
+            self._busy_since = now
+        self._computing += more
 
     def collect(self) -> Iterator[Metric]:
         """Called by Prometheus on its own thread."""
@@ -100,6 +124,7 @@ class EngineMetrics(Collector):
         )
         yield from self._counters()
         yield from self._gauges()
+        yield from self.handoffs.collect()
 
     def _counters(self) -> Iterator[Metric]:
         stats = self.stats

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import (
     AlreadyExists,
     BackendFailed,
@@ -20,9 +19,12 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
 )
 from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import HeldAdapter, SequenceEnd
 from trtmesh.engine.service.adapter_commands import AdapterCommands
 from trtmesh.engine.service.event_outbox import MOST_TENSOR_BYTES, EventOutbox
+from trtmesh.engine.service.handoff_commands import Handoff, HandoffCommands
+from trtmesh.engine.service.lease_fields import adapter_of
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.step_part import StepPart
 from trtmesh.engine.service.streams import HANDLE_BITS, HANDLE_MASK
@@ -45,6 +47,9 @@ class _Item:
 
     prompt_tokens: int
     live: int
+    adapter: Adapter | None
+    handoffs: dict[int, Handoff]
+    """Handoff of each sequence, by handle."""
     timer: asyncio.TimerHandle | None = None
 
 
@@ -72,13 +77,14 @@ class RouterSession:
         self._number = engine.streams.add(self)
         self.outbox.put_answer(epb.EngineEvent(welcome=epb.Welcome(engine=engine.description)))
         self._adapters = AdapterCommands(engine, self.outbox, self.router, self.finish)
+        self._handoffs = HandoffCommands(engine, self.outbox, self.finish)
         # The router may place items right away, without waiting for the next report.
         self.take_load(engine.load())
         engine.metrics.open_streams += 1
 
     @property
     def busy(self) -> bool:
-        return bool(self._live) or (self._open and self.outbox.holds_steps)
+        return bool(self._live) or (self._open and (self.outbox.holds_steps or self._handoffs.owes))
 
     def execute(self, command: epb.EngineCommand) -> None:
         """Executes a command. Raises the error that must end the stream."""
@@ -96,9 +102,17 @@ class RouterSession:
             case "unload_adapter":
                 self._adapters.unload(command.unload_adapter)
             case "reserve_blocks":
-                self._refuse_lease(command.reserve_blocks.lease_id, "reserve_blocks")
+                self._handoffs.reserve(command.reserve_blocks)
+            case "attach_sender":
+                self._handoffs.attach(command.attach_sender)
+            case "hand_over":
+                self._hand_over(command.hand_over)
+            case "renew_leases":
+                self._handoffs.renew(command.renew_leases)
             case "release_lease":
-                self._refuse_lease(command.release_lease.lease_id, "release_lease")
+                self._handoffs.release(command.release_lease)
+            case "set_role":
+                self._set_role(command.set_role)
             case "hello":
                 raise InvalidRequest("hello came again, but it opens a stream and comes once")
             case _:
@@ -120,11 +134,13 @@ class RouterSession:
         item.live -= 1
         if item.timer and not item.live:
             item.timer.cancel()
+        handoff = item.handoffs.pop(handle, None)
+        descriptor = _end_handoff(handoff, end) if handoff else None
         self._engine.metrics.ended(end, time.monotonic())
         if end.error and not end.error.worker:
             end.error.worker = self._engine.name
         if self._open:
-            self.outbox.put_end(end_message(handle, end))
+            self.outbox.put_end(end_message(handle, end, descriptor))
         elif not self._live:
             self._engine.streams.remove(self._number)
 
@@ -168,6 +184,7 @@ class RouterSession:
         """Stops the live sequences at once, because the stream is over."""
         self._open = False
         self._adapters.close()
+        self._handoffs.close()
         self._engine.metrics.open_streams -= 1
         if self._live:
             keys = [self._key(handle) for handle in self._live]
@@ -186,7 +203,7 @@ class RouterSession:
         try:
             self._check_room(len(handles))
             item = parse_submit(command, tuple(map(self._key, handles)), self._engine)
-            self._engine.backend.submit(item)
+            handoff = self._handoffs.submit(command, item)
         except TrtmeshError as error:
             self._refuse(handles, command, error)
             return
@@ -197,12 +214,35 @@ class RouterSession:
             self._refuse(handles, command, BackendFailed(f"{type(error).__name__}: {error}"))
             return
         prompt_tokens = item.prompt_tokens
-        live = _Item(prompt_tokens, len(handles))
+        of_handles = dict.fromkeys(handles, handoff) if handoff else {}
+        live = _Item(prompt_tokens, len(handles), adapter_of(item.config), of_handles)
         self._live.update(dict.fromkeys(handles, live))
-        self._engine.metrics.submitted(item.keys, prompt_tokens, time.monotonic())
+        self._engine.metrics.submitted(
+            item.keys, prompt_tokens, time.monotonic(), awaits_kv=bool(command.receiver_lease_id)
+        )
         if command.HasField("timeout_ms"):
             loop = asyncio.get_running_loop()
             live.timer = loop.call_later(command.timeout_ms / 1000, self._time_out, handles, live)
+
+    def _hand_over(self, command: transfer.HandOverCommand) -> None:
+        item = self._live.get(command.handle)
+        if item is None:
+            self._handoffs.hand_over(command, None, None, None)
+        else:
+            key = self._key(command.handle)
+            present = item.handoffs.get(command.handle)
+            handoff = self._handoffs.hand_over(command, key, item.adapter, present)
+            if handoff is not None:
+                item.handoffs[command.handle] = handoff
+
+    def _set_role(self, command: epb.SetRoleCommand) -> None:
+        known = self._engine.description.roles
+        if command.role not in known:
+            limit = f"one of {', '.join(map(epb.WorkerRole.Name, known))}"
+            raise InvalidField.of("set_role.role", command.role, limit)
+        log.info("router %s sets the role %s", self.router, epb.WorkerRole.Name(command.role))
+        self._engine.role = command.role
+        self._engine.streams.tell_load(self._engine.load())
 
     def _check_handles(self, handles: range) -> None:
         # Refusals exist in the outbox only, so this bounds them.
@@ -277,11 +317,13 @@ class RouterSession:
         )
         self.outbox.put_kv_snapshot(snapshot)
 
-    def _refuse_lease(self, lease_id: str, command: str) -> None:
-        self._engine.metrics.errors["UNSUPPORTED_CALL"] += 1
-        error = UnsupportedCall(
-            f"the {self._engine.info.backend} backend of worker {self._engine.name} does not support {command}",
-            worker=self._engine.name,
-        )
-        answer = transfer.BlocksReserved(lease_id=lease_id, error=to_proto(error))
-        self.outbox.put_answer(epb.EngineEvent(blocks_reserved=answer))
+
+def _end_handoff(handoff: Handoff, end: SequenceEnd) -> transfer.HandoffDescriptor | None:
+    """Completes an end by its lease. A defect of the lease fails this sequence alone."""
+    try:
+        return handoff.sequence_ended(end)
+    except Exception as error:
+        log.exception("unexpected error of lease %s", handoff.lease_id)
+        end.reason = pb.FINISH_REASON_ERROR
+        end.error = BackendFailed(f"{type(error).__name__}: {error}")
+        return None

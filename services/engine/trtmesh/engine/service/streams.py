@@ -7,11 +7,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
-from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.engine.backend import HeldAdapter, SequenceEnd, StepOutput
+from trtmesh.chassis.errors import BackendFailed, TrtmeshError
+from trtmesh.engine.backend import HandoffNews, HeldAdapter, SequenceEnd, StepOutput
 from trtmesh.engine.service.event_outbox import EventOutbox
 from trtmesh.engine.service.kv_mirror import KvMirror
 from trtmesh.engine.service.metrics import EngineMetrics
@@ -69,6 +70,8 @@ class Streams:
     def __init__(self, metrics: EngineMetrics) -> None:
         self.kv = KvMirror()
         self.step_count = 0
+        self.take_handoff: Callable[[HandoffNews], None] | None = None
+        """Takes news of leases, after the tokens of their step and before its ends."""
         self._metrics = metrics
         self._streams: dict[int, Stream] = {}
         self._numbers = 0
@@ -125,16 +128,40 @@ class Streams:
         self._split_is_due = False
         while self._delivered:
             output = self._delivered.popleft()
-            self.step_count = max(self.step_count, output.step_count)
-            self._metrics.stepped(output, time.monotonic())
-            if output.kv_events:
-                self._tell_kv_events(output)
-            if output.adapters:
-                self._tell_adapters(output)
-            if output.keys or output.details or output.prompts:
-                self._split_tokens(output)
+            try:
+                self._split(output)
+            except Exception as error:  # noqa: BLE001
+                # Broad on purpose: without its end a sequence would live, and keep its lease, for ever.
+                for stream in self:
+                    self._fail(stream, error)
+            for news in output.handoffs:
+                assert self.take_handoff
+                self.take_handoff(news)
             for end in output.ends:
                 self._tell_end(end)
+
+    def _split(self, output: StepOutput) -> None:
+        """Tells everything of a step but its news of leases and its ends."""
+        self.step_count = max(self.step_count, output.step_count)
+        self._metrics.stepped(output, time.monotonic())
+        if output.kv_events:
+            self._tell_kv_events(output)
+        if output.adapters:
+            for stream in self:
+                self._tell(stream, partial(stream.take_adapters, output.adapters))
+        if output.keys or output.details or output.prompts:
+            self._split_tokens(output)
+
+    def _tell(self, stream: Stream, take: Callable[[], None]) -> None:
+        """Has a stream take a part of a step. A defect in it ends that stream: the others still get the step."""
+        try:
+            take()
+        except Exception as error:  # noqa: BLE001
+            self._fail(stream, error)
+
+    def _fail(self, stream: Stream, error: Exception) -> None:
+        log.error("unexpected error of a stream", exc_info=error)
+        stream.finish(BackendFailed(f"{type(error).__name__}: {error}"))
 
     def _split_tokens(self, output: StepOutput) -> None:
         if len(self._streams) == 1:
@@ -154,26 +181,21 @@ class Streams:
                 each.key &= HANDLE_MASK
                 getattr(part, kind).append(each)
         for number, part in parts.items():
-            stream = self._streams.get(number)
-            if stream:
-                stream.take_step(part)
+            if stream := self._streams.get(number):
+                self._tell(stream, partial(stream.take_step, part))
 
     def _tell_end(self, end: SequenceEnd) -> None:
         stream = self._streams.get(end.key >> HANDLE_BITS)
         if stream is None:
             log.error("the backend ended a sequence that is not live, key %d", end.key)
             return
-        stream.take_end(end.key & HANDLE_MASK, end)
-
-    def _tell_adapters(self, output: StepOutput) -> None:
-        for stream in self:
-            stream.take_adapters(output.adapters)
+        self._tell(stream, partial(stream.take_end, end.key & HANDLE_MASK, end))
 
     def _tell_kv_events(self, output: StepOutput) -> None:
         first = self.kv.record(output.kv_events)
         messages = [kv_event_message(event) for event in output.kv_events]
         for stream in self:
-            stream.take_kv_events(self.kv.epoch, first, messages)
+            self._tell(stream, partial(stream.take_kv_events, self.kv.epoch, first, messages))
 
 
 def _by_stream(output: StepOutput) -> dict[int, StepPart]:

@@ -6,6 +6,7 @@ from trtmesh.chassis.errors import Draining, InvalidField, UnsupportedField
 from trtmesh.chassis.parsing import ELEMENT_BYTES, LIMITS, parse_config, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import StopTexts, Submission
+from trtmesh.engine.service.lease_fields import check_lease_id, lease_seconds
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -30,11 +31,9 @@ def parse_submit(
     if engine.draining:
         raise Draining(f"worker {engine.name} is draining; use another worker")
     who = f"the {engine.info.backend} backend of worker {engine.name}"
-    leases = tuple(f"submit.{name}" for name in LEASE_FIELDS if getattr(command, name))
-    if leases:
-        raise UnsupportedField(f"not supported by {who}, which hands nothing over", fields=leases)
     config = parse_config(command.config)
-    refuse_unsupported(config, engine.info.supported_fields, who)
+    refuse_unsupported(config, engine.description.supported_fields, who)
+    _check_leases(command, config, engine, who)
     _check(command, config, engine)
     own_draws = command.HasField("draw_index")
     return Submission(
@@ -46,7 +45,40 @@ def parse_submit(
         emitted_tokens=command.emitted_tokens,
         config=config,
         stop_texts=_stop_texts(command),
+        sender_lease_id=command.sender_lease_id,
+        receiver_lease_id=command.receiver_lease_id,
+        is_prefill=engine.role == epb.WORKER_ROLE_PREFILL,
     )
+
+
+def _check_leases(
+    command: epb.SubmitCommand, config: GenerationConfig, engine: LoadedEngine, who: str
+) -> None:
+    leases = tuple(f"submit.{name}" for name in LEASE_FIELDS if getattr(command, name))
+    if leases and engine.handoffs is None:
+        raise UnsupportedField(f"not supported by {who}, which hands nothing over", fields=leases)
+    if command.sender_lease_id and command.receiver_lease_id:
+        raise InvalidField(
+            "are both set, but an item that has just been received stays; hand it over later",
+            fields=leases[:2],
+        )
+    for name in LEASE_FIELDS[:2]:
+        if value := getattr(command, name):
+            check_lease_id(f"submit.{name}", value)
+    if command.sender_lease_id:
+        settings = engine.settings.handoff
+        lease_seconds("submit.lease_expires_in_ms", command.lease_expires_in_ms, settings)
+    elif command.lease_expires_in_ms:
+        raise InvalidField(
+            "is set without the lease", field=leases[-1], limit_field="submit.sender_lease_id"
+        )
+    asked = config.handoff
+    if asked and asked.phase == pb.GENERATION_PHASE_CONTEXT_ONLY and not command.sender_lease_id:
+        raise InvalidField(
+            "is GENERATION_PHASE_CONTEXT_ONLY without the lease for the other phase",
+            field="handoff.phase",
+            limit_field="submit.sender_lease_id",
+        )
 
 
 def _check(command: epb.SubmitCommand, config: GenerationConfig, engine: LoadedEngine) -> None:

@@ -20,10 +20,13 @@ from trtmesh.engine.backend import (
     SequenceEnd,
     TokenDetails,
 )
+from trtmesh.engine.handoff.descriptor import shape_of
+from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.engine.service.step_part import StepPart
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as transfer
 
 _STATS_FIELDS = [
     field.name for field in fields(BackendStats) if field.name in epb.Load.DESCRIPTOR.fields_by_name
@@ -40,11 +43,13 @@ def role_of(settings: EngineSettings) -> epb.WorkerRole.ValueType:
     return epb.WorkerRole.Value(f"WORKER_ROLE_{settings.role.upper()}")
 
 
-def describe(info: BackendInfo, worker: str, settings: EngineSettings) -> epb.GetEngineResponse:
-    """Describes the worker."""
+def describe(
+    info: BackendInfo, worker: str, settings: EngineSettings, own: OwnKv | None
+) -> epb.GetEngineResponse:
+    """Describes the worker; `own` is None without KV pools."""
     same = {name: getattr(info, name) for name in _INFO_FIELDS}
     same["supported_fields"] = sorted(info.supported_fields)
-    return epb.GetEngineResponse(
+    engine = epb.GetEngineResponse(
         worker=worker,
         role=role_of(settings),
         schema_revision=SCHEMA_REVISION,
@@ -52,6 +57,17 @@ def describe(info: BackendInfo, worker: str, settings: EngineSettings) -> epb.Ge
         **same,
         **asdict(info.capabilities),
     )
+    if own is not None:
+        _describe_kv(engine, own)
+    return engine
+
+
+def _describe_kv(engine: epb.GetEngineResponse, own: OwnKv) -> None:
+    engine.kv_shapes.extend(map(shape_of, own.memory.shards))
+    engine.kv_compatibility_hash = own.hash(None)
+    engine.kv_transports.extend(own.transports)
+    engine.max_lease_ms = int(own.settings.max_lease_seconds * 1000)
+    engine.max_quarantined_blocks = own.max_quarantined_blocks
 
 
 def fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) -> None:
@@ -70,8 +86,10 @@ def fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) -
         _fill_metrics(step.starts.add(handle=start.key).perf_metrics, start.perf_metrics)
 
 
-def end_message(handle: int, end: SequenceEnd) -> epb.SequenceEnd:
-    """Encodes the end of the sequence with this handle."""
+def end_message(
+    handle: int, end: SequenceEnd, handoff: transfer.HandoffDescriptor | None = None
+) -> epb.SequenceEnd:
+    """Encodes the end of the sequence with this handle; `handoff` describes the KV of one handed over."""
     message = epb.SequenceEnd(
         handle=handle,
         reason=pb.FinishReason.ValueType(end.reason),
@@ -81,6 +99,7 @@ def end_message(handle: int, end: SequenceEnd) -> epb.SequenceEnd:
         stop_token_ids=end.stop_token_ids,
         cumulative_log_prob=end.cumulative_log_prob,
         error=to_proto(end.error) if end.error else None,
+        handoff=handoff,
     )
     if end.perf_metrics:
         _fill_metrics(message.perf_metrics, end.perf_metrics)

@@ -1,0 +1,204 @@
+"""Executes a router's commands about handoffs, and answers with the progress of its leases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import (
+    HandoffFailed,
+    InvalidField,
+    SlowClient,
+    TrtmeshError,
+    UnsupportedCall,
+)
+from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.engine.backend import Submission
+from trtmesh.engine.handoff.handoffs import Handoffs
+from trtmesh.engine.handoff.received import ReceivedHandoff
+from trtmesh.engine.handoff.sent import SentHandoff
+from trtmesh.engine.service.event_outbox import EventOutbox
+from trtmesh.engine.service.lease_fields import adapter_of, check_lease_id, lease_seconds
+from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.service.streams import HANDLE_MASK
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as transfer
+
+log = logging.getLogger(__name__)
+
+MAX_RENEWED_LEASES = 65_536
+"""Leases that one command may renew."""
+
+Handoff = SentHandoff | ReceivedHandoff
+
+
+class HandoffCommands:
+    """The leases of one router; implements LeaseOwner."""
+
+    def __init__(
+        self, engine: LoadedEngine, outbox: EventOutbox, finish: Callable[[TrtmeshError], None]
+    ) -> None:
+        """`finish` ends the router's stream with an error."""
+        self._engine, self._outbox, self._finish = engine, outbox, finish
+        self._open = True
+
+    @property
+    def owes(self) -> bool:
+        """Whether other workers may still need KV of the router's sequences."""
+        handoffs = self._engine.handoffs
+        return handoffs is not None and handoffs.owes(self)
+
+    def reserve(self, command: transfer.ReserveBlocksCommand) -> None:
+        name = "reserve_blocks"
+        try:
+            handoffs = self._handoffs(name)
+            check_lease_id(f"{name}.lease_id", command.lease_id)
+            seconds = self._seconds(name, command.expires_in_ms)
+            info = self._engine.info
+            if not 0 < command.tokens <= info.max_sequence_tokens:
+                limit = f"above 0 and at most {info.max_sequence_tokens}"
+                raise InvalidField.of(f"{name}.tokens", command.tokens, limit)
+            most = command.tokens // info.tokens_per_block
+            if len(command.block_hashes) > most:
+                limit = f"at most {most}, the full blocks of {command.tokens} tokens"
+                count = f"{len(command.block_hashes)} hashes"
+                raise InvalidField.of(f"{name}.block_hashes", count, limit)
+            handoffs.reserve(
+                self, command.lease_id, command.tokens, list(command.block_hashes), seconds
+            )
+        except TrtmeshError as error:
+            self.tell_reserved(command.lease_id, 0, error)
+
+    def attach(self, command: transfer.AttachSenderCommand) -> None:
+        identity = Adapter(command.adapter_id, version=command.adapter_version)
+        try:
+            self._handoffs("attach_sender").attach(
+                command.lease_id, command.descriptor, identity if identity.id else None
+            )
+        except TrtmeshError as error:
+            self.tell_failed(command.lease_id, error)
+
+    def hand_over(
+        self,
+        command: transfer.HandOverCommand,
+        key: int | None,
+        adapter: Adapter | None,
+        present: Handoff | None,
+    ) -> Handoff | None:
+        """Starts the handoff of a running sequence, and returns its lease. `key` is None for a handle that is not
+        live; `present` is the handoff that brought the sequence, or one under way."""
+        name = "hand_over"
+        try:
+            handoffs = self._handoffs(name)
+            check_lease_id(f"{name}.lease_id", command.lease_id)
+            seconds = self._seconds(name, command.expires_in_ms)
+            if key is None or (present is not None and present.outcome is None):
+                raise HandoffFailed(
+                    "names a sequence that has ended, or is handed over already",
+                    field=f"{name}.handle",
+                    value=str(command.handle),
+                )
+            handoffs.check_sender(self, command.lease_id)
+            self._engine.backend.hand_over(key, command.lease_id)
+        except TrtmeshError as error:
+            self.tell_failed(command.lease_id, error)
+            return present
+        return handoffs.send(self, command.lease_id, (key,), adapter, seconds)
+
+    def renew(self, command: transfer.RenewLeasesCommand) -> None:
+        name = "renew_leases"
+        if len(command.lease_ids) > MAX_RENEWED_LEASES:
+            count = f"{len(command.lease_ids)} ids"
+            raise InvalidField.of(f"{name}.lease_ids", count, f"at most {MAX_RENEWED_LEASES}")
+        try:
+            handoffs, seconds = self._handoffs(name), self._seconds(name, command.expires_in_ms)
+        except TrtmeshError as error:
+            for lease_id in command.lease_ids:
+                self.tell_failed(lease_id, error)
+            return
+        handoffs.renew(self, command.lease_ids, seconds)
+
+    def release(self, command: transfer.ReleaseLeaseCommand) -> None:
+        if self._engine.handoffs:
+            self._engine.handoffs.release(command.lease_id)
+
+    def submit(self, command: epb.SubmitCommand, item: Submission) -> Handoff | None:
+        """Gives an item to the backend, with its lease if it has one. Raises TrtmeshError."""
+        handoffs = self._engine.handoffs
+        received = None
+        if handoffs and item.sender_lease_id:
+            handoffs.check_sender(self, item.sender_lease_id)
+        if handoffs and item.receiver_lease_id:
+            received = handoffs.reserved_for(item.receiver_lease_id)
+        self._engine.backend.submit(item)
+        if received:
+            received.submitted(item.keys)
+            return received
+        if handoffs and item.sender_lease_id:
+            asked = item.config.handoff
+            return handoffs.send(
+                self,
+                item.sender_lease_id,
+                item.keys,
+                adapter_of(item.config),
+                command.lease_expires_in_ms / 1000,
+                is_for_client=asked is not None and asked.phase == pb.GENERATION_PHASE_CONTEXT_ONLY,
+            )
+        return None
+
+    def close(self) -> None:
+        """Releases the router's leases, because the stream is over."""
+        self._open = False
+        if self._engine.handoffs:
+            self._engine.handoffs.stream_ended(self)
+
+    def tell_reserved(self, lease_id: str, present_tokens: int, error: TrtmeshError | None) -> None:
+        answer = transfer.BlocksReserved(
+            lease_id=lease_id,
+            present_tokens=present_tokens,
+            error=to_proto(self._blamed(error)) if error else None,
+        )
+        self._tell(epb.EngineEvent(blocks_reserved=answer))
+
+    def tell_offered(self, key: int, descriptor: transfer.HandoffDescriptor) -> None:
+        offered = transfer.HandoffOffered(handle=key & HANDLE_MASK, descriptor=descriptor)
+        self._tell(epb.EngineEvent(handoff_offered=offered))
+
+    def tell_failed(self, lease_id: str, error: TrtmeshError) -> None:
+        self.tell_over(lease_id, self._blamed(error))
+
+    def tell_over(self, lease_id: str, error: TrtmeshError) -> None:
+        error.worker = error.worker or self._engine.name
+        failed = transfer.HandoffFailed(lease_id=lease_id, error=to_proto(error))
+        self._tell(epb.EngineEvent(handoff_failed=failed))
+
+    def owes_less(self) -> None:
+        self._engine.streams.calmed()
+
+    def _blamed(self, error: TrtmeshError) -> TrtmeshError:
+        error.worker = error.worker or self._engine.name
+        self._engine.metrics.errors[error.reason] += 1
+        log.info("lease refused or lost: %s", error.message)
+        return error
+
+    def _tell(self, event: epb.EngineEvent) -> None:
+        if not self._open:
+            return
+        try:
+            self._outbox.put_answer(event)
+        except SlowClient as error:
+            self._finish(error)
+
+    def _handoffs(self, command: str) -> Handoffs:
+        if self._engine.handoffs is None:
+            raise UnsupportedCall(
+                f"the {self._engine.info.backend} backend of worker {self._engine.name} does not support {command}"
+            )
+        return self._engine.handoffs
+
+    def _seconds(self, command: str, milliseconds: int) -> float:
+        return lease_seconds(
+            f"{command}.expires_in_ms", milliseconds, self._engine.settings.handoff
+        )
