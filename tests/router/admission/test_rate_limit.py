@@ -1,36 +1,38 @@
-"""Token buckets of API keys, and the secrecy of keys."""
+"""Limits of callers."""
 
 from __future__ import annotations
 
 import pytest
 from trtmesh.chassis.errors import RateLimited
-from trtmesh.router.admission import Bucket, RateLimit, RateLimiter, key_name
-from trtmesh.router.admission.rate_limit import ANONYMOUS, MOST_KEYS
+from trtmesh.router.admission import Bucket, RateLimiter
+from trtmesh.router.admission.rate_limit import MOST_ACCOUNTS
+from trtmesh.router.callers.identity import Identity
+from trtmesh.router.callers.limits import RateLimit
 from trtmesh.router.streams.sequence import Charge
 
 
-def bucket_of(limiter: RateLimiter, key: str = "k") -> Bucket:
-    bucket = limiter.bucket_of(key, 0.0)
+def bucket_of(limiter: RateLimiter, name: str = "k", *, limits: RateLimit) -> Bucket:
+    bucket = limiter.account_of(Identity(name, limits), 0.0).tokens
     assert bucket is not None
     return bucket
 
 
 def test_exhausted_key_waits_for_the_refill() -> None:
-    limiter = RateLimiter(RateLimit(tokens_per_second=100.0, burst_tokens=1000))
-    bucket = bucket_of(limiter)
+    limiter, limits = RateLimiter(), RateLimit(tokens_per_second=100.0, burst_tokens=1000)
+    bucket = bucket_of(limiter, limits=limits)
     bucket.check(0.0)
     bucket.spend(1500, 0.0)
     with pytest.raises(RateLimited) as refused:
-        bucket_of(limiter).check(1.0)
+        bucket_of(limiter, limits=limits).check(1.0)
     assert refused.value.retry_after_ms
     seconds = refused.value.retry_after_ms / 1000
     assert 4.0 <= seconds <= 4.1
-    bucket_of(limiter, "other").check(1.0)
+    bucket_of(limiter, "other", limits=limits).check(1.0)
     bucket.check(1.0 + seconds)
 
 
 def test_bucket_holds_at_most_a_burst() -> None:
-    bucket = bucket_of(RateLimiter(RateLimit(tokens_per_second=100.0, burst_tokens=1000)))
+    bucket = bucket_of(RateLimiter(), limits=RateLimit(tokens_per_second=100.0, burst_tokens=1000))
     bucket.spend(1, 0.0)
     bucket.spend(1000, 3600.0)
     with pytest.raises(RateLimited):
@@ -38,7 +40,7 @@ def test_bucket_holds_at_most_a_burst() -> None:
 
 
 def test_resumed_request_may_be_a_burst_in_debt() -> None:
-    bucket = bucket_of(RateLimiter(RateLimit(tokens_per_second=1.0, burst_tokens=10)))
+    bucket = bucket_of(RateLimiter(), limits=RateLimit(tokens_per_second=1.0, burst_tokens=10))
     bucket.spend(19, 0.0)
     bucket.check(0.0, in_debt=True)
     bucket.spend(3, 0.0)
@@ -56,7 +58,7 @@ def test_resumed_request_may_be_a_burst_in_debt() -> None:
 def test_each_token_of_a_sequence_is_taken_once(
     received: int, lengths: list[int], taken: int
 ) -> None:
-    bucket = bucket_of(RateLimiter(RateLimit(tokens_per_second=1.0, burst_tokens=100)))
+    bucket = bucket_of(RateLimiter(), limits=RateLimit(tokens_per_second=1.0, burst_tokens=100))
     charge = Charge(bucket.spend, received)
     for length in lengths:
         charge.up_to(length, 0.0)
@@ -67,21 +69,44 @@ def test_each_token_of_a_sequence_is_taken_once(
         bucket.check(0.0)
 
 
-def test_no_rate_limits_nothing_and_keys_are_bounded() -> None:
-    assert RateLimiter(RateLimit()).bucket_of("k", 0.0) is None
-    limiter = RateLimiter(RateLimit(tokens_per_second=1.0, burst_tokens=10))
-    for number in range(MOST_KEYS + 100):
-        limiter.bucket_of(str(number), 0.0)
-    assert len(limiter._buckets) == MOST_KEYS
+def test_no_rate_limits_nothing_and_accounts_are_bounded() -> None:
+    limiter = RateLimiter()
+    account = limiter.account_of(Identity("k"), 0.0)
+    account.check_rates(10**6, 0.0)
+    account.check_live(10**6, 0)
+    assert account.tokens is None
+    account.open(1, 0.0, charge=True)
+    for number in range(2 * MOST_ACCOUNTS):
+        limiter.account_of(Identity(str(number)), 0.0)
+    assert len(limiter._accounts) <= MOST_ACCOUNTS + 1
+    assert limiter.account_of(Identity("k"), 0.0) is account, "an account in use is kept"
 
 
-def test_key_is_named_by_a_hash() -> None:
-    secret = "sk-very-secret"
-    name = key_name({"x-api-key": secret})
-    assert key_name({"authorization": f"Bearer {secret}"}) == name
-    assert key_name({"authorization": f"bearer {secret}"}) == name
-    assert key_name({"x-api-key": "another"}) != name
-    assert secret not in name
-    assert len(name) == 12
-    for nothing in ({}, {"authorization": "Basic abc"}, {"x-api-key": ""}):
-        assert key_name(nothing) == ANONYMOUS
+def test_items_have_a_rate_and_a_number() -> None:
+    limits = RateLimit(items_per_second=2.0, burst_items=4, max_items=5)
+    account = RateLimiter().account_of(Identity("alice", limits), 0.0)
+    account.check_rates(5, 0.0)
+    account.check_live(5, 0)
+    account.open(5, 0.0, charge=True)
+    with pytest.raises(RateLimited, match="alice used up its 2 items a second") as refused:
+        account.check_rates(1, 0.0)
+    assert refused.value.retry_after_ms == 1001
+    account.check_rates(1, 1.001)
+    with pytest.raises(RateLimited, match="alice has 5 items live, 1 asked, 5 allowed"):
+        account.check_live(1, 0)
+    account.check_live(1, freed=1)
+    account.item_ended()
+    account.check_live(1, 0)
+
+
+def test_changed_limits_keep_what_was_spent() -> None:
+    limiter = RateLimiter()
+    bucket = bucket_of(limiter, limits=RateLimit(tokens_per_second=1.0, burst_tokens=10))
+    bucket.spend(8, 0.0)
+    assert bucket_of(limiter, limits=RateLimit(tokens_per_second=1.0, burst_tokens=9)) is bucket
+    bucket.check(0.0)
+    bucket.spend(1, 0.0)
+    with pytest.raises(RateLimited):
+        bucket.check(0.0)
+    unlimited = limiter.account_of(Identity("k"), 0.0)
+    assert unlimited.tokens is None

@@ -1,14 +1,13 @@
-"""Limits the router's load: permits for items, a queue per model, and token rates of API keys."""
+"""Limits the router's load: permits for items, a queue per model, and an account per caller."""
 
 from trtmesh.router.admission.permits import Admission, AdmissionLimits, Permit
-from trtmesh.router.admission.rate_limit import Bucket, RateLimit, RateLimiter, key_name
+from trtmesh.router.admission.rate_limit import Account, Bucket, RateLimiter
 
 __all__ = [
+    "Account",
     "Admission",
     "AdmissionLimits",
     "Bucket",
     "Permit",
-    "RateLimit",
     "RateLimiter",
-    "key_name",
 ]

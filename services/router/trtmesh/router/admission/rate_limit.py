@@ -1,53 +1,32 @@
-"""Limits the token rate of each API key with a token bucket.
+"""Limits the token rate, the rate of items and the live items of each caller.
 
 Prompt tokens are charged at encoding, generated tokens with each step. Output lengths are unknown in advance, so a
-bucket may fall below zero; the key is then refused until the bucket refills. Only hashes of keys are stored.
+bucket may fall below zero; the caller is then refused until the bucket refills.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from hashlib import blake2b
-from typing import Annotated
 
-from pydantic import Field
 from trtmesh.chassis.errors import RateLimited
-from trtmesh.chassis.settings import Settings
+from trtmesh.router.callers.identity import Identity
+from trtmesh.router.callers.limits import RateLimit
 
-MOST_KEYS = 10_000
-"""Most buckets kept, by latest use; a forgotten bucket is full."""
+MOST_ACCOUNTS = 10_000
+"""Most accounts kept, by latest use; a forgotten account has full buckets. Those with live items are kept."""
 
-ANONYMOUS = "anonymous"
-
-
-class RateLimit(Settings):
-    """Token bucket of each API key, at this router."""
-
-    tokens_per_second: Annotated[float, Field(gt=0)] | None = None
-    """Rate at which a bucket fills; it pays for prompt and generated tokens. Unset limits nothing."""
-    burst_tokens: Annotated[int, Field(ge=1)] = 100_000
-    """Size of a bucket."""
-
-
-def key_name(metadata: dict[str, str]) -> str:
-    """The name of an API key in logs and metrics: a hash.
-
-    The key is `x-api-key` or the bearer token of `authorization`. Callers without a key share a name.
-    """
-    key = metadata.get("x-api-key", "")
-    scheme, _, token = metadata.get("authorization", "").partition(" ")
-    if not key and scheme.lower() == "bearer":
-        key = token.strip()
-    return blake2b(key.encode(), digest_size=6).hexdigest() if key else ANONYMOUS
+UNKNOWN_RETRY_MS = 1000
 
 
 class Bucket:
-    """Token bucket of an API key. Times are seconds of any one clock."""
+    """A token bucket. Times are seconds of any one clock."""
 
-    __slots__ = ("_at", "_burst", "_key", "_level", "_rate")
+    __slots__ = ("_at", "_burst", "_caller", "_level", "_rate", "_what")
 
-    def __init__(self, key: str, rate: float, burst: float, now: float) -> None:
-        self._key = key
+    def __init__(self, caller: str, what: str, rate: float, burst: float, now: float) -> None:
+        """A bucket of `what`: tokens or items."""
+        self._caller = caller
+        self._what = what
         self._rate = rate
         self._burst = self._level = burst
         self._at = now
@@ -58,12 +37,22 @@ class Bucket:
         lowest = -self._burst if in_debt else 0.0
         missing = lowest - self._level
         if missing >= 0:
-            seconds = (1 + missing) / self._rate
-            raise RateLimited(
-                f"API key {self._key} used up its {self._rate:g} tokens a second (rate_limit.tokens_per_second);"
-                f" try again in {seconds:.1f} s",
-                retry_after_ms=int(seconds * 1000) + 1,
-            )
+            raise self._refusal(1 + missing)
+
+    def check_room(self, count: int, now: float) -> None:
+        """Raises RateLimited with the time to wait, unless the bucket pays for `count` or is full."""
+        self._fill(now)
+        missing = min(count, self._burst) - self._level
+        if missing > 0:
+            raise self._refusal(missing)
+
+    def _refusal(self, missing: float) -> RateLimited:
+        seconds = missing / self._rate
+        return RateLimited(
+            f"{self._caller} used up its {self._rate:g} {self._what} a second"
+            f" (rate_limit.{self._what}_per_second); try again in {seconds:.1f} s",
+            retry_after_ms=int(seconds * 1000) + 1,
+        )
 
     def spend(self, tokens: int, now: float) -> None:
         """Charges tokens."""
@@ -72,28 +61,107 @@ class Bucket:
             self._fill(now)
         self._level -= tokens
 
+    def change(self, rate: float, burst: float, now: float) -> None:
+        """Fills at another rate from now on; keeps what was spent."""
+        self._fill(now)
+        spent = self._burst - self._level
+        self._rate, self._burst, self._level = rate, burst, burst - spent
+
     def _fill(self, now: float) -> None:
         self._level = min(self._burst, self._level + (now - self._at) * self._rate)
         self._at = now
 
 
-class RateLimiter:
-    """The buckets of this router."""
+class Account:
+    """What a caller uses at this router."""
 
-    def __init__(self, limit: RateLimit) -> None:
-        self._rate = limit.tokens_per_second
-        self._burst = float(limit.burst_tokens)
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+    __slots__ = ("_items", "_limits", "_name", "live_items", "tokens")
 
-    def bucket_of(self, key: str, now: float) -> Bucket | None:
-        """The bucket of a key; None without a limit."""
-        if self._rate is None:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._limits = RateLimit()
+        self._items: Bucket | None = None
+        self.tokens: Bucket | None = None
+        """None without a limit."""
+        self.live_items = 0
+
+    def adopt(self, limits: RateLimit, now: float) -> None:
+        """Applies the caller's limits, which may have changed."""
+        if limits is self._limits:
+            return
+        self._limits = limits
+        self.tokens = self._bucket(
+            self.tokens, "tokens", limits.tokens_per_second, limits.burst_tokens, now
+        )
+        self._items = self._bucket(
+            self._items, "items", limits.items_per_second, limits.burst_items, now
+        )
+
+    def _bucket(
+        self, former: Bucket | None, what: str, rate: float | None, burst: int, now: float
+    ) -> Bucket | None:
+        if rate is None:
             return None
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = Bucket(key, self._rate, self._burst, now)
-            if len(self._buckets) > MOST_KEYS:
-                self._buckets.popitem(last=False)
+        if former is None:
+            return Bucket(self._name, what, rate, burst, now)
+        former.change(rate, burst, now)
+        return former
+
+    def check_rates(self, items: int, now: float) -> None:
+        """Raises RateLimited with the time to wait before so many items may start."""
+        if self.tokens is not None:
+            self.tokens.check(now)
+        if self._items is not None:
+            self._items.check_room(items, now)
+
+    def check_debt(self, now: float) -> None:
+        """Raises RateLimited for a caller who owes a burst of tokens: too much to continue items that were paid."""
+        if self.tokens is not None:
+            self.tokens.check(now, in_debt=True)
+
+    def check_live(self, items: int, freed: int) -> None:
+        """Raises RateLimited if more items are too many once `freed` have ended."""
+        most = self._limits.max_items
+        if most is not None and self.live_items - freed + items > most:
+            raise RateLimited(
+                f"{self._name} has {self.live_items} items live, {items} asked, {most} allowed"
+                " (rate_limit.max_items); try again when some have ended",
+                retry_after_ms=UNKNOWN_RETRY_MS,
+            )
+
+    def open(self, items: int, now: float, *, charge: bool) -> None:
+        """Books live items; with `charge` at their rate too."""
+        self.live_items += items
+        if charge and self._items is not None:
+            self._items.spend(items, now)
+
+    def item_ended(self, *_: object) -> None:
+        """Also the done callback of an item's task."""
+        self.live_items -= 1
+
+
+class RateLimiter:
+    """The accounts of this router."""
+
+    def __init__(self) -> None:
+        self._accounts: OrderedDict[str, Account] = OrderedDict()
+
+    def account_of(self, caller: Identity, now: float) -> Account:
+        """The account of a caller, with its present limits."""
+        account = self._accounts.get(caller.name)
+        if account is None:
+            account = self._accounts[caller.name] = Account(caller.name)
+            if len(self._accounts) > MOST_ACCOUNTS:
+                self._forget_one()
         else:
-            self._buckets.move_to_end(key)
-        return bucket
+            self._accounts.move_to_end(caller.name)
+        account.adopt(caller.limits, now)
+        return account
+
+    def _forget_one(self) -> None:
+        """Forgets the longest unused account, unless it is in use: then that of the next call may be."""
+        name, account = next(iter(self._accounts.items()))
+        if account.live_items:
+            self._accounts.move_to_end(name)
+        else:
+            del self._accounts[name]

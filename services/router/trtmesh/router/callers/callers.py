@@ -1,0 +1,203 @@
+"""Names the caller of each call by API key, client certificate or neither."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeAlias
+
+from trtmesh.chassis.errors import SettingsError, Unauthenticated
+from trtmesh.chassis.settings import Settings
+from trtmesh.router.callers.identity import ANONYMOUS, Identity
+from trtmesh.router.callers.key_file import ApiKey, digest_of, read_keys
+from trtmesh.router.callers.limits import RateLimit
+from trtmesh.router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+SETTING = "router.api_keys.file"
+LOOK_SECONDS = 0.5
+"""Interval between two looks at the file."""
+LARGEST_FILE = 2**24
+"""Most bytes of the file."""
+INDEX_BYTES = 8
+"""Part of a digest by which a key is found; the whole digest is then compared in constant time."""
+
+Headers: TypeAlias = Mapping[str, str | bytes]
+"""Metadata of a gRPC call or headers of an HTTP request; names in lower case."""
+
+Stamp: TypeAlias = tuple[int, ...]
+"""Device, inode, size and times of a file."""
+
+
+class ApiKeySettings(Settings):
+    """API keys of clients, on all doors but health and metrics."""
+
+    file: Path | None = None
+    """File with a line per API key (`trtmesh keys`), read again when it changes. Unset checks no key; keys that callers
+    send then only tell them apart."""
+    optional: bool = False
+    """Whether to serve callers without a key too, under the name `anonymous`; a wrong key is always refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """A listed key with the identity of its callers."""
+
+    key: ApiKey
+    identity: Identity
+
+
+class Callers:
+    """The callers of a router. Raises SettingsError for an unusable file."""
+
+    def __init__(self, settings: ApiKeySettings, limits: RateLimit, metrics: RouterMetrics) -> None:
+        if settings.optional and settings.file is None:
+            raise SettingsError(
+                "has no effect without router.api_keys.file; leave it out",
+                setting="router.api_keys.optional",
+            )
+        self._file = settings.file
+        self._optional = settings.optional or settings.file is None
+        self._limits = limits
+        self._metrics = metrics
+        self._anonymous = Identity(ANONYMOUS, limits)
+        self._holders: Mapping[bytes, _Holder] = {}
+        self.problem = ""
+        """Why the file is not in use as it is now, or ''."""
+        self._stamp: Stamp | None = None
+        if self._file is not None:
+            # Before the reading, so that no change is missed.
+            self._stamp = _stamp(self._file)
+            self._holders = self._start(self._file)
+
+    @property
+    def check_keys(self) -> bool:
+        """Whether calls with a wrong key are refused."""
+        return self._file is not None
+
+    @property
+    def keys(self) -> int:
+        """The number of listed keys."""
+        return len(self._holders)
+
+    def identify(self, headers: Headers, certificate: str = "") -> Identity:
+        """The caller with these headers and the verified client certificate of this name, if any.
+
+        Raises Unauthenticated.
+        """
+        if key := shown_key(headers):
+            return self._of_key(key)
+        if not self._optional:
+            raise self._refused(
+                "the call has no API key; send it as `authorization: Bearer KEY` or `x-api-key: KEY`"
+            )
+        return (
+            Identity(f"certificate:{certificate}", self._limits) if certificate else self._anonymous
+        )
+
+    def _of_key(self, key: str) -> Identity:
+        digest = digest_of(key)
+        if self._file is None:
+            return Identity(f"unlisted:{digest.hex()[:24]}", self._limits)
+        holder = self._holders.get(digest[:INDEX_BYTES])
+        if holder is None or not hmac.compare_digest(holder.key.digest, digest):
+            raise self._refused("the API key of the call is not known to this router")
+        if holder.key.expires is not None and holder.key.is_expired(datetime.now(UTC)):
+            raise self._refused(f"the API key of the call expired at {holder.key.expires}")
+        return holder.identity
+
+    def _refused(self, problem: str) -> Unauthenticated:
+        error = Unauthenticated(problem)
+        self._metrics.note_refusal(error.reason, ANONYMOUS)
+        return error
+
+    async def watch(self) -> None:
+        """Reads the file again after each change, until cancelled."""
+        if self._file is None:
+            return
+        seen = used = self._stamp
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = await asyncio.to_thread(_stamp, self._file)
+            # A file is read once it rests: half of one that is being written would revoke keys.
+            if now == seen and now != used:
+                used = now
+                await self._read_again(self._file)
+            seen = now
+
+    async def _read_again(self, file: Path) -> None:
+        former = self._holders
+        try:
+            self._holders = self._holders_of(await asyncio.to_thread(_read, file))
+        except (OSError, ValueError) as error:
+            self.problem = _problem(error)
+        else:
+            self.problem = ""
+        if self.problem:
+            log.error("cannot use %s, the former API keys stay in use: %s", file, self.problem)
+            return
+        holders = self._holders
+        log.info(
+            "%s has %d API keys: %d added, %d removed",
+            *(file, len(holders), len(holders.keys() - former.keys())),
+            len(former.keys() - holders.keys()),
+        )
+
+    def _start(self, file: Path) -> Mapping[bytes, _Holder]:
+        try:
+            return self._holders_of(_read(file))
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"is {str(file)!r}: {_problem(error)}", setting=SETTING) from None
+
+    def _holders_of(self, keys: Iterable[ApiKey]) -> Mapping[bytes, _Holder]:
+        return {key.digest[:INDEX_BYTES]: _Holder(key, self._identity_of(key)) for key in keys}
+
+    def _identity_of(self, key: ApiKey) -> Identity:
+        own = RateLimit.model_validate(key.limits)
+        changes = {name: getattr(own, name) for name in key.limits}
+        return Identity(key.name, self._limits.model_copy(update=changes))
+
+
+def shown_key(headers: Headers) -> str:
+    """The API key in headers, or ''."""
+    key = headers.get("x-api-key", "")
+    if not key:
+        scheme, _, token = _text(headers.get("authorization", "")).partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else ""
+    return _text(key)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")
+
+
+def _stamp(file: Path) -> Stamp | None:
+    """Changes with the file; None for one that cannot be looked at."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _read(file: Path) -> Iterable[ApiKey]:
+    """Raises OSError or ValueError."""
+    with file.open("rb") as opened:
+        data = opened.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"it has more than {LARGEST_FILE} bytes")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    return read_keys(text)
+
+
+def _problem(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,29 @@
+"""Who calls: the owner of requests, named in logs, metrics and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trtmesh.router.callers.limits import RateLimit
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A caller; two of one name are the same.
+
+    The name is that of an API key in the file, `certificate:NAME`, `unlisted:DIGEST` of a key that no file lists, or
+    `anonymous`. Names in the file have no colon, so no kind passes for another.
+    """
+
+    name: str
+    limits: RateLimit = field(default=RateLimit(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ANONYMOUS = "anonymous"
+"""The name of all callers without credentials."""
+
+OTHERS = "others"
+"""The label of metrics for callers beyond their number."""
