@@ -3,33 +3,81 @@
 from __future__ import annotations
 
 import sys
+from typing import Literal
 
 import pytest
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.router.fleet.facts import Facts, held_adapters, tokenizer_mismatch
-from trtmesh.router.placement import WHOLE, Capability, Place, Residency
+from trtmesh.router.fleet.facts import (
+    Facts,
+    held_adapters,
+    role_of,
+    tokenizer_mismatch,
+)
+from trtmesh.router.placement import Capability, Place, Residency, Role
 from trtmesh.v1 import engine_pb2 as pb
+from trtmesh.v1 import generation_pb2 as gen_pb
+from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
 
 @pytest.mark.parametrize(
-    ("role", "phases"),
+    ("configured", "reported", "role"),
     [
-        (pb.WORKER_ROLE_UNSPECIFIED, WHOLE),
-        (pb.WORKER_ROLE_MIXED, WHOLE),
-        (pb.WORKER_ROLE_PREFILL, {Capability.PREFILL}),
-        (pb.WORKER_ROLE_DECODE, {Capability.DECODE}),
+        (pb.WORKER_ROLE_UNSPECIFIED, pb.WORKER_ROLE_UNSPECIFIED, Role.MIXED),
+        (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_UNSPECIFIED, Role.PREFILL),
+        (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE, Role.DECODE),
+        (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_MIXED, Role.MIXED),
     ],
 )
-def test_role_determines_the_phases(
-    role: pb.WorkerRole.ValueType, phases: frozenset[Capability]
+def test_reported_role_replaces_the_configured_one(
+    configured: pb.WorkerRole.ValueType, reported: pb.WorkerRole.ValueType, role: Role
 ) -> None:
-    assert Facts.of(pb.GetEngineResponse(role=role)).capabilities == phases
+    assert role_of(pb.GetEngineResponse(role=configured), pb.Load(role=reported)) is role
 
 
 def test_capabilities_are_read_from_the_description() -> None:
     engine = pb.GetEngineResponse(resumes_exactly=True, stops_single_sequences=True)
     assert Facts.of(engine).capabilities == frozenset(Capability)
+    assert Facts.of(pb.GetEngineResponse()).capabilities == frozenset()
+
+
+def test_kv_of_a_token_is_that_of_all_pools() -> None:
+    half = kv_pb.KvBlockShape(data_type=gen_pb.DATA_TYPE_BF16, layers=3, kv_heads=2, head_dim=8)
+    engine = pb.GetEngineResponse(
+        kv_shapes=[half, half],
+        kv_compatibility_hash=b"kv",
+        kv_transports=[kv_pb.KV_TRANSPORT_GRPC],
+    )
+    kv = Facts.of(engine).kv
+    assert kv is not None
+    assert kv.token_bytes == 2 * (2 * 3 * 2 * 8 * 2)
+
+
+def engine_with_kv(max_quarantined_blocks: int = 0) -> pb.GetEngineResponse:
+    return pb.GetEngineResponse(
+        kv_shapes=[kv_pb.KvBlockShape()],
+        kv_compatibility_hash=b"kv",
+        kv_transports=[kv_pb.KV_TRANSPORT_GRPC],
+        max_quarantined_blocks=max_quarantined_blocks,
+    )
+
+
+@pytest.mark.parametrize("absent", ["kv_shapes", "kv_compatibility_hash", "kv_transports"])
+def test_worker_without_handoffs_has_no_kv_facts(
+    absent: Literal["kv_shapes", "kv_compatibility_hash", "kv_transports"],
+) -> None:
+    engine = engine_with_kv()
+    assert Facts.of(engine).kv is not None
+    engine.ClearField(absent)
+    assert Facts.of(engine).kv is None
+
+
+@pytest.mark.parametrize(("quarantined", "refuses"), [(5, False), (6, True)])
+def test_worker_refuses_handoffs_at_its_own_limit_of_quarantine(
+    quarantined: int, refuses: bool
+) -> None:
+    facts = Facts.of(engine_with_kv(max_quarantined_blocks=5))
+    assert facts.refuses_handoffs(pb.Load(quarantined_blocks=quarantined)) is refuses
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Residency, load_guard
 from trtmesh.router.placement.rates import FALLBACK_NEW_TOKENS, FALLBACK_STEP_SECONDS
-from trtmesh.router.placement.settings import PlacementSettings
+from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -182,7 +182,7 @@ async def test_output_lengths_are_learned_per_model() -> None:
 
 async def test_worker_replaced_at_its_address_is_in_the_snapshot() -> None:
     """Without a placement in between, both are reported together, in any order."""
-    fleet = RouterFleet(PlacementSettings(policy="round_robin"), RouterMetrics())
+    fleet = RouterFleet(PlacementSettings(policy="round_robin"), RouterMetrics(), HandoffSettings())
     addresses = [f"127.0.0.1:{port}" for port in range(1, 33)]
     for address in addresses:
         fleet.join(link(address))

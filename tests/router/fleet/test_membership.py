@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
 
 import pytest
 from log_lines import LogLine
@@ -15,14 +17,17 @@ from router.scripted import (
     READY,
     RouterClient,
     ScriptedEngine,
+    eventually,
     serving_engine,
     serving_router,
     until_states,
 )
 from router.scripted_fleet import refusal
-from trtmesh.chassis.errors import Draining, InvalidField, NotFound, NoWorker
+from trtmesh.chassis.addresses import Address
+from trtmesh.chassis.errors import Draining, InvalidField, NotFound, NoWorker, WorkerLost
 from trtmesh.chassis.logs import request_id_bound
-from trtmesh.router.fleet import membership
+from trtmesh.router.fleet import link_local, membership
+from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 DRAINING = admin_pb.WORKER_STATE_DRAINING
@@ -147,6 +152,65 @@ async def test_only_an_address_is_added(address: str) -> None:
         await until_states(client, [], [])
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("169.254.169.254:80", "169.254.0.1:9000", "[fe80::1]:9000", "[fd00:ec2::254]:80"),
+        *("[::ffff:169.254.169.254]:80", "100.100.100.200:80", "metadata.test:80"),
+    ],
+)
+async def test_link_local_and_metadata_addresses_are_refused_unless_allowed(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No resolver is at hand; every other host is an address and needs none.
+    monkeypatch.setattr(link_local, "_addresses_of", named_metadata(link_local._addresses_of))
+    async with serving_router([]) as client:
+        with pytest.raises(InvalidField, match=r"router\.admin\.allow_link_local") as refused:
+            await client.admin.add_worker(address, wait_seconds=0)
+        assert refused.value.field == "address"
+        assert not (await client.status()).workers
+    async with serving_router([], admin={"allow_link_local": True}) as client:
+        await client.admin.add_worker(address, wait_seconds=0)
+        assert [worker.address for worker in (await client.status()).workers] == [address]
+
+
+def named_metadata(look_up: Callable[[Address], Awaitable[list[Any]]]) -> Any:
+    """A lookup in which `metadata.test` has two addresses."""
+
+    async def found(address: Address) -> list[Any]:
+        if address.host == "metadata.test":
+            return [ip_address("10.0.0.1"), ip_address("169.254.169.254")]
+        return await look_up(address)
+
+    return found
+
+
+async def test_worker_without_an_answer_is_told_and_removed() -> None:
+    async with serving_engine(scripted("one")) as one, serving_router([one]) as client:
+        await until_states(client, [READY], [])
+        with pytest.raises(WorkerLost, match=r"no worker answered at 127\.0\.0\.1:1 within 0.3 s"):
+            await client.admin.add_worker("127.0.0.1:1", wait_seconds=0.3)
+        await until_states(client, [READY], [])
+        added = await client.admin.add_worker(one, wait_seconds=0.3)
+        assert added.worker.state == READY
+
+
+async def test_known_worker_stays_without_an_answer() -> None:
+    async with serving_router(["127.0.0.1:1"]) as client:
+        with pytest.raises(WorkerLost, match="it stays, as it was there before"):
+            await client.admin.add_worker("127.0.0.1:1", wait_seconds=0.1)
+        await until_states(client, [admin_pb.WORKER_STATE_CONNECTING], [])
+
+
+async def test_admin_who_leaves_during_the_wait_leaves_no_worker() -> None:
+    async with serving_router([]) as client:
+        adding = asyncio.create_task(client.admin.add_worker("127.0.0.1:1", wait_seconds=60))
+        await until_states(client, [admin_pb.WORKER_STATE_CONNECTING], [])
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+        await until_states(client, [], [])
+
+
 async def test_removed_worker_returns_only_by_an_add() -> None:
     async with three_items_on_one() as on:
         admin = on.client.admin
@@ -171,7 +235,7 @@ async def test_error_without_workers_names_cause_and_remedy(model: str) -> None:
         await until_states(client, [], [])
         with pytest.raises(NoWorker, match="trtmesh workers add"):
             await client.complete([[5]], model=model, text=False)
-        await client.admin.add_worker("127.0.0.1:1")
+        await client.admin.add_worker("127.0.0.1:1", wait_seconds=0)
         with pytest.raises(NoWorker, match=r"127\.0\.0\.1:1: "):
             await client.complete([[5]], model=model, text=False)
 
@@ -202,3 +266,114 @@ async def test_workers_are_sorted_by_numbers_in_their_names() -> None:
         assert [worker.address for worker in listed[:2]] == sorted(
             addresses[3:], key=lambda address: int(address.rpartition(":")[2])
         )
+
+
+ROLES = [epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE]
+
+
+def changing(name: str) -> ScriptedEngine:
+    return ScriptedEngine(worker=name, supported_fields=["stopping.max_tokens"], roles=ROLES)
+
+
+@asynccontextmanager
+async def two_items_on_one() -> AsyncIterator[tuple[RouterClient, ScriptedEngine, ScriptedEngine]]:
+    """A router with two items on one of two workers that take any role."""
+    one, two = changing("one"), changing("two")
+    async with (
+        serving_engine(one) as first,
+        serving_engine(two) as second,
+        serving_router([first], deadlines={"stall_seconds": 60}) as client,
+    ):
+        await until_states(client, [READY], [])
+        asked = asyncio.create_task(client.complete([[5], [6]], max_tokens=9, text=False))
+        try:
+            await one.submitted(2)
+            await client.admin.add_worker(second)
+            await until_states(client, [READY, READY], [])
+            yield client, one, two
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+
+async def until_asked(engine: ScriptedEngine) -> epb.WorkerRole.ValueType:
+    """Waits for a change of role; returns the role."""
+    await eventually(lambda: any(c.HasField("set_role") for c in engine.commands))
+    return next(c.set_role.role for c in engine.commands if c.HasField("set_role"))
+
+
+async def test_sequences_leave_a_worker_that_becomes_a_prefill_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "ROLE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(membership, "TAKEN_SECONDS", PATIENCE_SECONDS)
+    async with two_items_on_one() as (client, one, two):
+        changed = asyncio.create_task(client.admin.set_worker_role("one", "prefill"))
+        assert await until_asked(one) == epb.WORKER_ROLE_PREFILL
+        await one.report(role=epb.WORKER_ROLE_PREFILL)
+        response = await changed
+        assert response.moved_sequences == 2
+        assert response.worker.load.role == epb.WORKER_ROLE_PREFILL
+        assert len(two.submits) == 2
+        (seen,) = [w for w in (await client.status()).workers if w.worker == "one"]
+        assert seen.state == READY
+
+
+async def test_sequences_leave_when_another_router_changed_the_role() -> None:
+    async with two_items_on_one() as (_, one, two):
+        await one.report(role=epb.WORKER_ROLE_PREFILL)
+        await two.submitted(2)
+
+
+async def test_sequences_stay_on_a_worker_that_becomes_a_decode_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "ROLE_SECONDS", PATIENCE_SECONDS)
+    async with two_items_on_one() as (client, one, two):
+        changed = asyncio.create_task(client.admin.set_worker_role("one", "decode"))
+        assert await until_asked(one) == epb.WORKER_ROLE_DECODE
+        await one.report(role=epb.WORKER_ROLE_DECODE)
+        assert (await changed).moved_sequences == 0
+        assert not two.submits
+
+
+async def test_sequences_without_another_worker_stay_through_a_change_of_role() -> None:
+    async with two_items_on_one() as (client, one, two):
+        await client.admin.drain_worker("two")
+        await one.report(role=epb.WORKER_ROLE_PREFILL)
+        async with aclosing(client.admin.watch_workers()) as updates:
+            async for update in updates:
+                (seen,) = [worker for worker in update.workers if worker.worker == "one"]
+                if seen.load.role == epb.WORKER_ROLE_PREFILL:
+                    break
+        assert seen.items == 2
+        assert not two.submits
+
+
+async def test_role_of_an_unknown_worker_is_refused() -> None:
+    async with two_items_on_one() as (client, _, _):
+        with pytest.raises(NotFound) as refused:
+            await client.admin.set_worker_role("three", "decode")
+        assert refused.value.field == "worker"
+
+
+async def test_role_that_a_worker_lacks_is_refused() -> None:
+    async with three_items_on_one() as on:
+        with pytest.raises(InvalidField) as refused:
+            await on.client.admin.set_worker_role("one", "decode")
+        assert (refused.value.field, refused.value.value) == ("role", "'decode'")
+        assert not any(c.HasField("set_role") for c in on.one.commands)
+
+
+async def test_worker_that_keeps_its_role_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "ROLE_SECONDS", 0.1)
+    async with two_items_on_one() as (client, _, two):
+        with pytest.raises(WorkerLost) as failed:
+            await client.admin.set_worker_role("one", "decode")
+        assert failed.value.worker == "one"
+        await two.hang_up()
+        two.refusal = "stays away"
+        await until_states(client, [READY, admin_pb.WORKER_STATE_REFUSED], [])
+        with pytest.raises(WorkerLost) as failed:
+            await client.admin.set_worker_role("two", "decode")
+        assert failed.value.worker == "two"

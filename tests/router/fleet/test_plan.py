@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from router.fleet.test_worker import link
 from trtmesh.chassis.errors import BackendFailed, NoWorker
@@ -10,23 +13,47 @@ from trtmesh.router.fleet.plan import Plan
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.kv_index import PromptBlocks
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
-from trtmesh.router.placement.settings import PlacementSettings
+from trtmesh.router.placement import WHOLE, PlacementQuery
+from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
+from trtmesh.router.placement.snapshot import DECODE_PHASE, PREFILL_PHASE
 from trtmesh.v1 import engine_pb2 as pb
+from trtmesh.v1 import generation_pb2 as gen_pb
+from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
-PREFILL, DECODE = frozenset({Capability.PREFILL}), frozenset({Capability.DECODE})
 BLOCKS = PromptBlocks(None, ())
 QUERY = PlacementQuery("m", prompt_tokens=100, sequences=2)
 
 
+def engine(role: pb.WorkerRole.ValueType, **changes: Any) -> pb.GetEngineResponse:
+    """A worker that hands KV over."""
+    shape = kv_pb.KvBlockShape(
+        data_type=gen_pb.DATA_TYPE_FP32, layers=2, kv_heads=2, head_dim=4, tokens_per_block=4
+    )
+    values: dict[str, Any] = {
+        "model": "m",
+        "role": role,
+        "tokens_per_block": 4,
+        "kv_shapes": [shape],
+        "kv_compatibility_hash": b"kv",
+        "kv_transports": [kv_pb.KV_TRANSPORT_GRPC],
+    }
+    return pb.GetEngineResponse(**values | changes)
+
+
 def fleet_of(*roles: pb.WorkerRole.ValueType) -> tuple[Fleet, list[Worker]]:
-    """A fleet of ready workers, one of each role."""
-    fleet = Fleet(PlacementSettings(policy="least_loaded"), RouterMetrics())
+    """A fleet of ready workers, one of each role, that splits every item."""
+    rules = HandoffSettings(enabled="always")
+    fleet = Fleet(PlacementSettings(policy="least_loaded"), RouterMetrics(), rules)
     workers = [link(f"127.0.0.1:{port}") for port in range(1, len(roles) + 1)]
     for worker, role in zip(workers, roles, strict=True):
-        worker._on_welcome(pb.GetEngineResponse(model="m", role=role))
+        worker._on_welcome(engine(role))
         fleet.join(worker)
     return fleet, workers
+
+
+def report(fleet: Fleet, worker: Worker, **load: Any) -> None:
+    worker._on_load(pb.Load(**load))
+    fleet.touch(worker)
 
 
 def booked(worker: Worker) -> tuple[int, int, int]:
@@ -48,24 +75,88 @@ async def test_one_leg_computes_everything() -> None:
 
 async def test_two_legs_are_booked_and_released_together() -> None:
     fleet, (prefill, decode) = fleet_of(pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
-    plan = fleet.place(QUERY, BLOCKS, (PREFILL, DECODE))
+    plan = fleet.place(QUERY, BLOCKS)
     assert [leg.worker for leg in plan.legs] == [prefill, decode]
-    assert plan.first.worker is prefill
+    assert [leg.phases for leg in plan.legs] == [PREFILL_PHASE, DECODE_PHASE]
+    assert plan.is_split
+    assert (plan.first.worker, plan.last.worker) == (prefill, decode)
     assert (booked(prefill), booked(decode)) == ((1, 2, 100), (1, 2, 0))
     with pytest.raises(BackendFailed):
         fail_inside(plan)
     assert (booked(prefill), booked(decode)) == ((0, 0, 0), (0, 0, 0))
 
 
-async def test_leg_without_a_worker_releases_the_earlier_legs() -> None:
+async def test_last_role_left_takes_whole_items() -> None:
     fleet, (prefill,) = fleet_of(pb.WORKER_ROLE_PREFILL)
+    with fleet.place(QUERY, BLOCKS) as plan:
+        assert [(leg.worker, leg.phases) for leg in plan.legs] == [(prefill, WHOLE)]
+
+
+async def test_item_that_must_not_split_stays_whole() -> None:
+    fleet, (_, decode, mixed) = fleet_of(
+        pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_MIXED
+    )
+    for _ in range(4):
+        with fleet.place(replace(QUERY, may_split=False), BLOCKS) as plan:
+            assert not plan.is_split
+            assert plan.last.worker in (decode, mixed)
+
+
+async def test_fleet_of_mixed_workers_never_splits() -> None:
+    fleet, _ = fleet_of(pb.WORKER_ROLE_MIXED, pb.WORKER_ROLE_MIXED)
+    with fleet.place(QUERY, BLOCKS) as plan:
+        assert plan.last.decision.split is None
+        assert not plan.is_split
+
+
+async def test_placement_follows_a_changed_role() -> None:
+    fleet, (one, two) = fleet_of(pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
+    for worker, role in ((one, pb.WORKER_ROLE_DECODE), (two, pb.WORKER_ROLE_PREFILL)):
+        report(fleet, worker, role=role)
+    with fleet.place(QUERY, BLOCKS) as plan:
+        assert (plan.first.worker, plan.last.worker) == (two, one)
+    for worker in (one, two):
+        report(fleet, worker, role=pb.WORKER_ROLE_MIXED)
+    with fleet.place(QUERY, BLOCKS) as plan:
+        assert not plan.is_split
+        assert plan.last.decision.split is None
+
+
+async def test_reservation_counts_as_pressure_until_the_first_token() -> None:
+    fleet, (_, decode) = fleet_of(pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
+    report(fleet, decode, total_blocks=100, used_blocks=10)
+    before = decode.guard.pressure_seconds
+    with fleet.place(QUERY, BLOCKS) as plan:
+        promised = decode.guard.pressure_seconds
+        assert promised > before
+        # The report has the reservation: it counts once.
+        used = 10 + plan.last.booking.reservation.blocks
+        report(fleet, decode, total_blocks=100, used_blocks=used)
+        assert decode.guard.pressure_seconds == pytest.approx(promised)
+        plan.last.booking.started(1.0)
+        report(fleet, decode, total_blocks=100, used_blocks=used)
+        assert decode.guard.pressure_seconds == pytest.approx(promised)
+
+
+async def test_receiver_fits_the_sender() -> None:
+    fleet, (sender, other, fitting) = fleet_of(*[pb.WORKER_ROLE_DECODE] * 3)
+    other._on_welcome(engine(pb.WORKER_ROLE_DECODE, kv_compatibility_hash=b"another"))
+    assert sender.facts.kv is not None
+    query = replace(QUERY, exclude={sender.address: "it is left"})
+    leg = fleet.place_receiver(query, BLOCKS, sender.facts.kv)
+    assert (leg.worker, leg.phases) == (fitting, DECODE_PHASE)
+    assert (booked(fitting), booked(other)) == ((1, 2, 0), (0, 0, 0))
+    report(fleet, fitting, total_blocks=100, quarantined_blocks=26)
     with pytest.raises(NoWorker):
-        fleet.place(QUERY, BLOCKS, (PREFILL, DECODE))
-    assert booked(prefill) == (0, 0, 0)
+        fleet.place_receiver(query, BLOCKS, sender.facts.kv)
 
 
-async def test_both_legs_of_a_plan_may_share_a_worker() -> None:
-    fleet, (mixed,) = fleet_of(pb.WORKER_ROLE_MIXED)
-    with fleet.place(QUERY, BLOCKS, (PREFILL, DECODE)) as plan:
-        assert [leg.worker for leg in plan.legs] == [mixed, mixed]
-    assert booked(mixed) == (2, 4, 100)
+async def test_round_robin_covers_both_roles_evenly() -> None:
+    fleet, workers = fleet_of(*[pb.WORKER_ROLE_PREFILL] * 2, *[pb.WORKER_ROLE_DECODE] * 3)
+    fleet.set_policy("round_robin")
+    for _ in range(30):
+        with fleet.place(QUERY, BLOCKS) as plan:
+            assert plan.is_split
+        for leg in plan.legs:
+            fleet.touch(leg.worker)
+    assert [worker.guard.bookings for worker in workers] == [15, 15, 10, 10, 10]

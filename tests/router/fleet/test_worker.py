@@ -9,7 +9,6 @@ from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.settings import AdapterSettings
 from trtmesh.router.fleet import worker
-from trtmesh.router.fleet.facts import Facts
 from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.metrics import RouterMetrics
@@ -35,12 +34,6 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
         on_change=lambda: None,
         on_touch=lambda _: None,
     )
-
-
-async def test_role_without_handoff_is_refused() -> None:
-    prefill = link()
-    prefill.facts = Facts.of(pb.GetEngineResponse(role=pb.WORKER_ROLE_PREFILL))
-    assert prefill.mismatch == "lacks decode"
 
 
 async def test_reported_adapters_are_held_until_the_stream_is_lost() -> None:

@@ -192,7 +192,7 @@ def test_decision_tells_what_the_adapter_contributed() -> None:
         "w1:1": CandidateAdapter(Place.HOST, 0.5, order.index("w1:1") + 1),
         "w2:1": CandidateAdapter(Place.DEVICE, 0.0, order.index("w2:1") + 1),
     }
-    message = describe_decision(DecisionRecord("r", 0, "first", decision))
+    message = describe_decision(DecisionRecord("anonymous", "r", 0, "first", decision))
     assert (message.adapter, message.adapter_version, message.adapter_rank) == ("7", "v1", 8)
     assert message.adapter_replicas == 1
     best = message.candidates[0]
@@ -200,6 +200,6 @@ def test_decision_tells_what_the_adapter_contributed() -> None:
     assert message.candidates[-1].adapter_place == epb.ADAPTER_PLACE_ABSENT
     assert message.candidates[-1].adapter_seconds == 2.0
     without = place("lora_aware", fleet, replace(query(wanted), adapter=None))
-    message = describe_decision(DecisionRecord("r", 0, "first", without))
+    message = describe_decision(DecisionRecord("anonymous", "r", 0, "first", without))
     assert not message.adapter
     assert {c.adapter_place for c in message.candidates} == {epb.ADAPTER_PLACE_UNSPECIFIED}

@@ -18,8 +18,10 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.placement import AdapterNeed, Residency
 from trtmesh.router.placement.breaker import FIRST_REST_SECONDS, LONGEST_REST_SECONDS, Breaker
-from trtmesh.router.placement.load_guard import Booking, LoadGuard
+from trtmesh.router.placement.load_guard import Booking, LoadGuard, Reservation
 from trtmesh.router.placement.rates import (
+    FALLBACK_HANDOFF_SECONDS,
+    MOST_HANDOFF_SECONDS,
     MOST_RATE,
     Line,
     Rates,
@@ -68,7 +70,7 @@ def test_load_is_bookings_plus_reported_excess(
             booked.append(tested.book(number, count, now))
         elif action == "assign" and undispatched:
             fresh = range(1000 * now, 1000 * now + undispatched[0].sequences)
-            tested.assign(fresh, undispatched[0])
+            tested.assign(fresh, undispatched[0], now)
             handles.update(dict.fromkeys(fresh, undispatched[0]))
         elif action == "token" and handle is not None:
             handles[handle].started(now)
@@ -97,6 +99,9 @@ def test_load_is_bookings_plus_reported_excess(
         assert tested.booked_prompt_tokens == waiting
         assert tested.sequences == tested.booked_sequences + foreign
         assert tested.pending_prompt_tokens == waiting + foreign_tokens
+        assert tested.decoding_sequences == tested.sequences - sum(
+            b.sequences for b in booked if b.waiting
+        )
         assert set(tested.awaiting) <= set(handles)
 
 
@@ -486,6 +491,128 @@ def test_lost_worker_holds_no_adapter() -> None:
     guard.adapters_moved({(1, "v1"): Residency(Adapter(1, "", "v1"))}, 0.0)
     guard.take_report(Report(0.0, adapter_slots=(4, 3, 1)))
     assert (guard.adapters.slots, guard.adapters.free_slots) == (4, 3)
-    guard.assign([7], guard.book(10, 1, 0.0, AdapterNeed(Adapter(1, "", "v1"))))
+    guard.assign([7], guard.book(10, 1, 0.0, AdapterNeed(Adapter(1, "", "v1"))), 0.0)
     guard.lose(1.0, None)
     assert guard.adapters == NO_ADAPTERS
+
+
+def test_transfer_rate_rises_at_once_and_falls_slowly() -> None:
+    rates, before, seen = Rates(), Report(0.0), []
+    for second, moved in enumerate((1000, 4000, 1000, 1000), 1):
+        after = Report(
+            float(second),
+            received_bytes=before.received_bytes + moved,
+            receiving_seconds=before.receiving_seconds + 1.0,
+        )
+        rates.learn(before, after)
+        rates.learn(after, replace(after, at=second + 0.5))
+        seen.append(rates.transfer_rate or 0.0)
+        before = after
+    first, risen, *fallen = seen
+    assert (first, risen) == (1000, 4000)
+    assert fallen == sorted(fallen, reverse=True)
+    assert 3000 < fallen[-1] < 4000
+    assert typical_of([rates, Rates()], None).transfer_rate == fallen[-1]
+
+
+def test_handoff_time_is_learned_without_the_step_and_fades() -> None:
+    rates = Rates()
+    assert rates.handoff_seconds is None
+    assert typical_of([rates], None).handoff_seconds == FALLBACK_HANDOFF_SECONDS
+    learn_between(
+        rates,
+        Report(1.0, running_sequences=1),
+        Report(2.0, busy_seconds=1.0, step_count=10, running_sequences=1),
+    )
+    rates.learn_handoff(0.3)
+    assert typical_of([rates], None).handoff_seconds == pytest.approx(0.2)
+    for second in range(2, 60):
+        rates.learn(Report(float(second), step_count=10), Report(second + 1.0, step_count=10))
+    assert rates.handoff_seconds == pytest.approx(FALLBACK_HANDOFF_SECONDS, rel=0.01)
+    rates.learn_handoff(60.0)
+    assert rates.handoff_seconds is not None
+    assert rates.handoff_seconds < MOST_HANDOFF_SECONDS, "a late transfer counts elsewhere"
+
+
+def test_prefill_worker_teaches_the_prefill_rate_alone() -> None:
+    """Its sequences leave with their first token, so no step is without a prompt."""
+    rates, decode = Rates(), Rates()
+    for number in range(1, 30):
+        before, after = (
+            Report(
+                float(at),
+                busy_seconds=float(at),
+                step_count=at * 4,
+                running_sequences=1,
+                pending_prompt_tokens=5000,
+                computed_prompt_tokens=at * 2000,
+            )
+            for at in (number, number + 1)
+        )
+        rates.learn(before, after)
+        # Sequences that came with their KV.
+        before, after = (
+            Report(float(at), busy_seconds=float(at), step_count=at * 50, running_sequences=8)
+            for at in (number, number + 1)
+        )
+        decode.learn(before, after)
+    typical = typical_of([rates, decode], None)
+    assert typical.prefill_rate == pytest.approx(2000)
+    assert typical.step_seconds(8) == pytest.approx(0.02)
+    assert (rates.sums, decode.prefill_rate.value) == (None, None)
+    assert rates.relative_step(typical) == decode.relative_prefill(typical) == 1.0
+
+
+def test_last_tokens_of_received_prompts_teach_no_prefill_rate() -> None:
+    """A decode worker computes one token of each prompt that came with KV, beside the steps of its sequences."""
+    rates = Rates()
+    reports = [
+        Report(
+            float(at),
+            busy_seconds=float(at),
+            step_count=at * 50,
+            running_sequences=16,
+            pending_prompt_tokens=3000,
+            computed_prompt_tokens=at * 30,
+        )
+        for at in range(30)
+    ]
+    for before, after in pairwise(reports):
+        rates.learn(before, after)
+    assert rates.prefill_rate.value is None
+
+
+def test_prompt_time_counts_from_the_submit() -> None:
+    """A reservation elsewhere, or the load of an adapter, comes before."""
+    tested = guard()
+    booking = tested.book(1000, 1, 0.0)
+    tested.assign([1], booking, 4.0)
+    booking.started(5.0)
+    assert tested.rates.prefill_rate.value == pytest.approx(1000)
+
+
+def test_transfers_of_other_routers_count_beside_the_own() -> None:
+    tested = guard()
+    booking = tested.book(0, 1, 0.0, reservation=Reservation(1000, 40))
+    tested.take_report(Report(1.0, receiving_sequences=3, receiving_tokens=5000))
+    assert (tested.receiving_tokens, tested.sequences) == (5000, 3)
+    booking.started(2.0)
+    booking.release(3.0)
+    assert (tested.receiving_tokens, tested.sequences) == (4000, 2)
+    tested.take_report(Report(4.0))
+    assert (tested.receiving_tokens, tested.sequences) == (0, 0)
+    tested.take_report(Report(5.0, receiving_sequences=3, receiving_tokens=5000))
+    tested.lose(6.0, None)
+    assert (tested.receiving_tokens, tested.sequences) == (0, 0)
+
+
+def test_continued_sequence_teaches_no_prefill_rate() -> None:
+    tested = guard()
+    booking = tested.book(0, 1, 0.0, reservation=Reservation(1000, 40))
+    assert (tested.receiving_tokens, tested.decoding_sequences, tested.sequences) == (1000, 0, 1)
+    tested.assign([1], booking, 4.0)
+    booking.started(5.0)
+    assert tested.rates.prefill_rate.value is None
+    assert (tested.receiving_tokens, tested.decoding_sequences) == (0, 1)
+    booking.release(6.0)
+    assert (tested.receiving_tokens, tested.decoding_sequences) == (0, 0)

@@ -12,6 +12,7 @@ from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.streams.sequence import Owner, SequenceRun, SequenceTimes
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as generation_pb
+from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
 HANDLES = 2**32
 
@@ -33,7 +34,8 @@ class Assignments:
     def assign(self, runs: Sequence[SequenceRun], booking: Booking) -> int:
         """Gives successive handles to the sequences of `booking`; returns the first."""
         first = self._free_handles(len(runs))
-        self._guard.assign(range(first, first + len(runs)), booking)
+        now = asyncio.get_running_loop().time()
+        self._guard.assign(range(first, first + len(runs)), booking, now)
         for handle, run in enumerate(runs, first):
             self.sequences[handle] = run
             run.assign(Handle(self, handle))
@@ -52,6 +54,11 @@ class Assignments:
             self._queued.discard(run)
             self.released.add(handle)
             self._guard.leave(handle, asyncio.get_running_loop().time(), error)
+
+    def hand_over(self, handle: int, lease_id: str, life_ms: int) -> None:
+        """Asks the worker to stop a sequence at its next token, and to keep its KV under a lease."""
+        command = kv_pb.HandOverCommand(handle=handle, lease_id=lease_id, expires_in_ms=life_ms)
+        self._send(pb.EngineCommand(hand_over=command))
 
     def ended(self, handle: int, error: TrtmeshError | None, now: float) -> SequenceRun | None:
         """Removes a sequence at the reported end; None after a move."""
@@ -125,3 +132,6 @@ class Handle:
 
     def release(self, error: TrtmeshError | None) -> None:
         self._assignments.release(self._number, error)
+
+    def hand_over(self, lease_id: str, life_ms: int) -> None:
+        self._assignments.hand_over(self._number, lease_id, life_ms)

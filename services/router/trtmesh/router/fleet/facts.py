@@ -5,22 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Self
 
 from trtmesh.chassis.fingerprint import tokenizer_fits
+from trtmesh.chassis.parsing import ELEMENT_BYTES
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.router.placement import WHOLE, Capability, Place, Residency
+from trtmesh.router.placement import Capability, KvFacts, Place, Residency, Role
 from trtmesh.router.placement.rates import Report
 from trtmesh.router.placement.residency import AdapterKey
 from trtmesh.router.values.request import with_texts
 from trtmesh.v1 import engine_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
-PHASES_OF_ROLE: dict[int, set[Capability]] = {
-    pb.WORKER_ROLE_PREFILL: {Capability.PREFILL},
-    pb.WORKER_ROLE_DECODE: {Capability.DECODE},
+ROLES: dict[int, Role] = {
+    pb.WORKER_ROLE_PREFILL: Role.PREFILL,
+    pb.WORKER_ROLE_DECODE: Role.DECODE,
 }
-"""Phases of roles that compute part of an item."""
+"""Roles other than mixed."""
 
 PLACES: dict[int, Place] = {
     pb.ADAPTER_PLACE_HOST: Place.HOST,
@@ -41,7 +42,7 @@ class Facts:
     """A worker as GetEngineResponse describes it."""
 
     identity: Identity = Identity()
-    capabilities: frozenset[Capability] = WHOLE
+    capabilities: frozenset[Capability] = frozenset()
     supported_fields: frozenset[str] = frozenset()
     max_sequence_tokens: int = sys.maxsize
     max_sequences: int = sys.maxsize
@@ -49,6 +50,12 @@ class Facts:
     max_beams: int = sys.maxsize
     """Most beams of an item: they are computed in one batch."""
     tokens_per_block: int = 0
+    kv: KvFacts | None = None
+    """None without handoffs."""
+    max_lease_ms: int = sys.maxsize
+    """Longest life of a lease without a renewal."""
+    max_quarantined_blocks: int = sys.maxsize
+    """Most blocks in quarantine with which the worker reserves blocks."""
 
     @classmethod
     def of(cls, engine: pb.GetEngineResponse) -> Self:
@@ -61,19 +68,46 @@ class Facts:
             max_sequences,
             min(max_sequences, engine.max_batch_size or sys.maxsize),
             engine.tokens_per_block,
+            kv_facts(engine),
+            engine.max_lease_ms or sys.maxsize,
+            engine.max_quarantined_blocks,
         )
+
+    def refuses_handoffs(self, load: pb.Load) -> bool:
+        """Whether the worker reserves no blocks, because too many wait for reads of ended handoffs."""
+        return self.kv is not None and load.quarantined_blocks > self.max_quarantined_blocks
 
 
 def capabilities_of(engine: pb.GetEngineResponse) -> frozenset[Capability]:
-    return _capabilities(engine.role, engine.resumes_exactly, engine.stops_single_sequences)
+    own = {
+        Capability.EXACT_RESUMPTION: engine.resumes_exactly,
+        Capability.SINGLE_STOPS: engine.stops_single_sequences,
+    }
+    return frozenset(capability for capability, there in own.items() if there)
 
 
-@cache
-def _capabilities(role: int, resumes_exactly: bool, single_stops: bool) -> frozenset[Capability]:  # noqa: FBT001 - a key
-    """Equal capabilities as one object, which placements compare by identity."""
-    own = {Capability.EXACT_RESUMPTION: resumes_exactly, Capability.SINGLE_STOPS: single_stops}
-    phases = PHASES_OF_ROLE.get(role, WHOLE)
-    return frozenset(phases | {capability for capability, there in own.items() if there})
+def kv_facts(engine: pb.GetEngineResponse) -> KvFacts | None:
+    """What a transfer of KV needs to know; None for a worker without handoffs."""
+    shapes = engine.kv_shapes
+    if not (shapes and engine.kv_compatibility_hash and engine.kv_transports):
+        return None
+    return KvFacts(
+        engine.kv_compatibility_hash,
+        frozenset(shape.data_type for shape in shapes),
+        sum(map(_token_bytes, shapes)),
+        frozenset(engine.kv_transports),
+    )
+
+
+def _token_bytes(shape: kv_pb.KvBlockShape) -> int:
+    """Bytes of a token's keys and values in one pool."""
+    elements = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    return elements * ELEMENT_BYTES.get(shape.data_type, 0)
+
+
+def role_of(engine: pb.GetEngineResponse, load: pb.Load) -> Role:
+    """The present role: a load report's, before the first one the configured."""
+    return ROLES.get(load.role or engine.role, Role.MIXED)
 
 
 def held_adapters(
@@ -119,5 +153,9 @@ def report_of(load: pb.Load, now: float) -> Report:
         computed_prompt_tokens=load.computed_prompt_tokens,
         used_blocks=load.used_blocks,
         total_blocks=load.total_blocks,
+        received_bytes=load.received_handoffs.bytes,
+        receiving_seconds=load.received_handoffs.transfer_ms / 1000,
+        receiving_sequences=load.received_handoffs.held,
+        receiving_tokens=load.receiving_tokens,
         adapter_slots=(load.adapter_slots, load.free_adapter_slots, load.evictable_adapter_slots),
     )

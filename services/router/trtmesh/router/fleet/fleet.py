@@ -14,6 +14,7 @@ from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
 from trtmesh.router.fleet.facts import Identity
+from trtmesh.router.fleet.handoffs import Handoffs
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.kv_index import KvIndex, PromptBlocks
@@ -23,17 +24,22 @@ from trtmesh.router.placement import (
     POLICIES,
     WHOLE,
     AdapterNeed,
-    Capability,
+    KvFacts,
     PlacementQuery,
+    Role,
     WorkerSnapshot,
     check_fields,
     place,
+    place_split,
 )
 from trtmesh.router.placement.adapters import takers_of
 from trtmesh.router.placement.decision import Decision, DecisionLog
+from trtmesh.router.placement.filters import receiver_exclusions
+from trtmesh.router.placement.load_guard import NOTHING, Booking, Reservation
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
-from trtmesh.router.placement.settings import PlacementSettings
+from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.placement.shares import AdapterShares
+from trtmesh.router.placement.snapshot import DECODE_PHASE, PREFILL_PHASE, Served
 
 UNKNOWN = Typical()
 """Rates of a model before its workers have shown any."""
@@ -46,13 +52,17 @@ class Fleet:
         self,
         settings: PlacementSettings,
         metrics: RouterMetrics,
+        handoff: HandoffSettings,
     ) -> None:
         self.policy = settings.policy
+        self.handoffs = Handoffs(handoff, metrics)
         self.workers: dict[str, Worker] = {}
         self._snapshots: dict[str, WorkerSnapshot] = {}
         self._snapshot: tuple[WorkerSnapshot, ...] = ()
-        self._served: frozenset[tuple[str, int]] | None = None
-        """Models and block sizes of the snapshots; None once either changed."""
+        self._served: frozenset[Served] = frozenset()
+        """Models, block sizes and roles of the snapshots."""
+        self._with_roles: frozenset[str] = frozenset()
+        """Models with workers that are not mixed."""
         self._touched: set[str] = set()
         """Addresses, because a worker may be replaced at its address between two placements."""
         self.decisions = DecisionLog(settings.explained_decisions)
@@ -71,7 +81,7 @@ class Fleet:
 
     def models(self) -> frozenset[str]:
         """Models of all known workers, even lost ones."""
-        return frozenset(model for model, _ in self._models_and_block_sizes() if model)
+        return frozenset(model for model, _, _ in self._all_served() if model)
 
     def why_no_models(self) -> str:
         """Why no model is known, with advice."""
@@ -110,41 +120,48 @@ class Fleet:
     def snapshot(self) -> tuple[WorkerSnapshot, ...]:
         """Every worker at this moment. Only workers touched since the last call are read again."""
         if self._touched:
-            for address in self._touched:
-                self._read(address)
+            served = [self._read(address) for address in self._touched]
             self._touched.clear()
             self._snapshot = tuple(self._snapshots.values())
+            if not all(served):
+                self._served = frozenset(worker.served for worker in self._snapshot)
+                with_role = (each for each in self._served if each[2] is not Role.MIXED)
+                self._with_roles = frozenset(model for model, _, _ in with_role)
         return self._snapshot
 
-    def _read(self, address: str) -> None:
+    def _read(self, address: str) -> bool:
+        """Reads a worker; whether it serves the same as before."""
         former = self._snapshots.get(address)
         if (worker := self.workers.get(address)) is None:
             self._snapshots.pop(address, None)
-            self._served = None
-            return
+            return False
         snapshot = worker.snapshot(self._typical.get(worker.engine.model, UNKNOWN))
         self._snapshots[address] = snapshot
-        if former is None or former.served != snapshot.served:
-            self._served = None
+        return former is not None and former.served == snapshot.served
 
     def check_fields(self, model: str, fields: frozenset[str]) -> None:
         """Raises UnsupportedField if the model has usable workers and none supports all of `fields`."""
         check_fields(self.snapshot(), PlacementQuery(model, fields))
 
-    def place(
-        self,
-        query: PlacementQuery,
-        blocks: PromptBlocks,
-        phases: Sequence[frozenset[Capability]] = (WHOLE,),
-    ) -> Plan:
-        """Books a leg for each of `phases`, all or none. Raises NoWorker, PromptTooLong or UnsupportedField."""
+    def place(self, query: PlacementQuery, blocks: PromptBlocks) -> Plan:
+        """Books a worker for an item, or two. Raises NoWorker, PromptTooLong or UnsupportedField."""
         # The loop's own clock stands still within a pass.
         begun, now = time.perf_counter(), asyncio.get_running_loop().time()
-        with Plan() as plan:
-            for each in phases:
-                plan.legs.append(self._book(query, blocks, each, now))
+        query = self._completed(query, blocks, now)
+        decision = place_split(self.policy, self.snapshot(), query, self.handoffs.settings)
+        plan = self._book(decision, blocks, now)
+        self._count_share(decision, now)
         self._metrics.placement.observe(time.perf_counter() - begun)
         return plan
+
+    def place_receiver(self, query: PlacementQuery, blocks: PromptBlocks, kv: KvFacts) -> Leg:
+        """Books a worker to continue a sequence from `kv` of another. Raises as `place`."""
+        now = asyncio.get_running_loop().time()
+        query = replace(self._completed(query, blocks, now), phases=DECODE_PHASE)
+        fleet = self.snapshot()
+        query = replace(query, exclude=receiver_exclusions(fleet, query, kv))
+        decision = place(self.policy, fleet, query)
+        return self._book_decode(decision, blocks, now)
 
     def has_place(self, query: PlacementQuery, blocks: PromptBlocks) -> bool:
         """Whether a worker would take an item now."""
@@ -180,26 +197,48 @@ class Fleet:
         found = self.kv_index.match(hashes, asyncio.get_running_loop().time())
         return len(hashes) in found.values()
 
-    def _book(
-        self, query: PlacementQuery, blocks: PromptBlocks, phases: frozenset[Capability], now: float
-    ) -> Leg:
-        """Places a leg, which counts as load of the worker from now on."""
-        if phases is not WHOLE:
-            query = replace(query, needs=query.needs - WHOLE | phases)
-        fleet = self.snapshot()
-        decision = place(self.policy, fleet, self._completed(query, blocks, now))
-        worker = self.workers[decision.chosen.address]
+    def _book(self, decision: Decision, blocks: PromptBlocks, now: float) -> Plan:
+        """The legs of a decision, which count as load of their workers from now on."""
+        uncached = decision.query.prompt_tokens - decision.cached_tokens
+        if decision.prefill is decision.chosen:
+            worker = self._take_turn(decision.chosen, blocks, now)
+            booking = self._booking(worker, decision, uncached, now)
+            return Plan([Leg(worker, booking, WHOLE, decision)])
+        worker = self._take_turn(decision.prefill, blocks, now)
+        booking = self._booking(worker, decision, uncached, now)
+        prefill = Leg(worker, booking, PREFILL_PHASE, decision)
+        return Plan([prefill, self._book_decode(decision, blocks, now)])
+
+    def _book_decode(self, decision: Decision, blocks: PromptBlocks, now: float) -> Leg:
+        """The leg of a sequence that continues from another worker's KV."""
+        worker, query = self._take_turn(decision.chosen, blocks, now), decision.query
+        size = worker.facts.tokens_per_block
+        lacking = query.prompt_tokens - query.cached_tokens.get(worker.address, 0)
+        count = -(-(query.prompt_tokens + query.new_tokens) // size) if size else 0
+        booking = self._booking(worker, decision, 0, now, Reservation(lacking, count))
+        return Leg(worker, booking, DECODE_PHASE, decision)
+
+    def _booking(
+        self,
+        worker: Worker,
+        decision: Decision,
+        prompt_tokens: int,
+        now: float,
+        reservation: Reservation = NOTHING,
+    ) -> Booking:
+        query = decision.query
+        return worker.guard.book(prompt_tokens, query.sequences, now, query.adapter, reservation)
+
+    def _take_turn(self, chosen: WorkerSnapshot, blocks: PromptBlocks, now: float) -> Worker:
+        """The chosen worker, which will hold the prompt's KV."""
+        worker = self.workers[chosen.address]
         self._turn += 1
         worker.last_turn = self._turn
-        computed = Capability.PREFILL in phases
-        uncached = query.prompt_tokens - decision.cached_tokens if computed else 0
-        booking = worker.guard.book(uncached, query.sequences, now, decision.query.adapter)
         if POLICIES[self.policy].looks_at_prefixes:
             hashes = blocks.hashes(worker.facts.tokens_per_block)
             self.kv_index.expect(worker.address, hashes, now)
-        self._count_share(decision, now)
         self._metrics.placed[self.policy, worker.name] += 1
-        return Leg(worker, booking, phases, decision)
+        return worker
 
     def _count_share(self, decision: Decision, now: float) -> None:
         """Counts an item in the shares of adapters, once its model has any."""
@@ -209,6 +248,7 @@ class Fleet:
 
     def _completed(self, query: PlacementQuery, blocks: PromptBlocks, now: float) -> PlacementQuery:
         """The query with the fleet's knowledge added."""
+        self.snapshot()
         typical = self._typical.get(query.model, UNKNOWN)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
         sizes = self._block_sizes(query.model)
@@ -216,6 +256,8 @@ class Fleet:
             query,
             cached_tokens=self._cached_tokens(query, blocks, sizes, now),
             prefix=next(iter(blocks.hashes(min(sizes, default=0))), None),
+            has_roles=query.model in self._with_roles,
+            handoff_seconds=typical.handoff_seconds,
             new_tokens=round(new_tokens * query.sequences),
             adapter=query.adapter and self._seen(query.adapter, query.model, typical),
             draw=random.getrandbits(32),
@@ -233,12 +275,10 @@ class Fleet:
         """Block sizes of the model's workers with KV events; empty if the policy ignores prefixes."""
         if not POLICIES[self.policy].looks_at_prefixes:
             return set()
-        return {size for name, size in self._models_and_block_sizes() if size and name == model}
+        return {size for name, size, _ in self._all_served() if size and name == model}
 
-    def _models_and_block_sizes(self) -> frozenset[tuple[str, int]]:
-        fleet = self.snapshot()
-        if self._served is None:
-            self._served = frozenset(worker.served for worker in fleet)
+    def _all_served(self) -> frozenset[Served]:
+        self.snapshot()
         return self._served
 
     def _cached_tokens(

@@ -7,16 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.addresses import Address
-from trtmesh.chassis.errors import InvalidField, NotFound
+from trtmesh.chassis.errors import InvalidField, NotFound, WorkerLost
 from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.fleet.link_local import refuse_link_local
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.v1 import engine_pb2 as pb
 
 POLL_SECONDS = 0.05
-"""Poll interval of a drain."""
+"""Poll interval of drains and changes of role."""
+
+HANDED_OVER_SECONDS = 30.0
+"""Longest wait of a drain, or of a change of role, for the sequences that are handed over."""
 
 TAKEN_SECONDS = 1.0
-"""Longest wait of a drain for the moved sequences to be placed."""
+"""Longest wait of a drain, or of a change of role, for the moved sequences to be placed."""
+
+ROLE_SECONDS = 5.0
+"""Longest wait for a worker to report another role: many load reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,30 @@ def _has(worker: Worker, run: SequenceRun) -> bool:
     return run.assignment is not None and run.address == worker.address
 
 
+async def _until(condition: Callable[[], bool], seconds: float) -> None:
+    """Waits for a condition that many things may fulfil, within the limit."""
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + seconds
+    while not condition() and loop.time() < ends_at:  # noqa: ASYNC110 - items and workers wait in many places
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _check_role(worker: Worker, role: pb.WorkerRole.ValueType) -> None:
+    if role not in worker.engine.roles:
+        names = [_role_name(each) for each in worker.engine.roles]
+        limit = f"one of {', '.join(names)}" if names else "left alone: the worker has one role"
+        raise InvalidField.of("role", _role_name(role), limit)
+    if not worker.connected:
+        raise WorkerLost(
+            f"worker {worker.name} is not connected: {worker.problem}", worker=worker.name
+        )
+
+
+def _role_name(role: int) -> str:
+    known = role in pb.WorkerRole.values()
+    return pb.WorkerRole.Name(pb.WorkerRole.ValueType(role))[12:].lower() if known else str(role)
+
+
 @dataclass(frozen=True, slots=True)
 class Membership:
     """Membership of the fleet. `_make` builds a worker; `_link` keeps its stream open."""
@@ -49,6 +81,7 @@ class Membership:
     _fleet: Fleet
     _make: Callable[[str], Worker]
     _link: Callable[[Worker], None]
+    _allow_link_local: bool = False
 
     def find(self, name: str) -> Worker:
         """Finds a worker by name or address. Raises NotFound, or InvalidField for an ambiguous name."""
@@ -92,17 +125,38 @@ class Membership:
         if (worker := self._fleet.workers.get(address)) is not None:
             worker.leaving = True
 
-    def add(self, address: str) -> Worker:
-        """Adds a worker for an admin. Raises InvalidField unless `address` is host:port."""
+    async def add(self, address: str, wait_seconds: float) -> Worker:
+        """Adds a worker for an admin, and waits for its answer unless `wait_seconds` is 0.
+
+        Raises InvalidField unless `address` is host:port and allowed, or WorkerLost without an answer: a new worker is
+        then removed again.
+        """
         try:
-            Address.parse(address)
+            parsed = Address.parse(address)
         except ValueError as error:
             limit = "host:port, with an IPv6 host in brackets"
             raise InvalidField.of("address", address, limit) from error
-        return self.join(address)
+        if not self._allow_link_local:
+            await refuse_link_local(parsed)
+        is_new = address not in self._fleet.workers
+        worker = self.join(address)
+        keep = not (is_new and wait_seconds)
+        try:
+            await _until(lambda: worker.answered, wait_seconds)
+            keep |= worker.answered
+        finally:
+            if not keep:
+                worker.leaving = True
+        if wait_seconds and not worker.answered:
+            fate = "it was removed again" if is_new else "it stays, as it was there before"
+            raise WorkerLost(
+                f"no worker answered at {address} within {wait_seconds:g} s ({worker.problem}); {fate}. Check the"
+                " address, or add a worker that starts later without waiting (--wait 0)"
+            )
+        return worker
 
     def remove(self, name: str) -> int:
-        """Moves a worker's sequences and forgets the worker once empty; returns the number moved now.
+        """Moves a worker's sequences and forgets the worker once empty; returns the number that leaves now.
 
         Discovery re-adds the worker only after the address disappears and returns.
         """
@@ -110,25 +164,41 @@ class Membership:
         worker.leaving = True
         # A later `add` makes the worker take items.
         worker.drained = False
-        before = len(worker.sequences)
-        worker.evict("an admin removed it")
-        return before - len(worker.sequences)
+        return worker.evict("an admin removed it")
 
     async def drain(self, name: str, finish_seconds: float | None) -> Drained:
         """Places nothing more on a worker, waits for its sequences within the limit, if any, and moves the rest."""
         worker = self.find(name)
         worker.drained = True
         runs = list(worker.sequences.values())
-        loop = asyncio.get_running_loop()
-        ends_at = float("inf") if finish_seconds is None else loop.time() + finish_seconds
-        while worker.sequences and worker.drained and loop.time() < ends_at:  # noqa: ASYNC110 - any of them may end it
-            await asyncio.sleep(POLL_SECONDS)
+        limit = float("inf") if finish_seconds is None else finish_seconds
+        await _until(lambda: not (worker.sequences and worker.drained), limit)
         if worker.sequences and worker.drained:
             worker.evict("an admin drained it")
-        ends_at = loop.time() + TAKEN_SECONDS
-        while any(run.waits_for_worker for run in runs) and loop.time() < ends_at:  # noqa: ASYNC110 - items wait in many places
-            await asyncio.sleep(POLL_SECONDS)
+        await _until(lambda: not worker.hands_over, HANDED_OVER_SECONDS)
+        await _until(lambda: not any(run.waits_for_worker for run in runs), TAKEN_SECONDS)
         return Drained.of(worker, runs)
+
+    async def set_role(self, name: str, role: pb.WorkerRole.ValueType) -> tuple[Worker, int]:
+        """Changes a worker's role for all routers; returns the worker and the sequences that moved because of it.
+
+        Raises NotFound, InvalidField for a role that the worker lacks, or WorkerLost.
+        """
+        worker = self.find(name)
+        _check_role(worker, role)
+        runs = list(worker.sequences.values())
+        worker.set_role(role)
+        await _until(lambda: worker.load.role == role or not worker.connected, ROLE_SECONDS)
+        if worker.load.role != role:
+            raise WorkerLost(
+                f"worker {worker.name} did not take the role within {ROLE_SECONDS:g} s; look at its state with"
+                " `trtmesh workers list` and try again",
+                worker=worker.name,
+            )
+        # Not for prefills that end with a handoff anyway: a prefill worker has some all the time.
+        await _until(lambda: not worker.leases.moves, HANDED_OVER_SECONDS)
+        await _until(lambda: not any(run.waits_for_worker for run in runs), TAKEN_SECONDS)
+        return worker, Drained.of(worker, runs).moved
 
     def resume(self, name: str) -> Worker:
         """Undoes a drain. Raises NotFound for a leaving worker."""

@@ -1,4 +1,4 @@
-"""Where an item runs: a single leg for all phases, or a leg per phase."""
+"""Where an item runs: a single leg for all phases, or a leg for the prefill and one for the decode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.placement import Capability, Decision
+from trtmesh.router.placement import Decision, Phase
 from trtmesh.router.placement.load_guard import Booking
 
 
@@ -17,7 +17,7 @@ class Leg:
 
     worker: Worker
     booking: Booking
-    phases: frozenset[Capability]
+    phases: frozenset[Phase]
     decision: Decision
 
 
@@ -25,8 +25,8 @@ class Leg:
 class Plan:
     """The legs of an item in the order of the phases.
 
-    A context manager: an error releases the bookings of all legs; otherwise each booking belongs to the dispatched
-    sequences.
+    A context manager: an error releases the bookings of all legs. Otherwise each booking belongs to the sequences on
+    its worker, and before their dispatch to the handoff between the legs.
     """
 
     legs: list[Leg] = field(default_factory=list)
@@ -35,6 +35,16 @@ class Plan:
     def first(self) -> Leg:
         """The leg of the prompt."""
         return self.legs[0]
+
+    @property
+    def last(self) -> Leg:
+        """The leg of the last token."""
+        return self.legs[-1]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether prefill and decode run on two workers."""
+        return len(self.legs) > 1
 
     def __enter__(self) -> Self:
         return self

@@ -84,5 +84,5 @@ def _end_of(end: pb.SequenceEnd) -> End:
             end.cumulative_log_prob if end.HasField("cumulative_log_prob") else None
         ),
         perf_metrics=end.perf_metrics if end.HasField("perf_metrics") else None,
-        handoff_state=end.handoff.SerializeToString() if end.HasField("handoff") else None,
+        handoff=end.handoff if end.HasField("handoff") else None,
     )

@@ -10,20 +10,27 @@ from trtmesh.chassis.errors import Draining, InvalidRequest, QueueTimeout, Trtme
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
 from trtmesh.router.fleet.assignments import Assignments
 from trtmesh.router.fleet.deliveries import Deliveries
-from trtmesh.router.fleet.facts import Facts, held_adapters, report_of, tokenizer_mismatch
+from trtmesh.router.fleet.facts import (
+    Facts,
+    held_adapters,
+    report_of,
+    role_of,
+    tokenizer_mismatch,
+)
+from trtmesh.router.fleet.leases import Leases
 from trtmesh.router.fleet.pulse import TICK_SECONDS, Pulse
 from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.links.replica import DRAINED, LEAVING, Replica, ReplicaState
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import WHOLE, WorkerAdapters, WorkerSnapshot
-from trtmesh.router.placement.filters import missing
+from trtmesh.router.placement import Role, WorkerAdapters, WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Typical
 from trtmesh.router.streams.sequence import SequenceRun
@@ -32,6 +39,9 @@ from trtmesh.v1 import generation_pb2 as generation_pb
 
 DRAIN_MARGIN_MS = 1000
 """Remaining grace at which items leave a draining worker instead of being cut off."""
+
+HANDOVER_MARGIN_MS = 6000
+"""Remaining grace at which a draining worker begins to hand its sequences over."""
 
 MESSAGE_OVERHEAD_BYTES = 256
 """Bytes of a message beside the large command."""
@@ -62,13 +72,16 @@ class Worker(Replica):
         adapters: Adapters,
         on_change: Callable[[], None],
         on_touch: Callable[[Worker], None],
+        tls_of_peers: TlsOfPeers = plain_text,
     ) -> None:
-        super().__init__(address, deadlines, max_message_bytes)
+        super().__init__(address, deadlines, max_message_bytes, tls_of_peers)
         self._on_change = on_change
         self._on_touch = on_touch
         self._pulse = Pulse(deadlines)
         self._moving: TrtmeshError | None = None
         self._evicted: TrtmeshError | None = None
+        self._handing_over = ""
+        """Cause of handing every sequence over, or ''."""
         self._generated_at = float("-inf")
         """Time of the last report with new tokens, of any router."""
         self._router_name = router_name
@@ -77,6 +90,7 @@ class Worker(Replica):
         self.engine = pb.GetEngineResponse()
         self.facts = Facts()
         self.load = pb.Load()
+        self.role = Role.MIXED
         self.streams = 0
         """Number of streams so far."""
         self.last_turn = 0
@@ -84,6 +98,7 @@ class Worker(Replica):
         self.guard = LoadGuard(self.touch)
         self._assignments = Assignments(address, self.guard, self._send)
         self._steps = Steps(self._assignments, self.guard, metrics, self._send)
+        self.leases = Leases(address, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
         self._adapters = adapters
         self.deliveries = Deliveries(
@@ -111,8 +126,23 @@ class Worker(Replica):
         return self.guard.adapters
 
     @property
+    def connected(self) -> bool:
+        """Whether commands reach the worker."""
+        return self.state in (ReplicaState.READY, ReplicaState.STALLED, ReplicaState.DRAINING)
+
+    @property
     def busy(self) -> bool:
-        return bool(self.sequences)
+        return bool(self.sequences or self.leases)
+
+    @property
+    def stays(self) -> bool:
+        """Whether KV may wait there: neither the process nor this router's stream is about to end."""
+        return not (self.leaving or self.load.draining)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether running sequences are on their way off the worker, with their KV."""
+        return bool(self._handing_over and self.sequences and self.leases)
 
     @property
     def expecting(self) -> bool:
@@ -122,10 +152,6 @@ class Worker(Replica):
     @property
     def mismatch(self) -> str:
         """Why the worker cannot serve this router, or ''."""
-        return missing(WHOLE, self.facts.capabilities) or self._tokenizer_mismatch
-
-    @property
-    def _tokenizer_mismatch(self) -> str:
         return tokenizer_mismatch(self.engine, self._fingerprint_of(self.engine.model))
 
     @property
@@ -148,7 +174,7 @@ class Worker(Replica):
             address=self.address,
             worker=self.name,
             model=self.engine.model,
-            problem=self._tokenizer_mismatch if self.ready else self._unready,
+            problem=self.mismatch if self.ready else self._unready,
             supported_fields=facts.supported_fields,
             capabilities=facts.capabilities,
             adapters=guard.adapters,
@@ -164,6 +190,12 @@ class Worker(Replica):
             pressure_seconds=guard.pressure_seconds,
             warmth=guard.warmth(now),
             breaker_open=guard.breaker.is_open(now),
+            role=self.role,
+            kv=facts.kv,
+            decoding_sequences=guard.decoding_sequences,
+            transfer_seconds=facts.kv.token_bytes * guard.byte_seconds(typical) if facts.kv else 0,
+            receiving_tokens=guard.receiving_tokens,
+            refuses_handoffs=facts.refuses_handoffs(self.load),
         )
 
     def submit(
@@ -202,6 +234,10 @@ class Worker(Replica):
         """Has the worker keep a version that it holds."""
         named = generation_pb.LoraConfig(id=adapter.id, name=adapter.name, version=adapter.version)
         self._send(pb.EngineCommand(load_adapter=pb.LoadAdapterCommand(adapter=named, pinned=True)))
+
+    def set_role(self, role: pb.WorkerRole.ValueType) -> None:
+        """Asks the worker for another role; its load reports show it to every router."""
+        self._send(pb.EngineCommand(set_role=pb.SetRoleCommand(role=role)))
 
     def unload(self, key: VersionKey, *, unpin: bool = False) -> None:
         """Has the worker forget a version once no sequence uses it, or only the pin."""
@@ -259,11 +295,18 @@ class Worker(Replica):
                         self._kv_feed.apply(event.kv_events)
                     case "adapter_states":
                         self._on_adapter_states(event.adapter_states)
+                    case "blocks_reserved":
+                        self.leases.on_reserved(event.blocks_reserved)
+                    case "handoff_offered":
+                        self.leases.on_offered(event.handoff_offered)
+                    case "handoff_failed":
+                        self.leases.on_failed(event.handoff_failed)
                     case "welcome":
                         self._on_welcome(event.welcome.engine)
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
         self.engine, self.facts = engine, Facts.of(engine)
+        self.role = role_of(engine, self.load)
         self.streams += 1
         if engine.tokens_per_block:
             self._kv_feed.opened()
@@ -288,14 +331,35 @@ class Worker(Replica):
         now = asyncio.get_running_loop().time()
         if load.generated_tokens > self.load.generated_tokens:
             self._generated_at = now
-        self.load = load
+        before, self.load = self.role, load
+        self.role = role_of(self.engine, load)
         self.guard.take_report(report_of(load, now))
         if not load.waiting_sequences and not self._pulse.unread:
             self._assignments.none_queued(now)
+        if self.role is not before:
+            self._on_role()
         if self.ready and load.draining:
             self._become(ReplicaState.DRAINING, "draining")
-        if load.draining and load.HasField("drain_ms") and load.drain_ms <= DRAIN_MARGIN_MS:
+        if load.draining and load.HasField("drain_ms"):
+            self._on_grace(load.drain_ms)
+
+    def _on_grace(self, milliseconds: int) -> None:
+        """Moves the sequences of a worker that stops soon, with their KV as long as there is time."""
+        if milliseconds <= DRAIN_MARGIN_MS:
             self.empty(self._left("it drains and has no time left", Draining))
+        elif milliseconds <= HANDOVER_MARGIN_MS:
+            self._handing_over = "drain"
+            self.move_on()
+
+    def _on_role(self) -> None:
+        """The role changed: sequences that do not fit it leave for workers with room."""
+        if self.role is not Role.PREFILL:
+            if self._handing_over == "role":
+                self._handing_over = ""
+        else:
+            self._handing_over = self._handing_over or "role"
+            self.move_on(self._left("its role is prefill now", Draining))
+        self._on_change()
 
     async def _watch(self) -> None:
         """Detects a worker without progress, and the recovery."""
@@ -337,30 +401,39 @@ class Worker(Replica):
         return kind(f"worker {self.name} is left: {cause}", worker=self.name)
 
     def empty(self, error: TrtmeshError) -> None:
-        """Moves every sequence away; retries until the worker recovers."""
+        """Moves every sequence away at once, without KV; retries until the worker recovers."""
         self._moving = error
         self.deliveries.lost(error)
         self.move_on()
 
-    def evict(self, cause: str) -> None:
-        """Moves every sequence away through no fault of the worker, until a call with ''."""
+    def evict(self, cause: str) -> int:
+        """Moves every sequence away through no fault of the worker, until a call with ''; returns the number that
+        leaves now."""
         self._evicted = self._left(cause, Draining) if cause else None
         if self._evicted is not None:
             self.deliveries.lost(self._evicted)
-        self.move_on()
+        self._handing_over = "drain" if cause else ""
+        return self.move_on()
 
-    def move_on(self) -> None:
-        """Moves sequences to workers with room, during `empty` and `evict`."""
-        error = self._evicted or self._moving
-        if error is None:
-            return
+    def move_on(self, error: TrtmeshError | None = None) -> int:
+        """Moves sequences to workers with room, with their KV unless there is no time; returns the number that leaves
+        now. With an error, those that cannot be handed over leave without."""
+        error = self._moving or self._evicted or error
+        if error is None and not self._handing_over:
+            return 0
+        leaving = 0
         for owner, runs in self._assignments.by_owner().items():
-            owner.leave(runs, self.address, error)
+            rest: Sequence[SequenceRun] = runs
+            if self._moving is None:
+                rest = owner.hand_over(runs, self.address, self._handing_over)
+            left = error is not None and rest and owner.leave(rest, self.address, error)
+            leaving += len(runs) if left else len(runs) - len(rest)
+        return leaving
 
     def lost(self, problem: str) -> None:
         """Returns every sequence to the item, for another worker."""
         runs = self._assignments.clear()
-        self._moving = None
+        self._moving, self._handing_over = None, ""
         error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
         # A draining worker announced the end of the stream.
         self.guard.lose(asyncio.get_running_loop().time(), None if self.load.draining else error)
@@ -368,7 +441,10 @@ class Worker(Replica):
         self.deliveries.lost(error)
         self.load = pb.Load()
         for run in runs:
-            run.on_worker_lost(error)
+            # A handoff that fails with one of its sequences takes the others off, too.
+            if run.assignment is not None:
+                run.on_worker_lost(error)
+        self.leases.lost(error)
 
 
 def _new_outbox() -> Outbox[pb.EngineServiceConnectRequest, pb.EngineCommand]:

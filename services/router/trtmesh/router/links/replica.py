@@ -16,6 +16,7 @@ from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
 from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.deadlines import Deadlines
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,13 @@ class Replica(ABC):
     `busy` and `expecting`.
     """
 
-    def __init__(self, address: str, deadlines: Deadlines, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        deadlines: Deadlines,
+        max_message_bytes: int,
+        tls_of_peers: TlsOfPeers = plain_text,
+    ) -> None:
         self.address = address
         self.state = ReplicaState.CONNECTING
         self.problem = "connecting"
@@ -61,7 +68,8 @@ class Replica(ABC):
         self._drained = False
         self._deadlines = deadlines
         self._max_message_bytes = max_message_bytes
-        self._heard_at = 0.0
+        self._tls_of_peers = tls_of_peers
+        self._silent_checks = 0
 
     @property
     def leaving(self) -> bool:
@@ -92,6 +100,11 @@ class Replica(ABC):
         return self.state == ReplicaState.READY and not (self.leaving or self.drained)
 
     @property
+    def answered(self) -> bool:
+        """Whether there is a peer at the address, fit or not."""
+        return self.state not in (ReplicaState.CONNECTING, ReplicaState.GONE)
+
+    @property
     @abstractmethod
     def busy(self) -> bool:
         """Whether it has work of this router."""
@@ -110,7 +123,7 @@ class Replica(ABC):
         state, problem = ReplicaState.CONNECTING, ENDED
         try:
             async with connected(
-                self.address, self._max_message_bytes, GREETING_SECONDS
+                self.address, self._max_message_bytes, GREETING_SECONDS, self._tls_of_peers()
             ) as connection:
                 await self.talk(connection)
         except Mismatch as error:
@@ -138,7 +151,7 @@ class Replica(ABC):
 
     def _heard(self) -> None:
         """Restarts the measured silence, after a message or a new debt of the peer."""
-        self._heard_at = asyncio.get_running_loop().time()
+        self._silent_checks = 0
 
     async def _talk_unless_silent(self, *halves: Coroutine[Any, Any, None]) -> None:
         """Runs the halves of a stream until the first ends. Raises Unavailable after too long a silence."""
@@ -146,10 +159,12 @@ class Replica(ABC):
         await until_first_ends(*halves, self._watch_silence())
 
     async def _watch_silence(self) -> None:
-        loop, longest = asyncio.get_running_loop(), self._deadlines.silence_seconds
+        longest = self._deadlines.silence_seconds
         while True:
             await asyncio.sleep(longest / SILENCE_CHECKS)
-            if self.expecting and loop.time() - self._heard_at > longest:
+            # Counted, not timed: whatever arrived while this process stood still is read before the next check.
+            self._silent_checks += self.expecting
+            if self._silent_checks > SILENCE_CHECKS:
                 raise Unavailable(f"it was silent for {longest:g} s")
 
     def _become(self, state: ReplicaState, problem: str) -> None:

@@ -1,10 +1,18 @@
 """Chooses workers: pure functions over an immutable snapshot, fed by load guard, rates and breaker."""
 
 from trtmesh.router.placement.decision import Candidate, Decision
-from trtmesh.router.placement.place import check_fields, place
+from trtmesh.router.placement.place import check_fields, place, place_split
 from trtmesh.router.placement.policies import POLICIES
 from trtmesh.router.placement.residency import AdapterNeed, Place, Residency, WorkerAdapters
-from trtmesh.router.placement.snapshot import WHOLE, Capability, PlacementQuery, WorkerSnapshot
+from trtmesh.router.placement.snapshot import (
+    WHOLE,
+    Capability,
+    KvFacts,
+    Phase,
+    PlacementQuery,
+    Role,
+    WorkerSnapshot,
+)
 
 __all__ = [
     "POLICIES",
@@ -13,11 +21,15 @@ __all__ = [
     "Candidate",
     "Capability",
     "Decision",
+    "KvFacts",
+    "Phase",
     "Place",
     "PlacementQuery",
     "Residency",
+    "Role",
     "WorkerAdapters",
     "WorkerSnapshot",
     "check_fields",
     "place",
+    "place_split",
 ]

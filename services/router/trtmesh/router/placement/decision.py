@@ -12,6 +12,7 @@ from trtmesh.router.placement.homes import order_of
 from trtmesh.router.placement.policies import POLICIES
 from trtmesh.router.placement.residency import Place
 from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
+from trtmesh.router.placement.split import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,16 @@ class Decision:
 
     policy: str
     chosen: WorkerSnapshot
+    """The worker that decodes."""
     query: PlacementQuery
     fleet: Sequence[WorkerSnapshot]
+    split: Split | None = None
+    """Whether another worker computes the prompt; None in a fleet without roles."""
+
+    @property
+    def prefill(self) -> WorkerSnapshot:
+        """The worker that computes the prompt."""
+        return self.split.pair.prefill if self.split and self.split.pair else self.chosen
 
     @property
     def excluded_by(self) -> list[str]:
@@ -78,8 +87,8 @@ class Decision:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens with reusable KV on the chosen worker."""
-        return self.query.cached_tokens.get(self.chosen.address, 0)
+        """Prompt tokens with reusable KV on the worker that computes the prompt."""
+        return self.query.cached_tokens.get(self.prefill.address, 0)
 
     @property
     def regret_tokens(self) -> int:
@@ -91,6 +100,7 @@ class Decision:
 class DecisionRecord:
     """A decision with the item. `cause` is first, retry or migration."""
 
+    owner: str
     request_id: str
     batch_index: int
     cause: str

@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from functools import cache
 
 from trtmesh.router.placement.residency import AdapterNeed
-from trtmesh.router.placement.snapshot import Capability, PlacementQuery, WorkerSnapshot
+from trtmesh.router.placement.snapshot import (
+    DECODE_PHASE,
+    PREFILL_PHASE,
+    WHOLE,
+    Capability,
+    KvFacts,
+    PlacementQuery,
+    Role,
+    WorkerSnapshot,
+)
 
 BREAKER_OPEN = "its breaker is open"
 ENOUGH_SIBLINGS = "it has enough siblings of the item"
 ADAPTER_ABSENT = "it lacks the adapter, whose content is not known here"
 SLOTS_TAKEN = "all its slots hold adapters that are pinned or in use"
 SIBLINGS_ELSEWHERE = "the prefix is computed for a sibling elsewhere"
+NO_HANDOFFS = "it hands over no KV"
+OTHER_KV = "its KV is of another kind, or has no common transport"
+QUARANTINED = "too many of its blocks wait for reads of ended handoffs"
+
+UNSUITED = {WHOLE: Role.PREFILL, PREFILL_PHASE: Role.DECODE, DECODE_PHASE: Role.PREFILL}
+"""The role that is not meant for phases."""
+
+OF_ROLE = {role: f"its role is {role.value}" for role in Role}
 
 
 def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[str]:
     """Why each worker is excluded, or '' for a candidate.
 
-    An open breaker, a lack of slots for the adapter, a missing wanted capability or enough siblings of the item exclude
-    a worker only while another can take the item.
+    An open breaker, another role, a lack of slots for the adapter, a missing wanted capability or enough siblings of
+    the item exclude a worker only while another can take the item.
     """
     model, tokens, fields, out = query.model, query.prompt_tokens, query.fields, query.exclude
-    needs = query.needs
-    # Most workers share one frozenset: comparing sets for each of them would be a tenth of a decision.
-    able = fleet[0].capabilities if fleet and needs <= fleet[0].capabilities else None
     excluded = [
         # Inline, because a call would double the cost and nearly every worker is fit.
         ""
         if not w.problem
         and w.model == model
         and tokens < w.max_sequence_tokens
-        and (w.capabilities is able or needs <= w.capabilities)
         and fields <= w.supported_fields
         and w.address not in out
         and not w.breaker_open
@@ -42,9 +56,53 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
         _leave_out_small(fleet, query, excluded)
     if query.adapter and not query.adapter.deliverable:
         _leave_out_without(fleet, query.adapter, excluded)
-    if query.wants or query.adapter or query.avoid or query.prefer or BREAKER_OPEN in excluded:
+    if (
+        query.wants
+        or query.adapter
+        or query.avoid
+        or query.prefer
+        or query.has_roles
+        or BREAKER_OPEN in excluded
+    ):
         _pass_over(fleet, query, excluded)
     return excluded
+
+
+def legs(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[int]:
+    """Positions of the workers that can take a leg of a split item.
+
+    Only healthy workers of a suited role take legs: for all others there is the choice of a single worker.
+    """
+    unsuited, model = UNSUITED[query.phases], query.model
+    receives = query.phases is DECODE_PHASE
+    # First what leaves out most workers.
+    suited = [
+        index
+        for index, w in enumerate(fleet)
+        if w.role is not unsuited
+        and w.model == model
+        and not w.problem
+        and not w.breaker_open
+        and w.kv
+        and not (receives and w.refuses_handoffs)
+    ]
+    excluded = exclusions([fleet[index] for index in suited], replace(query, has_roles=False))
+    return [index for index, why in zip(suited, excluded, strict=True) if not why]
+
+
+def receiver_exclusions(
+    fleet: Sequence[WorkerSnapshot], query: PlacementQuery, kv: KvFacts
+) -> dict[str, str]:
+    """The query's exclusions, and the workers that cannot continue from `kv`, by address."""
+    exclude = dict(query.exclude)
+    for worker in fleet:
+        if worker.kv is None:
+            exclude[worker.address] = NO_HANDOFFS
+        elif not worker.kv.fits(kv):
+            exclude[worker.address] = OTHER_KV
+        elif worker.refuses_handoffs:
+            exclude[worker.address] = QUARANTINED
+    return exclude
 
 
 def unfit(worker: WorkerSnapshot, query: PlacementQuery) -> str:
@@ -55,12 +113,13 @@ def unfit(worker: WorkerSnapshot, query: PlacementQuery) -> str:
         return query.exclude[worker.address]
     if worker.model != query.model:
         return f"serves model {worker.model}"
-    return missing(query.needs, worker.capabilities)
+    return ""
 
 
-def missing(needs: AbstractSet[Capability], capabilities: AbstractSet[Capability]) -> str:
+@cache
+def _missing(wants: frozenset[Capability], capabilities: frozenset[Capability]) -> str:
     """The capabilities a worker lacks, as a reason, or ''."""
-    lacking = sorted(capability.value for capability in needs - capabilities)
+    lacking = sorted(capability.value for capability in wants - capabilities)
     return f"lacks {', '.join(lacking)}" if lacking else ""
 
 
@@ -105,7 +164,8 @@ def _leave_out_without(
 def _pass_over(fleet: Sequence[WorkerSnapshot], query: PlacementQuery, excluded: list[str]) -> None:
     """Keeps the candidates with the weakest objection; notes the objection in `excluded` for the others."""
     eligible = [index for index, why in enumerate(excluded) if why in ("", BREAKER_OPEN)]
-    against = [_against(fleet[index], query) for index in eligible]
+    unsuited = UNSUITED[query.phases] if query.has_roles else None
+    against = [_against(fleet[index], query, unsuited) for index in eligible]
     least = min(against, default=_NOTHING)[0]
     for index, (weight, why) in zip(eligible, against, strict=True):
         excluded[index] = why if weight > least else ""
@@ -114,13 +174,17 @@ def _pass_over(fleet: Sequence[WorkerSnapshot], query: PlacementQuery, excluded:
 _NOTHING = (0, "")
 
 
-def _against(worker: WorkerSnapshot, query: PlacementQuery) -> tuple[int, str]:
+def _against(
+    worker: WorkerSnapshot, query: PlacementQuery, unsuited: Role | None
+) -> tuple[int, str]:
     """Weight and text of the objection to a candidate."""
     if worker.breaker_open:
-        return 5, BREAKER_OPEN
+        return 6, BREAKER_OPEN
+    if worker.role is unsuited:
+        return 5, OF_ROLE[worker.role]
     if query.adapter and worker.adapters.is_full(query.adapter):
         return 4, SLOTS_TAKEN
-    if why := missing(query.wants, worker.capabilities):
+    if query.wants and (why := _missing(query.wants, worker.capabilities)):
         return 3, why
     if worker.address in query.avoid:
         return 2, ENOUGH_SIBLINGS

@@ -11,7 +11,7 @@ so an item counts once, whether or not in the report.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.placement.breaker import Breaker
@@ -34,6 +34,19 @@ PRESSURE_SECONDS, MOST_PRESSURE = 0.15, 0.99
 _NO_REPORT = Report(0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """KV that comes from another worker."""
+
+    tokens: int = 0
+    """Tokens to be transferred."""
+    blocks: int = 0
+    """KV blocks of the sequence."""
+
+
+NOTHING = Reservation()
+
+
 @dataclass(slots=True, eq=False)
 class Booking:
     """Load of an item's sequences on a worker, from before the dispatch until the last sequence leaves."""
@@ -44,8 +57,10 @@ class Booking:
     _booked_at: float
     _idle_before: bool
     adapter: AdapterNeed | None = None
+    reservation: Reservation = NOTHING
+    """Counts until the first token."""
     _waiting: bool = True
-    when_computed: Callable[[], None] | None = None
+    when_computed: list[Callable[[], None]] = field(default_factory=list)
     """Called once the prompt is computed, or cannot be computed here any more."""
 
     @property
@@ -53,13 +68,24 @@ class Booking:
         """Whether the prompt is not computed yet."""
         return self._waiting and self.sequences > 0
 
+    @property
+    def computed(self) -> bool:
+        """Whether the first token arrived."""
+        return not self._waiting
+
     def started(self, now: float) -> None:
         """Counts the prompt as computed at the first token. Later calls do nothing."""
         if self.waiting:
             self._waiting = False
             seconds = now - self._booked_at if self._idle_before else None
-            self._guard._on_started(self.prompt_tokens, seconds)
+            self._guard._on_started(self, seconds)
             self._tell_computed()
+
+    def submitted(self, now: float) -> None:
+        """The worker gets the sequences: what came before, as the load of an adapter, is not the prompt's time."""
+        if self.waiting:
+            self._booked_at = now
+            self._idle_before = self._guard.sequences <= self.sequences
 
     def leave(self, now: float, error: TrtmeshError | None = None) -> None:
         """Releases a sequence that ended or moved, because of `error` if given."""
@@ -67,17 +93,16 @@ class Booking:
             waiting = self.waiting
             self.sequences -= 1
             last = not self.sequences
-            prompt_tokens = self.prompt_tokens if waiting and last else 0
-            self._guard._on_left(prompt_tokens, self.adapter, last=last)
+            self._guard._on_left(self, waiting=waiting, last=last)
             if waiting:
                 self._guard._on_ended_early(error, now)
             if last:
                 self._tell_computed()
 
     def _tell_computed(self) -> None:
-        told, self.when_computed = self.when_computed, None
-        if told is not None:
-            told()
+        told, self.when_computed = self.when_computed, []
+        for tell in told:
+            tell()
 
     def release(self, now: float, error: TrtmeshError | None = None) -> None:
         """Releases all remaining sequences. Later calls do nothing."""
@@ -110,14 +135,22 @@ class LoadGuard:
         """Bookings by handle before the handle's first token; read for every token."""
         self.booked_sequences = 0
         self.booked_prompt_tokens = 0
+        self._waiting_sequences = 0
+        """Booked sequences whose prompt is not computed yet."""
+        self._booked_tokens = 0
+        """Tokens to be transferred for this router."""
+        self._foreign_tokens = 0
+        self._booked_blocks = 0
+        self._foreign_blocks = 0
         self.bookings = 0
         self.adapters = NO_ADAPTERS
         self._loads: dict[AdapterKey, _Load] = {}
         self.rates = Rates()
         self.breaker = Breaker()
 
-    def assign(self, handles: Iterable[int], booking: Booking) -> None:
-        """Records the handles of a booking's sequences."""
+    def assign(self, handles: Iterable[int], booking: Booking, now: float) -> None:
+        """Records the handles of a booking's sequences at their submit."""
+        booking.submitted(now)
         for handle in handles:
             self._by_handle[handle] = self.awaiting[handle] = booking
 
@@ -132,6 +165,7 @@ class LoadGuard:
         self._report = _NO_REPORT
         self.rates.break_off()
         self._foreign_sequences = self._foreign_prompt_tokens = 0
+        self._foreign_tokens = self._foreign_blocks = 0
         self.adapters = self.adapters.lost()
         self._loads.clear()
         for handle in [*self._by_handle]:
@@ -144,20 +178,39 @@ class LoadGuard:
         return self.booked_sequences + self._foreign_sequences
 
     @property
+    def decoding_sequences(self) -> int:
+        """Sequences after their prompt; those of other routers count as such."""
+        return self.sequences - self._waiting_sequences
+
+    @property
     def pending_prompt_tokens(self) -> int:
         """Prompt tokens queued before another prompt."""
         return self.booked_prompt_tokens + self._foreign_prompt_tokens
 
+    @property
+    def receiving_tokens(self) -> int:
+        """Tokens whose KV is to come from other workers."""
+        return self._booked_tokens + self._foreign_tokens
+
     def book(
-        self, prompt_tokens: int, sequences: int, now: float, adapter: AdapterNeed | None = None
+        self,
+        prompt_tokens: int,
+        sequences: int,
+        now: float,
+        adapter: AdapterNeed | None = None,
+        reservation: Reservation = NOTHING,
     ) -> Booking:
         """Books an item with `prompt_tokens` to compute."""
-        booking = Booking(self, prompt_tokens, sequences, now, not self.sequences, adapter)
+        idle = not self.sequences
+        booking = Booking(self, prompt_tokens, sequences, now, idle, adapter, reservation)
         if adapter:
             self._use(adapter, sequences, now)
         self.bookings += 1
         self.booked_sequences += sequences
         self.booked_prompt_tokens += prompt_tokens
+        self._waiting_sequences += sequences
+        self._booked_tokens += reservation.tokens
+        self._booked_blocks += reservation.blocks
         self.breaker.dispatched(now)
         self._on_change()
         return booking
@@ -176,10 +229,13 @@ class LoadGuard:
             self.rates.learn(self._report, report, self.adapters.rank)
         self._report, self._steps = report, report.step_count
         self.adapters = self.adapters.reported(*report.adapter_slots)
-        self._foreign_sequences = max(0, report.sequences - self.booked_sequences)
+        sequences = report.sequences + report.receiving_sequences
+        self._foreign_sequences = max(0, sequences - self.booked_sequences)
+        self._foreign_tokens = max(0, report.receiving_tokens - self._booked_tokens)
         self._foreign_prompt_tokens = max(
             0, report.pending_prompt_tokens - self.booked_prompt_tokens
         )
+        self._foreign_blocks = max(0, report.used_blocks - self._booked_blocks)
         self._on_change()
 
     def adapters_moved(self, held: Mapping[AdapterKey, Residency], now: float) -> None:
@@ -222,28 +278,39 @@ class LoadGuard:
         sequences, rank = self.sequences + 1, self.adapters.rank
         return typical.step_seconds(sequences, rank) * self.rates.relative_step(typical)
 
+    def byte_seconds(self, typical: Typical) -> float:
+        """Predicted time to receive a byte of KV."""
+        return 1.0 / (self.rates.transfer_rate or typical.transfer_rate)
+
     @property
     def pressure_seconds(self) -> float:
-        used = (
-            self._report.used_blocks / self._report.total_blocks if self._report.total_blocks else 0
-        )
-        used = min(used, MOST_PRESSURE)
+        total, blocks = self._report.total_blocks, self._foreign_blocks + self._booked_blocks
+        used = min(blocks / total, MOST_PRESSURE) if total else 0.0
         return PRESSURE_SECONDS * used / (1.0 - used)
 
-    def _on_started(self, prompt_tokens: int, seconds: float | None) -> None:
-        self.booked_prompt_tokens -= prompt_tokens
+    def _on_started(self, booking: Booking, seconds: float | None) -> None:
+        self._computed(booking)
+        self._waiting_sequences -= booking.sequences
         if seconds is not None:
-            self.rates.learn_first_token(prompt_tokens, seconds)
+            self.rates.learn_first_token(booking.prompt_tokens, seconds)
         self.breaker.succeeded()
         self._on_change()
 
-    def _on_left(self, prompt_tokens: int, adapter: AdapterNeed | None, *, last: bool) -> None:
-        if adapter:
-            self._use(adapter, -1, 0.0)
+    def _on_left(self, booking: Booking, *, waiting: bool, last: bool) -> None:
+        if booking.adapter:
+            self._use(booking.adapter, -1, 0.0)
         self.bookings -= last
         self.booked_sequences -= 1
-        self.booked_prompt_tokens -= prompt_tokens
+        self._waiting_sequences -= waiting
+        if waiting and last:
+            self._computed(booking)
         self._on_change()
+
+    def _computed(self, booking: Booking) -> None:
+        """No prompt of a booking is to be computed any more; reports show its blocks."""
+        self.booked_prompt_tokens -= booking.prompt_tokens
+        self._booked_tokens -= booking.reservation.tokens
+        self._booked_blocks -= booking.reservation.blocks
 
     def _on_ended_early(self, error: TrtmeshError | None, now: float) -> None:
         if error is not None and error.row.is_fault:

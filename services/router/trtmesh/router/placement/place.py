@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trtmesh.chassis.errors import (
     InvalidField,
@@ -14,7 +15,9 @@ from trtmesh.chassis.errors import (
 from trtmesh.router.placement.decision import Decision
 from trtmesh.router.placement.filters import exclusions, lift_cold, too_many, unfit
 from trtmesh.router.placement.policies import POLICIES
+from trtmesh.router.placement.settings import HandoffSettings
 from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
+from trtmesh.router.placement.split import split_of
 
 
 def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> Decision:
@@ -29,6 +32,18 @@ def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -
     candidates = [seen[index] for index in shortlist]
     position = rules.pick(candidates, rules.costs(candidates, query), query)
     return Decision(policy, fleet[shortlist[position]], query, fleet)
+
+
+def place_split(
+    policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery, rules: HandoffSettings
+) -> Decision:
+    """Chooses the worker for an item, or two in a fleet with roles. Raises as `place`."""
+    decision = place(policy, fleet, query)
+    if not query.has_roles:
+        return decision
+    split = split_of(policy, decision.fleet, query, decision.chosen, rules)
+    chosen = split.pair.decode if split.pair else decision.chosen
+    return replace(decision, chosen=chosen, split=split)
 
 
 def check_fields(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> None:

@@ -27,6 +27,17 @@ LEAST_PROMPT_TOKENS = 64
 
 MOST_RATE = 1e7
 
+FALLBACK_TRANSFER_RATE = 1e9
+"""Bytes of KV per second of an unknown worker, as in messages of one connection."""
+
+FALLING = 0.05
+"""Weight of a new sample below the learned transfer rate; a higher one counts at once. A transfer also waits for the
+computation of its parts, so a sample is a lower bound of what the link can do."""
+
+FALLBACK_HANDOFF_SECONDS, MOST_HANDOFF_SECONDS = 0.010, 0.5
+"""Time of a handoff beside the transfer: reservation, commit, confirmation and second submit; before any was seen, and
+the most that is learned, since a late transfer counts elsewhere."""
+
 FADING_SECONDS = 5.0
 """Half-life of a worker's difference from the fleet without new samples. A worker slow for a moment, as at the first
 prompt, would otherwise get no items and never correct the impression."""
@@ -63,6 +74,14 @@ class Report:
     total_blocks: int = 0
     adapter_slots: tuple[int, int, int] = (0, 0, 0)
     """All slots for adapters, the free ones, and those of adapters neither pinned nor in use."""
+    received_bytes: int = 0
+    """Bytes of KV of all finished handoffs to the worker."""
+    receiving_seconds: float = 0.0
+    """Their time together."""
+    receiving_sequences: int = 0
+    """Sequences whose KV is to come from other workers: neither running nor waiting."""
+    receiving_tokens: int = 0
+    """Their tokens."""
 
     @property
     def sequences(self) -> int:
@@ -90,6 +109,8 @@ class Rates:
       two reports over the steps made, by exponentially weighted least squares. Wall time would count the idle time
       between short requests.
     * load times of adapters, from the first booking until the worker reports the adapter.
+    * handoff time: from the end of the prefill to the next token, minus a step; it fades to the fallback.
+    * transfer rate: bytes of KV received between two reports, over the time of their transfers.
 
     Steps are counted from a report at the end of a step or of an idle worker. Other reports may lie in the middle of a
     step, and a step may span many reports.
@@ -110,14 +131,20 @@ class Rates:
         """Time from an adapter's content to the worker's memory."""
         self.copy = Ewma()
         """Time from host memory to the device."""
+        self.transfer_rate: float | None = None
+        """Bytes of KV received per second of a transfer."""
+        self._handoff = Ewma()
+        self._handoff_trust = 1.0
 
     def learn(self, before: Report, after: Report, rank: int = 0) -> None:
         """Learns from two successive reports of a process, the later at a largest rank in use of `rank`."""
         ranks, self._rank = self._rank + rank, rank
+        self._learn_transfers(before, after)
         seconds = after.at - before.at
         if seconds <= 0:
             return
         fading = 0.5 ** (seconds / FADING_SECONDS)
+        self._handoff_trust *= fading
         self._prefill_trust *= fading
         self._step_trust *= fading
         if self._note_interval(seconds):
@@ -137,7 +164,9 @@ class Rates:
             return
         computed = after.computed_prompt_tokens - before.computed_prompt_tokens
         if before.pending_prompt_tokens and after.pending_prompt_tokens and computed > 0:
-            self._learn_prefill(min(computed / busy, MOST_RATE))
+            # A received prompt has its last token computed, in the time of a step.
+            if computed >= LEAST_PROMPT_TOKENS:
+                self._learn_prefill(min(computed / busy, MOST_RATE))
         elif before.running_sequences and after.running_sequences and computed == 0:
             # Only steps without prompts: prompt time belongs to the prefill rate.
             running = (before.running_sequences + after.running_sequences) / 2
@@ -147,12 +176,32 @@ class Rates:
             sample = Moments.of(running, step, rank)
             self.sums = self.sums.towards(sample) if self.sums else sample
 
+    def _learn_transfers(self, before: Report, after: Report) -> None:
+        moved = after.received_bytes - before.received_bytes
+        seconds = after.receiving_seconds - before.receiving_seconds
+        if moved > 0 and seconds > 0:
+            rate, known = moved / seconds, self.transfer_rate
+            fallen = rate if known is None else known + FALLING * (rate - known)
+            self.transfer_rate = max(rate, fallen)
+
     def _note_interval(self, seconds: float) -> bool:
         """Learns the pace of reports; True for a delayed report."""
         most = HELD_UP * (self._interval.value or seconds)
         # A permanently changed pace becomes usual after a few reports.
         self._interval.add(min(seconds, most))
         return seconds > most
+
+    @property
+    def handoff_seconds(self) -> float | None:
+        """Time of a handoff to the worker; None before the first."""
+        known, usual = self._handoff.value, FALLBACK_HANDOFF_SECONDS
+        return None if known is None else usual + self._handoff_trust * (known - usual)
+
+    def learn_handoff(self, seconds: float) -> None:
+        """Learns from a handoff whose next token came `seconds` after the end of the prefill."""
+        step = self.sums.seconds if self.sums else 0.0
+        self._handoff.add(min(max(seconds - step, 0.0), MOST_HANDOFF_SECONDS))
+        self._handoff_trust = 1.0
 
     def learn_load(self, seconds: float, *, delivered: bool) -> None:
         """Learns the time of an adapter's load, from its content if `delivered`."""
@@ -243,6 +292,10 @@ class Typical:
     """Time from an adapter's content to a worker's memory."""
     copy_seconds: float = FALLBACK_COPY_SECONDS
     """Time of an adapter from host memory to the device."""
+    transfer_rate: float = FALLBACK_TRANSFER_RATE
+    """Bytes of KV received per second."""
+    handoff_seconds: float = FALLBACK_HANDOFF_SECONDS
+    """Time of a handoff beside the transfer."""
 
     @property
     def prefill_seconds(self) -> float:
@@ -265,16 +318,18 @@ class Typical:
 def typical_of(workers: Sequence[Rates], new_tokens: float | None) -> Typical:
     """Summarizes the rates of workers."""
     return Typical(
-        _median(w.prefill_rate for w in workers),
+        _median(w.prefill_rate.value for w in workers),
         _line([sums for w in workers if (sums := w.sums) is not None]),
         FALLBACK_NEW_TOKENS if new_tokens is None else new_tokens,
-        _median(w.delivery for w in workers) or FALLBACK_DELIVERY_SECONDS,
-        _median(w.copy for w in workers) or FALLBACK_COPY_SECONDS,
+        _median(w.delivery.value for w in workers) or FALLBACK_DELIVERY_SECONDS,
+        _median(w.copy.value for w in workers) or FALLBACK_COPY_SECONDS,
+        _median(w.transfer_rate for w in workers) or FALLBACK_TRANSFER_RATE,
+        _median(w.handoff_seconds for w in workers) or FALLBACK_HANDOFF_SECONDS,
     )
 
 
-def _median(means: Iterable[Ewma]) -> float | None:
-    known = [mean.value for mean in means if mean.value is not None]
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
     return median(known) if known else None
 
 

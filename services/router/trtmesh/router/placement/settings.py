@@ -1,8 +1,8 @@
-"""Settings of the choice of a worker."""
+"""Settings of the choice of workers."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from trtmesh.chassis.settings import OneOf, Settings
@@ -20,3 +20,31 @@ class PlacementSettings(Settings):
     """Latest decisions kept for `trtmesh explain`."""
     kv_index_blocks: Annotated[int, Field(ge=0, le=100_000_000)] = 1_000_000
     """Most KV blocks of workers that are remembered, about 250 bytes each; least recently used ones are evicted."""
+
+
+class HandoffSettings(Settings):
+    """Handoffs of KV between workers."""
+
+    enabled: Literal["auto", "always", "never"] = "auto"
+    """Prefill and decode on two workers: `auto` where that is predicted faster, `always` wherever both roles have a
+    worker, or `never`."""
+    min_prompt_tokens: Annotated[int, Field(ge=0, le=2**31)] = 16
+    """Fewest prompt tokens to compute for `auto` to use two workers; reused ones do not count."""
+    stall_weight: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    """Cost, for `auto`, of a second that another sequence loses to a prompt on its worker, in seconds of the item."""
+    lease_seconds: Annotated[float, Field(ge=0.3, le=3600)] = 10.0
+    """Life of a lease unless it is renewed; leases are renewed every third of it."""
+    reserve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
+    """Time for a worker to reserve blocks; afterwards the item is placed again."""
+    prefill_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    """Time from the reservation to the end of the prefill; afterwards the item migrates."""
+    transfer_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
+    """Time from the end of the prefill to the next token; afterwards the item migrates."""
+    max_moves: Annotated[int, Field(ge=0, le=100_000)] = 8
+    """Most running sequences that a worker hands over at once while it drains or changes its role; 0 moves them without
+    their KV."""
+    client_lease_seconds: Annotated[float, Field(ge=0.3, le=600)] = 60.0
+    """Time for a client to bring back the state of a context_only item with generation_only."""
+    max_parked: Annotated[int, Field(ge=0, le=1_000_000)] = 256
+    """Most KV on workers that waits for a client: of paused sequences, and of context_only items until their second
+    half or the end of their lease. Further ones are computed again; 0 keeps none."""

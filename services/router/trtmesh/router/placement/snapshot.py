@@ -6,24 +6,62 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from trtmesh.router.placement.residency import NO_ADAPTERS, AdapterNeed, WorkerAdapters
+
+
+class Role(Enum):
+    """The part of the work that a worker is meant for. Every worker can do all of it."""
+
+    MIXED = "mixed"
+    PREFILL = "prefill"
+    """Prompts of items that decode elsewhere."""
+    DECODE = "decode"
+    """Whole items, and the decode phase of others."""
+
+
+class Phase(Enum):
+    """A phase of an item."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+WHOLE = frozenset({Phase.PREFILL, Phase.DECODE})
+PREFILL_PHASE, DECODE_PHASE = frozenset({Phase.PREFILL}), frozenset({Phase.DECODE})
 
 
 class Capability(Enum):
     """Abilities of a worker."""
 
-    PREFILL = "prefill"
-    DECODE = "decode"
     EXACT_RESUMPTION = "exact resumption"
     """Continues a sequence with the tokens that a worker of the same kind would have generated."""
     SINGLE_STOPS = "single stops"
     """Stops a single sequence of an item."""
 
 
-WHOLE = frozenset({Capability.PREFILL, Capability.DECODE})
-"""All phases of an item."""
+class KvFacts(NamedTuple):
+    """What decides whether, and how fast, KV moves between two workers."""
+
+    compatibility_hash: bytes
+    data_types: frozenset[int]
+    token_bytes: int
+    """Bytes of a token's KV, of all layers and heads."""
+    transports: frozenset[int]
+
+    @property
+    def kind(self) -> tuple[bytes, frozenset[int]]:
+        """Equal for workers that can hand over to each other."""
+        return self.compatibility_hash, self.data_types
+
+    def fits(self, other: KvFacts) -> bool:
+        """Whether KV moves between the workers."""
+        return self.kind == other.kind and not self.transports.isdisjoint(other.transports)
+
+
+Served: TypeAlias = tuple[str, int, Role]
+"""Model, block size and role: few values in a fleet, and they seldom change."""
 
 
 class WorkerSnapshot(NamedTuple):
@@ -63,11 +101,21 @@ class WorkerSnapshot(NamedTuple):
     warmth: float = 1.0
     """Progress of the slow start, from 0 to 1."""
     breaker_open: bool = False
+    role: Role = Role.MIXED
+    kv: KvFacts | None = None
+    """None without handoffs."""
+    decoding_sequences: int = 0
+    """Sequences that a prompt computed here delays at every chunk."""
+    transfer_seconds: float = 0.0
+    """Predicted time to receive the KV of a token."""
+    receiving_tokens: int = 0
+    """Tokens whose KV is to come from other workers."""
+    refuses_handoffs: bool = False
+    """Whether too many blocks wait for reads of ended handoffs."""
 
     @property
-    def served(self) -> tuple[str, int]:
-        """The model and its block size."""
-        return self.model, self.tokens_per_block
+    def served(self) -> Served:
+        return self.model, self.tokens_per_block, self.role
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +123,16 @@ class PlacementQuery:
     """The needs of an item, or of the rest of an item, on a worker.
 
     Query and fleet determine the decision, chance included, so that a decision can be repeated. The fleet adds
-    `new_tokens`, `cached_tokens`, `prefix` and `draw` to the item's needs.
+    `has_roles`, `handoff_seconds`, `new_tokens`, `cached_tokens`, `prefix` and `draw` to the item's needs.
     """
 
     model: str
     fields: frozenset[str] = frozenset()
-    needs: frozenset[Capability] = WHOLE
+    phases: frozenset[Phase] = WHOLE
+    has_roles: bool = False
+    """Whether workers of the model have roles."""
+    handoff_seconds: float = 0.0
+    """Predicted time of a handoff beside the transfer."""
     wants: frozenset[Capability] = frozenset()
     """Capabilities preferred, but not at the price of the item."""
     adapter: AdapterNeed | None = None
@@ -100,9 +152,13 @@ class PlacementQuery:
     """Name of the prompt's first block; None without reusable KV."""
     exclude: Mapping[str, str] = field(default_factory=dict)
     """Addresses of excluded workers, with the reason."""
+    refused_by: Mapping[str, str] = field(default_factory=dict)
+    """Addresses of workers that refused to reserve for the decode phase, with the reason."""
     avoid: frozenset[str] = frozenset()
     """Addresses with enough siblings of the item: a last resort."""
     prefer: str = ""
     """Address of the worker with the prefix of a sibling, or ''."""
+    may_split: bool = True
+    """Whether two workers may share the item, one for the prefill and one for the decode."""
     draw: int = 0
     """Random number in [0, 2**32) for sampling policies."""

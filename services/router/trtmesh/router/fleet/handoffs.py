@@ -1,0 +1,88 @@
+"""The live handoffs of a router: renews their leases, ends late stages and counts results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from trtmesh.router.fleet.handoff import Result
+from trtmesh.router.fleet.live_handoff import HandoffItem, HandoffOwner, LiveHandoff
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.placement.settings import HandoffSettings
+
+WAITING = frozenset({"paused", "context_only"})
+"""Causes of handoffs whose KV waits for a client."""
+
+
+class Handoffs:
+    """All live handoffs by lease id."""
+
+    def __init__(self, settings: HandoffSettings, metrics: RouterMetrics) -> None:
+        self.settings = settings
+        self.live: dict[str, LiveHandoff] = {}
+        self._waiting = 0
+        """Live handoffs that wait for a client."""
+        self._given: dict[str, float] = {}
+        """End of each lease of a client by id, unless the second half came to this router."""
+        self._metrics = metrics
+
+    def open(
+        self, owner: HandoffOwner, item: HandoffItem, cause: str, lease_id: str = ""
+    ) -> LiveHandoff:
+        """A handoff that is not begun, by default under a new lease."""
+        handoff = LiveHandoff(owner, item, cause, self.settings, self._on_over, lease_id)
+        self.live[handoff.lease_id] = handoff
+        self._waiting += cause in WAITING
+        self._given.pop(lease_id, None)
+        return handoff
+
+    @property
+    def may_park(self) -> bool:
+        """Whether more KV may wait on a worker for a client."""
+        return self._waiting + len(self._given) < self.settings.max_parked
+
+    def discard(self, sender: Worker, lease_id: str) -> None:
+        """Ends a client's lease whose KV nothing continues from."""
+        self._given.pop(lease_id, None)
+        sender.leases.release(lease_id)
+
+    def tick(self, now: float) -> None:
+        """Ends late stages and parked KV of leaving workers, and renews the leases every third of their life."""
+        for handoff in [*self.live.values()]:
+            if now > handoff.deadline:
+                handoff.be_late()
+            elif handoff.sender_leaves:
+                handoff.cancel()
+        self._renew(now)
+        for lease_id in [each for each, end in self._given.items() if end <= now]:
+            del self._given[lease_id]
+
+    def _renew(self, now: float) -> None:
+        by_worker: defaultdict[tuple[Worker, int], list[str]] = defaultdict(list)
+        for handoff in self.live.values():
+            if not handoff.needs_renewal(now):
+                continue
+            handoff.renewed_at = now
+            for worker, lease_id in handoff.leases():
+                by_worker[worker, handoff.life_ms].append(lease_id)
+        for (worker, life_ms), lease_ids in by_worker.items():
+            worker.leases.renew(lease_ids, life_ms)
+
+    def _on_over(self, handoff: LiveHandoff) -> None:
+        del self.live[handoff.lease_id]
+        self._waiting -= handoff.cause in WAITING
+        result = handoff.state.result
+        assert result is not None
+        self._metrics.handoffs[handoff.cause, result.value] += 1
+        if result is Result.GIVEN:
+            self._given[handoff.lease_id] = handoff.committed_at + handoff.life_ms / 1000
+        if result is Result.MOVED:
+            self._metrics.handoff_tokens += max(0, handoff.tokens - handoff.present_tokens)
+            now = asyncio.get_running_loop().time()
+            self._metrics.handoff.observe(now - handoff.committed_at)
+            if handoff.cause == "disaggregated" and handoff.receiver is not None:
+                handoff.receiver.guard.rates.learn_handoff(now - handoff.committed_at)
+        for worker in (handoff.sender, handoff.receiver):
+            if worker is not None:
+                worker.move_on()
