@@ -195,6 +195,7 @@ class RouterClient(Client):
     """A client, an admin client and the metrics of a router."""
 
     admin: AdminClient
+    router: Router
     registry: CollectorRegistry
     http_address: str
 
@@ -224,7 +225,7 @@ async def serving_router(
     settings = {"engines": tuple(engines), "tokenizers": tuple(tokenizers)} | merged(own, settings)
     router = Router(RouterSettings.model_validate(settings), runtime)
     runtime.health = Health(router.service_names)
-    server = GrpcServer(MESSAGE_BYTES)
+    server = GrpcServer(MESSAGE_BYTES, runtime.guard)
     await runtime.health.register(server)
     router.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -235,6 +236,7 @@ async def serving_router(
             RouterClient(f"127.0.0.1:{port}") as client,
             AdminClient(runtime.addresses["admin_address"]) as client.admin,
         ):
+            client.router = router
             client.registry = runtime.registry
             client.http_address = runtime.addresses.get("http_address", "")
             yield client

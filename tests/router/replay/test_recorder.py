@@ -19,7 +19,7 @@ from router.scripted import (
 )
 from router.traces import recorded_item
 from trtmesh.chassis.block_hashes import chain
-from trtmesh.chassis.errors import QueueFull, QueueTimeout
+from trtmesh.chassis.errors import QueueFull, QueueTimeout, SettingsError
 from trtmesh.chassis.service import run
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.cli.app import app
@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 def test_file_is_bounded_and_lost_lines_are_counted(tmp_path: Path) -> None:
     fleet = [WorkerSnapshot("a:1", "a", "m", "", frozenset())]
     record = DecisionRecord(
-        "r", 0, "first", place("auto", fleet, PlacementQuery("m", prompt_tokens=9))
+        "anonymous", "r", 0, "first", place("auto", fleet, PlacementQuery("m", prompt_tokens=9))
     )
     recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
     for _ in range(300):
@@ -51,6 +51,26 @@ def test_file_is_bounded_and_lost_lines_are_counted(tmp_path: Path) -> None:
     recorder.note(recorded_item())
     recorder.flush()
     assert counted(recorder) == (300, 1)
+    recorder.close()
+
+
+def test_second_router_is_refused_and_finds_a_moved_file_free(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    first = Recorder(file, 10_000)
+    with pytest.raises(SettingsError, match="which another router writes; give each"):
+        Recorder(file, 10_000)
+    file.rename(tmp_path / "moved")
+    second = Recorder(file, 10_000)
+    for recorder in (first, second):
+        recorder.note(recorded_item())
+        recorder.flush()
+    assert (counted(first), counted(second)) == ((0, 1), (1, 0))
+    second.close()
+    first.note(recorded_item())
+    first.flush()
+    assert counted(first) == (1, 1)
+    assert len(file.read_text().splitlines()) == 2
+    first.close()
 
 
 def test_adapter_of_an_item_is_recorded(tmp_path: Path) -> None:
@@ -59,9 +79,10 @@ def test_adapter_of_an_item_is_recorded(tmp_path: Path) -> None:
     for name in ("unit-tests", ""):
         need = AdapterNeed(Adapter(7, name, "v1"), 16, deliverable=True)
         decision = place("auto", fleet, PlacementQuery("m", prompt_tokens=9, adapter=need))
-        recorder.note(recorded_item(first=DecisionRecord("r", 0, "first", decision)))
+        recorder.note(recorded_item(first=DecisionRecord("anonymous", "r", 0, "first", decision)))
     recorder.note(recorded_item())
     recorder.flush()
+    recorder.close()
     told = [(a.adapter, a.adapter_rank) for a in read_trace(tmp_path / "trace.jsonl")]
     assert told == [("unit-tests", 16), ("7", 16), ("", 0)]
 
@@ -151,3 +172,17 @@ async def test_items_without_a_worker_are_recorded(tmp_path: Path) -> None:
     replayed = CliRunner().invoke(app, ["replay", str(file), "--policy", "auto", "--json"])
     assert json.loads(replayed.stdout)["items"] == 4
     assert replayed.stderr.startswith("3 of 4 items")
+
+
+def test_full_disk_warns_once_a_minute(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    recorder = Recorder(folder / "trace.jsonl", 10_000)
+    (folder / "trace.jsonl").unlink()
+    folder.rmdir()
+    for _ in range(100):
+        recorder.note(recorded_item())
+        recorder.flush()
+    (line,) = [each for each in caplog.records if "cannot write records" in each.getMessage()]
+    assert "1 are lost so far" in line.getMessage()
+    assert counted(recorder) == (0, 100)

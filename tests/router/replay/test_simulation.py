@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from router.traces import shared_prefixes
 from trtmesh.router.placement import POLICIES
+from trtmesh.router.placement.settings import HandoffSettings
 from trtmesh.router.replay import Arrival, FleetModel, replay
 
 
@@ -131,3 +133,91 @@ def test_low_ranks_do_not_wait_for_high_ones() -> None:
     )
     aware, blind = (replay(arrivals, name, fleet) for name in ("lora_aware", "least_loaded"))
     assert sum(aware.end_seconds) < 0.8 * sum(blind.end_seconds)
+
+
+def long_prompts(items: int = 400, rate: float = 5.0, tokens: int = 2048) -> list[Arrival]:
+    dice, now, arrivals = Random(4), 0.0, []
+    for number in range(items):
+        now += dice.expovariate(rate)
+        arrivals.append(Arrival(now, tokens, dice.randint(50, 150), 32, (number,)))
+    return arrivals
+
+
+ROLES = FleetModel(workers=3, prefill_workers=1, decode_workers=2)
+
+
+def choosing(how: str, fleet: FleetModel = ROLES) -> FleetModel:
+    return replace(fleet, handoff=HandoffSettings.model_validate({"enabled": how}))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("how", ["auto", "always", "never"])
+def test_every_item_finishes_in_a_fleet_with_roles(policy: str, how: str) -> None:
+    arrivals = [*long_prompts(200), *with_adapters(200)]
+    arrivals.sort(key=lambda arrival: arrival.seconds)
+    outcome = replay(arrivals, policy, choosing(how))
+    assert outcome.items == len(outcome.end_seconds) == len(outcome.first_token_seconds) == 400
+    assert sum(outcome.items_by_worker) == 400
+    computed = sum(outcome.computed_by_worker)
+    assert computed + outcome.reused_tokens == outcome.prompt_tokens
+    prefill, *_ = outcome.items_by_worker
+    assert prefill == 0
+    if how == "never":
+        assert outcome.handoffs == 0
+        assert outcome.computed_by_worker[0] == 0
+    if how == "always":
+        assert outcome.handoffs == 400
+        assert outcome.computed_by_worker[0] == computed
+
+
+def test_fleet_without_roles_never_hands_over() -> None:
+    assert replay(long_prompts(), "auto", FleetModel(workers=3)).handoffs == 0
+
+
+def test_prompts_beside_sequences_make_steps_longer() -> None:
+    arrivals = long_prompts()
+    split, whole = (replay(arrivals, "auto", choosing(how)) for how in ("always", "never"))
+    assert sum(split.gap_seconds) < 0.8 * sum(whole.gap_seconds)
+    assert sum(whole.first_token_seconds) < sum(split.first_token_seconds)
+
+
+def test_slow_transfer_delays_the_second_token() -> None:
+    arrivals = [Arrival(0.0, 8000, 2, 32, (1,))]
+    fast = replace(choosing("always"), kv_bytes_per_second=1e12)
+    slow = replace(fast, kv_bytes_per_second=1e8)
+    (early,), (late,) = (replay(arrivals, "auto", fleet).gap_seconds for fleet in (fast, slow))
+    transfer = 8000 * fast.kv_token_bytes / 1e8
+    # Half of the transfer is over when the prompt is computed, and no less than its last part follows.
+    assert late - early == pytest.approx(transfer - 8000 / fast.prefill_tokens_per_second, rel=0.01)
+    assert early < 2 * (fast.handoff_seconds + fast.step_seconds)
+
+
+def test_shorter_prompts_overtake_on_a_prefill_worker_for_a_while() -> None:
+    arrivals = [Arrival(0.01 * number, 8000, 2, 32, (number,)) for number in range(2)]
+    arrivals += [Arrival(0.02 + 0.05 * n, 400, 2, 32, (10 + n,)) for n in range(200)]
+    fleet = choosing("always")
+    ordered, arriving = (
+        replay(arrivals, "auto", replace(fleet, patience=patience)) for patience in (4.0, 0.0)
+    )
+    assert sum(ordered.first_token_seconds) < 0.9 * sum(arriving.first_token_seconds)
+    # Those that come within four durations of the second long prompt, and no later ones.
+    assert max(arriving.first_token_seconds) < 4 < max(ordered.first_token_seconds) < 8
+
+
+def test_conditional_choice_minds_the_prompts_that_follow() -> None:
+    arrivals = long_prompts(300, 23.4, 512)
+    auto, never = (
+        sum(replay(arrivals, "auto", choosing(how)).first_token_seconds)
+        for how in ("auto", "never")
+    )
+    assert auto < 4 * never
+
+
+def test_conditional_choice_is_close_to_the_best_fixed_one() -> None:
+    for tokens, rate in ((128, 40.0), (2048, 1.0), (2048, 5.0), (8192, 0.7)):
+        arrivals = long_prompts(300, rate, tokens)
+        auto, always, never = (
+            sum(replay(arrivals, "auto", choosing(how)).end_seconds)
+            for how in ("auto", "always", "never")
+        )
+        assert auto < 1.05 * min(always, never)

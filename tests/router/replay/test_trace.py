@@ -58,4 +58,5 @@ def test_unservable_items_are_left_out(tmp_path: Path) -> None:
     recorder.note(recorded_item(error="PROMPT_EMPTY", prompt_tokens=None, new_tokens=None))
     recorder.note(recorded_item(error="QUEUE_TIMEOUT", prompt_tokens=None, new_tokens=None))
     recorder.flush()
+    recorder.close()
     assert [a.guessed for a in read_trace(tmp_path / "trace.jsonl")] == [False, True]

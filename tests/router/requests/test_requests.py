@@ -19,6 +19,7 @@ from router.scripted import (
     serving_router,
     until_states,
 )
+from trtmesh.chassis.errors import InvalidField
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -105,6 +106,11 @@ class Door:
             request=request, received=received, finished_items=finished_items
         )
         return self._call(self._stub.Resume(resume, metadata=(("x-api-key", key),)))
+
+    async def stop(self, request_id: str, key: str = "k") -> int:
+        request = router_pb.StopRequest(request_id=request_id)
+        answer = await self._stub.Stop(request, metadata=(("x-api-key", key),))
+        return int(answer.stopped_items)
 
     async def finish(self, number: int, offset: int = 0) -> None:
         """The worker's last token for submission `number`."""
@@ -196,17 +202,46 @@ async def test_last_of_several_resumes_wins() -> None:
         assert await last == "OK"
 
 
-async def test_another_api_key_cannot_resume_a_live_request() -> None:
+async def test_requests_of_two_keys_may_have_one_id() -> None:
+    """Resume and Stop by another key find nothing, as for an unknown id."""
     async with door() as router:
         request = router.request("r")
         live = router.generate(request)
         await router.engine.submitted()
+        assert await router.stop("r", key="stranger") == await router.stop("unknown", key="k") == 0
         stranger = router.resume(request, key="stranger")
-        assert (await stranger.end()).startswith(
-            "ALREADY_EXISTS: request_id 'r' is live with another"
-        )
-        await router.finish(0)
+        await router.engine.submitted(2)
+        second = router.generate(request, key="stranger")
+        assert (await second.end()).startswith("ALREADY_EXISTS: request_id 'r' is live; choose")
+        assert not router.engine.stops
+        await router.finish(1)
+        assert await stranger.end() == "OK"
+        assert await router.stop("r", key="k") == 1
+        await router.stopped(0)
         assert await live.end() == "OK"
+
+
+async def test_admin_names_the_owner_where_there_are_several() -> None:
+    async with door() as router:
+        admin = router.client.admin
+        one = router.generate(router.request("r"), key="one")
+        await router.engine.submitted()
+        (first,) = (await admin.list_requests("r")).requests
+        two = router.generate(router.request("r"), key="two")
+        await router.engine.submitted(2)
+        listed = (await admin.list_requests("r")).requests
+        (other,) = {live.owner for live in listed} - {first.owner}
+        assert first.owner.startswith("unlisted:")
+        for ambiguous in (admin.stop_request("r"), admin.explain("r")):
+            with pytest.raises(InvalidField, match=f"several owners: .*{other}"):
+                await ambiguous
+        assert len((await admin.explain("r", owner=other)).placements) == 1
+        assert await admin.stop_request("r", owner=other) == 1
+        await router.stopped(1)
+        assert await two.end() == "OK"
+        assert await admin.stop_request("r") == 1
+        await router.stopped(0)
+        assert await one.end() == "OK"
 
 
 async def test_client_leaving_during_a_resume_leaves_nothing(

@@ -49,6 +49,20 @@ async def test_group_follows_its_leader_up_to_the_cap() -> None:
     assert second.prefer == ""
 
 
+async def test_others_hear_of_a_leader_s_first_token_too() -> None:
+    siblings = Siblings(SiblingRules(max_together=3, wait_seconds=60))
+    leader = found(siblings.lead(blocks(1, 0)))
+    follower = found(siblings.find(blocks(1, 1)))
+    booking = LoadGuard(lambda: None).book(64, 1, 0.0)
+    heard: list[str] = []
+    # As a handoff does, whose deadline ends with the first token.
+    booking.when_computed.append(lambda: heard.append("handoff"))
+    leader.dispatched("a:1", booking)
+    booking.started(1.0)
+    assert heard == ["handoff"]
+    await asyncio.wait_for(follower.wait(), 1)
+
+
 async def test_lost_or_unsent_leader_frees_its_followers() -> None:
     for end in ("lost", "closed"):
         siblings = Siblings(SiblingRules(max_together=9, wait_seconds=60))

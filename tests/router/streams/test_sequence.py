@@ -85,6 +85,8 @@ class OneItem:
 
     settled: list[SequenceRun] = field(default_factory=list)
     losses: list[TrtmeshError] = field(default_factory=list)
+    handed_over: list[SequenceRun] = field(default_factory=list)
+    in_two_parts: bool = False
 
     def on_settled(self, run: SequenceRun) -> None:
         self.settled.append(run)
@@ -95,6 +97,17 @@ class OneItem:
     def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         return False
 
+    def continues(self, run: SequenceRun) -> bool:
+        return self.in_two_parts
+
+    def on_handed_over(self, run: SequenceRun, end: End) -> None:
+        self.handed_over.append(run)
+
+    def hand_over(
+        self, runs: Sequence[SequenceRun], address: str, cause: str
+    ) -> Sequence[SequenceRun]:
+        return runs
+
 
 @dataclass
 class OneWorker:
@@ -103,6 +116,10 @@ class OneWorker:
     address: str = "w"
     stops: list[int] = field(default_factory=list)
     released: bool = False
+    leases: list[str] = field(default_factory=list)
+
+    def hand_over(self, lease_id: str, life_ms: int) -> None:
+        self.leases.append(lease_id)
 
     def stop(self, reason: int) -> None:
         self.stops.append(reason)
@@ -337,6 +354,18 @@ async def test_stopped_sequence_without_a_worker_ends_at_once() -> None:
     run.stop(pb.FINISH_REASON_STOPPED)
     assert owner.settled == [run]
     assert (run.reason, run.error) == (pb.FINISH_REASON_STOPPED, None)
+
+
+async def test_stop_that_a_released_lease_overtakes_keeps_its_reason() -> None:
+    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    run = make_run(client, owner, text=False)
+    worker = OneWorker()
+    run.assign(worker)
+    run.on_tokens(0, [1])
+    run.stop(pb.FINISH_REASON_STOPPED)
+    assert worker.stops == [pb.FINISH_REASON_STOPPED]
+    run.on_end(End(pb.FINISH_REASON_CANCELLED))
+    assert run.reason == pb.FINISH_REASON_STOPPED
 
 
 BEAM_PLAYS = st.fixed_dictionaries(

@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, QueueFull
+from trtmesh.chassis.parsing import MAX_PROMPT_TOKENS
 from trtmesh.client.options import build_config, build_items
-from trtmesh.router.values.request import ROUTER_FIELDS, parse_request, worker_config
+from trtmesh.router.values.handoff_state import digest_of, write_state
+from trtmesh.router.values.request import (
+    MAX_MODEL_CHARACTERS,
+    MAX_REQUEST_TOKENS,
+    ROUTER_FIELDS,
+    parse_request,
+    parse_stopped,
+    worker_config,
+)
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -113,3 +122,62 @@ def test_every_field_of_the_router_exists_and_never_reaches_a_worker() -> None:
     }
     assert not left & ROUTER_FIELDS
     assert item.message.output.HasField("text"), "the client's own message is not changed"
+
+
+def test_phase_of_a_first_half_needs_a_worker_for_it() -> None:
+    handoff = pb.HandoffConfig(phase=pb.GENERATION_PHASE_CONTEXT_ONLY)
+    (item,) = parse_request(message("x", handoff=handoff), "", 9).items
+    assert (item.is_context_only, item.state) == (True, None)
+    assert item.worker_fields == {"handoff.phase"}
+
+
+def test_state_of_a_second_half_is_read_and_never_reaches_a_worker() -> None:
+    data = write_state(None, "engine-0", digest_of([1], None))
+    handoff = pb.HandoffConfig(phase=pb.GENERATION_PHASE_GENERATION_ONLY, state=data)
+    (item,) = parse_request(message("x", handoff=handoff), "", 9).items
+    assert not item.is_context_only
+    assert item.state is not None
+    assert item.worker_fields == frozenset()
+    config = worker_config(item, 1, [], drawn_seed=1)
+    assert config.handoff == pb.HandoffConfig()
+
+
+def test_unreadable_state_refuses_its_item_alone() -> None:
+    handoff = pb.HandoffConfig(phase=pb.GENERATION_PHASE_GENERATION_ONLY, state=b"x")
+    config = pb.GenerationConfig(handoff=handoff)
+    own = router_pb.GenerateItem(prompt=pb.Prompt(text="b"), config=config)
+    asked = parse_request(message("a", own), "", 9)
+    assert [item.batch_index for item in asked.items] == [0]
+    assert asked.refused[0].error.field == "handoff.state"
+
+
+def test_token_ids_of_a_request_are_counted_before_they_are_copied() -> None:
+    half = [1] * (MAX_REQUEST_TOKENS // 2)
+    assert len(parse_request(message(half, half), "", 3).items) == 2
+    with pytest.raises(InvalidField, match="have 2097153 token ids together") as refused:
+        parse_request(message(half, half, [1]), "", 3)
+    assert refused.value.limit == f"at most {MAX_REQUEST_TOKENS}"
+
+
+def test_one_prompt_has_at_most_a_million_ids() -> None:
+    with pytest.raises(InvalidRequest, match="has 1048577 entries but must have at most 1048576"):
+        parse_request(message([1] * (MAX_PROMPT_TOKENS + 1)), "", 3)
+
+
+def test_model_names_are_limited() -> None:
+    request = message("x")
+    request.model = "m" * MAX_MODEL_CHARACTERS
+    assert parse_request(request, "", 3).model == request.model
+    request.model += "m"
+    with pytest.raises(InvalidField) as refused:
+        parse_request(request, "", 3)
+    assert refused.value.field == "model"
+    assert len(refused.value.message) < 1000
+
+
+def test_stopped_items_are_counted_before_they_are_copied() -> None:
+    stop = router_pb.StopRequest(request_id="r", batch_indexes=[0, 1, 1])
+    assert parse_stopped(stop, 3) == {0, 1}
+    stop.batch_indexes.append(2)
+    with pytest.raises(InvalidField, match="has 4 entries but must have at most 3"):
+        parse_stopped(stop, 3)

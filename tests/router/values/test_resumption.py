@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +18,7 @@ from router.scripted import (
 )
 from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.router.values.request import parse_request
+from trtmesh.router.values.request import MAX_REQUEST_TOKENS, parse_request
 from trtmesh.router.values.resumption import parse_received
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -81,7 +82,8 @@ def test_offset_of_an_invalid_item_is_refused() -> None:
 
 def test_repeated_sequence_is_refused() -> None:
     request = router_pb.GenerateRequest(request_id="r")
-    request.items.add().prompt.token_ids.ids.append(1)
+    for _ in range(2):
+        request.items.add().prompt.token_ids.ids.append(1)
     request.config.stopping.max_tokens = 3
     # Greedy sequences resume without a seed.
     offset = router_pb.SequenceOffset(token_ids=[5] * 3)
@@ -121,3 +123,23 @@ async def test_stop_before_resumption_ends_at_the_received_tokens() -> None:
         assert end.sequence_finished.reason == over.item_finished.reason == stopped
         assert end.sequence_finished.generated_tokens == 2
         assert over.item_finished.usage.generated_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"received": [router_pb.SequenceOffset()] * 2}, "received"),
+        ({"finished_items": [0, 0]}, "finished_items"),
+        (
+            {"received": [router_pb.SequenceOffset(token_ids=[1] * (MAX_REQUEST_TOKENS + 1))]},
+            "received.token_ids",
+        ),
+    ],
+)
+def test_what_was_received_is_counted_before_it_is_copied(more: Any, field: str) -> None:
+    request = router_pb.GenerateRequest(request_id="r")
+    request.items.add().prompt.text = "x"
+    valid = parse_request(request, "", 9)
+    with pytest.raises(InvalidField, match="entries but must have at most") as refused:
+        parse_received(router_pb.ResumeRequest(request=request, **more), valid)
+    assert refused.value.field == field

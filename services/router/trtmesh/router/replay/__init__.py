@@ -1,7 +1,8 @@
 """What-if: records traffic to a file and replays it offline over a simulated fleet with the router's placement code."""
 
+from trtmesh.router.replay.fleet_model import FleetModel, Outcome
 from trtmesh.router.replay.recorder import RecordedItem, Recorder, RecordSettings
-from trtmesh.router.replay.simulation import FleetModel, Outcome, replay
+from trtmesh.router.replay.simulation import replay
 from trtmesh.router.replay.trace import Arrival, read_trace
 
 __all__ = [

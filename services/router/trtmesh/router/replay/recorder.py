@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import json
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Annotated
 
@@ -16,13 +21,17 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import Field
 from trtmesh.chassis.errors import SettingsError, TrtmeshError
+from trtmesh.chassis.logs import Occasionally
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.placement.decision import DecisionRecord
 from trtmesh.router.values.request import GenerationRequest
 
 log = logging.getLogger(__name__)
 
+SETTING = "router.record.file"
 FLUSH_SECONDS = 1.0
+WARNING_SECONDS = 60.0
+"""Least time between two warnings about a full disk."""
 MOST_WAITING = 20_000
 """Queued lines; beyond this number the oldest are lost and counted."""
 
@@ -52,7 +61,8 @@ class RecordSettings(Settings):
     """Recorded traffic, for `trtmesh replay`."""
 
     file: Path | None = None
-    """File for a line per finished item, with block hashes instead of the prompt; unset records nothing."""
+    """File for a line per finished item, with block hashes instead of the prompt; unset records nothing. Each router
+    needs its own; `trtmesh up` adds the name to that of further routers (`trace.router-1.jsonl`)."""
     max_bytes: Annotated[int, Field(ge=4096)] = 256 * 2**20
     """Size at which the file replaces `<file>.1`; both together stay below twice that size."""
 
@@ -60,16 +70,17 @@ class RecordSettings(Settings):
 class Recorder(Collector):
     """Writes one line per finished item: block hashes instead of the prompt.
 
-    At `max_bytes` the file replaces `<file>.1`, so both together stay below twice that size. Raises SettingsError if
-    the file is not writable.
+    At `max_bytes` the file replaces `<file>.1`, so both together stay below twice that size. The file is locked, since
+    two routers would tear each other's. Raises SettingsError if it is not writable, or another router's.
     """
 
     def __init__(self, file: Path, max_bytes: int) -> None:
-        _check_writable(file)
+        self._output: FileIO | None = _first_opened(file)
         self._file = file
         self._max_bytes = max_bytes
         self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
         self._to_unix = time.time() - time.monotonic()
+        self._warn = Occasionally(log, WARNING_SECONDS)
         self.lost = 0
         self.written = 0
 
@@ -131,6 +142,13 @@ class Recorder(Collector):
                 await asyncio.to_thread(self.flush)
         finally:
             self.flush()
+            self.close()
+
+    def close(self) -> None:
+        """Gives the file up; a later `flush` opens it again."""
+        if self._output is not None:
+            self._output.close()
+            self._output = None
 
     def flush(self) -> None:
         """Writes the queue. After an I/O error the lines are lost, counted and logged, and serving continues."""
@@ -138,31 +156,63 @@ class Recorder(Collector):
         if not lines:
             return
         try:
-            self._rotate()
-            with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in lines)
+            data = "".join(f"{line}\n" for line in lines).encode()
+            if self._current().write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self.lost += len(lines)
-            log.warning("cannot write %d records to %s: %s", len(lines), self._file, error)
+            self._warn(
+                "write",
+                logging.WARNING,
+                "cannot write records to %s: %s; %d are lost so far",
+                self._file,
+                error,
+                self.lost,
+            )
         else:
             self.written += len(lines)
 
-    def _rotate(self) -> None:
-        if self._file.exists() and self._file.stat().st_size >= self._max_bytes:
+    def _current(self) -> FileIO:
+        """The open file, after a rotation by size or by others. Raises OSError."""
+        if self._output is not None and _is_open_at(self._file, self._output):
+            if os.fstat(self._output.fileno()).st_size < self._max_bytes:
+                return self._output
             self._file.replace(self._file.with_name(self._file.name + ".1"))
+        self.close()
+        self._output = _opened(self._file)
+        return self._output
 
 
-def _check_writable(file: Path) -> None:
+def _first_opened(file: Path) -> FileIO:
     """Creates a missing file. Raises SettingsError."""
     try:
         if file.exists() and not file.is_file():
-            raise SettingsError(
-                f"is {str(file)!r}, not a regular file", setting="router.record.file"
-            )
-        with file.open("a"):
-            pass
+            raise SettingsError(f"is {str(file)!r}, not a regular file", setting=SETTING)
+        return _opened(file)
+    except BlockingIOError:
+        raise SettingsError(
+            f"is {str(file)!r}, which another router writes; give each router a file of its own",
+            setting=SETTING,
+        ) from None
     except OSError as error:
         raise SettingsError(
-            f"is {str(file)!r}, which is not writable: {error.strerror}",
-            setting="router.record.file",
+            f"is {str(file)!r}, which is not writable: {error.strerror}", setting=SETTING
         ) from error
+
+
+def _opened(file: Path) -> FileIO:
+    """Opens a file that no other process writes. Raises OSError."""
+    output = FileIO(file, "a")
+    try:
+        fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        output.close()
+        raise
+    return output
+
+
+def _is_open_at(file: Path, output: FileIO) -> bool:
+    """Whether nobody has moved or removed the file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(file.stat(), os.fstat(output.fileno()))
+    return False

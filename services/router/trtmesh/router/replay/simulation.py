@@ -2,15 +2,17 @@
 
 Placement is the router's own code: load guard, KV index, learned rates and `place`. A worker is a model of an engine:
 
-* prompts prefill in sequence at a fixed rate, cached tokens at no cost;
-* sequences decode side by side, a token per step; steps grow with the number of sequences and with the largest rank of
-  their adapters;
+* prompts prefill one after another at a fixed rate, cached tokens at no cost; those that decode elsewhere in the order
+  of a prefill worker, the shortest first with aging;
+* sequences decode side by side, a token per step; steps grow with the number of sequences, with the largest rank of
+  their adapters, and by a chunk of a prompt while there is one;
+* the KV of an item with two workers is received beside the computation, one item after another;
 * the cache evicts least recently used blocks;
 * adapters are delivered one after another to host memory, and copied to a slot on the device before an item runs;
 * load reports come at a fixed interval.
 
-Left out: longer steps during chunked prefill, siblings, slow start, the breaker, admission limits, every sequence of an
-item but the first, and lost or unequal workers.
+Left out: siblings, slow start, the breaker, admission limits, KV blocks in use, every sequence of an item but the
+first, and lost or unequal workers.
 """
 
 from __future__ import annotations
@@ -25,92 +27,81 @@ from random import Random
 
 from trtmesh.chassis.adapter_content import number_of
 from trtmesh.router.kv_index import KvIndex
-from trtmesh.router.placement import POLICIES, AdapterNeed, PlacementQuery, WorkerSnapshot, place
-from trtmesh.router.placement.load_guard import Booking, LoadGuard
-from trtmesh.router.placement.rates import Ewma, Report, Typical, typical_of
+from trtmesh.router.placement import (
+    POLICIES,
+    AdapterNeed,
+    Decision,
+    KvFacts,
+    PlacementQuery,
+    Role,
+    WorkerSnapshot,
+    place_split,
+)
+from trtmesh.router.placement.load_guard import Booking, LoadGuard, Reservation
+from trtmesh.router.placement.rates import (
+    Ewma,
+    Report,
+    Typical,
+    typical_of,
+)
 from trtmesh.router.placement.residency import AdapterKey
 from trtmesh.router.placement.shares import AdapterShares
+from trtmesh.router.placement.split import LAST_PART
 from trtmesh.router.replay.adapter_memory import AdapterMemory, named
+from trtmesh.router.replay.fleet_model import FleetModel, Outcome
 from trtmesh.router.replay.trace import Arrival
 
 MODEL = "replayed"
 
-
-@dataclass(frozen=True, slots=True)
-class FleetModel:
-    """The simulated fleet; all workers are equal."""
-
-    workers: int = 4
-    prefill_tokens_per_second: float = 8000.0
-    step_seconds: float = 0.010
-    step_seconds_per_sequence: float = 0.00035
-    cache_tokens: int = 500_000
-    max_batch_size: int = 256
-    report_seconds: float = 0.1
-    adapter_slots: int = 16
-    """Adapters on the device of a worker."""
-    host_adapters: int = 64
-    """Adapters in the memory of a worker, those on the device included."""
-    delivery_seconds: float = 0.5
-    """Time of an adapter from the router to host memory."""
-    copy_seconds: float = 0.02
-    """Time of an adapter from host memory to the device."""
-    step_seconds_per_rank: float = 0.00004
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result of a trace under a policy. Times are seconds from an item's arrival."""
-
-    policy: str
-    items: int
-    prompt_tokens: int
-    reused_tokens: int
-    reusable_tokens: int
-    """Tokens reused by an unbounded cache for the whole fleet."""
-    items_by_worker: tuple[int, ...]
-    computed_by_worker: tuple[int, ...]
-    first_token_seconds: tuple[float, ...]
-    end_seconds: tuple[float, ...]
-    adapter_items: int
-    """Items with an adapter."""
-    adapter_deliveries: int
-    adapter_copies: int
-    finished_at: float
-    """Time of the last end from the start of the trace."""
-
-    @property
-    def hit_rate(self) -> float:
-        """Reused share of the prompt tokens."""
-        return self.reused_tokens / self.prompt_tokens
-
-    @property
-    def balance(self) -> float:
-        """Prompt tokens computed by the busiest worker, relative to the mean; 1 is even."""
-        return (
-            max(self.computed_by_worker)
-            * len(self.computed_by_worker)
-            / max(1, sum(self.computed_by_worker))
-        )
+KV = KvFacts(b"replayed", frozenset(), 0, frozenset({0}))
+"""Every worker can hand over to every other."""
 
 
 @dataclass(slots=True)
 class _Running:
+    """An item on a worker, or the leg there."""
+
     arrival: Arrival
     booking: Booking
     adapter: AdapterNeed | None
+    uncached: int = 0
+    """Prompt tokens to compute."""
+    began: float = 0.0
+    """Start of the prefill."""
+    first: float = 0.0
+    """Time of the first token."""
+    decode: _Leg | None = None
+    """Where the item decodes, if elsewhere."""
+    is_computed: bool = False
+    """Whether the prompt's KV came from another worker."""
+
+
+@dataclass(slots=True)
+class _Leg:
+    worker: _Worker
+    booking: Booking
 
 
 @dataclass(slots=True)
 class _Worker:
     address: str
+    role: Role
     adapters: AdapterMemory
     guard: LoadGuard = field(default_factory=lambda: LoadGuard(lambda: None))
     cache: OrderedDict[int, int] = field(default_factory=OrderedDict)
     cached_tokens: int = 0
     waiting: deque[_Running] = field(default_factory=deque)
     running: int = 0
+    prompts: list[tuple[float, int, _Running]] = field(default_factory=list)
+    """Items before their prefill, in its order."""
+    queued_tokens: int = 0
+    """Their tokens to compute."""
     prefill_free_at: float = 0.0
+    is_prefilling: bool = False
+    received_at: float = 0.0
+    """End of the last transfer of KV."""
+    received_bytes: int = 0
+    receiving_seconds: float = 0.0
     link_free_at: float = 0.0
     """End of the last delivery of an adapter."""
     undelivered: dict[AdapterKey, list[_Running]] = field(default_factory=dict)
@@ -145,11 +136,12 @@ class _Simulation:
         self._policy = policy
         self._model = model
         self._random = Random(seed)  # noqa: S311 - chance that must be repeatable
-        memories = [
-            AdapterMemory(model.adapter_slots, max(model.host_adapters, model.adapter_slots))
-            for _ in range(model.workers)
-        ]
-        self._workers = {f"{n}": _Worker(f"{n}", memory) for n, memory in enumerate(memories)}
+        host = max(model.host_adapters, model.adapter_slots)
+        self._workers = {
+            f"{n}": _Worker(f"{n}", role, AdapterMemory(model.adapter_slots, host))
+            for n, role in enumerate(model.roles)
+        }
+        self._has_roles = {*model.roles} != {Role.MIXED}
         self._shares = AdapterShares()
         self._index = KvIndex(10_000_000)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -161,6 +153,8 @@ class _Simulation:
         self._reused = 0
         self._first: list[float] = []
         self._ends: list[float] = []
+        self._gaps: list[float] = []
+        self._handoffs = 0
         self._finished_at = 0.0
 
     def run_until(self, seconds: float) -> None:
@@ -182,6 +176,8 @@ class _Simulation:
         adapter = self._need(arrival)
         query = PlacementQuery(
             model=MODEL,
+            has_roles=self._has_roles,
+            handoff_seconds=self._typical.handoff_seconds,
             adapter=adapter,
             prompt_tokens=arrival.prompt_tokens,
             new_tokens=round(self._typical.new_tokens),
@@ -189,17 +185,34 @@ class _Simulation:
             prefix=arrival.blocks[0] if prefixes and arrival.blocks else None,
             draw=self._random.getrandbits(32),
         )
-        decision = place(self._policy, [self._snapshot(w) for w in self._workers.values()], query)
-        worker = self._workers[decision.chosen.address]
-        self._turns[worker.address] = next(self._numbers) + 1
-        uncached = arrival.prompt_tokens - decision.cached_tokens
-        booking = worker.guard.book(uncached, 1, now, adapter)
+        snapshots = [self._snapshot(w) for w in self._workers.values()]
+        decision = place_split(self._policy, snapshots, query, self._model.handoff)
         self._shares.add(adapter, query.new_tokens * decision.chosen.step_seconds, now)
-        if prefixes:
-            self._index.expect(worker.address, arrival.blocks, now)
-        worker.items += 1
+        self._start(arrival, decision, now)
+
+    def _start(self, arrival: Arrival, decision: Decision, now: float) -> None:
+        """Queues an item where its prompt is computed, and books both legs."""
+        adapter = decision.query.adapter
+        uncached = arrival.prompt_tokens - decision.cached_tokens
+        worker = self._take_turn(decision.prefill, arrival, now)
+        item = _Running(arrival, worker.guard.book(uncached, 1, now, adapter), adapter)
+        if decision.prefill is not decision.chosen:
+            second = self._take_turn(decision.chosen, arrival, now)
+            lacking = arrival.prompt_tokens - decision.query.cached_tokens.get(second.address, 0)
+            reservation = Reservation(lacking)
+            item.decode = _Leg(second, second.guard.book(0, 1, now, adapter, reservation))
+            self._fetch_adapter(second, adapter, now)
+        self._workers[decision.chosen.address].items += 1
         worker.waiting_tokens += arrival.prompt_tokens
-        self._queue(worker, _Running(arrival, booking, adapter), now)
+        self._fetch_adapter(worker, adapter, now)
+        self._queue(worker, item, now)
+
+    def _take_turn(self, chosen: WorkerSnapshot, arrival: Arrival, now: float) -> _Worker:
+        worker = self._workers[chosen.address]
+        self._turns[worker.address] = next(self._numbers) + 1
+        if POLICIES[self._policy].looks_at_prefixes:
+            self._index.expect(worker.address, arrival.blocks, now)
+        return worker
 
     def _need(self, arrival: Arrival) -> AdapterNeed | None:
         if not arrival.adapter:
@@ -207,19 +220,22 @@ class _Simulation:
         need = named(arrival.adapter, number_of(arrival.adapter), arrival.adapter_rank)
         return replace(need, outlook=self._shares.outlook(need, self._typical))
 
+    def _fetch_adapter(self, worker: _Worker, adapter: AdapterNeed | None, now: float) -> None:
+        """Has an adapter delivered that the worker lacks, once for all items."""
+        if adapter is None:
+            return
+        worker.adapters.needed[adapter.key] += 1
+        if not worker.adapters.holds(adapter) and adapter.key not in worker.undelivered:
+            worker.undelivered[adapter.key] = []
+            worker.link_free_at = max(now, worker.link_free_at) + self._model.delivery_seconds
+            self._at(worker.link_free_at, partial(self._delivered, worker, adapter))
+
     def _queue(self, worker: _Worker, item: _Running, now: float) -> None:
-        """Submits an item once the worker has the adapter, which is delivered once for all items."""
-        if item.adapter:
-            worker.adapters.needed[item.adapter.key] += 1
+        """Submits an item once the worker has the adapter."""
         if item.adapter is None or worker.adapters.holds(item.adapter):
             self._submit(worker, [item], now)
-            return
-        key = item.adapter.key
-        if key not in worker.undelivered:
-            worker.undelivered[key] = []
-            worker.link_free_at = max(now, worker.link_free_at) + self._model.delivery_seconds
-            self._at(worker.link_free_at, partial(self._delivered, worker, item.adapter))
-        worker.undelivered[key].append(item)
+        else:
+            worker.undelivered[item.adapter.key].append(item)
 
     def _delivered(self, worker: _Worker, adapter: AdapterNeed, now: float) -> None:
         worker.adapters.deliver(adapter)
@@ -227,7 +243,9 @@ class _Simulation:
         worker.guard.adapters_moved(worker.adapters.held, now)
 
     def _submit(self, worker: _Worker, items: Sequence[_Running], now: float) -> None:
-        worker.waiting.extend(items)
+        # A reservation comes before prompts.
+        worker.waiting.extendleft(item for item in items if item.is_computed)
+        worker.waiting.extend(item for item in items if not item.is_computed)
         self._admit(worker, now)
 
     def outcome(self, arrivals: Sequence[Arrival]) -> Outcome:
@@ -242,6 +260,9 @@ class _Simulation:
             computed_by_worker=tuple(w.computed for w in workers),
             first_token_seconds=tuple(self._first),
             end_seconds=tuple(self._ends),
+            gap_seconds=tuple(self._gaps),
+            has_roles=self._has_roles,
+            handoffs=self._handoffs,
             adapter_items=sum(bool(a.adapter) for a in arrivals),
             adapter_deliveries=sum(w.adapters.deliveries for w in workers),
             adapter_copies=sum(w.adapters.copies for w in workers),
@@ -262,6 +283,11 @@ class _Simulation:
             wait_seconds=guard.wait_seconds(self._typical, self._model.max_batch_size),
             prefill_seconds=guard.prefill_seconds(self._typical),
             step_seconds=guard.step_seconds(self._typical),
+            role=worker.role,
+            kv=KV,
+            decoding_sequences=guard.decoding_sequences,
+            transfer_seconds=self._model.kv_token_bytes * guard.byte_seconds(self._typical),
+            receiving_tokens=guard.receiving_tokens,
         )
 
     def _admit(self, worker: _Worker, now: float) -> None:
@@ -272,6 +298,9 @@ class _Simulation:
             item = worker.waiting.popleft()
             if (copied_at := self._copy(worker, item, now)) is None:
                 passed.append(item)
+            elif item.is_computed:
+                worker.running += 1
+                self._at(copied_at, partial(self._continue, worker, item))
             else:
                 self._prefill(worker, item, copied_at)
         worker.waiting.extendleft(reversed(passed))
@@ -300,10 +329,36 @@ class _Simulation:
         computed = item.arrival.prompt_tokens - reused
         self._reused += reused
         worker.computed += computed
-        start = max(start, worker.prefill_free_at)
-        worker.prefill_free_at = start + computed / self._model.prefill_tokens_per_second
+        item.uncached = computed
+        worker.queued_tokens += computed
+        self._at(start, partial(self._queue_prompt, worker, item))
+
+    def _queue_prompt(self, worker: _Worker, item: _Running, now: float) -> None:
+        yields = self._model.patience if item.decode else 0.0
+        order = now + yields * item.uncached * self._token_seconds(worker)
+        heapq.heappush(worker.prompts, (order, next(self._numbers), item))
+        self._next_prompt(worker, now)
+
+    def _next_prompt(self, worker: _Worker, now: float) -> None:
+        if worker.is_prefilling or not worker.prompts:
+            return
+        _, _, item = heapq.heappop(worker.prompts)
+        worker.queued_tokens -= item.uncached
+        item.began = now
+        self._step_until(worker, now)
+        worker.prefill_free_at = now + item.uncached * self._token_seconds(worker)
+        worker.is_prefilling = True
+        self._schedule(worker, now)
+        self._at(worker.prefill_free_at, partial(self._prefilled, worker))
         first = worker.prefill_free_at + self._step(worker)
         self._at(first, partial(self._first_token, worker, item))
+
+    def _prefilled(self, worker: _Worker, now: float) -> None:
+        """Without a further prompt, steps are shorter again."""
+        self._step_until(worker, now)
+        worker.is_prefilling = False
+        self._next_prompt(worker, now)
+        self._schedule(worker, now)
 
     def _reuse(self, worker: _Worker, arrival: Arrival) -> int:
         matched = 0
@@ -318,17 +373,49 @@ class _Simulation:
     def _first_token(self, worker: _Worker, item: _Running, now: float) -> None:
         arrival = item.arrival
         item.booking.started(now)
+        item.first = now
         self._first.append(now - arrival.seconds)
         self._store(worker, arrival)
         self._step_until(worker, now)
-        end = worker.steps + max(0, arrival.new_tokens - 1)
+        if item.decode is None:
+            self._decode(worker, item, now)
+        else:
+            self._hand_over(item, item.decode, now)
+            self._leave(worker, item, now)
+
+    def _decode(self, worker: _Worker, item: _Running, now: float) -> None:
+        end = worker.steps + max(0, item.arrival.new_tokens - 1)
         heapq.heappush(worker.decoding, (end, next(self._numbers), item))
         self._schedule(worker, now)
+
+    def _hand_over(self, item: _Running, leg: _Leg, now: float) -> None:
+        """Moves the KV that the other worker lacks; most of it moved while the prompt was computed."""
+        worker, model, arrival = leg.worker, self._model, item.arrival
+        self._handoffs += 1
+        tokens = arrival.prompt_tokens - self._reuse(worker, arrival)
+        seconds = tokens * model.kv_token_bytes / model.kv_bytes_per_second
+        begun = max(item.began, worker.received_at)
+        worker.received_at = max(begun + seconds, now + LAST_PART * seconds)
+        worker.received_bytes += tokens * model.kv_token_bytes
+        worker.receiving_seconds += worker.received_at - begun
+        moved = replace(item, booking=leg.booking, decode=None, is_computed=True)
+        self._at(worker.received_at + model.handoff_seconds, partial(self._queue_at, worker, moved))
+
+    def _queue_at(self, worker: _Worker, item: _Running, now: float) -> None:
+        self._queue(worker, item, now)
+
+    def _continue(self, worker: _Worker, item: _Running, now: float) -> None:
+        """Decodes an item whose KV has arrived."""
+        item.booking.started(now)
+        worker.guard.rates.learn_handoff(now - item.first + self._step(worker))
+        self._store(worker, item.arrival)
+        self._step_until(worker, now)
+        self._decode(worker, item, now)
 
     def _step_until(self, worker: _Worker, now: float) -> None:
         """Counts the steps since the last change of the batch."""
         if worker.running:
-            worker.steps += (now - worker.stepped_at) / self._step(worker)
+            worker.steps += (now - worker.stepped_at) / self._pace(worker)
             worker.busy_seconds += now - worker.stepped_at
         worker.stepped_at = now
 
@@ -337,7 +424,7 @@ class _Simulation:
         worker.generation += 1
         if worker.decoding:
             steps = max(0.0, worker.decoding[0][0] - worker.steps)
-            ends_at = now + steps * self._step(worker)
+            ends_at = now + steps * self._pace(worker)
             self._at(ends_at, partial(self._end, worker, worker.generation))
 
     def _store(self, worker: _Worker, arrival: Arrival) -> None:
@@ -359,15 +446,35 @@ class _Simulation:
             return
         self._step_until(worker, now)
         _, _, item = heapq.heappop(worker.decoding)
+        tokens = item.arrival.new_tokens
+        self._new_tokens.add(tokens)
+        self._ends.append(now - item.arrival.seconds)
+        if tokens > 1:
+            self._gaps.append((now - item.first) / (tokens - 1))
+        self._finished_at = now
+        self._leave(worker, item, now)
+
+    def _leave(self, worker: _Worker, item: _Running, now: float) -> None:
+        """An item ended on a worker, or moved on."""
         item.booking.leave(now)
         worker.running -= 1
         if item.adapter:
             worker.adapters.release(item.adapter)
             worker.guard.adapters_moved(worker.adapters.held, now)
-        self._new_tokens.add(item.arrival.new_tokens)
-        self._ends.append(now - item.arrival.seconds)
-        self._finished_at = now
         self._admit(worker, now)
+
+    def _pace(self, worker: _Worker) -> float:
+        """Time between two tokens of a sequence."""
+        model, seconds = self._model, self._step(worker)
+        if worker.is_prefilling:
+            seconds += model.prefill_tokens_per_step / model.prefill_tokens_per_second
+        return seconds
+
+    def _token_seconds(self, worker: _Worker) -> float:
+        """Time to compute a prompt token, with its share of the step beside it."""
+        model = self._model
+        share = self._step(worker) / model.prefill_tokens_per_step
+        return 1 / model.prefill_tokens_per_second + share
 
     def _step(self, worker: _Worker) -> float:
         model = self._model
@@ -383,8 +490,8 @@ class _Simulation:
             if now - worker.reported_at >= self._model.report_seconds:
                 self._step_until(worker, now)
                 worker.reported_at = now
-                rate = self._model.prefill_tokens_per_second
-                uncomputed = round(max(0.0, worker.prefill_free_at - now) * rate)
+                left = max(0.0, worker.prefill_free_at - now)
+                uncomputed = worker.queued_tokens + round(left / self._token_seconds(worker))
                 worker.guard.take_report(
                     Report(
                         at=now,
@@ -395,6 +502,8 @@ class _Simulation:
                         pending_prompt_tokens=worker.waiting_tokens + uncomputed,
                         computed_prompt_tokens=worker.computed - uncomputed,
                         adapter_slots=worker.adapters.report,
+                        received_bytes=worker.received_bytes,
+                        receiving_seconds=worker.receiving_seconds,
                     )
                 )
         if now - self._typical_at >= self._model.report_seconds:

@@ -40,6 +40,8 @@ class RequestContext:
     """An admitted request, seen by an item. Times are the event loop's."""
 
     mesh: Mesh
+    owner: str
+    """Name of the caller."""
     request_id: str
     model: str
     drawn_seed: int
@@ -50,7 +52,7 @@ class RequestContext:
     pace: Pace
     siblings: Siblings
     bucket: Bucket | None
-    """Token bucket of the API key; None without a rate limit."""
+    """Token bucket of the owner; None without a rate limit."""
     arrival_time: float
     deadline: float | None
 
@@ -65,6 +67,6 @@ class RequestContext:
         return min(max(1, int(remaining * 1000)), 2**32 - 1)
 
     def spend(self, tokens: int) -> None:
-        """Charges tokens to the API key."""
+        """Charges tokens to the owner."""
         if self.bucket is not None:
             self.bucket.spend(tokens, asyncio.get_running_loop().time())

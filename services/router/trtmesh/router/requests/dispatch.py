@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from trtmesh.router.fleet.plan import Leg
 from trtmesh.router.requests.context import RequestContext
@@ -15,21 +16,55 @@ from trtmesh.v1 import generation_pb2 as pb
 Submit = tuple[list[SequenceRun], engine_pb.SubmitCommand]
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Leases of a submit: the sender's, under which the item is handed over, or the receiver's with its KV."""
+
+    sender: str = ""
+    receiver: str = ""
+    life_ms: int = 0
+    """Life of the sender's lease."""
+
+
+NO_LEASE = Lease()
+
+
 def dispatch(
     leg: Leg,
     context: RequestContext,
     item: ItemRequest,
     encoded: EncodedItem,
     waiting: Sequence[SequenceRun],
-) -> int:
-    """Submits the sequences without a worker; returns their seed."""
+    lease: Lease = NO_LEASE,
+) -> None:
+    """Submits the sequences without a worker."""
     adapter = encoded.adapter.identity if encoded.adapter else None
     config = worker_config(
         item, len(encoded.token_ids), encoded.word_ids, context.drawn_seed, adapter
     )
+    if item.is_context_only:
+        _end_after_first_token(config, is_handed_over=bool(lease.sender))
     for runs, command in _submits(context, item, waiting, encoded, config):
+        if lease is not NO_LEASE:
+            command.sender_lease_id, command.receiver_lease_id = lease.sender, lease.receiver
+            command.lease_expires_in_ms = lease.life_ms
         leg.worker.submit(runs, command, leg.booking)
-    return config.sampling.seed
+
+
+def seed_of(context: RequestContext, item: ItemRequest) -> int:
+    """The item's own seed, or the drawn one."""
+    seed = item.config.sampling.seed
+    return context.drawn_seed if seed is None else seed
+
+
+def _end_after_first_token(config: pb.GenerationConfig, *, is_handed_over: bool) -> None:
+    """Makes the item end with its handoff, whatever its limit; or after a token, where nothing can be handed over."""
+    if is_handed_over:
+        config.handoff.phase = pb.GENERATION_PHASE_CONTEXT_ONLY
+        if config.stopping.HasField("max_tokens"):
+            config.stopping.max_tokens = max(2, config.stopping.max_tokens)
+    else:
+        config.stopping.max_tokens = 1
 
 
 def _submits(

@@ -49,6 +49,7 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
     stop_texts = item.searched_texts
     stop_vocabulary = None
     if prompt.text is not None or words or stop_texts:
+        context.mesh.tokenizers.check_size(context.model, prompt.text or "", *words)
         command = tokenizer_pb.EncodeCommand(
             request_id=context.request_id,
             text=prompt.text,

@@ -3,6 +3,8 @@
 * The item holds a permit from start to end.
 * Every item ends with exactly one terminal event, independently of the other items.
 * Placing books a plan on the fleet. A worker without the item's adapter loads it before the dispatch.
+* A split plan is a handoff from its first leg to its second. Handoffs, those of paused and moved sequences too, are led
+  by `item_handoffs.py`.
 * A sequence without a worker, lost or left, is placed again with all tokens.
 * Decoding runs beside generation: worker → sequence → tokenizer → client, without this task.
 * When a tokenizer finds a stop text, the worker stops the sequence.
@@ -15,20 +17,28 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from trtmesh.chassis.errors import AdapterNotFound, NoWorker, TrtmeshError
+from trtmesh.chassis.errors import AdapterNotFound, HandoffFailed, NoWorker, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
-from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.chassis.tasks import until_all_end, until_first_ends
+from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.admission import Permit
-from trtmesh.router.fleet.plan import Plan
+from trtmesh.router.fleet.plan import Leg, Plan
+from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.requests.attempts import too_many_losses
 from trtmesh.router.requests.context import RequestContext
-from trtmesh.router.requests.dispatch import dispatch
-from trtmesh.router.requests.encoding import NOT_ENCODED, encode_item
+from trtmesh.router.requests.dispatch import NO_LEASE, Lease, dispatch, seed_of
+from trtmesh.router.requests.encoding import NOT_ENCODED, EncodedItem, encode_item
+from trtmesh.router.requests.halves import state_of
 from trtmesh.router.requests.item_events import ItemEvents
+from trtmesh.router.requests.item_handoffs import ItemHandoffs
 from trtmesh.router.requests.placer import Placer
-from trtmesh.router.streams.sequence import Charge, SequenceRun
+from trtmesh.router.streams.sequence import Charge, End, SequenceRun
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
+
+
+class _NotLoadedError(Exception):
+    """A worker cannot load the item's adapter now."""
 
 
 class ItemRun:
@@ -41,6 +51,7 @@ class ItemRun:
         self._permit = permit
         self._events = ItemEvents(item.batch_index, context)
         self._placer = Placer(context, item)
+        self._handoffs = ItemHandoffs(self, item, context, self._placer, self._events)
         self._resumed = context.received.has(item.batch_index)
         self._stop_asked = False
         self._over = False
@@ -98,11 +109,14 @@ class ItemRun:
             self._context.spend(self.prompt_tokens)
 
     async def _open(self) -> None:
-        """Waits for a sibling with the same prefix, then opens sequences resumed from another router."""
+        """Waits for a sibling with the same prefix, then opens sequences resumed from another router, or from the state
+        of a first half."""
         self.stage = "place"
         await self._placer.meet_siblings(self._encoded)
         if self._resumed:
-            self._open_sequences()
+            self.open_sequences()
+        elif self._item.state is not None:
+            self._handoffs.continue_half(self._item.state)
 
     async def _place(self) -> None:
         """Dispatches all sequences without a worker, once the client has read enough and a worker takes them."""
@@ -113,8 +127,10 @@ class ItemRun:
                 await self._news.wait()
                 continue
             self.stage = "place"
+            if self._handoffs.resume(self._waiting):
+                continue
             try:
-                plan = self._placer.place(self._encoded, self._runs)
+                plan = self._placer.place(self._encoded, self._waiting)
             except NoWorker as error:
                 await self._wait_for_worker(error)
             else:
@@ -125,23 +141,33 @@ class ItemRun:
                         plan.release()
 
     async def _deliver(self, plan: Plan) -> bool:
-        """Has the plan's worker load the item's adapter; False if the item must be placed again."""
-        adapter, worker, waiting = self._encoded.adapter, plan.first.worker, self._waiting
+        """Has the plan's workers load the item's adapter; False if the item must be placed again."""
+        adapter, waiting = self._encoded.adapter, self._waiting
         assert adapter is not None
-        if adapter.version is None or worker.adapters.holds(adapter.identity):
+        workers = [leg.worker for leg in plan.legs]
+        lacking = [worker for worker in workers if not worker.adapters.holds(adapter.identity)]
+        if adapter.version is None or not lacking:
             return True
         self.stage, self._delivered = "load", True
+        loading = until_all_end(*(self._load(worker, adapter) for worker in lacking))
         try:
-            await until_first_ends(worker.hold(adapter), self._no_worker_needed())
+            await until_first_ends(loading, self._no_worker_needed())
+        except _NotLoadedError:
+            return False
+        # Everything may have changed meanwhile.
+        ready = all(worker.ready for worker in workers)
+        return ready and self._may_be_placed and waiting == self._waiting
+
+    async def _load(self, worker: Worker, adapter: ItemAdapter) -> None:
+        """Has a worker load the adapter. Raises _NotLoadedError if another worker may."""
+        try:
+            await worker.hold(adapter)
         except TrtmeshError as error:
             if not error.row.movable:
                 raise
             if not self._placer.attempts.note(worker.address, error, self.generated_tokens):
-                losses = self._placer.attempts.fruitless
-                raise too_many_losses(losses, error) from error
-            return False
-        # Everything may have changed meanwhile.
-        return worker.ready and self._may_be_placed and waiting == self._waiting
+                raise too_many_losses(self._placer.attempts.fruitless, error) from error
+            raise _NotLoadedError from error
 
     async def _no_worker_needed(self) -> None:
         """Waits until the item must not be placed now."""
@@ -151,7 +177,7 @@ class ItemRun:
 
     async def _generate(self) -> None:
         """Waits until all sequences ended, or any failed or needs another worker."""
-        self.stage = "generate"
+        self.stage = "generate" if self._runs else "reserve"
         while not self._settled and not self._needs_worker and self._error is None:
             self._news.clear()
             await self._news.wait()
@@ -161,20 +187,25 @@ class ItemRun:
     def _finish(self) -> None:
         self.over_ns = time.monotonic_ns()
         self._events.finished(self._runs, self.usage())
+        if self._item.is_context_only:
+            self._handoffs.give()
+            return
         tokens = self.generated_tokens / len(self._runs)
         self._mesh.fleet.learn_new_tokens(self._context.model, tokens)
 
     def _abandon(self) -> None:
         """Stops running sequences, on every way out."""
+        # First: the end of a handoff lets a worker that is drained move its next sequence, which must not be of here.
+        self._over = True
         for run in self._runs:
             run.abandon(pb.FINISH_REASON_CANCELLED)
+        self._handoffs.cancel()
         if self._encoded.adapter is not None:
             self._mesh.adapters.ended(self._encoded.adapter)
         self._placer.close()
         if (recorder := self._mesh.recorder) is not None:
             error = self._events.error
             recorder.note(self._placer.trace(self._encoded, self.generated_tokens, error))
-        self._over = True
         self.stage = "over"
 
     def stop(self) -> bool:
@@ -184,6 +215,7 @@ class ItemRun:
         self._stop_asked = True
         for run in self._runs:
             run.stop(pb.FINISH_REASON_STOPPED)
+        self._handoffs.cancel()
         if not self._runs and self._task is not None:
             self._task.cancel()
         return True
@@ -191,6 +223,7 @@ class ItemRun:
     def dissolve(self) -> None:
         """Breaks the item's reference cycles after the end."""
         self._runs = []
+        self._handoffs.dissolve()
         # A raised error references the item through the traceback.
         self._error = None
         self._task = None
@@ -203,6 +236,10 @@ class ItemRun:
     def sequences(self) -> Sequence[SequenceRun]:
         """All sequences; empty before the first dispatch."""
         return self._runs
+
+    @property
+    def encoded(self) -> EncodedItem:
+        return self._encoded
 
     @property
     def prompt_tokens(self) -> int:
@@ -231,7 +268,8 @@ class ItemRun:
 
     @property
     def _waiting(self) -> list[SequenceRun]:
-        return [run for run in self._runs if run.waits_for_worker]
+        """Sequences to place."""
+        return self._handoffs.without_worker([run for run in self._runs if run.waits_for_worker])
 
     @property
     def _may_be_placed(self) -> bool:
@@ -239,9 +277,11 @@ class ItemRun:
 
     @property
     def _needs_worker(self) -> bool:
-        return not self._runs or bool(self._waiting)
+        if not self._runs:
+            return not self._handoffs.awaits_prefill
+        return bool(self._waiting)
 
-    def _open_sequences(self) -> None:
+    def open_sequences(self) -> None:
         """Opens all sequences, at the start or after the tokens received from another router."""
         self._runs = [self._open_sequence(index) for index in range(self._item.config.sequences)]
 
@@ -276,41 +316,61 @@ class ItemRun:
             run.give_up(final)
 
     def _dispatch(self, plan: Plan) -> None:
-        leg, first = plan.first, not self._placer.began
+        """Submits the item to the plan's worker; a handoff does so where the plan or the client asks for one."""
+        waiting = self._waiting
+        if self._item.is_context_only:
+            self._handoffs.begin_half(plan, waiting)
+        elif plan.is_split:
+            self._handoffs.split(plan, waiting)
+        else:
+            self.submit(plan.first, waiting)
+
+    def submit(self, leg: Leg, runs: Sequence[SequenceRun], lease: Lease = NO_LEASE) -> None:
+        """Submits sequences, or all of a fresh item. Raises TrtmeshError."""
         if not self._runs:
-            self._open_sequences()
-        self.worker = leg.worker.name
-        seed = dispatch(leg, self._context, self._item, self._encoded, self._waiting)
+            self.open_sequences()
+        runs = runs or self._runs
+        dispatch(leg, self._context, self._item, self._encoded, runs, lease)
+        self.began_at(leg)
+
+    def began_at(self, leg: Leg) -> None:
+        """Notes the item's worker, and reports the start with the first."""
         self._placer.dispatched(leg)
-        if first:
-            if self._encoded.adapter is not None:
-                self._mesh.adapters.dispatched(self._encoded.adapter, hit=not self._delivered)
-            self.queue_seconds = self._context.age_seconds()
-            self._events.started(
-                self.worker,
-                seed,
-                self._encoded.token_ids,
-                self.queue_seconds,
-                with_prompt=not self._item.config.output.exclude_prompt,
-            )
+        self.worker = leg.worker.name
+        if self.queue_seconds is not None:
+            return
+        if self._encoded.adapter is not None:
+            self._mesh.adapters.dispatched(self._encoded.adapter, hit=not self._delivered)
+        self.queue_seconds = self._context.age_seconds()
+        self._events.started(
+            self.worker,
+            seed_of(self._context, self._item),
+            self._encoded.token_ids,
+            self.queue_seconds,
+            with_prompt=not self._item.config.output.exclude_prompt,
+        )
 
     def on_settled(self, run: SequenceRun) -> None:
         """Reports the end of a sequence; wakes the item after the last sequence or a failure."""
+        self._handoffs.on_settled(run)
         if run.error is None:
-            self._events.sequence_finished(run)
+            is_half = self._item.is_context_only
+            state = state_of(run, self._encoded, self.worker) if is_half else None
+            self._events.sequence_finished(run, state)
         else:
             self._error = run.error
         if self._error is not None or self._settled:
-            self._news.set()
+            self.wake()
 
     def on_pace(self) -> None:
         """Pauses or continues the item with the client. Beams are not paused, since they would restart."""
         if self._over or self._stop_asked:
             return
         if self._context.pace.paused and self._item.config.beam_search.beam_width == 1:
-            self._move([run for run in self._runs if run.assignment is not None], "paused")
+            if without_kv := self._handoffs.park(self._runs):
+                self._move(without_kv, "paused")
         else:
-            self._news.set()
+            self.wake()
 
     def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         """Leaves a suspect or draining worker if another has room; else stays, since late tokens still count."""
@@ -319,6 +379,7 @@ class ItemRun:
         if not self._placer.has_place(self._encoded, self._runs, address, error):
             return False
         self._move(runs, "moved", error)
+        self._handoffs.fail(runs, address, error)
         return True
 
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
@@ -328,10 +389,13 @@ class ItemRun:
             return
         if isinstance(error, AdapterNotFound) and self._encoded.adapter is not None:
             self._mesh.fleet.note_absence(address, self._encoded.adapter.identity)
-        if not self._placer.attempts.note(address, error, self.generated_tokens):
-            run.give_up(too_many_losses(self._placer.attempts.fruitless, error))
-        else:
-            self._move([run], error.reason.lower(), error)
+        attempts = self._placer.attempts
+        counts = not isinstance(error, HandoffFailed)
+        if counts and not attempts.note(address, error, self.generated_tokens):
+            run.give_up(too_many_losses(attempts.fruitless, error))
+            return
+        self._handoffs.fail([run], address, error)
+        self._move([run], error.reason.lower(), error)
 
     def _move(
         self, runs: Sequence[SequenceRun], cause: str, error: TrtmeshError | None = None
@@ -340,6 +404,35 @@ class ItemRun:
         for run in runs:
             run.release(error)
         self._events.moved(len(runs), cause, error)
+        self.wake()
+
+    def hand_over(
+        self, runs: Sequence[SequenceRun], address: str, cause: str
+    ) -> Sequence[SequenceRun]:
+        """Begins to move sequences with their KV; returns those that cannot move so."""
+        if self._stop_asked or self._over:
+            return ()
+        return self._handoffs.hand_over(runs, address, cause)
+
+    def continues(self, run: SequenceRun) -> bool:
+        """Whether a handed over sequence continues: not a first half that a client asked for."""
+        return not self._item.is_context_only
+
+    def on_handed_over(self, run: SequenceRun, end: End) -> None:
+        """Passes a sequence on to the receiver, or keeps it for its client's return."""
+        if self._stop_asked:
+            run.stop(pb.FINISH_REASON_STOPPED)
+        else:
+            self._handoffs.on_handed_over(run, end)
+        self.wake()
+
+    def fail(self, error: TrtmeshError) -> None:
+        """Ends the item with an error from outside of its task."""
+        self._error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """Has the item look at its state again."""
         self._news.set()
 
     def _cancelled(self) -> None:
@@ -347,5 +440,5 @@ class ItemRun:
         reason = pb.FINISH_REASON_STOPPED if self._stop_asked else pb.FINISH_REASON_CANCELLED
         if self._stop_asked and not self._runs and self._resumed:
             # Resumed output ends at the last received token.
-            self._open_sequences()
+            self.open_sequences()
         self._events.cut_off(self._runs, reason, self.usage())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InternalError, TrtmeshError
-from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.logs import caller_bound, request_id_bound
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.perf_metrics import combined
 from trtmesh.router.streams.sequence import SequenceRun
@@ -20,11 +20,12 @@ log = logging.getLogger(__name__)
 class ItemEvents:
     """Events of an item.
 
-    Losses are reported from the tasks of workers, so their log lines bind the request id here.
+    Losses are reported from the tasks of workers, so their log lines bind owner and request id here.
     """
 
     def __init__(self, batch_index: int, context: RequestContext) -> None:
         self._batch_index = batch_index
+        self._owner = context.owner
         self._request_id = context.request_id
         self._client = context.client
         self._metrics = context.mesh.metrics
@@ -50,17 +51,18 @@ class ItemEvents:
         )
         self._put(router_pb.GenerateEvent(item_started=started))
 
-    def sequence_finished(self, run: SequenceRun) -> None:
+    def sequence_finished(self, run: SequenceRun, state: bytes | None = None) -> None:
+        """A sequence ended; `state` is that of a first half."""
         finished = router_pb.SequenceFinished(
             reason=run.reason, generated_tokens=len(run.token_ids), stop_text=run.stop_text
         )
+        if state is not None:
+            finished.handoff_state = state
         if (log_prob := run.cumulative_log_prob) is not None:
             finished.cumulative_log_prob = log_prob
         if run.end is not None:
             if run.stop_text is None:
                 finished.stop_token_ids.extend(run.end.stop_token_ids)
-            if run.end.handoff_state is not None:
-                finished.handoff_state = run.end.handoff_state
             if run.end.perf_metrics is not None:
                 finished.perf_metrics.CopyFrom(run.end.perf_metrics)
         event = router_pb.GenerateEvent(
@@ -86,7 +88,7 @@ class ItemEvents:
         """Sequences left their worker, because of `error` unless their client is slow."""
         self._metrics.moved[cause] += sequences
         if error is not None:
-            with request_id_bound(self._request_id):
+            with request_id_bound(self._request_id), caller_bound(self._owner):
                 log.info("item %d moves (%s): %s", self._batch_index, cause, error.message)
 
     def broke(self, defect: Exception, usage: pb.Usage) -> None:

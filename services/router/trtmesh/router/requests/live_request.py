@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.router.admission import Bucket, Permit
+from trtmesh.router.admission import Account, Permit
+from trtmesh.router.callers.identity import Identity
 from trtmesh.router.requests.context import Mesh, RequestContext
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.item_events import ItemEvents
@@ -23,12 +24,12 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The right of a request to run: a permit per item, and the token bucket of the API key."""
+    """The right of a request to run: a permit per item, and the account of its owner."""
 
     model: str
     permits: Sequence[Permit]
-    api_key: str
-    bucket: Bucket | None
+    owner: Identity
+    account: Account
 
 
 class LiveRequest:
@@ -64,11 +65,12 @@ class LiveRequest:
             client=self.client,
             pace=self.pace,
             siblings=Siblings(mesh.siblings),
-            bucket=admitted.bucket,
+            owner=admitted.owner.name,
+            bucket=admitted.account.tokens,
             arrival_time=now,
             deadline=None if remaining_seconds is None else now + remaining_seconds,
         )
-        self.api_key = admitted.api_key
+        self.owner = admitted.owner
         self.permits = admitted.permits
         self.ended: TrtmeshError | None = None
         """The error, if this router ended the call."""

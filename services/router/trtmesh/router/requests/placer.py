@@ -10,8 +10,10 @@ from trtmesh.chassis.errors import NoWorker, TrtmeshError
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.fleet.facts import Identity
 from trtmesh.router.fleet.plan import Leg, Plan
-from trtmesh.router.placement import Capability, PlacementQuery
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
 from trtmesh.router.placement.decision import DecisionRecord
+from trtmesh.router.placement.snapshot import PREFILL_PHASE
 from trtmesh.router.replay import RecordedItem
 from trtmesh.router.requests.attempts import Attempts, Failures, unplaceable
 from trtmesh.router.requests.context import RequestContext
@@ -41,6 +43,10 @@ class Placer:
         self._deadline: float | None = None
         self._first: DecisionRecord | None = None
         self.attempts = Attempts(context.mesh.retries.max_attempts)
+        self.may_hand_over = True
+        """Whether handoffs are tried: the first failure is the last."""
+        self._refusals: dict[str, str] = {}
+        """Workers that refused to reserve for the present handoff, by address."""
 
     @property
     def began(self) -> bool:
@@ -57,16 +63,34 @@ class Placer:
         if self._seat is not None:
             await self._seat.wait()
 
-    def place(self, encoded: EncodedItem, runs: Sequence[SequenceRun]) -> Plan:
+    def place(self, encoded: EncodedItem, waiting: Sequence[SequenceRun]) -> Plan:
         """Books a plan for the sequences without a worker. Raises NoWorker, PromptTooLong or UnsupportedField."""
-        query = self._query(encoded, runs, self.attempts.failures)
+        query = self._query(encoded, waiting, self.attempts.failures)
         plan = self._fleet.place(query, encoded.blocks)
         cause = "first"
-        if runs:
+        if waiting:
             cause = "migration" if query.prompt_tokens > len(encoded.token_ids) else "retry"
-        for leg in plan.legs:
-            self._record(leg, cause)
+        self._record(plan.last, cause)
         return plan
+
+    def place_receiver(
+        self, encoded: EncodedItem, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool
+    ) -> Leg:
+        """Books a leg for the rest of sequences, or of a fresh item, whose KV `sender` has, preferably there if it may
+        stay. Raises NoWorker, PromptTooLong or UnsupportedField."""
+        assert sender.facts.kv
+        query = self._query(encoded, runs, self.attempts.failures)
+        left = {} if stays else {sender.address: "it hands the sequence over"}
+        query = replace(
+            query,
+            # The sender works meanwhile, so nothing waits for a delivery.
+            adapter=query.adapter and replace(query.adapter, deliverable=False),
+            exclude={**query.exclude, **query.refused_by, **left},
+            prefer=sender.address if stays else "",
+        )
+        leg = self._fleet.place_receiver(query, encoded.blocks, sender.facts.kv)
+        self._record(leg, "handoff")
+        return leg
 
     def has_place(
         self, encoded: EncodedItem, runs: Sequence[SequenceRun], address: str, error: TrtmeshError
@@ -74,15 +98,25 @@ class Placer:
         """Whether another worker takes the item now; if so, excludes the worker at `address` because of `error`."""
         tokens = sum(len(run.token_ids) for run in runs)
         failures = self.attempts.moved_from(address, error, tokens)
-        if not self._fleet.has_place(self._query(encoded, runs, failures), encoded.blocks):
+        waiting = [run for run in runs if run.waits_for_worker]
+        if not self._fleet.has_place(self._query(encoded, waiting, failures), encoded.blocks):
             return False
         self.attempts.move(failures, tokens)
         return True
+
+    def refused(self, address: str, error: TrtmeshError) -> None:
+        """Has the handoff tried with another receiver than the worker at `address`, which is full."""
+        self._refusals[address] = error.message
+
+    def has_kv_to_share(self, encoded: EncodedItem) -> bool:
+        """Whether a prefill has KV to hand over: that of all prompt tokens but the last for several sequences."""
+        return self._item.config.sequences == 1 or len(encoded.token_ids) > 1
 
     def dispatched(self, leg: Leg) -> None:
         """Notes the worker's identity for later placements, and the booking for siblings."""
         self._identity = self._identity or leg.worker.facts.identity
         self._deadline = None
+        self._refusals.clear()
         if self._seat is not None:
             self._seat.dispatched(leg.worker.address, leg.booking)
 
@@ -135,21 +169,22 @@ class Placer:
 
     def _record(self, leg: Leg, cause: str) -> None:
         item = self._item.batch_index
-        record = DecisionRecord(self._context.request_id, item, cause, leg.decision)
+        context = self._context
+        record = DecisionRecord(context.owner, context.request_id, item, cause, leg.decision)
         self._fleet.decisions.add(record)
         self._first = self._first or record
 
     def _query(
-        self, encoded: EncodedItem, runs: Sequence[SequenceRun], failures: Failures
+        self, encoded: EncodedItem, waiting: Sequence[SequenceRun], failures: Failures
     ) -> PlacementQuery:
         config = self._item.config
-        waiting = [run for run in runs if run.waits_for_worker]
         generated = max((len(run.token_ids) for run in waiting), default=0)
         beams = config.beam_search.beam_width
         together = not waiting or starts(self._item, waiting)
         return PlacementQuery(
             model=self._context.model,
             fields=self._item.worker_fields,
+            phases=PREFILL_PHASE if self._item.is_context_only else WHOLE,
             wants=EXACTLY if generated and beams == 1 else frozenset(),
             adapter=encoded.need,
             prompt_tokens=len(encoded.token_ids) + generated,
@@ -160,7 +195,26 @@ class Placer:
             exclude=self._excluded(failures),
             avoid=self._seat.avoid if self._seat else frozenset(),
             prefer=self._seat.prefer if self._seat else "",
+            refused_by=dict(self._refusals),
+            may_split=self.may_hand_over
+            and self._is_divisible(encoded, waiting, together=together),
         )
+
+    def _is_divisible(
+        self, encoded: EncodedItem, waiting: Sequence[SequenceRun], *, together: bool
+    ) -> bool:
+        """Whether a single submit carries the sequences, and their data comes from a single worker.
+
+        Several sequences are handed over before the first token, and the prompt's data comes with it.
+        """
+        config = self._item.config
+        if self._item.is_context_only:
+            return False
+        if not together:
+            return len(waiting) == 1
+        with_prompt_data = config.output.prompt_log_probs or config.output.context_logits
+        several = config.sequences > 1
+        return self.has_kv_to_share(encoded) and not (several and with_prompt_data)
 
     def _excluded(self, failures: Failures) -> dict[str, str]:
         exclude = {address: error.message for address, error in failures.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 from trtmesh.chassis.errors import (
     AlreadyExists,
@@ -14,12 +15,16 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     Unavailable,
 )
-from trtmesh.router.admission.rate_limit import ANONYMOUS
+from trtmesh.chassis.quoting import quoted
+from trtmesh.router.callers.identity import Identity
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.live_request import Admitted, LiveRequest
 from trtmesh.router.streams.pace import ClientLimits
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.router.values.resumption import NOTHING, Received
+
+RequestKey: TypeAlias = tuple[str, str]
+"""Name of the owner, and id. Another caller's request is not found, as if it did not exist."""
 
 
 class Requests:
@@ -31,7 +36,7 @@ class Requests:
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
-        self.live: dict[str, LiveRequest] = {}
+        self.live: dict[RequestKey, LiveRequest] = {}
 
     @property
     def max_items_per_request(self) -> int:
@@ -39,14 +44,14 @@ class Requests:
 
     @asynccontextmanager
     async def open(
-        self, request: GenerationRequest, remaining_seconds: float | None, api_key: str = ANONYMOUS
+        self, request: GenerationRequest, remaining_seconds: float | None, owner: Identity
     ) -> AsyncIterator[LiveRequest]:
-        """Runs a request's items inside the context and stops the rest on exit. `api_key` is the key's hash."""
-        if request.request_id in self.live:
+        """Runs a request's items inside the context and stops the rest on exit."""
+        if self.find(owner, request.request_id) is not None:
             raise AlreadyExists(
                 f"{request.request_id!r} is live; choose another", field="request_id"
             )
-        admitted = self._admit(request, NOTHING, api_key)
+        admitted = self._admit(request, NOTHING, owner)
         async with self._run(request, admitted, NOTHING, remaining_seconds) as live:
             yield live
 
@@ -56,17 +61,17 @@ class Requests:
         request: GenerationRequest,
         received: Received,
         remaining_seconds: float | None,
-        api_key: str = ANONYMOUS,
+        owner: Identity,
     ) -> AsyncIterator[LiveRequest]:
-        """Runs the rest of a request as `open` does. Admission ends the request's live call, if any."""
-        former = self._former_call(request.request_id, api_key)
-        admitted = self._admit(request, received, api_key, former)
+        """Runs the rest of a request as `open` does. Admission ends the owner's live call of that id, if any."""
+        admitted = self._admit(request, received, owner, self.find(owner, request.request_id))
         try:
-            await self._end_former_calls(request.request_id, api_key)
+            await self._end_former_calls(request.request_id, owner)
         except BaseException:
             # The client may be gone by now.
             for permit in admitted.permits:
                 permit.give_back()
+                admitted.account.item_ended()
             raise
         async with self._run(request, admitted, received, remaining_seconds) as live:
             yield live
@@ -82,19 +87,21 @@ class Requests:
         live = LiveRequest(
             self._mesh, request, admitted, received, remaining_seconds, self._client_limits
         )
-        self.live[request.request_id] = live
+        key = (admitted.owner.name, request.request_id)
+        self.live[key] = live
         self._empty.clear()
         tasks = [asyncio.create_task(live.run(item)) for item in live.items]
         for task, permit in zip(tasks, admitted.permits, strict=True):
             # A callback, because a task cancelled before the first step runs no code.
             task.add_done_callback(permit.give_back)
+            task.add_done_callback(admitted.account.item_ended)
         try:
             yield live
         finally:
             for task in tasks:
                 task.cancel()
             # Before any await, since a cancellation by the client could interrupt the await.
-            del self.live[request.request_id]
+            del self.live[key]
             live.gone.set()
             live.pace.close()
             if not self.live:
@@ -103,9 +110,17 @@ class Requests:
             await asyncio.gather(*tasks, return_exceptions=True)
             live.dissolve()
 
-    def stop(self, request_id: str, batch_indexes: Collection[int]) -> int:
-        """Stops items of a request; returns the number of stopped items."""
-        live = self.live.get(request_id)
+    def find(self, owner: Identity, request_id: str) -> LiveRequest | None:
+        """The owner's live request of this id."""
+        return self.live.get((owner.name, request_id))
+
+    def named(self, request_id: str) -> list[LiveRequest]:
+        """The live requests of this id, of every owner: for admins."""
+        return [live for (_, name), live in self.live.items() if name == request_id]
+
+    def stop(self, owner: Identity, request_id: str, batch_indexes: Collection[int]) -> int:
+        """Stops items of the owner's request; returns the number of stopped items."""
+        live = self.find(owner, request_id)
         return live.stop(batch_indexes) if live else 0
 
     def served_model(self, name: str) -> str:
@@ -118,9 +133,9 @@ class Requests:
         known = ", ".join(sorted(models))
         if name:
             raise ModelNotFound(
-                f"{name!r} is not served here; models are: {known}",
+                f"{quoted(name)} is not served here; models are: {known}",
                 field="model",
-                value=repr(name),
+                value=quoted(name),
                 limit=f"one of {known}",
             )
         if len(models) == 1:
@@ -147,17 +162,8 @@ class Requests:
         for live in self.live.values():
             live.end(Draining("this router stops; resume the request on another"))
 
-    def _former_call(self, request_id: str, api_key: str) -> LiveRequest | None:
-        """The live call of a request, or None. Raises AlreadyExists if another API key owns it."""
-        live = self.live.get(request_id)
-        if live is not None and live.api_key != api_key:
-            raise AlreadyExists(
-                f"{request_id!r} is live with another API key; choose another", field="request_id"
-            )
-        return live
-
-    async def _end_former_calls(self, request_id: str, api_key: str) -> None:
-        while (former := self._former_call(request_id, api_key)) is not None:
+    async def _end_former_calls(self, request_id: str, owner: Identity) -> None:
+        while (former := self.find(owner, request_id)) is not None:
             former.end(Unavailable(f"request {request_id!r} continues in another call"))
             await former.gone.wait()
 
@@ -165,7 +171,7 @@ class Requests:
         self,
         request: GenerationRequest,
         received: Received,
-        api_key: str,
+        owner: Identity,
         former: LiveRequest | None = None,
     ) -> Admitted:
         """Admits a request, in the place of a running `former` call if any. Raises the refusal."""
@@ -176,16 +182,20 @@ class Requests:
             # A third call took the place.
             former = None
         now = asyncio.get_running_loop().time()
-        bucket = self._mesh.rate_limiter.bucket_of(api_key, now)
+        account = self._mesh.rate_limiter.account_of(owner, now)
+        leaving = former.permits if former else ()
         try:
-            if bucket is not None and former is None:
-                bucket.check(now, in_debt=received.anything)
             items = len(received.rest_of(request))
-            leaving = former.permits if former else ()
+            if former is None and received.anything:
+                account.check_debt(now)
+            elif former is None:
+                account.check_rates(items, now)
+            account.check_live(items, freed=sum(permit.valid for permit in leaving))
             permits = self._mesh.admission.admit(model, items, leaving)
         except TrtmeshError as error:
-            self._mesh.metrics.note_refusal(error.reason, api_key)
+            self._mesh.metrics.note_refusal(error.reason, owner.name)
             if self._mesh.recorder is not None:
                 self._mesh.recorder.note_refused(request, model, error)
             raise
-        return Admitted(model, permits, api_key, bucket)
+        account.open(items, now, charge=former is None and not received.anything)
+        return Admitted(model, permits, owner, account)

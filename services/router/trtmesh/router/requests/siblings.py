@@ -62,7 +62,7 @@ class Seat:
         """The item was sent to a worker."""
         if self.leads and not self._group.address:
             self._group.address = address
-            booking.when_computed = self._group.computed.set
+            booking.when_computed.append(self._group.computed.set)
 
     def close(self) -> None:
         """The item is over: followers stop waiting."""

@@ -16,6 +16,7 @@ from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.router.values.resumption import ReceivedSequence
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class End:
     cumulative_log_prob: float | None = None
     """None if not asked for, or if the sequence began on another worker."""
     perf_metrics: pb.PerfMetrics | None = None
-    handoff_state: bytes | None = None
+    handoff: kv_pb.HandoffDescriptor | None = None
+    """The KV that the worker keeps, for FINISH_REASON_HANDOFF."""
 
 
 class Assignment(Protocol):
@@ -47,6 +49,9 @@ class Assignment(Protocol):
     def release(self, error: TrtmeshError | None) -> None:
         """Stops the sequence on the worker and drops later output; `error` names the worker's fault, if any."""
 
+    def hand_over(self, lease_id: str, life_ms: int) -> None:
+        """Asks the worker to stop the sequence at its next token, and to keep its KV under a lease."""
+
 
 class Owner(Protocol):
     """The item of a sequence."""
@@ -59,6 +64,17 @@ class Owner(Protocol):
 
     def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         """Moves sequences off the worker at `address` because of `error`; False if no other worker has room now."""
+
+    def continues(self, run: SequenceRun) -> bool:
+        """Whether a sequence continues after a handoff, or ends for its client."""
+
+    def on_handed_over(self, run: SequenceRun, end: End) -> None:
+        """A worker stopped a live sequence, now without a worker, and keeps its KV."""
+
+    def hand_over(
+        self, runs: Sequence[SequenceRun], address: str, cause: str
+    ) -> Sequence[SequenceRun]:
+        """Moves sequences with their KV off the worker at `address`; returns those that cannot move so."""
 
 
 @dataclass(slots=True)
@@ -91,8 +107,9 @@ class SequenceTimes:
             self.first_token = now
         self.last_token = now
 
-    def corrected(self, metrics: pb.PerfMetrics) -> pb.PerfMetrics:
-        """The last worker's metrics of a moved sequence, with arrival and first token as this router saw them."""
+    def corrected(self, metrics: pb.PerfMetrics, scheduled_ns: int) -> pb.PerfMetrics:
+        """The last worker's metrics of a moved sequence, with arrival and first token as this router saw them, and with
+        the start on the first worker if known."""
         corrected = pb.PerfMetrics()
         corrected.CopyFrom(metrics)
         to_unix = time.time() - asyncio.get_running_loop().time()
@@ -100,7 +117,7 @@ class SequenceTimes:
         if self.first_token:
             corrected.first_token_time_ns = int((self.first_token + to_unix) * 1e9)
             corrected.first_scheduled_time_ns = min(
-                corrected.first_scheduled_time_ns, corrected.first_token_time_ns
+                scheduled_ns or corrected.first_scheduled_time_ns, corrected.first_token_time_ns
             )
         return corrected
 
@@ -131,6 +148,7 @@ class SequenceRun(DecodedSequence):
     __slots__ = (
         "_item",
         "_output",
+        "_stop_reason",
         "address",
         "assignment",
         "charge",
@@ -139,6 +157,7 @@ class SequenceRun(DecodedSequence):
         "error",
         "moved",
         "owner",
+        "prefill_end",
         "reason",
         "stop_text",
         "times",
@@ -169,10 +188,14 @@ class SequenceRun(DecodedSequence):
         self.address = ""
         """Address of the worker, or after the end of the last worker; '' between two workers."""
         self.moved = False
+        self.prefill_end: End | None = None
+        """The first end with a handoff: its figures concern the prompt."""
         self.end: End | None = None
         self.ended_ns = 0
         """Monotonic time of the end; 0 before."""
         self.stop_text: str | None = None
+        self._stop_reason: pb.FinishReason.ValueType | None = None
+        """Of the first stop."""
         self.reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
         self.error: TrtmeshError | None = None
 
@@ -261,15 +284,37 @@ class SequenceRun(DecodedSequence):
         if assignment is not None and end.error is not None and end.error.row.movable:
             self.on_worker_lost(end.error)
             return
-        if self.moved and end.perf_metrics is not None:
-            end = replace(end, perf_metrics=self.times.corrected(end.perf_metrics))
-        self.end = end
+        if end.reason == pb.FINISH_REASON_HANDOFF and self.owner.continues(self):
+            self._on_handoff(end)
+            return
+        self.end = end = self._completed(end)
         self.ended_ns = time.monotonic_ns()
         self.error = end.error
         if self.decoder is None or self.stop_text is not None:
             self._settle()
         else:
             self.decoder.finish(self)
+
+    def _on_handoff(self, end: End) -> None:
+        """The worker keeps the KV; another one continues, unless the text is complete."""
+        self.prefill_end = self.prefill_end or end
+        if self._leave():
+            self.owner.on_handed_over(self, end)
+
+    def _completed(self, end: End) -> End:
+        """The last end with the figures of earlier workers."""
+        if end.reason == pb.FINISH_REASON_CANCELLED and self._stop_reason is not None:
+            # A stopped item releases its lease, and the release may reach the sequence first.
+            end = replace(end, reason=self._stop_reason)
+        before = self.prefill_end
+        if (self.moved or before) and end.perf_metrics is not None:
+            scheduled = before.perf_metrics if before else None
+            scheduled_ns = scheduled.first_scheduled_time_ns if scheduled else 0
+            metrics = self.times.corrected(end.perf_metrics, scheduled_ns)
+            end = replace(end, perf_metrics=metrics)
+        if before is not None:
+            end = replace(end, cached_prompt_tokens=before.cached_prompt_tokens)
+        return end
 
     def on_worker_lost(self, error: TrtmeshError) -> None:
         """The worker cannot continue the sequence."""
@@ -293,6 +338,8 @@ class SequenceRun(DecodedSequence):
         """Ends the sequence early and delivers everything generated."""
         if self.over:
             return
+        if self._stop_reason is None:
+            self._stop_reason = reason
         if self.assignment is not None:
             self.assignment.stop(reason)
         elif self.end is None:

@@ -10,14 +10,22 @@ from types import MappingProxyType
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.parsing import parse_config, parse_prompt
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Prompt
+from trtmesh.router.values.handoff_state import HandoffState, read_state
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 MAX_REQUEST_ID_LENGTH = 256
+MAX_MODEL_CHARACTERS = 1024
+MAX_REQUEST_TOKENS = 2**21
+"""Limit for the token ids of all prompts of a request together."""
 NONE_REFUSED: Mapping[int, TrtmeshError] = MappingProxyType({})
+
+PHASE, STATE = "handoff.phase", "handoff.state"
 
 ROUTER_FIELDS = frozenset(
     {
+        PHASE,
+        STATE,
         "output.exclude_prompt",
         "output.skip_special_tokens",
         "output.stream",
@@ -57,6 +65,14 @@ class ItemRequest:
     message: pb.GenerationConfig
     draw_index: int | None = None
     """The batch_index of the draws, if another."""
+    state: HandoffState | None = None
+    """The first half of a generation_only item."""
+
+    @property
+    def is_context_only(self) -> bool:
+        """Whether the item ends after its first token, with KV for the client to bring back."""
+        handoff = self.config.handoff
+        return handoff is not None and handoff.phase == pb.GENERATION_PHASE_CONTEXT_ONLY
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -76,7 +92,8 @@ class ItemRequest:
     @property
     def worker_fields(self) -> frozenset[str]:
         """Fields for the worker to support, under the client's names."""
-        return self.config.fields_set - UNSENT_FIELDS
+        fields = self.config.fields_set - UNSENT_FIELDS
+        return fields | {PHASE} if self.is_context_only else fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +140,9 @@ def parse_request(
     """Parses a request; items of `refused` are known to be invalid. Raises InvalidRequest with the field and, without
     any valid item, the first batch_index."""
     request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
+    if len(message.model) > MAX_MODEL_CHARACTERS:
+        limit = f"the name of a model, with at most {MAX_MODEL_CHARACTERS} characters"
+        raise InvalidField.of("model", message.model, limit)
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
         limit = f"printable and have at most {MAX_REQUEST_ID_LENGTH} characters"
         raise InvalidField.of("request_id", request_id, limit)
@@ -132,6 +152,14 @@ def parse_request(
             field="items",
             value=str(len(message.items)),
             limit=f"1 to {max_items}",
+        )
+    tokens = sum(len(item.prompt.token_ids.ids) for item in message.items)
+    if tokens > MAX_REQUEST_TOKENS:
+        raise InvalidField(
+            f"have {tokens} token ids together but must have at most {MAX_REQUEST_TOKENS}",
+            field="items",
+            value=f"{tokens} token ids",
+            limit=f"at most {MAX_REQUEST_TOKENS}",
         )
     shared = parse_config(message.config)
     errors = dict(refused)
@@ -148,6 +176,18 @@ def parse_request(
     return GenerationRequest(request_id, message.model, tuple(items), invalid)
 
 
+def parse_stopped(message: router_pb.StopRequest, max_items: int) -> frozenset[int]:
+    """The named items of a stop, counted before they are copied. Raises InvalidField."""
+    if len(message.batch_indexes) > max_items:
+        raise InvalidField(
+            f"has {len(message.batch_indexes)} entries but must have at most {max_items}",
+            field="batch_indexes",
+            value=f"{len(message.batch_indexes)} entries",
+            limit=f"at most {max_items}",
+        )
+    return frozenset(message.batch_indexes)
+
+
 def _parse_item(
     batch_index: int,
     item: router_pb.GenerateItem,
@@ -155,9 +195,13 @@ def _parse_item(
     shared: GenerationConfig,
 ) -> ItemRequest:
     prompt = parse_prompt(item.prompt)
+    config, message = shared, shared_message
     if item.HasField("config"):
-        return ItemRequest(batch_index, prompt, parse_config(item.config), item.config)
-    return ItemRequest(batch_index, prompt, shared, shared_message)
+        config, message = parse_config(item.config), item.config
+    handoff = config.handoff
+    if handoff is None or handoff.state is None:
+        return ItemRequest(batch_index, prompt, config, message)
+    return ItemRequest(batch_index, prompt, config, message, state=read_state(handoff.state))
 
 
 def worker_config(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.router.values.request import GenerationRequest, ItemRequest
+from trtmesh.router.values.request import MAX_REQUEST_TOKENS, GenerationRequest, ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -49,6 +49,7 @@ def parse_received(message: router_pb.ResumeRequest, request: GenerationRequest)
         raise InvalidField(
             "is empty but must name the request to resume", field="request.request_id"
         )
+    _check_counts(message, request)
     items = {item.batch_index: item for item in request.items}
     sequences = {}
     for number, offset in enumerate(message.received):
@@ -71,6 +72,24 @@ def parse_received(message: router_pb.ResumeRequest, request: GenerationRequest)
             limit = f"below {request.size}, the number of items"
             raise InvalidField.of("finished_items", index, limit)
     return Received(sequences, frozenset(message.finished_items))
+
+
+def _check_counts(message: router_pb.ResumeRequest, request: GenerationRequest) -> None:
+    """Counts before anything is copied. Raises InvalidField."""
+    sequences = sum(item.config.sequences for item in request.items)
+    tokens = sum(len(offset.token_ids) for offset in message.received[: sequences + 1])
+    for name, count, most in (
+        ("received", len(message.received), sequences),
+        ("finished_items", len(message.finished_items), request.size),
+        ("received.token_ids", tokens, MAX_REQUEST_TOKENS),
+    ):
+        if count > most:
+            raise InvalidField(
+                f"has {count} entries but must have at most {most}",
+                field=name,
+                value=f"{count} entries",
+                limit=f"at most {most}",
+            )
 
 
 def _forget_cut_beams(

@@ -1,0 +1,95 @@
+"""The halves of a prompt that a client brings together: context_only, then generation_only on any router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.requests.encoding import EncodedItem
+from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.values.handoff_state import FIELD, HandoffState, digest_of, write_state
+from trtmesh.router.values.request import ItemRequest
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as kv_pb
+
+COMPLETE = frozenset(
+    {
+        *(pb.FINISH_REASON_HANDOFF, pb.FINISH_REASON_END_ID, pb.FINISH_REASON_STOP_WORD),
+        pb.FINISH_REASON_LENGTH,
+    }
+)
+"""Ends of a first half with a state. Only the first has KV; after the others the second half begins anew."""
+
+
+def state_of(run: SequenceRun, encoded: EncodedItem, worker: str) -> bytes | None:
+    """The state for the client after the first half of a sequence; None for one that was stopped."""
+    if run.reason not in COMPLETE:
+        return None
+    descriptor = run.end.handoff if run.end is not None else None
+    return write_state(descriptor, worker, _digest(encoded))
+
+
+@dataclass(frozen=True, slots=True)
+class SecondHalf:
+    """KV of a first half that this router may continue from."""
+
+    sender: Worker
+    descriptor: kv_pb.HandoffDescriptor
+    first_tokens: list[int]
+
+
+def second_half(
+    fleet: Fleet, model: str, item: ItemRequest, state: HandoffState, encoded: EncodedItem
+) -> SecondHalf | None:
+    """The KV of `state`; None if the prompt must be computed again. Raises InvalidField for another prompt's."""
+    if state.is_readable:
+        state.check(_digest(encoded))
+    sender = _worker_named(fleet, model, state.descriptor.worker) if state.has_kv else None
+    if sender is None:
+        return None
+    _check_tokens(state, sender)
+    if not _continues(item, state):
+        fleet.handoffs.discard(sender, state.descriptor.lease_id)
+        return None
+    return SecondHalf(sender, _completed(state, sender), state.first_tokens)
+
+
+def _digest(encoded: EncodedItem) -> bytes:
+    return digest_of(encoded.token_ids, encoded.adapter.identity if encoded.adapter else None)
+
+
+def _worker_named(fleet: Fleet, model: str, name: str) -> Worker | None:
+    """The only worker of a name, if it hands KV over."""
+    named = [worker for worker in fleet.workers.values() if worker.name == name]
+    able = [w for w in named if w.ready and w.facts.kv is not None and w.engine.model == model]
+    return able[0] if len(named) == len(able) == 1 else None
+
+
+def _check_tokens(state: HandoffState, sender: Worker) -> None:
+    most = sender.engine.vocabulary_size
+    if most and any(token >= most for token in state.first_tokens):
+        raise InvalidField("has a token outside of the vocabulary", field=FIELD)
+
+
+def _continues(item: ItemRequest, state: HandoffState) -> bool:
+    """Whether the item can continue from KV: not where it asks for data of what is computed already."""
+    config, output = item.config, item.config.output
+    several = config.sequences > 1
+    if several is bool(state.first_tokens):
+        return False
+    asks = output.per_token or output.prompt_log_probs or output.context_logits
+    return not asks and config.stopping.max_tokens != 1
+
+
+def _completed(state: HandoffState, sender: Worker) -> kv_pb.HandoffDescriptor:
+    """The descriptor as the fleet knows the sender. A client names no memory, so the bytes come in messages."""
+    descriptor = kv_pb.HandoffDescriptor()
+    descriptor.CopyFrom(state.descriptor)
+    descriptor.ClearField("backend_state")
+    shapes = sender.engine.kv_shapes
+    descriptor.shape.CopyFrom(shapes[0])
+    descriptor.shards.extend(shapes)
+    descriptor.transports.add(transport=kv_pb.KV_TRANSPORT_GRPC)
+    return descriptor

@@ -1,0 +1,318 @@
+"""The handoffs of an item: split plans, halves of clients, and sequences that leave their worker with their KV."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.router.fleet.handoff import Result
+from trtmesh.router.fleet.live_handoff import MOVES, HandoffItem, LiveHandoff
+from trtmesh.router.fleet.plan import Leg, Plan
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.placement import Role
+from trtmesh.router.requests.context import RequestContext
+from trtmesh.router.requests.dispatch import NO_LEASE, Lease
+from trtmesh.router.requests.encoding import EncodedItem
+from trtmesh.router.requests.halves import second_half
+from trtmesh.router.requests.item_events import ItemEvents
+from trtmesh.router.requests.placer import Placer
+from trtmesh.router.streams.sequence import End, SequenceRun
+from trtmesh.router.values.handoff_state import HandoffState
+from trtmesh.router.values.request import ItemRequest
+from trtmesh.v1 import generation_pb2 as pb
+
+SLACK_TOKENS = 64
+"""Tokens that a running sequence may gain before it stops for its handoff."""
+
+
+class LiveItem(Protocol):
+    """The item, as its handoffs use it."""
+
+    @property
+    def encoded(self) -> EncodedItem:
+        """The encoded prompt."""
+
+    @property
+    def sequences(self) -> Sequence[SequenceRun]:
+        """All sequences; empty before the first dispatch."""
+
+    def open_sequences(self) -> None:
+        """Opens all sequences."""
+
+    def submit(self, leg: Leg, runs: Sequence[SequenceRun], lease: Lease = NO_LEASE) -> None:
+        """Submits sequences, or all of a fresh item. Raises TrtmeshError."""
+
+    def began_at(self, leg: Leg) -> None:
+        """Notes the item's worker, and reports the start with the first."""
+
+    def wake(self) -> None:
+        """Wakes the item's task: a sequence may need a worker."""
+
+    def fail(self, error: TrtmeshError) -> None:
+        """Ends the item with an error from outside of its task."""
+
+
+class ItemHandoffs:
+    """The live handoffs of an item, and their owner. A sequence has at most one."""
+
+    def __init__(
+        self,
+        item: LiveItem,
+        request: ItemRequest,
+        context: RequestContext,
+        placer: Placer,
+        events: ItemEvents,
+    ) -> None:
+        self._item = item
+        self._request = request
+        self._context = context
+        self._placer = placer
+        self._events = events
+        self._fleet = context.mesh.fleet
+        self._handoffs = context.mesh.fleet.handoffs
+        self._live: list[LiveHandoff] = []
+
+    @property
+    def awaits_prefill(self) -> bool:
+        """Whether the blocks for a fresh item are being reserved."""
+        return any(not handoff.runs for handoff in self._live)
+
+    def without_worker(self, runs: list[SequenceRun]) -> list[SequenceRun]:
+        """Those of `runs` that no handoff takes to a worker."""
+        if not self._live:
+            return runs
+        return [run for run in runs if (found := self._of(run)) is None or found.is_parked]
+
+    # From the item's task.
+
+    def split(self, plan: Plan, waiting: Sequence[SequenceRun]) -> None:
+        """Begins the handoff of a split plan, for sequences or a fresh item."""
+        generated = len(waiting[0].token_ids) if waiting else 0
+        # Several sequences share the KV of all tokens but the last.
+        tokens = (
+            len(self._item.encoded.token_ids) + generated - (self._request.config.sequences > 1)
+        )
+        self._open("disaggregated").split(plan, tokens, waiting)
+
+    def begin_half(self, plan: Plan, waiting: Sequence[SequenceRun]) -> None:
+        """Dispatches a prefill whose KV waits for the client; without KV after a failure, or beyond the quota."""
+        if any(run.token_ids for run in waiting):
+            plan.release()
+            for run in waiting:
+                run.on_end(End(pb.FINISH_REASON_HANDOFF))
+        elif (
+            self._handoffs.may_park
+            and self._placer.may_hand_over
+            and self._placer.has_kv_to_share(self._item.encoded)
+        ):
+            self._open("context_only").give(plan.first)
+        else:
+            self._item.submit(plan.first, waiting)
+
+    def give(self) -> None:
+        """The client has the descriptors of finished first halves."""
+        for handoff in [*self._live]:
+            handoff.given()
+
+    def continue_half(self, state: HandoffState) -> None:
+        """Begins with the KV that a client brought, if a worker may continue from it. Raises InvalidField."""
+        item, lease_id = self._item, state.descriptor.lease_id
+        half = second_half(self._fleet, self._context.model, self._request, state, item.encoded)
+        if half is None or lease_id in self._handoffs.live:
+            return
+        try:
+            leg = self._placer.place_receiver(item.encoded, (), half.sender, stays=True)
+        except TrtmeshError:
+            self._handoffs.discard(half.sender, lease_id)
+            return
+        item.open_sequences()
+        item.began_at(leg)
+        for run in item.sequences:
+            self._put_tokens(run, half.first_tokens)
+        tokens = len(item.encoded.token_ids) + len(half.first_tokens) - (len(item.sequences) > 1)
+        handoff = self._open("generation_only", lease_id=lease_id)
+        handoff.adopt(item.sequences, half.sender, half.descriptor, leg, tokens)
+
+    def _put_tokens(self, run: SequenceRun, token_ids: list[int]) -> None:
+        """Puts tokens of the first half."""
+        if not token_ids:
+            return
+        now = asyncio.get_running_loop().time()
+        run.on_tokens(0, token_ids)
+        run.times.on_tokens(len(token_ids), now, self._context.mesh.metrics)
+        if run.charge is not None:
+            run.charge.up_to(len(run.token_ids), now)
+
+    def resume(self, waiting: Sequence[SequenceRun]) -> bool:
+        """Reserves for parked sequences, preferably where their KV is; False without any."""
+        parked = [(run, handoff) for run in waiting if (handoff := self._of(run)) is not None]
+        for run, handoff in parked:
+            self._resume(run, handoff)
+        return bool(parked)
+
+    def _resume(self, run: SequenceRun, handoff: LiveHandoff) -> None:
+        assert handoff.sender
+        try:
+            leg = self._placer.place_receiver(self._item.encoded, [run], handoff.sender, stays=True)
+        except TrtmeshError:
+            handoff.cancel()
+        else:
+            handoff.resume(leg, self._tokens_of(run))
+
+    def cancel(self) -> None:
+        """Ends all handoffs with the item."""
+        for handoff in [*self._live]:
+            handoff.cancel()
+
+    def dissolve(self) -> None:
+        """Breaks the reference cycle with the item."""
+        del self._item
+
+    # From workers and the client.
+
+    def park(self, runs: Sequence[SequenceRun]) -> list[SequenceRun]:
+        """Has the workers stop sequences and keep their KV; returns those that leave without it."""
+        return [run for run in runs if not self._park(run)]
+
+    def _park(self, run: SequenceRun) -> bool:
+        if (handoff := self._of(run)) is not None:
+            if handoff.state.is_parked:
+                return True
+            handoff.cancel()
+            return run.assignment is None
+        worker = self._fleet.workers.get(run.address)
+        if run.assignment is None:
+            return True
+        if worker is None or not worker.ready or not self._keeps_kv(run, worker):
+            return False
+        if not self._handoffs.may_park:
+            return False
+        self._open("paused", run.sequence_index).park(run, worker, self._tokens_of(run))
+        return True
+
+    def hand_over(self, runs: Sequence[SequenceRun], address: str, cause: str) -> list[SequenceRun]:
+        """Begins to move sequences with their KV; returns those that cannot move so."""
+        return [run for run in runs if not self._hand_over(run, address, cause)]
+
+    def _hand_over(self, run: SequenceRun, address: str, cause: str) -> bool:
+        """Whether a sequence moves with its KV, now or after others of the worker."""
+        if self._of(run) is not None:
+            return True
+        sender = self._fleet.workers.get(address)
+        if sender is None or not self._keeps_kv(run, sender):
+            return False
+        most = self._handoffs.settings.max_moves
+        if sender.leases.moves >= most:
+            return most > 0
+        try:
+            leg = self._placer.place_receiver(self._item.encoded, [run], sender, stays=False)
+        except TrtmeshError:
+            return False
+        if cause == "role" and leg.worker.role is Role.PREFILL:
+            leg.booking.release(asyncio.get_running_loop().time())
+            return False
+        tokens = self._tokens_of(run) + SLACK_TOKENS
+        self._open(cause, run.sequence_index).move(run, sender, leg, tokens)
+        return True
+
+    def _keeps_kv(self, run: SequenceRun, sender: Worker) -> bool:
+        """Whether a running sequence may leave with its KV: a worker hands over none that were submitted together."""
+        if sender.facts.kv is None or not self._placer.may_hand_over or not run.token_ids:
+            return False
+        is_alone = self._request.config.sequences == 1 or run.moved
+        return is_alone and not run.is_beam and not self._request.is_context_only
+
+    def on_handed_over(self, run: SequenceRun, end: End) -> None:
+        """Passes a sequence on to the receiver, or keeps it for its client's return."""
+        if (handoff := self._of(run)) is not None:
+            handoff.on_handed_over(run, end.handoff)
+            if handoff.was_parked:
+                self._events.moved(1, "paused", None)
+
+    def on_settled(self, run: SequenceRun) -> None:
+        """A sequence is over."""
+        if (handoff := self._of(run)) is None:
+            return
+        if run.end is not None and run.end.reason == pb.FINISH_REASON_HANDOFF:
+            handoff.on_handed_over(run, run.end.handoff)
+        elif run.end is not None and run.address:
+            handoff.on_settled()
+        else:
+            handoff.cancel()
+
+    def fail(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> None:
+        """Sequences lost the worker at `address`, or left it."""
+        for run in runs:
+            if (handoff := self._of(run)) is not None:
+                handoff.fail(address, error, runs)
+
+    # From the handoffs.
+
+    def start_prefill(self, handoff: LiveHandoff, leg: Leg) -> None:
+        """Dispatches the prefill, once the blocks for the rest are reserved."""
+        lease = Lease(sender=handoff.lease_id, life_ms=handoff.life_ms)
+        with self._failing(leg):
+            self._item.submit(leg, handoff.runs, lease)
+            handoff.on_started(handoff.runs or self._item.sequences)
+        self._item.wake()
+
+    def submit_rest(self, handoff: LiveHandoff, leg: Leg) -> None:
+        """Dispatches the rest to the worker with the reservation."""
+        with self._failing(leg):
+            self._item.submit(leg, handoff.runs, Lease(receiver=handoff.receiver_lease_id))
+
+    def on_handoff_over(self, handoff: LiveHandoff) -> None:
+        """Places the sequences again after a failure."""
+        self._live.remove(handoff)
+        if handoff.state.result is Result.MIGRATED:
+            self._on_failed(handoff)
+        elif handoff.state.result is Result.MOVED and handoff.cause in MOVES:
+            self._events.moved(1, handoff.cause, None)
+        self._item.wake()
+
+    def _on_failed(self, handoff: LiveHandoff) -> None:
+        """Tries another receiver after a refusal, which cost nothing. After other failures the sequences migrate from
+        their tokens, and nothing of the item is handed over again."""
+        error, receiver = handoff.error, handoff.receiver
+        if handoff.is_started:
+            if not handoff.was_parked:
+                self._events.moved(len(handoff.runs), "handoff", error)
+            for run in handoff.runs:
+                run.release()
+        elif receiver is not None and error is not None and error.row.back_pressure:
+            self._placer.refused(receiver.address, error)
+            return
+        self._placer.may_hand_over = False
+
+    @contextmanager
+    def _failing(self, leg: Leg) -> Iterator[None]:
+        """Ends the item with an error of a dispatch outside its task."""
+        try:
+            yield
+        except TrtmeshError as error:
+            leg.booking.release(asyncio.get_running_loop().time())
+            self._item.fail(error)
+
+    def _open(self, cause: str, sequence_index: int = 0, lease_id: str = "") -> LiveHandoff:
+        """A handoff that is not begun, by default under a new lease."""
+        encoded = self._item.encoded
+        adapter = encoded.adapter.identity if encoded.adapter else None
+        name = self._context.request_id, self._request.batch_index
+        item = HandoffItem(*name, encoded.blocks, adapter, sequence_index)
+        handoff = self._handoffs.open(self, item, cause, lease_id)
+        self._live.append(handoff)
+        return handoff
+
+    def _of(self, run: SequenceRun) -> LiveHandoff | None:
+        """The handoff of a sequence."""
+        for handoff in self._live:
+            if run in handoff.runs:
+                return handoff
+        return None
+
+    def _tokens_of(self, run: SequenceRun) -> int:
+        """Tokens of a sequence with its prompt."""
+        return len(self._item.encoded.token_ids) + len(run.token_ids)
