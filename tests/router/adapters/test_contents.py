@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 import tempfile
@@ -66,6 +67,27 @@ def test_umask_decides_who_may_read_a_file(tmp_path: Path, umask: int, mode: int
         os.umask(before)
     assert (tmp_path / "file").read_bytes() == b"ab"
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
+
+
+def test_content_whose_time_cannot_be_set_is_read_and_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, missing = content(b"shared"), content(b"missing")
+    file = tmp_path / whole.version
+    module.write_content(file, whole)
+    before = file.stat()
+
+    def refuse(path: Path) -> None:
+        path.stat()
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert module.read_content(file) == whole
+    module.write_content(file, whole)
+    # A file that is written again is a new one under the same name.
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    module.write_content(file.with_name(missing.version), missing)
+    assert file.with_name(missing.version).exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -221,27 +221,29 @@ async def test_pinned_adapter_is_on_every_worker_and_again_after_a_restart() -> 
 async def test_pinned_adapter_that_a_worker_refuses_is_sent_once_per_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pins, "AGAIN_SECONDS", 0.1)
-    monkeypatch.setattr(pins, "ROUND_SECONDS", 0.05)
+    for constant, seconds in (("ROUND", 0.05), ("AGAIN", 0.1), ("MOST", 0.1)):
+        monkeypatch.setattr(pins, f"{constant}_SECONDS", seconds)
+    full = AdaptersFull("all are in use")
     one = engine()
     one.loads_adapters = False
     async with mesh(one) as client:
         await client.admin.upload_adapter(asked(id=7, pinned=True), OLD)
-        for sent, error in (
-            (1, AdaptersFull("all are in use")),
-            (2, AdaptersFull("all are in use")),
-            (3, InvalidRequest("layer 3 has rank 9")),
-        ):
-            await eventually(partial(_were_sent, one, sent))
+        for sent, error in ((1, full), (2, full), (3, InvalidRequest("layer 3 has rank 9"))):
+            await eventually(partial(_was_sent, one, 7, sent))
             await one.tell_adapter(7, OLD.version, place=0, error=to_proto(error))
-        await asyncio.sleep(1)
-        assert len(one.loads) == 6
+        # Refused later and with the same pause: before it arrives a third time, the other would have arrived again.
+        await client.admin.upload_adapter(asked("b", id=8, pinned=True), NEW)
+        for sent in range(1, 4):
+            await eventually(partial(_was_sent, one, 8, sent))
+            await one.tell_adapter(8, NEW.version, place=0, error=to_proto(full))
+        assert _was_sent(one, 7, 3)
         await one.hang_up()
-        await eventually(partial(_were_sent, one, 4))
+        await eventually(partial(_was_sent, one, 7, 4))
 
 
-def _were_sent(one: ScriptedEngine, contents: int) -> bool:
-    return len(one.loads) == 2 * contents
+def _was_sent(one: ScriptedEngine, number: int, times: int) -> bool:
+    parts = [load for load in one.loads if load.adapter.id == number]
+    return len(parts) == 2 * times
 
 
 async def test_removed_adapter_is_unloaded_and_unknown() -> None:

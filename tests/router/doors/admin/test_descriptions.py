@@ -31,7 +31,11 @@ def request(items: int, *sequences: Any) -> Any:
     }
     return SimpleNamespace(
         context=SimpleNamespace(
-            request_id="r", model="m", age_seconds=lambda: 1.5, remaining_ms=lambda: None
+            owner="anonymous",
+            request_id="r",
+            model="m",
+            age_seconds=lambda: 1.5,
+            remaining_ms=lambda: None,
         ),
         client=SimpleNamespace(waiting_tokens=5, unread_seconds=lambda _: 0.25),
         items=[SimpleNamespace(batch_index=index, **item) for index in range(items)],

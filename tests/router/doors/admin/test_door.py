@@ -41,7 +41,7 @@ async def every_call(admin: AdminClient) -> list[TrtmeshError]:
     calls: list[Callable[[], Awaitable[object]]] = [
         admin.list_workers,
         watch,
-        lambda: admin.add_worker("h:1"),
+        lambda: admin.add_worker("h:1", wait_seconds=0),
         lambda: admin.drain_worker("w"),
         lambda: admin.resume_worker("w"),
         lambda: admin.remove_worker("w"),

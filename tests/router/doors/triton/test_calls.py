@@ -9,11 +9,14 @@ import pytest
 from compat.triton import asked
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.kserve import grpc_service_pb2 as kserve
+from trtmesh.router.doors.triton import calls
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
+from trtmesh.router.doors.triton.tensors import MOST_TEXTS
 
 ENSEMBLE = triton_models(TritonSettings())["ensemble"]
+CORE = triton_models(TritonSettings())["tensorrt_llm"]
 RAW = {
     "text_input": ("BYTES", struct.pack("<I", 2) + b"hi"),
     "max_tokens": ("INT32", struct.pack("<i", 7)),
@@ -106,3 +109,77 @@ def test_shared_memory_is_refused() -> None:
     request = raw_request()
     request.inputs[0].parameters["shared_memory_region"].string_param = "x"
     assert "is in shared memory" in refused(request)
+
+
+def with_parameters(count: int) -> Any:
+    request = raw_request()
+    for number in range(count):
+        request.parameters[str(number)].int64_param = number
+    return request
+
+
+def with_outputs(count: int) -> Any:
+    request = raw_request()
+    for _ in range(count):
+        request.outputs.add(name="text_output")
+    return request
+
+
+def with_id(length: int) -> Any:
+    request = raw_request()
+    request.id = "i" * length
+    return request
+
+
+def with_texts(count: int) -> Any:
+    request = raw_request()
+    request.inputs.add(name="stop_words", datatype="BYTES", shape=(1, count))
+    request.raw_input_contents.append(bytes(4 * count))
+    return request
+
+
+def with_typed_ids(count: int) -> Any:
+    request = kserve.ModelInferRequest(model_name="tensorrt_llm")
+    given = request.inputs.add(name="input_ids", datatype="INT32", shape=(1, count))
+    given.contents.int_contents.extend([1] * count)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("build", "most"),
+    [
+        (with_parameters, calls.MOST_PARAMETERS),
+        (with_outputs, calls.MOST_OUTPUTS),
+        (with_id, calls.MOST_ID_CHARACTERS),
+        (with_texts, MOST_TEXTS),
+    ],
+)
+def test_parts_are_counted_before_they_are_copied(build: Any, most: int) -> None:
+    read_call(ENSEMBLE, build(most))
+    with pytest.raises(InvalidRequest, match=f"has {most + 1} .*but must have at most {most}"):
+        read_call(ENSEMBLE, build(most + 1))
+
+
+def test_typed_elements_are_counted_before_they_are_converted() -> None:
+    with pytest.raises(InvalidRequest, match="has 1048577 typed elements"):
+        read_call(CORE, with_typed_ids(calls.MOST_TYPED_ELEMENTS + 1))
+
+
+def test_ids_of_a_row_are_counted_before_they_are_copied() -> None:
+    for count, said in ((2**20 + 1, "has 1048577 elements but must have at most 1048576"),):
+        request = kserve.ModelInferRequest(model_name="tensorrt_llm")
+        for name, shape, data in (
+            ("input_ids", (1, count), bytes(4 * count)),
+            ("input_lengths", (1, 1), struct.pack("<i", 1)),
+            ("request_output_len", (1, 1), struct.pack("<i", 1)),
+        ):
+            request.inputs.add(name=name, datatype="INT32", shape=shape)
+            request.raw_input_contents.append(data)
+        with pytest.raises(InvalidRequest, match=said):
+            asked(read_call(CORE, request))
+
+
+def test_names_are_echoed_in_part() -> None:
+    request = raw_request()
+    request.inputs.add(name="x" * 2**20, datatype="INT32", shape=(1, 1))
+    assert len(refused(request)) < 1000

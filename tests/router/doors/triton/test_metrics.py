@@ -21,6 +21,7 @@ from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.statistics import FAILURE_REASONS, Statistics
 from trtmesh.v1 import engine_pb2 as engine_pb
+from trtmesh.v1.kv_transfer_pb2 import HandoffCounts
 
 BUSY = EngineFigures(
     engine_pb.Load(
@@ -31,6 +32,7 @@ BUSY = EngineFigures(
         total_blocks=8,
         used_blocks=2,
         free_blocks=6,
+        received_handoffs=HandoffCounts(granted=9, consumed=4, transfer_ms=123),
     ),
     max_batch_size=16,
     in_context=1,
@@ -63,6 +65,14 @@ def test_inflight_batching_families() -> None:
         )
     ]
     assert not [line for line in lines if "v1" in line]
+
+
+def test_handoffs_are_those_received() -> None:
+    name = "nv_trt_llm_disaggregated_serving_metrics{disaggregated_serving_type="
+    assert [line for line in written(BUSY) if "disaggregated" in line] == [
+        f'{name}"kv_cache_transfer_ms",model="m",version="1"}} 123',
+        f'{name}"request_count",model="m",version="1"}} 4',
+    ]
 
 
 def test_static_batching_replaces_the_inflight_family() -> None:

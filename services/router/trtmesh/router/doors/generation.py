@@ -9,27 +9,47 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from trtmesh.router.admission import key_name
+from trtmesh.chassis.logs import rebind_caller
+from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME
+from trtmesh.router.callers.callers import Callers
+from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The name of the caller's API key, and the seconds until the call's deadline; None without a deadline."""
+    """Who calls, and the seconds until the call's deadline; None without a deadline."""
 
-    api_key: str
+    identity: Identity
     remaining_seconds: float | None
 
 
-def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
-    """The textual metadata of a gRPC call."""
-    return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
+def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str | bytes]:
+    """The metadata of a gRPC call; of a repeated key the last value."""
+    return dict(context.invocation_metadata() or ())
 
 
-def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-    """The caller of a gRPC call."""
-    return Caller(key_name(metadata_of(context)), context.time_remaining())
+def identity_of(callers: Callers, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
+    """Who makes a gRPC call; its log lines say so too. Raises Unauthenticated, even in a call that was admitted: keys
+    expire and are revoked."""
+    identity = callers.identify(metadata_of(context), _certificate_of(context))
+    rebind_caller(identity.name)
+    return identity
+
+
+def _certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The first name of the client's certificate, or ''."""
+    known = context.auth_context()
+    for kind in (COMMON_NAME, SUBJECT_ALTERNATIVE_NAME) if known else ():
+        for name in known[kind]:
+            return name.decode()
+    return ""
+
+
+def caller_of(callers: Callers, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+    """The caller of a gRPC call. Raises Unauthenticated."""
+    return Caller(identity_of(callers, context), context.time_remaining())
 
 
 class GenerationCall:

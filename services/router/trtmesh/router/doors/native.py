@@ -8,12 +8,14 @@ from typing import Any
 import grpc
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import answering, request_id_of
-from trtmesh.router.doors.generation import caller_of, counted
+from trtmesh.router.callers.callers import Callers
+from trtmesh.router.doors.generation import caller_of, counted, identity_of
+from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.streams.client_stream import as_response
-from trtmesh.router.values.request import parse_request
+from trtmesh.router.values.request import GenerationRequest, parse_request, parse_stopped
 from trtmesh.router.values.resumption import parse_received
 from trtmesh.v1 import router_pb2 as pb
 from trtmesh.v1 import router_pb2_grpc
@@ -24,20 +26,20 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class MeshService(router_pb2_grpc.MeshServiceServicer):
     """Translates native calls into requests, and their events into responses."""
 
-    def __init__(self, requests: Requests, metrics: RouterMetrics) -> None:
+    def __init__(self, requests: Requests, callers: Callers, metrics: RouterMetrics) -> None:
         self._requests = requests
+        self._callers = callers
         self._metrics = metrics
+        self._parsing = Parsing()
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
         with counted(self._metrics) as call:
             async with answering(context, request.request_id):
-                valid = parse_request(
-                    request, request_id_of(context), self._requests.max_items_per_request
-                )
+                caller = caller_of(self._callers, context)
+                valid = await self._parsed(request, request_id_of(context))
                 rebind_request_id(valid.request_id)
-                caller = caller_of(context)
-                opening = self._requests.open(valid, caller.remaining_seconds, caller.api_key)
+                opening = self._requests.open(valid, caller.remaining_seconds, caller.identity)
                 async with call.running(opening) as live:
                     await self._forward(live, context.write)
 
@@ -48,15 +50,21 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
         with counted(self._metrics) as call:
             async with answering(context, request.request.request_id):
-                valid = parse_request(request.request, "", self._requests.max_items_per_request)
+                caller = caller_of(self._callers, context)
+                valid = await self._parsed(request.request, "")
                 received = parse_received(request, valid)
-                caller = caller_of(context)
                 opening = self._requests.resume(
-                    valid, received, caller.remaining_seconds, caller.api_key
+                    valid, received, caller.remaining_seconds, caller.identity
                 )
                 async with call.running(opening) as live:
                     self._metrics.resumed += 1
                     await self._forward(live, write)
+
+    async def _parsed(self, request: pb.GenerateRequest, request_id: str) -> GenerationRequest:
+        most = self._requests.max_items_per_request
+        return await self._parsing.run(
+            request.ByteSize(), lambda: parse_request(request, request_id, most)
+        )
 
     async def _forward(
         self, live: LiveRequest, write: Callable[[pb.GenerateResponse], Awaitable[None]]
@@ -68,5 +76,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
     async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopResponse:
         async with answering(context, request.request_id):
-            stopped = self._requests.stop(request.request_id, frozenset(request.batch_indexes))
+            owner = identity_of(self._callers, context)
+            items = parse_stopped(request, self._requests.max_items_per_request)
+            stopped = self._requests.stop(owner, request.request_id, items)
             return pb.StopResponse(stopped_items=stopped)

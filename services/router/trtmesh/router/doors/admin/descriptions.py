@@ -7,10 +7,16 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trtmesh.router.fleet.live_handoff import LiveHandoff
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.links.replica import Replica, ReplicaState
 from trtmesh.router.placement import AdapterNeed
-from trtmesh.router.placement.decision import Candidate, CandidateAdapter, DecisionRecord
+from trtmesh.router.placement.decision import (
+    Candidate,
+    CandidateAdapter,
+    Decision,
+    DecisionRecord,
+)
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.streams.sequence import SequenceRun
@@ -45,6 +51,25 @@ def describe_worker(worker: Worker) -> pb.Worker:
         items=len({run.owner for run in worker.sequences.values()}),
         breaker=pb.BreakerState.Value(f"BREAKER_STATE_{state.upper()}"),
         faults=breaker.faults,
+    )
+
+
+def describe_handoff(handoff: LiveHandoff) -> pb.Handoff:
+    now = asyncio.get_running_loop().time()
+    item = handoff.item
+    return pb.Handoff(
+        lease_id=handoff.lease_id,
+        request_id=item.request_id,
+        batch_index=item.batch_index,
+        sequence_index=item.sequence_index,
+        sender=handoff.sender.name if handoff.sender else "",
+        receiver=handoff.receiver.name if handoff.receiver else "",
+        stage=handoff.stage,
+        cause=handoff.cause,
+        tokens=handoff.tokens,
+        present_tokens=handoff.present_tokens,
+        age_ms=int((now - handoff.opened_at) * 1000),
+        expires_in_ms=max(0, int((handoff.renewed_at - now) * 1000) + handoff.life_ms),
     )
 
 
@@ -97,6 +122,7 @@ def _describe_request(live: LiveRequest, name_of: NameOf) -> pb.LiveRequest:
         waiting_tokens=client.waiting_tokens,
         unread_ms=int(client.unread_seconds(now) * 1000),
         remaining_ms=live.context.remaining_ms(),
+        owner=live.context.owner,
     )
 
 
@@ -134,8 +160,22 @@ def describe_decision(record: DecisionRecord) -> pb.Placement:
         cause=record.cause,
         prompt_tokens=decision.query.prompt_tokens,
         regret_tokens=decision.regret_tokens,
+        **_describe_split(decision),
         **_describe_adapter(decision.query.adapter),
     )
+
+
+def _describe_split(decision: Decision) -> dict[str, Any]:
+    """The fields of a placement in a fleet with roles."""
+    split = decision.split
+    if split is None:
+        return {}
+    return {
+        "prefill_worker": split.pair.prefill.worker if split.pair else "",
+        "split_reason": split.reason,
+        "split_seconds": split.split_seconds,
+        "whole_seconds": split.whole_seconds,
+    }
 
 
 def _describe_adapter(need: AdapterNeed | None) -> dict[str, Any]:

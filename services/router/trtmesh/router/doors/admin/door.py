@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from trtmesh.chassis.addresses import listen
-from trtmesh.chassis.admin_token import ADMIN_TOKEN_VARIABLE, AdminToken, read_admin_token
+from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.errors import Unauthenticated
+from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
 from trtmesh.chassis.grpc.server import GrpcServer
-from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.rpc import refusing
 from trtmesh.chassis.settings import Port, Settings
+from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.v1 import router_admin_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ class AdminSettings(Settings):
     """Address to listen on."""
     port: Port = 8003
     """Port to listen on."""
+    allow_link_local: bool = False
+    """Whether admins may add workers at link-local addresses and at those of cloud metadata."""
     token_file: Path | None = None
     """File with the token required of calls; if unset, the variable TRTMESH_ADMIN_TOKEN; if neither, no token."""
 
@@ -47,11 +51,14 @@ class AdminDoor:
         service: router_admin_pb2_grpc.RouterAdminServiceServicer,
         settings: AdminSettings,
         max_message_bytes: int,
+        tls: ServerTls | None = None,
+        connections: ConnectionSettings | None = None,
     ) -> None:
         self._settings = settings
-        token = read_admin_token(settings.token_file, os.environ)
+        token = AdminToken.read(settings.token_file, os.environ)
         self._guarded = token is not None
-        self._server = GrpcServer(max_message_bytes, TokenGuard(token) if token else None)
+        guard = TokenGuard(token) if token else None
+        self._server = GrpcServer(max_message_bytes, guard, tls, connections)
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(service, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -66,7 +73,7 @@ class AdminDoor:
                 "admin.host is %s without an admin token: every caller may stop requests and remove workers;"
                 " set admin.token_file or %s",
                 host,
-                ADMIN_TOKEN_VARIABLE,
+                AdminToken.variable,
             )
         address = listen(self._server, host, self._settings.port, "listen for admins")
         log.info("listening for admins on %s", address)
@@ -92,10 +99,4 @@ class TokenGuard:
         of_health = call.method.startswith(f"/{HEALTH_NAME}/")
         if of_health or self._token.is_in(call.invocation_metadata or ()):
             return None
-        return grpc.unary_unary_rpc_method_handler(_refuse)
-
-
-async def _refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-    async with answering(context):
-        raise Unauthenticated("the call has no admin token or a wrong one")
-    raise RuntimeError("unreachable: answering re-raises")
+        return refusing(Unauthenticated("the call has no admin token or a wrong one"))

@@ -1,19 +1,16 @@
-"""RouterAdminService: the router's state, and an admin's changes to it.
-
-Roles and handoffs are UNIMPLEMENTED in this release.
-"""
+"""RouterAdminService: the router's state, and an admin's changes to it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from functools import partial
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from trtmesh.chassis.adapter_content import UPLOAD_ACCEPTED
-from trtmesh.chassis.errors import AdapterNotFound, InvalidField, NotFound, UnsupportedCall
+from trtmesh.chassis.errors import AdapterNotFound, InvalidField, NotFound
 from trtmesh.chassis.rpc import answering
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.registry import Entry
@@ -25,6 +22,7 @@ from trtmesh.router.doors.admin.adapters import (
 )
 from trtmesh.router.doors.admin.descriptions import (
     describe_decision,
+    describe_handoff,
     describe_requests,
     describe_tokenizer,
     describe_worker,
@@ -33,13 +31,18 @@ from trtmesh.router.doors.admin.descriptions import (
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.placement import POLICIES
+from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.tokenizers.pool import TokenizerPool
+from trtmesh.router.values.request import parse_stopped
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc
 
 WATCH_SECONDS = 0.25
 """Interval between two looks at watched workers."""
+
+ANSWER_SECONDS = 5.0
+"""Wait for a new worker, unless the admin names another."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -75,10 +78,10 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.ListRequestsResponse:
         async with answering(context):
             live = self._requests.live
-            if request.request_id:
-                chosen = [live[request.request_id]] if request.request_id in live else []
-            else:
-                chosen = list(islice(live.values(), request.limit or None))
+            named = (
+                self._requests.named(request.request_id) if request.request_id else live.values()
+            )
+            chosen = list(islice(named, request.limit or None))
             return pb.ListRequestsResponse(
                 requests=await describe_requests(chosen, self._worker_name), live_requests=len(live)
             )
@@ -88,7 +91,9 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.StopRequestResponse:
         async with answering(context, request.stop.request_id):
             stop = request.stop
-            stopped = self._requests.stop(stop.request_id, frozenset(stop.batch_indexes))
+            items = parse_stopped(stop, self._requests.max_items_per_request)
+            live = self._only_live(stop.request_id, request.owner)
+            stopped = live.stop(items) if live else 0
             return pb.StopRequestResponse(stopped_items=stopped)
 
     async def GetPolicy(
@@ -107,7 +112,14 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         async with answering(context):
             wanted = request.request_id
             records = self._fleet.decisions.of_request(wanted)
-            live = self._requests.live.get(wanted)
+            named = self._requests.named(wanted)
+            owner = _only_owner(
+                wanted,
+                request.owner,
+                {record.owner for record in records} | {each.owner.name for each in named},
+            )
+            records = [record for record in records if record.owner == owner]
+            live = next((each for each in named if each.owner.name == owner), None)
             if not records and live is None:
                 raise NotFound(
                     f"request {wanted!r} has no recorded decision; the router keeps the last"
@@ -119,6 +131,11 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 usages=[item.usage() for item in items],
                 usage_batch_indexes=[item.batch_index for item in items],
             )
+
+    def _only_live(self, request_id: str, owner: str) -> LiveRequest | None:
+        """The live request of the name and owner. Raises InvalidField if there are several."""
+        named = {live.owner.name: live for live in self._requests.named(request_id)}
+        return named.get(_only_owner(request_id, owner, named.keys()))
 
     def _worker_name(self, address: str) -> str:
         worker = self._fleet.workers.get(address)
@@ -146,7 +163,8 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self, request: pb.AddWorkerRequest, context: _Context
     ) -> pb.AddWorkerResponse:
         async with answering(context):
-            worker = self._members.add(request.address)
+            wait = request.wait_ms / 1000 if request.HasField("wait_ms") else ANSWER_SECONDS
+            worker = await self._members.add(request.address, wait)
             return pb.AddWorkerResponse(worker=describe_worker(worker))
 
     async def DrainWorker(
@@ -238,11 +256,19 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             entry = await self._adapters.pin(request.id, pinned=request.pinned)
             return pb.PinAdapterResponse(adapter=self._describe_adapter(entry))
 
-    async def SetWorkerRole(self, request: pb.SetWorkerRoleRequest, context: _Context) -> NoReturn:
-        await _refuse("SetWorkerRole", context)
+    async def SetWorkerRole(
+        self, request: pb.SetWorkerRoleRequest, context: _Context
+    ) -> pb.SetWorkerRoleResponse:
+        async with answering(context):
+            worker, moved = await self._members.set_role(request.worker, request.role)
+            return pb.SetWorkerRoleResponse(worker=describe_worker(worker), moved_sequences=moved)
 
-    async def ListHandoffs(self, request: pb.ListHandoffsRequest, context: _Context) -> NoReturn:
-        await _refuse("ListHandoffs", context)
+    async def ListHandoffs(
+        self, request: pb.ListHandoffsRequest, context: _Context
+    ) -> pb.ListHandoffsResponse:
+        async with answering(context):
+            live = self._fleet.handoffs.live.values()
+            return pb.ListHandoffsResponse(handoffs=map(describe_handoff, live))
 
     def _describe_adapter(self, entry: Entry) -> pb.Adapter:
         return describe_adapter(entry, self._adapters, [*self._fleet.workers.values()])
@@ -254,7 +280,13 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             raise InvalidField.of("model", model, f"one of {', '.join(sorted(models))}")
 
 
-async def _refuse(call: str, context: _Context) -> NoReturn:
-    async with answering(context):
-        raise UnsupportedCall(f"{call} is not served by this release")
-    raise RuntimeError("unreachable: answering re-raises")
+def _only_owner(request_id: str, owner: str, owners: Collection[str]) -> str:
+    """The owner meant: the given or the only one. Raises InvalidField if it must be given."""
+    if not owner and len(owners) > 1:
+        known = ", ".join(sorted(owners))
+        raise InvalidField(
+            f"is unset, but {request_id!r} names requests of several owners: {known}",
+            field="owner",
+            limit=f"one of {known}",
+        )
+    return owner or next(iter(owners), "")

@@ -9,9 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.quoting import cut, quoted
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
-from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, InputTensor, split_elements
+from trtmesh.router.doors.triton.tensors import (
+    ELEMENT_CODES,
+    MOST_TEXTS,
+    InputTensor,
+    split_elements,
+)
 
 CONTENTS_FIELDS = {
     "BOOL": "bool_contents",
@@ -24,6 +30,14 @@ CONTENTS_FIELDS = {
     "BYTES": "bytes_contents",
 }
 """Fields of typed contents; the 16-bit types have none and come raw only."""
+
+MOST_PARAMETERS = 256
+"""Most parameters of a request, an input or an output."""
+MOST_ID_CHARACTERS = 1024
+MOST_OUTPUTS = 256
+"""Most requested outputs."""
+MOST_TYPED_ELEMENTS = 2**20
+"""Most elements of typed contents, which are converted one by one; raw contents are copied."""
 
 BATCH_DIMENSION_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each"
@@ -45,6 +59,7 @@ ONE_FOR_ALL_ROWS = frozenset(
 def read_call(model: Model, request: Any, *, unary: bool = False) -> Call:
     """Reads a ModelInferRequest; `unary` limits it to one response. Raises InvalidRequest."""
     arrived_ns = time.monotonic_ns()
+    _check_counts(request)
     inputs, batch_size = _read_inputs(request, model)
     _check_alike(inputs, batch_size)
     _check_names(inputs, model)
@@ -56,12 +71,29 @@ def read_call(model: Model, request: Any, *, unary: bool = False) -> Call:
         model.decoupled and not unary,
         _requested_outputs(model, request.outputs),
         {name: _parameter(parameter) for name, parameter in request.parameters.items()},
+        sum(map(len, request.raw_input_contents)) or request.ByteSize(),
         arrived_ns,
     )
     if not call.stops:
         _check_complete(inputs, model)
     model.template.check_outputs(call)
     return call
+
+
+def _check_counts(request: Any) -> None:
+    """Counts before anything is copied. Raises InvalidRequest."""
+    _check_most("request", "characters in its id", request.id, MOST_ID_CHARACTERS)
+    _check_most("request", "parameters", request.parameters, MOST_PARAMETERS)
+    _check_most("request", "outputs", request.outputs, MOST_OUTPUTS)
+    for output in request.outputs:
+        _check_most(
+            f"output {quoted(output.name)}", "parameters", output.parameters, MOST_PARAMETERS
+        )
+
+
+def _check_most(owner: str, what: str, given: Any, most: int) -> None:
+    if len(given) > most:
+        raise InvalidRequest(f"{owner} has {len(given)} {what} but must have at most {most}")
 
 
 def _check_alike(inputs: Mapping[str, InputTensor], batch_size: int) -> None:
@@ -90,7 +122,7 @@ def _requested_outputs(model: Model, outputs: Iterable[Any]) -> frozenset[str]:
     for output in outputs:
         if output.name not in model.outputs:
             raise InvalidRequest(
-                f"unexpected inference output '{output.name}' for model '{model.name}'"
+                f"unexpected inference output '{cut(output.name)}' for model '{model.name}'"
             )
         if any(name.startswith(("shared_memory", "classification")) for name in output.parameters):
             raise InvalidRequest(
@@ -114,10 +146,11 @@ def _read_inputs(request: Any, model: Model) -> tuple[dict[str, InputTensor], in
         spec = model.inputs.get(given.name)
         if spec is None:
             raise InvalidRequest(
-                f"unexpected inference input '{given.name}' for model '{model.name}'"
+                f"unexpected inference input '{cut(given.name)}' for model '{model.name}'"
             )
         if given.name in tensors:
             raise InvalidRequest(f"input '{given.name}' already exists in request")
+        _check_most(f"input '{given.name}'", "parameters", given.parameters, MOST_PARAMETERS)
         _check(given, spec, model)
         shape = tuple(given.shape) if model.max_batch_size else (1, *given.shape)
         batch_size = batch_size or shape[0]
@@ -127,8 +160,8 @@ def _read_inputs(request: Any, model: Model) -> tuple[dict[str, InputTensor], in
             )
         elements = _elements(given, raw, model.name)
         tensors[given.name] = InputTensor(given.name, given.datatype, shape, elements)
-    left_over = len(list(raw or ()))
-    if left_over:
+    left_over = len(request.raw_input_contents) - len(tensors)
+    if left_over > 0:
         raise InvalidRequest(
             f"raw_input_contents has {left_over} more entries than model '{model.name}' got inputs"
         )
@@ -158,7 +191,7 @@ def _listed(names: Sequence[str]) -> str:
 def _check(given: Any, spec: InputSpec, model: Model) -> None:
     if given.datatype not in spec.data_types:
         raise InvalidRequest(
-            f"inference input '{spec.name}' data-type is '{given.datatype}', but model '{model.name}' expects"
+            f"inference input '{spec.name}' data-type is '{cut(given.datatype)}', but model '{model.name}' expects"
             f" '{spec.data_type}'"
         )
     if any(name.startswith("shared_memory") for name in given.parameters):
@@ -189,6 +222,10 @@ def _dims(dims: Sequence[int]) -> str:
 def _elements(given: Any, raw: Iterator[bytes] | None, model: str) -> array[Any] | Sequence[bytes]:
     """The elements; `raw` is None where all contents are typed."""
     count = math.prod(given.shape)
+    if given.datatype == "BYTES" and count > MOST_TEXTS:
+        raise InvalidRequest(
+            f"input '{given.name}' has {count} elements but must have at most {MOST_TEXTS}"
+        )
     if given.HasField("contents"):
         if raw is not None:
             raise InvalidRequest(
@@ -224,6 +261,11 @@ def _typed(given: Any, count: int, model: str) -> array[Any] | Sequence[bytes]:
         )
     if given.datatype == "BYTES":
         return tuple(values)
+    if count > MOST_TYPED_ELEMENTS:
+        raise InvalidRequest(
+            f"input '{given.name}' has {count} typed elements but must have at most {MOST_TYPED_ELEMENTS}; send larger"
+            " ones in raw_input_contents"
+        )
     try:
         return array(ELEMENT_CODES[given.datatype], values)
     except OverflowError as error:

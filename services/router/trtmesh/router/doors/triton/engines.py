@@ -8,6 +8,7 @@ from trtmesh.router.doors.triton.metrics import EngineFigures, engine_figures
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.v1 import engine_pb2 as engine_pb
 
 
 class Engines:
@@ -29,6 +30,11 @@ class Engines:
         if not all(problems.values()):
             return ""
         return "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+
+    def have_roles(self, model: Model) -> bool:
+        """Whether workers of a model are for prefill, and others for decode."""
+        roles = {worker.load.role or worker.engine.role for worker in self.of(model)}
+        return {engine_pb.WORKER_ROLE_PREFILL, engine_pb.WORKER_ROLE_DECODE} <= roles
 
     def longest_prompt(self) -> int:
         """Most tokens of a prompt that leaves room for a new token."""

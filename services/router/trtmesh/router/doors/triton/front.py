@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import grpc
 from trtmesh.chassis.service import Runtime
+from trtmesh.chassis.tls.certificates import HTTP_1_1
+from trtmesh.router.callers.callers import Callers
+from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.generations import Generations
 from trtmesh.router.doors.triton.grpc.door import TritonDoor
@@ -27,23 +30,43 @@ class TritonFront:
         http: HttpSettings,
         host: str,
         max_message_bytes: int,
+        stall_seconds: float,
         runtime: Runtime,
         fleet: Fleet,
         tokenizers: TokenizerPool,
         requests: Requests,
+        callers: Callers,
         metrics: RouterMetrics,
     ) -> None:
         self._runtime = runtime
         texts = Texts(tokenizers, requests.served_model)
         engines = Engines(fleet)
-        generations = Generations(requests, texts, metrics, engines)
+        parsing = Parsing()
+        generations = Generations(requests, texts, metrics, engines, parsing)
         parameters = Parameters(metrics, refuse_unknown=settings.refuse_unknown_parameters)
         server = TritonServer(
-            settings, generations, texts, parameters, is_ready=lambda: not runtime.health.problems
+            settings,
+            generations,
+            texts,
+            parsing,
+            parameters,
+            is_ready=lambda: not runtime.health.problems,
+            have_roles=engines.have_roles,
         )
-        self._door = TritonDoor(server)
-        serves_http = http.port is not None
-        self._http = HttpDoor(server, http, host, max_message_bytes) if serves_http else None
+        self._door = TritonDoor(server, callers)
+        self._http = (
+            HttpDoor(
+                server,
+                callers,
+                http,
+                host,
+                max_message_bytes,
+                stall_seconds,
+                runtime.certificates.server(HTTP_1_1),
+            )
+            if http.port is not None
+            else None
+        )
         runtime.more_metrics = server.metrics(engines.figures).text
 
     def register(self, server: grpc.aio.Server) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
 from trtmesh.chassis.logs import rebind_request_id
+from trtmesh.router.callers.identity import Identity
 from trtmesh.router.doors.generation import Caller, counted
+from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.doors.triton.answers import Answer, Answers, PlainText
 from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.statistics import Counting
@@ -21,7 +24,7 @@ from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.doors.triton.token_ids import fit_to_engines
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
-from trtmesh.router.requests.requests import Requests
+from trtmesh.router.requests.requests import RequestKey, Requests
 from trtmesh.router.values.request import MAX_REQUEST_ID_LENGTH, GenerationRequest
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -37,12 +40,14 @@ class Generations:
         texts: Texts,
         metrics: RouterMetrics,
         engines: Engines,
+        parsing: Parsing,
     ) -> None:
         self._requests = requests
         self._texts = texts
         self._metrics = metrics
         self._engines = engines
-        self._named: dict[str, LiveRequest] = {}
+        self._parsing = parsing
+        self._named: dict[RequestKey, LiveRequest] = {}
 
     def problem(self, model: Model, template: GenerationTemplate) -> str:
         """Why a model takes no requests now, or ''."""
@@ -52,11 +57,11 @@ class Generations:
             return error.message
         return self._engines.problem(model) or (self._texts.problem(model) if template.text else "")
 
-    def stop(self, call: Call, template: GenerationTemplate) -> None:
-        """Ends a request of any model early, if the request is known and running."""
+    def stop(self, call: Call, template: GenerationTemplate, owner: Identity) -> None:
+        """Ends the owner's request of any model early, if the request is known and running."""
         if not call.request_id:
             raise template.unnamed_stop()
-        live = self._named.get(call.request_id)
+        live = self._named.get((owner.name, call.request_id))
         if live is not None:
             live.stop(())
 
@@ -66,15 +71,23 @@ class Generations:
     ) -> AsyncIterator[AsyncIterator[Answer]]:
         """The answers of a call, while inside. Raises TrtmeshError."""
         call = fit_to_engines(counting.call, self._engines)
+        max_items = self._requests.max_items_per_request
         with counted(self._metrics) as generation:
-            name, max_items = self._mesh_name(call.request_id), self._requests.max_items_per_request
-            request = template.request(call, name, max_items)
+            owner = caller.identity
+            request = await self._parsing.run(
+                call.size_bytes, lambda: template.request(call, "", max_items)
+            )
+            if name := self._mesh_name(owner, call.request_id):
+                request = replace(request, request_id=name)
             rebind_request_id(request.request_id)
             answers = self._answers_of(call, template, request)
             limit = TimeLimit(call.timeout_seconds)
-            opening = self._requests.open(request, caller.remaining_seconds, caller.api_key)
+            opening = self._requests.open(request, caller.remaining_seconds, owner)
             async with generation.running(opening) as live:
-                with counting.generating(live, answers), self._known_as(call.request_id, live):
+                with (
+                    counting.generating(live, answers),
+                    self._known_as(owner, call.request_id, live),
+                ):
                     async with aclosing(self._forward(call.model, live, answers, limit)) as told:
                         yield told
 
@@ -94,21 +107,22 @@ class Generations:
             return PlainText(item_error, final_alone=template.final_alone)
         return Answers(call, request, builder, item_error, with_prompts=template.text)
 
-    def _mesh_name(self, name: str) -> str:
+    def _mesh_name(self, owner: Identity, name: str) -> str:
         """The client's name of a request, or '' for a name of the mesh's choice: Triton accepts any name, any number
         of times."""
-        usable = name not in self._requests.live and name.isprintable()
+        usable = self._requests.find(owner, name) is None and name.isprintable()
         return name if usable and len(name) <= MAX_REQUEST_ID_LENGTH else ""
 
     @contextmanager
-    def _known_as(self, name: str, live: LiveRequest) -> Iterator[None]:
+    def _known_as(self, owner: Identity, name: str, live: LiveRequest) -> Iterator[None]:
+        key = (owner.name, name)
         if name:
-            self._named[name] = live
+            self._named[key] = live
         try:
             yield
         finally:
-            if self._named.get(name) is live:
-                del self._named[name]
+            if self._named.get(key) is live:
+                del self._named[key]
 
     async def _forward(
         self, model: Model, live: LiveRequest, answers: Answers | PlainText, limit: TimeLimit

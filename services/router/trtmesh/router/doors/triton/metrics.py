@@ -21,6 +21,7 @@ from trtmesh.router.doors.triton.statistics import (
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.v1 import engine_pb2 as engine_pb
+from trtmesh.v1.kv_transfer_pb2 import HandoffCounts
 
 log = logging.getLogger(__name__)
 
@@ -164,14 +165,19 @@ SUMMED = (
     *("total_blocks", "used_blocks", "free_blocks", "reused_blocks", "step_count"),
     *("host_memory_bytes", "device_memory_bytes", "pinned_memory_bytes"),
 )
-"""The fields of EngineFigures.load."""
+"""The fields of EngineFigures.load, besides those of handoffs."""
 
 
 def engine_figures(workers: Iterable[Worker]) -> EngineFigures:
     workers = list(workers)
     sums = {name: sum(getattr(worker.load, name) for worker in workers) for name in SUMMED}
+    received = [worker.load.received_handoffs for worker in workers]
+    handoffs = HandoffCounts(
+        consumed=sum(counts.consumed for counts in received),
+        transfer_ms=sum(counts.transfer_ms for counts in received),
+    )
     return EngineFigures(
-        engine_pb.Load(**sums),
+        engine_pb.Load(received_handoffs=handoffs, **sums),
         max_batch_size=sum(worker.engine.max_batch_size for worker in workers),
         in_context=sum(_in_context(worker) for worker in workers),
         tokens_per_block=max((worker.engine.tokens_per_block for worker in workers), default=0),
@@ -295,10 +301,13 @@ ENGINE_FAMILIES = (
         "nv_trt_llm_disaggregated_serving_metrics",
         "TRT LLM disaggregated serving metrics",
         "disaggregated_serving_type",
-        # No worker of this release hands KV over.
         (
-            ("kv_cache_transfer_ms", "KV cache transfer time", lambda _: 0),
-            ("request_count", "Request count", lambda _: 0),
+            (
+                "kv_cache_transfer_ms",
+                "KV cache transfer time",
+                lambda f: f.load.received_handoffs.transfer_ms,
+            ),
+            ("request_count", "Request count", lambda f: f.load.received_handoffs.consumed),
         ),
         kind="counter",
     ),

@@ -13,7 +13,7 @@ from trtmesh.router.doors.triton.settings import (
     TritonModelSettings,
     TritonSettings,
 )
-from trtmesh.router.doors.triton.templates.catalogue import FIVE_MODELS, TEMPLATES
+from trtmesh.router.doors.triton.templates.catalogue import DEFAULT_MODELS, TEMPLATES
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import TensorSpec
 
@@ -26,7 +26,7 @@ S = TypeVar("S", bound=TensorSpec)
 def triton_models(settings: TritonSettings) -> dict[str, Model]:
     """The models by name."""
     configured = settings.models or {
-        template.name: TritonModelSettings(template=template.name) for template in FIVE_MODELS
+        template.name: TritonModelSettings(template=template.name) for template in DEFAULT_MODELS
     }
     return {name: _settle(name, own, settings) for name, own in configured.items()}
 

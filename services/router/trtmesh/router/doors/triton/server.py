@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -15,8 +15,10 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
     UnsupportedField,
 )
+from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import Caller
+from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.generations import Generations
@@ -58,22 +60,27 @@ class Speech:
 
 
 class TritonServer:
-    """Answers both doors. `is_ready` says whether the mesh takes requests."""
+    """Answers both doors. `is_ready` says whether the mesh takes requests, `have_roles` whether a model has workers for
+    prefill and for decode."""
 
     def __init__(
         self,
         settings: TritonSettings,
         generations: Generations,
         texts: Texts,
+        parsing: Parsing,
         parameters: Parameters,
         is_ready: Callable[[], bool],
+        have_roles: Callable[[Model], bool],
     ) -> None:
         self._models = triton_models(settings)
         self._configured = [*settings.models]
         self._generations = generations
         self._texts = texts
+        self._parsing = parsing
         self._parameters = parameters
         self._statistics = Statistics(self._models)
+        self._have_roles = have_roles
         self.is_ready = is_ready
 
     def metrics(self, figures_of: Callable[[Model], EngineFigures]) -> TritonMetrics:
@@ -82,30 +89,44 @@ class TritonServer:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return (*self._models,)
+        return tuple(model.name for model in self._served)
+
+    @property
+    def _served(self) -> Iterator[Model]:
+        return filter(self._serves, self._models.values())
+
+    def _serves(self, model: Model) -> bool:
+        """Whether a setting names the model, or it suits the fleet."""
+        if not model.template.needs_roles or model.name in self._configured:
+            return True
+        return self._have_roles(model)
 
     def find_model(self, name: str, version: str) -> Model:
         """The model of a name. Raises ModelNotFound in Triton's words."""
         model = self._models.get(name)
-        if model is None:
-            raise ModelNotFound(f"Request for unknown model: '{name}' is not found")
+        if model is None or not self._serves(model):
+            raise ModelNotFound(f"Request for unknown model: '{cut(name)}' is not found")
         if version not in ("", MODEL_VERSION):
-            unknown = f"'{name}' version {version}"
+            unknown = f"'{name}' version {cut(version)}"
             raise ModelNotFound(f"Request for unknown model: {unknown} is not found")
         return model
 
-    def read(
+    async def read(
         self, request: Any, speech: Speech, model: Model | None = None, *, unary: bool = False
     ) -> Call:
         """Reads a ModelInferRequest, for `speech` too. Raises ModelNotFound or InvalidRequest."""
-        model = model or self.find_model(request.model_name, request.model_version)
-        call = speech.call = read_call(model, request, unary=unary)
+        served = model or self.find_model(request.model_name, request.model_version)
+        call = speech.call = await self._parsing.run(
+            request.ByteSize(), lambda: read_call(served, request, unary=unary)
+        )
         self._parameters.check(call)
         return call
 
     def is_model_ready(self, name: str, version: str) -> bool:
         model = self._models.get(name)
-        return model is not None and version in ("", MODEL_VERSION) and not self._problem(model)
+        if model is None or not self._serves(model):
+            return False
+        return version in ("", MODEL_VERSION) and not self._problem(model)
 
     def _problem(self, model: Model) -> str:
         """Why a model takes no requests now, or ''."""
@@ -131,7 +152,7 @@ class TritonServer:
 
     def statistics(self, name: str, version: str) -> Any:
         """A ModelStatisticsResponse; without a name, of all models. Raises ModelNotFound."""
-        models = [self.find_model(name, version)] if name else [*self._models.values()]
+        models = [self.find_model(name, version)] if name else self._served
         return kserve.ModelStatisticsResponse(
             model_stats=[self._statistics.describe(model) for model in models]
         )
@@ -139,11 +160,13 @@ class TritonServer:
     def repository_index(self, *, only_ready: bool) -> Any:
         """A RepositoryIndexResponse."""
         response = kserve.RepositoryIndexResponse()
-        for name, model in self._models.items():
+        for model in self._served:
             reason = self._problem(model)
             if not reason or not only_ready:
                 state = "UNAVAILABLE" if reason else "READY"
-                response.models.add(name=name, version=MODEL_VERSION, state=state, reason=reason)
+                response.models.add(
+                    name=model.name, version=MODEL_VERSION, state=state, reason=reason
+                )
         return response
 
     def change_trace_settings(self, asked: Mapping[str, Any]) -> Any:
@@ -190,7 +213,7 @@ class TritonServer:
         self, counting: Counting, template: GenerationTemplate, caller: Caller
     ) -> AsyncIterator[AsyncIterator[Answer]]:
         if counting.call.stops:
-            self._generations.stop(counting.call, template)
+            self._generations.stop(counting.call, template, caller.identity)
             template.check_stopped()
             yield _only(Answer(final=True))
         else:

@@ -28,6 +28,9 @@ ELEMENT_CODES = {
 }
 """`array` code of each data type but BYTES."""
 
+MOST_TEXTS = 2**16
+"""Most elements of a tensor of BYTES."""
+
 MESH_DATA_TYPES = {
     "FP32": pb.DATA_TYPE_FP32,
     "FP16": pb.DATA_TYPE_FP16,
@@ -79,9 +82,13 @@ class InputTensor:
     def row_shape(self) -> Shape:
         return self.shape[1:]
 
+    @property
+    def row_length(self) -> int:
+        return math.prod(self.row_shape)
+
     def row(self, index: int) -> Any:
         """The elements of a row of the batch."""
-        size = math.prod(self.row_shape)
+        size = self.row_length
         return self.elements[index * size : (index + 1) * size]
 
     def scalar(self, row: int) -> Any:
@@ -147,10 +154,13 @@ def pad_rows(rows: Sequence[Sequence[float]], pads: Iterable[float]) -> tuple[in
 
 
 def split_elements(data: bytes) -> list[bytes]:
-    """Elements of a BYTES tensor, each preceded by four bytes of length. Raises ValueError for incomplete data."""
+    """Elements of a BYTES tensor, each preceded by four bytes of length. Raises ValueError for incomplete data or too
+    many elements."""
     elements: list[bytes] = []
     position = 0
     while position + 4 <= len(data):
+        if len(elements) == MOST_TEXTS:
+            raise ValueError(f"more than {MOST_TEXTS} string elements")
         length = int.from_bytes(data[position : position + 4], "little")
         position += 4 + length
         elements.append(data[position - length : position])

@@ -11,11 +11,14 @@ from typing import Any
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
-from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.logs import Occasionally, request_id_bound
+from trtmesh.chassis.quoting import cut
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.kserve import grpc_service_pb2 as kserve
+from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import caller_of, metadata_of
+from trtmesh.router.doors.triton.calls import MOST_ID_CHARACTERS
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.server import (
     MODEL_CONTROL,
@@ -26,6 +29,7 @@ from trtmesh.router.doors.triton.server import (
 )
 
 log = logging.getLogger(__name__)
+occasionally = Occasionally(log)
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
@@ -69,8 +73,9 @@ UNSUPPORTED: Mapping[str, str] = {
 class TritonDoor:
     """Serves the Triton models."""
 
-    def __init__(self, server: TritonServer) -> None:
+    def __init__(self, server: TritonServer, callers: Callers) -> None:
         self._server = server
+        self._callers = callers
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds all methods of the service."""
@@ -100,8 +105,8 @@ class TritonDoor:
                 raise UnsupportedCall(
                     "ModelInfer RPC doesn't support models with decoupled transaction policy"
                 )
-            call = self._server.read(request, speech, model, unary=True)
-            async with self._server.serve(call, caller_of(context)) as answers:
+            call = await self._server.read(request, speech, model, unary=True)
+            async with self._server.serve(call, caller_of(self._callers, context)) as answers:
                 (answer,) = [answer async for answer in answers]
                 if answer.error is not None:
                     raise answer.error
@@ -111,7 +116,7 @@ class TritonDoor:
     async def stream_infer(self, requests: AsyncIterator[Any], context: _Context) -> None:
         """Runs any number of requests concurrently, until all are over and the client has half-closed."""
         errors_end_it = metadata_of(context).get("triton_grpc_error") == "true"
-        stream = _InferStream(self._server, context, errors_end_it=errors_end_it)
+        stream = _InferStream(self._server, self._callers, context, errors_end_it=errors_end_it)
         async with answering(context, sentence=stream.sentence):
             await stream.run(requests)
 
@@ -119,8 +124,11 @@ class TritonDoor:
 class _InferStream:
     """One ModelStreamInfer call."""
 
-    def __init__(self, server: TritonServer, context: _Context, *, errors_end_it: bool) -> None:
+    def __init__(
+        self, server: TritonServer, callers: Callers, context: _Context, *, errors_end_it: bool
+    ) -> None:
         self._server = server
+        self._callers = callers
         self._context = context
         self._errors_end_it = errors_end_it
         self._writing = asyncio.Lock()
@@ -165,13 +173,17 @@ class _InferStream:
 
     async def _serve_one(self, request: Any) -> None:
         """Serves a request. Errors become responses; only a slow client ends the stream."""
-        writer, speech = ResponseWriter(request.model_name, request.id), Speech()
+        # A name or an id beyond the limits is refused, and echoed up to them.
+        name, own_id = cut(request.model_name), cut(request.id, MOST_ID_CHARACTERS)
+        writer, speech = ResponseWriter(name, own_id), Speech()
         parameter = request.parameters.get("triton_enable_empty_final_response")
         empty_final = parameter is not None and parameter.bool_param
         with request_id_bound(request.id):
             try:
-                call = self._server.read(request, speech)
-                async with self._server.serve(call, caller_of(self._context)) as answers:
+                call = await self._server.read(request, speech)
+                async with self._server.serve(
+                    call, caller_of(self._callers, self._context)
+                ) as answers:
                     async for answer in answers:
                         if answer.error is not None:
                             await self._write_error(
@@ -193,7 +205,7 @@ class _InferStream:
         self, writer: ResponseWriter, speech: Speech, error: TrtmeshError, *, final: bool
     ) -> None:
         sentence = speech(error)
-        log.info("request refused: %s: %s", error.reason, sentence)
+        occasionally(error.reason, logging.INFO, "request refused: %s: %s", error.reason, sentence)
         if self._errors_end_it or self._cut_off:
             self._speech = speech
             raise error

@@ -4,46 +4,116 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import zlib
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp import hdrs, web
 from google.protobuf.descriptor import FieldDescriptor
-from trtmesh.chassis.errors import InvalidRequest, UnsupportedCall
+from trtmesh.chassis.errors import Exhausted, InvalidRequest, UnsupportedCall
+from trtmesh.chassis.quoting import cut
+from trtmesh.router.doors.triton.http.json_parser import parse
 
 COMPRESSED = ("gzip", "deflate")
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""An escape that is part of a surrogate pair, or of none."""
+MOST_SETTINGS_BYTES = 2**16
+"""Largest body of a request about the server's settings."""
+FREE_BYTES = 2**16
+"""Bytes of each body that do not count for the sum of all."""
+JSON_COST = 16
+"""Bytes of a protobuf message that take as long as a byte of JSON."""
 
 
-async def read_body(request: web.Request, receive_seconds: float) -> bytes:
-    """The body, decompressed. `client_max_size` limits it before and after. Raises TrtmeshError or an HTTPException."""
-    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").lower()
-    if encoding not in (*COMPRESSED, "", "identity"):
-        raise UnsupportedCall(
-            f"Unsupported compression type '{encoding}'; send the body as gzip, as deflate or as it is"
-        )
-    body = await _receive(request, receive_seconds)
-    if encoding in COMPRESSED:
-        # zlib releases the GIL.
-        return await asyncio.to_thread(_decompress, body, request.client_max_size)
-    return body
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What bodies may take."""
+
+    most_bytes: int
+    """Largest body, before and after decompression."""
+    most_json_bytes: int
+    """Largest JSON in a body."""
+    most_unfinished_bytes: int
+    """Most bytes of all bodies that are received and not yet parsed, small parts apart."""
+    receive_seconds: float
 
 
-async def _receive(request: web.Request, receive_seconds: float) -> bytes:
-    try:
-        async with asyncio.timeout(receive_seconds):
-            return await request.read()
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(
-            text=f"the body of the request did not come within {receive_seconds:g} s (http.receive_seconds)"
-        ) from None
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large(request.client_max_size) from None
+class Bodies:
+    """Receives the bodies of all requests."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self.limits = limits
+        self.unfinished_bytes = 0
+
+    @asynccontextmanager
+    async def of(self, request: web.Request, most_bytes: int) -> AsyncIterator[bytes]:
+        """A body, decompressed. It counts as unfinished inside. Raises TrtmeshError or an HTTPException."""
+        encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").lower()
+        if encoding not in (*COMPRESSED, "", "identity"):
+            raise UnsupportedCall(
+                f"Unsupported compression type '{cut(encoding)}'; send the body as gzip, as deflate or as it is"
+            )
+        held = _Held(self)
+        try:
+            body = await self._receive(request, most_bytes, held)
+            if encoding in COMPRESSED:
+                # zlib releases the GIL.
+                body = await asyncio.to_thread(_decompress, body, most_bytes)
+                held.grow(len(body))
+            yield body
+        finally:
+            held.give_back()
+
+    async def json_of(self, request: web.Request) -> dict[str, Any]:
+        """A small body as a JSON object, {} for an empty one. Raises TrtmeshError or an HTTPException."""
+        async with self.of(request, MOST_SETTINGS_BYTES) as body:
+            return parse_json(body, MOST_SETTINGS_BYTES) if body else {}
+
+    async def _receive(self, request: web.Request, most_bytes: int, held: _Held) -> bytes:
+        if (request.content_length or 0) > most_bytes:
+            raise _too_large(most_bytes)
+        seconds = self.limits.receive_seconds
+        body = bytearray()
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.content.iter_any():
+                    if len(body) + len(part) > most_bytes:
+                        raise _too_large(most_bytes)
+                    held.grow(len(part))
+                    body += part
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(
+                text=f"the body of the request did not come within {seconds:g} s (http.receive_seconds)"
+            ) from None
+        return bytes(body)
+
+
+class _Held:
+    """The bytes that one body holds. The first of them are free: small requests are served beside any others."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._bytes = 0
+        self._counted = 0
+
+    def grow(self, more: int) -> None:
+        """Raises Exhausted."""
+        self._bytes += more
+        counted = max(0, self._bytes - FREE_BYTES) - self._counted
+        most = self._bodies.limits.most_unfinished_bytes
+        if self._bodies.unfinished_bytes + counted > most:
+            raise Exhausted(
+                f"unfinished requests hold {most} bytes together (http.max_unfinished_bytes); try again later",
+                limit=f"at most {most}",
+                retry_after_ms=1000,
+            )
+        self._counted += counted
+        self._bodies.unfinished_bytes += counted
+
+    def give_back(self) -> None:
+        self._bodies.unfinished_bytes -= self._counted
+        self._counted = 0
 
 
 def _decompress(body: bytes, most_bytes: int) -> bytes:
@@ -67,33 +137,20 @@ def _too_large(most_bytes: int) -> web.HTTPRequestEntityTooLarge:
     return web.HTTPRequestEntityTooLarge(most_bytes, text=text)
 
 
-async def read_json(request: web.Request, receive_seconds: float) -> dict[str, Any]:
-    """The body as a JSON object; an empty body is an empty object. Raises TrtmeshError or an HTTPException."""
-    body = await read_body(request, receive_seconds)
-    return parse_json(body) if body else {}
-
-
 def _said_twice(key: str) -> str:
     return f"failed to parse the request JSON buffer: key '{key}' already exists in its object"
 
 
-def parse_json(body: bytes, said_twice: Callable[[str], str] = _said_twice) -> dict[str, Any]:
+def parse_json(
+    body: bytes, most_bytes: int, said_twice: Callable[[str], str] = _said_twice
+) -> dict[str, Any]:
     """A JSON object; `said_twice` makes the sentence about a repeated key. Raises InvalidRequest."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        members = dict(pairs)
-        if len(members) < len(pairs):
-            seen = Counter(key for key, _ in pairs)
-            raise InvalidRequest(said_twice(max(seen, key=seen.__getitem__)))
-        return members
-
-    try:
-        parsed = json.loads(body, object_pairs_hook=unique)
-        if SURROGATE.search(body):
-            # Python's parser accepts half of a pair, which no encoder takes.
-            json.dumps(parsed, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from error
+    if len(body) > most_bytes:
+        raise InvalidRequest(
+            f"the request JSON has {len(body)} bytes but must have at most {most_bytes} (http.max_json_bytes); send"
+            " large tensors as binary data"
+        )
+    parsed = parse(body, said_twice)
     if not isinstance(parsed, dict):
         raise InvalidRequest("failed to parse the request JSON buffer: it is not a JSON object")
     return parsed

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Annotated, Any
 
 from aiohttp import web
-from pydantic import Field
-from trtmesh.chassis.addresses import bind
+from pydantic import BeforeValidator, Field
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.chassis.settings import OptionalPort, Settings
+from trtmesh.chassis.http_server import HttpLimits, HttpServer
+from trtmesh.chassis.settings import OptionalPort, Settings, split_commas
+from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.kserve import grpc_service_pb2 as kserve
-from trtmesh.router.doors.triton.http.bodies import as_json, json_response, read_json
+from trtmesh.router.callers.callers import Callers
+from trtmesh.router.doors.triton.http.authorising import authorising
+from trtmesh.router.doors.triton.http.bodies import (
+    Bodies,
+    BodyLimits,
+    as_json,
+    json_response,
+)
 from trtmesh.router.doors.triton.http.errors import answering
 from trtmesh.router.doors.triton.http.inference import Inference
+from trtmesh.router.doors.triton.http.origins import only_from
 from trtmesh.router.doors.triton.http.platforms import (
     Handler,
     SageMaker,
@@ -42,12 +50,8 @@ EXTENSIONS = (
 )
 IDLE_SECONDS = 75.0
 """How long a connection may idle, or take to send the head of a request."""
-CLOSE_SECONDS = 0.5
-"""Time left to requests once the process stops, as at the gRPC server."""
-LINGER_SECONDS = 2.0
-"""How long a client may keep sending after an early answer."""
-WAITING_CONNECTIONS = 1024
-"""Backlog of the listening socket."""
+STALL_MARGIN_SECONDS = 1.0
+"""How much longer than a request's client a connection may leave an answer unread."""
 MODEL = "/v2/models/{model}"
 VERSION = "/versions/{version:[0-9]+}"
 UNSUPPORTED = {
@@ -63,6 +67,14 @@ class HttpSettings(Settings):
 
     port: OptionalPort = 8000
     """Port to listen on; `none` serves no HTTP."""
+    max_connections: Annotated[int, Field(ge=1, le=2**20)] = 8192
+    """Most open connections; further ones are answered with 503."""
+    max_json_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 16 * 2**20
+    """Largest JSON in a body; binary tensors behind it count for `max_message_bytes` alone."""
+    max_unfinished_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 256 * 2**20
+    """Most bytes of bodies that are not parsed yet, all requests together; beyond, requests are answered with 429."""
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
+    """Origins of web pages, such as `https://chat.example`, whose browsers may send requests; `*` allows all."""
     receive_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Time for a client to send the body of a request."""
     sagemaker: SageMakerSettings = SageMakerSettings()
@@ -70,43 +82,53 @@ class HttpSettings(Settings):
 
 
 class HttpDoor:
-    """Serves from `open` to `close`. A client that disconnects cancels its request."""
+    """Serves from `open` to `close`."""
 
     def __init__(
-        self, server: TritonServer, settings: HttpSettings, host: str, max_body_bytes: int
+        self,
+        server: TritonServer,
+        callers: Callers,
+        settings: HttpSettings,
+        host: str,
+        max_body_bytes: int,
+        stall_seconds: float,
+        tls: ServerTls | None,
     ) -> None:
         self._server = server
         self._settings = settings
         self._host = host
-        app = web.Application(middlewares=[answering], client_max_size=max_body_bytes)
-        self._add_routes(app, Inference(server, settings.receive_seconds))
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            auto_decompress=False,
-            handler_cancellation=True,
-            lingering_time=LINGER_SECONDS,
-            keepalive_timeout=IDLE_SECONDS,
-            shutdown_timeout=CLOSE_SECONDS,
+        json_bytes = min(settings.max_json_bytes, max_body_bytes)
+        self._bodies = Bodies(
+            BodyLimits(
+                max_body_bytes,
+                json_bytes,
+                settings.max_unfinished_bytes,
+                settings.receive_seconds,
+            )
         )
-        self._socket: socket.socket | None = None
+        authorise = authorising(callers, (self._live, self._ready, self._model_ready))
+        app = web.Application(
+            middlewares=[answering, only_from(settings.allowed_origins), authorise],
+            client_max_size=max_body_bytes,
+        )
+        self._add_routes(app, Inference(server, self._bodies))
+        # A stream ends by the limit of its request, which tells why.
+        unread_seconds = stall_seconds + STALL_MARGIN_SECONDS
+        limits = HttpLimits(settings.max_connections, IDLE_SECONDS, unread_seconds)
+        self._http = HttpServer(app, limits, tls)
 
     def listen(self) -> str:
         """Takes the address and returns it. Raises StartupError."""
         assert self._settings.port is not None
-        self._socket, address = bind(self._host, self._settings.port, "listen for HTTP")
+        address, _ = self._http.listen(self._host, self._settings.port, "listen for HTTP")
         log.info("listening for HTTP on %s", address)
         return address
 
     async def open(self) -> None:
-        assert self._socket is not None
-        await self._runner.setup()
-        await web.SockSite(self._runner, self._socket, backlog=WAITING_CONNECTIONS).start()
+        await self._http.open()
 
     async def close(self) -> None:
-        await self._runner.cleanup()
-        if self._socket is not None:
-            self._socket.close()
+        await self._http.close()
 
     def _add_routes(self, app: web.Application, inference: Inference) -> None:
         get, post = app.router.add_get, app.router.add_post
@@ -167,7 +189,7 @@ class HttpDoor:
         return json_response(as_json(self._server.statistics(*model_of(request))))
 
     async def _repository_index(self, request: web.Request) -> web.Response:
-        asked = await read_json(request, self._settings.receive_seconds)
+        asked = await self._bodies.json_of(request)
         only_ready = asked.get("ready", False)
         if not isinstance(only_ready, bool):
             raise InvalidRequest("Unable to parse 'ready': it must be true or false")
@@ -178,13 +200,13 @@ class HttpDoor:
     async def _trace_settings(self, request: web.Request) -> web.Response:
         if name := request.match_info.get("model"):
             self._server.find_model(name, "")
-        asked = await read_json(request, self._settings.receive_seconds)
+        asked = await self._bodies.json_of(request)
         settings = self._server.change_trace_settings(asked).settings
         return json_response({name: list(settings[name].value) for name in settings})
 
     async def _log_settings(self, request: web.Request) -> web.Response:
         asked = kserve.LogSettingsRequest()
-        given = await read_json(request, self._settings.receive_seconds)
+        given = await self._bodies.json_of(request)
         for name, value in given.items():
             _set_log_setting(asked.settings[name], name, value)
         settings = self._server.change_log_settings(asked.settings).settings

@@ -6,16 +6,18 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 from aiohttp import hdrs, web
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, Unavailable
-from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.logs import NO_CALLER, Occasionally, caller_bound, request_id_bound
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY
 from trtmesh.router.doors.triton.http.bodies import json_response
 from trtmesh.router.doors.triton.server import Speech
 
 log = logging.getLogger(__name__)
+occasionally = Occasionally(log)
 
 SPEECH = web.RequestKey("speech", Speech)
 """Says the errors of a request."""
@@ -28,7 +30,9 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
     """Wraps every handler. A TrtmeshError ends the request with the error's status; any other exception is a defect, is
     logged with a traceback and ends the request with 500."""
     speech = request[SPEECH] = Speech()
-    with request_id_bound(request.headers.get(REQUEST_ID_METADATA_KEY, "")):
+    request_id = request.headers.get(REQUEST_ID_METADATA_KEY, "")
+    # The requests of a connection share a task.
+    with request_id_bound(request_id), caller_bound(NO_CALLER):
         try:
             return await handler(request)
         except SlowClient as error:
@@ -54,15 +58,17 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
 def refuse(error: TrtmeshError, sentence: str) -> web.Response:
     """The response that carries an error."""
     level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
-    log.log(level, "request refused: %s: %s", error.reason, sentence)
+    occasionally(error.reason, level, "request refused: %s: %s", error.reason, sentence)
     response = json_response({"error": sentence}, error.row.http)
     response.headers.update(error_headers(error))
     return response
 
 
 def error_headers(error: TrtmeshError) -> dict[str, str]:
-    """The reason word, and a known time to retry."""
+    """The reason word, a known time to retry, and the scheme of a missing key."""
     headers = {REASON_METADATA_KEY: error.reason}
+    if error.row.http is HTTPStatus.UNAUTHORIZED:
+        headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     if error.retry_after_ms is not None:
         headers[hdrs.RETRY_AFTER] = str(math.ceil(error.retry_after_ms / 1000))
     return headers

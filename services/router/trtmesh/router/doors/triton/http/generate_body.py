@@ -24,9 +24,9 @@ NESTED = "parameters"
 """An object under this key is merged into the top level."""
 
 
-def read_generate(model: Model, body: bytes) -> Any:
-    """Makes a ModelInferRequest. Raises InvalidRequest."""
-    message = parse_json(body, partial(_said_twice, model)) if body else {}
+def read_generate(model: Model, body: bytes, most_bytes: int) -> Any:
+    """Makes a ModelInferRequest of at most `most_bytes` of JSON. Raises InvalidRequest."""
+    message = parse_json(body, most_bytes, partial(_said_twice, model)) if body else {}
     request, near_misses = begin_request(model, message), NearMisses(model)
     own = {k: v for k, v in message.items() if k not in ("id", NESTED)}
     _read_keys(request, model, own, near_misses)

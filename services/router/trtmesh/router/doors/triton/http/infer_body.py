@@ -9,6 +9,8 @@ from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.logs import rebind_request_id
+from trtmesh.chassis.parsing import MAX_DIMENSIONS
+from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.triton.http.bodies import parse_json, to_json
 from trtmesh.router.doors.triton.http.json_tensors import flatten, raw_data, values
@@ -20,6 +22,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 RESERVED_PREFIX = "triton_"
 MOST_PARAMETERS = 256
 """Most parameters of a request."""
+MOST_LENGTH_DIGITS = 10
 BINARY_SIZE = "binary_data_size"
 
 
@@ -35,16 +38,18 @@ class BinaryOutputs:
 
 
 def begin_request(model: Model, message: Mapping[str, Any]) -> Any:
-    """A ModelInferRequest with an id alone, which the log lines carry from here on. Raises InvalidRequest."""
+    """A ModelInferRequest with an id alone, for the log lines of its refusal. Raises InvalidRequest."""
     request = kserve.ModelInferRequest(model_name=model.name, id=text_of(message, "id", ""))
     rebind_request_id(request.id)
     return request
 
 
-def read_infer(model: Model, body: bytes, header_length: str | None) -> tuple[Any, BinaryOutputs]:
+def read_infer(
+    model: Model, body: bytes, header_length: str | None, most_json_bytes: int
+) -> tuple[Any, BinaryOutputs]:
     """Parses a body; its JSON has `header_length` bytes, None without binary data. Raises InvalidRequest."""
     length = _header_length(model, header_length, len(body))
-    message = parse_json(body[:length])
+    message = parse_json(body[:length], most_json_bytes)
     request = begin_request(model, message)
     binary = BinaryOutputs()
     for name, value in _objects(message, "parameters").items():
@@ -145,8 +150,8 @@ def text_of(message: Mapping[str, Any], key: str, default: str | None = None) ->
 def _header_length(model: Model, given: str | None, body_length: int) -> int:
     if given is None:
         return body_length
-    if not given.isascii() or not given.isdecimal():
-        raise InvalidRequest(f"Unable to parse {HEADER_LENGTH}, got: {given}")
+    if not given.isascii() or not given.isdecimal() or len(given) > MOST_LENGTH_DIGITS:
+        raise InvalidRequest(f"Unable to parse {HEADER_LENGTH}, got: {cut(given)}")
     length = int(given)
     if length == 0:
         # The body would be the data of an only input, but these models have several inputs.
@@ -167,8 +172,14 @@ def _read_input(request: Any, given: Any, rest: memoryview) -> memoryview:
         raise InvalidRequest("Unable to parse 'inputs': each must be a JSON object")
     name, data_type = text_of(given, "name"), text_of(given, "datatype")
     shape = given.get("shape")
-    if not isinstance(shape, list) or not all(type(n) is int and abs(n) < 2**31 for n in shape):
-        raise InvalidRequest(f"Unable to parse 'shape': input '{name}' must have a list of numbers")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MAX_DIMENSIONS
+        or not all(type(n) is int and abs(n) < 2**31 for n in shape)
+    ):
+        raise InvalidRequest(
+            f"Unable to parse 'shape': input '{name}' must have a list of at most {MAX_DIMENSIONS} numbers"
+        )
     tensor = request.inputs.add(name=name, datatype=data_type, shape=shape)
     parameters = _objects(given, "parameters")
     _check_one_content(given, parameters)

@@ -8,10 +8,12 @@ from typing import Any
 
 from aiohttp import hdrs, web
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
-from trtmesh.router.admission import key_name
+from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
+from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.doors.triton.answers import Answer
-from trtmesh.router.doors.triton.http.bodies import json_response, read_body, to_json
+from trtmesh.router.doors.triton.http.authorising import IDENTITY
+from trtmesh.router.doors.triton.http.bodies import JSON_COST, Bodies, json_response, to_json
 from trtmesh.router.doors.triton.http.errors import SPEECH, error_headers
 from trtmesh.router.doors.triton.http.generate_body import generate_response, read_generate
 from trtmesh.router.doors.triton.http.infer_body import HEADER_LENGTH, read_infer, write_infer
@@ -20,6 +22,7 @@ from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import Output
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
+LEAST_COMPRESSED_BYTES = 256
 COMPRESSIONS = {
     coding.value: coding for coding in (web.ContentCoding.gzip, web.ContentCoding.deflate)
 }
@@ -28,9 +31,10 @@ COMPRESSIONS = {
 class Inference:
     """The endpoints that run models."""
 
-    def __init__(self, server: TritonServer, receive_seconds: float) -> None:
+    def __init__(self, server: TritonServer, bodies: Bodies) -> None:
         self._server = server
-        self._receive_seconds = receive_seconds
+        self._bodies = bodies
+        self._parsing = Parsing()
 
     async def serve(
         self, endpoint: str, request: web.Request, model: Model, binary_type: str
@@ -51,8 +55,14 @@ class Inference:
             raise UnsupportedCall(
                 "HTTP end point doesn't support models with decoupled transaction policy"
             )
-        body = await read_body(request, self._receive_seconds)
-        asked, binary = read_infer(model, body, _header_length(request, binary_type))
+        length, limits = _header_length(request, binary_type), self._bodies.limits
+        async with self._bodies.of(request, limits.most_bytes) as body:
+            asked, binary = await self._parsing.run(
+                len(body) * JSON_COST,
+                lambda: read_infer(model, body, length, limits.most_json_bytes),
+            )
+        # A large body was read in another context.
+        rebind_request_id(asked.id)
         outputs = await self._only_response(request, model, asked, unary=True)
         data, header_length = write_infer(model, asked.id, outputs, binary)
         response = web.Response(body=data, content_type="application/json")
@@ -61,23 +71,21 @@ class Inference:
         elif header_length is not None:
             response.content_type = "application/octet-stream"
             response.headers[HEADER_LENGTH] = str(header_length)
-        if (coding := _coding_of(request)) is not None:
-            response.enable_compression(coding)
-        return response
+        return _compressed(request, response)
 
     async def generate(self, request: web.Request, model: Model) -> web.Response:
         """A single response, as plain JSON."""
-        asked = read_generate(model, await read_body(request, self._receive_seconds))
+        asked = await self._read_generate(request, model)
         unary = not model.refuses_unary_calls
         outputs = await self._only_response(request, model, asked, unary=unary)
-        return json_response(generate_response(model, asked.id, outputs))
+        return _compressed(request, json_response(generate_response(model, asked.id, outputs)))
 
     async def generate_stream(self, request: web.Request, model: Model) -> web.StreamResponse:
         """Responses as server-sent events."""
-        asked = read_generate(model, await read_body(request, self._receive_seconds))
+        asked = await self._read_generate(request, model)
         events = _EventStream(request)
         try:
-            call = self._server.read(asked, request[SPEECH], model)
+            call = await self._server.read(asked, request[SPEECH], model)
             async with self._server.serve(call, _caller_of(request)) as answers:
                 async for answer in answers:
                     if answer.error is not None:
@@ -92,11 +100,22 @@ class Inference:
             await events.fail(error)
         return await events.end()
 
+    async def _read_generate(self, request: web.Request, model: Model) -> Any:
+        limits = self._bodies.limits
+        async with self._bodies.of(request, limits.most_bytes) as body:
+            asked = await self._parsing.run(
+                len(body) * JSON_COST,
+                lambda: read_generate(model, body, limits.most_json_bytes),
+            )
+        # A large body was read in another context.
+        rebind_request_id(asked.id)
+        return asked
+
     async def _only_response(
         self, request: web.Request, model: Model, asked: Any, *, unary: bool
     ) -> Sequence[Output]:
         """The outputs of the only response. Raises TrtmeshError."""
-        call = self._server.read(asked, request[SPEECH], model, unary=unary)
+        call = await self._server.read(asked, request[SPEECH], model, unary=unary)
         async with self._server.serve(call, _caller_of(request)) as answers:
             return await _only_outputs(answers)
 
@@ -183,8 +202,15 @@ def _not_one_response() -> InternalError:
 
 
 def _caller_of(request: web.Request) -> Caller:
-    headers = {name.lower(): value for name, value in request.headers.items()}
-    return Caller(key_name(headers), remaining_seconds=None)
+    return Caller(request[IDENTITY], remaining_seconds=None)
+
+
+def _compressed(request: web.Request, response: web.Response) -> web.Response:
+    """The response, compressed if the client takes that and it is worth it."""
+    coding = _coding_of(request)
+    if coding is not None and (response.content_length or 0) >= LEAST_COMPRESSED_BYTES:
+        response.enable_compression(coding)
+    return response
 
 
 def _coding_of(request: web.Request) -> web.ContentCoding | None:

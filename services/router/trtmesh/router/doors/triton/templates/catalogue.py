@@ -15,9 +15,12 @@ from trtmesh.router.doors.triton.templates.tensorrt_llm import (
 )
 from trtmesh.router.doors.triton.templates.tokenization import POSTPROCESSING, PREPROCESSING
 
-FIVE_MODELS = (ENSEMBLE, TENSORRT_LLM_BLS, TENSORRT_LLM, PREPROCESSING, POSTPROCESSING)
+DEFAULT_MODELS = (
+    *(ENSEMBLE, TENSORRT_LLM_BLS, TENSORRT_LLM, PREPROCESSING, POSTPROCESSING),
+    DISAGGREGATED_SERVING_BLS,
+)
 """Served under their own names where no models are configured."""
 
 TEMPLATES: Mapping[TemplateName, Template] = {
-    template.name: template for template in (*FIVE_MODELS, DISAGGREGATED_SERVING_BLS, LLMAPI, GPT)
+    template.name: template for template in (*DEFAULT_MODELS, LLMAPI, GPT)
 }

@@ -185,9 +185,10 @@ class DetailedOutputs:
             counts = [sum(s.generated for s in row) for _, row in block]
             yield Output.of_rows("num_output_tokens", "INT32", counts)
         yield from (_zeros(name, block) for name in self._zeros)
-        state = block[0][1][0].handoff_state
-        if state:
-            yield Output("context_phase_params", "UINT8", (1, len(state)), state)
+        states = [sequences[0].handoff_state for _, sequences in block]
+        if longest := max(map(len, states)):
+            data = b"".join(state.ljust(longest, b"\0") for state in states)
+            yield Output("context_phase_params", "UINT8", (len(states), longest), data)
 
     def _stack(self, name: str, matrices: Sequence[_Matrix]) -> Output:
         """[matrices, rows, columns], filled up with zeros; without rows, type and columns of earlier responses."""

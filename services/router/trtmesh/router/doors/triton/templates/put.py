@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
+from trtmesh.chassis.parsing import (
+    MAX_TOKEN_RANGES,
+    MAX_WORD_LENGTH,
+    MAX_WORDS,
+    MOST_ENTRIES,
+    WORD_LISTS,
+)
 from trtmesh.router.doors.triton.tensors import InputTensor
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 PutRow = Callable[[router_pb.GenerateItem, InputTensor, int], None]
 """Puts a row of an input into an item. Raises InvalidRequest."""
+MOST_WORD_IDS = MAX_WORDS * MAX_WORD_LENGTH
 PAD_OFFSET = -1
 """Fills a row of offsets in a word list."""
 
@@ -47,8 +55,14 @@ def _of_field(assign: Callable[[Any, str, InputTensor, int], None]) -> Callable[
 
     def setter(path: str) -> Put:
         *groups, name = path.split(".")
+        most = None if path in WORD_LISTS else MOST_ENTRIES.get(path)
 
         def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
+            if most is not None and tensor.row_length > most:
+                raise InvalidRequest(
+                    f"has {tensor.row_length} elements but must have at most {most}",
+                    field=tensor.name,
+                )
             message: Any = item if groups[0] == "prompt" else item.config
             for group in groups:
                 message = getattr(message, group)
@@ -209,6 +223,11 @@ def state(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
 
 @sets("kv_cache.token_ranges", "kv_cache.token_ranges.token_start")
 def range_starts(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
+    if tensor.row_length > MAX_TOKEN_RANGES:
+        raise InvalidRequest(
+            f"has {tensor.row_length} ranges but must have at most {MAX_TOKEN_RANGES}",
+            field=tensor.name,
+        )
     for start in tensor.row(row):
         _set(item.config.kv_cache.token_ranges.add(), "token_start", start, tensor)
 
@@ -285,6 +304,11 @@ def adapter_path(item: router_pb.GenerateItem, tensor: InputTensor, row: int) ->
 
 def parse_words(tensor: InputTensor, row: int) -> list[Sequence[int]]:
     """The words of a row of shape [2, n]: all ids, and below them the end of each word."""
+    if tensor.row_length > 2 * MOST_WORD_IDS:
+        raise InvalidRequest(
+            f"has {tensor.row_length // 2} ids but must have at most {MOST_WORD_IDS}",
+            field=tensor.name,
+        )
     elements = tensor.row(row)
     length = len(elements) // 2
     ids, offsets = elements[:length], list(elements[length:])

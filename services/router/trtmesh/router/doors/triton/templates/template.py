@@ -67,6 +67,8 @@ class Template:
     """Whether a stream ends with a separate, empty response."""
     accumulates: bool | None = False
     """Whether texts accumulate where a model does not say; None takes the door's setting."""
+    needs_roles: bool = False
+    """Whether a model that no setting names is served only by workers for prefill and for decode."""
     parameters: tuple[str, ...] = ()
     """The settings of a model that are parameters of ModelConfig."""
     request_parameters: frozenset[str] = frozenset()
@@ -144,6 +146,7 @@ class Call:
     requested: frozenset[str]
     """Outputs asked for; empty asks for all."""
     parameters: Mapping[str, Any]
+    size_bytes: int = 0
     arrived_ns: int = field(default_factory=time.monotonic_ns)
 
     def wants(self, output: str) -> bool:
@@ -161,7 +164,9 @@ class Call:
 
     @property
     def streaming(self) -> bool:
-        return self.flag("stream") or self.flag("streaming")
+        """Whether tokens come as they are generated; the first half of a prompt has one response."""
+        asks = self.flag("stream") or self.flag("streaming")
+        return asks and self.parameters.get("request_type") != "context_only"
 
     def check_streaming(self, of_whole_model: str) -> None:
         """Raises the error of a streaming request with only one response: `of_whole_model`, Triton's sentence about a

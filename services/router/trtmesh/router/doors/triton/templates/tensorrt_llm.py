@@ -49,15 +49,14 @@ class TokenTemplate(ExecutorTemplate):
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggregatedTemplate(TokenTemplate):
-    """Serves both halves of a handoff in one engine."""
+    """Leaves both halves of a prompt to the placement."""
 
     def check(self, call: Call) -> None:
         super().check(call)
         phase = call.parameters.get("request_type", "context_and_generation")
         if phase in PHASES and phase != "context_and_generation":
             raise InvalidRequest(
-                f"is {phase!r} but model '{call.model.name}' computes and continues a prompt in one engine; leave it"
-                " out",
+                f"is {phase!r} but model '{call.model.name}' computes and continues a prompt; leave it out",
                 field="handoff.phase",
                 value=repr(phase),
                 limit="context_and_generation",
@@ -81,4 +80,5 @@ DISAGGREGATED_SERVING_BLS = DisaggregatedTemplate(
     text=False,
     dated=False,
     final_alone=True,
+    needs_roles=True,
 )

@@ -34,10 +34,12 @@ class Texts:
         self, model: Model, text: str, words: Sequence[str] = ()
     ) -> tokenizer_pb.Encoded:
         """Ids of a text, and of words without special tokens. Raises NoTokenizer."""
+        served = self._served_model(model.mesh_model)
+        self._tokenizers.check_size(served, text, *words)
         command = tokenizer_pb.EncodeCommand(
             text=text, words=words, add_special_tokens=model.add_special_tokens
         )
-        return await self._tokenizers.encode(self._served_model(model.mesh_model), command)
+        return await self._tokenizers.encode(served, command)
 
     async def decode(self, model: Model, token_ids: Sequence[int]) -> str:
         """The text of ids. Raises TokenizerLost."""

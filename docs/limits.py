@@ -1,0 +1,165 @@
+"""Writes docs/limits.md: the limits on what clients send, from the code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trtmesh.chassis import errors, http_server, logs, metrics_endpoint, parsing
+from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS
+from trtmesh.chassis.grpc.server.connection import MAX_CONCURRENT_STREAMS
+from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES
+from trtmesh.chassis.http2 import connection, frames, headers
+from trtmesh.chassis.http2.rates import RATES
+from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
+from trtmesh.router.doors.triton import calls, tensors
+from trtmesh.router.doors.triton.http import json_parser
+from trtmesh.router.doors.triton.http.door import HttpSettings
+from trtmesh.router.settings import RouterSettings
+from trtmesh.router.values import request
+from trtmesh.router.values.handoff_state import MAX_STATE_BYTES
+from trtmesh.tokenizer.encoding import EncodingSettings
+
+PAGE = Path(__file__).with_suffix(".md")
+HEAD = """\
+# Limits
+
+Written by `python docs/limits.py` from the code. Parts of a request are counted before they are copied; the error names
+the field, the value cut to a length, and the limit. Limits with a setting in brackets can be changed
+([settings](settings.md)).
+"""
+
+Row = tuple[str, int | float, str]
+
+INVALID = "INVALID_ARGUMENT, 400"
+CALM = "the connection ends"
+REFUSED = "GOAWAY, closed"
+
+
+def page() -> str:
+    return "\n".join([HEAD, *(line for table in TABLES.items() for line in _table(*table))])
+
+
+def _table(title: str, rows: list[Row]) -> Iterator[str]:
+    yield f"## {title}\n"
+    yield "| Limit | Default | Beyond it |\n|---|---|---|"
+    yield from (f"| {name} | {value:,} | {beyond} |" for name, value, beyond in rows)
+    yield ""
+
+
+_HTTP, _ROUTER, _ENCODING = HttpSettings(), RouterSettings(engines=()), EncodingSettings()
+
+TABLES: dict[str, list[Row]] = {
+    "A request, on every door": [
+        ("bytes of a message (`max_message_bytes`)", _ROUTER.max_message_bytes, "refused"),
+        (
+            "prompts (`admission.max_items_per_request`)",
+            _ROUTER.admission.max_items_per_request,
+            INVALID,
+        ),
+        ("token ids of a prompt", parsing.MAX_PROMPT_TOKENS, INVALID),
+        ("token ids of all prompts", request.MAX_REQUEST_TOKENS, INVALID),
+        (
+            "bytes of a text with its words (tokenizer's `encoding.max_text_bytes`)",
+            _ENCODING.max_text_bytes,
+            f"{INVALID}, at the router",
+        ),
+        ("characters of a request id", request.MAX_REQUEST_ID_LENGTH, INVALID),
+        ("characters of a model's name", request.MAX_MODEL_CHARACTERS, INVALID),
+        ("words in a list of words", parsing.MAX_WORDS, INVALID),
+        ("tokens or characters of a word", parsing.MAX_WORD_LENGTH, INVALID),
+        ("characters of all stop texts", parsing.MAX_STOP_TEXT_CHARACTERS, INVALID),
+        ("entries of `embedding_bias`", parsing.MAX_VOCABULARY, INVALID),
+        ("retention ranges", parsing.MAX_TOKEN_RANGES, INVALID),
+        ("dimensions of a tensor", parsing.MAX_DIMENSIONS, INVALID),
+        ("images", parsing.MAX_IMAGES, INVALID),
+        ("inputs of a multimodal model", parsing.MAX_MODEL_INPUTS, INVALID),
+        (
+            "characters of an adapter's name, a salt or a URL",
+            parsing.MAX_NAME_CHARACTERS,
+            INVALID,
+        ),
+        ("characters of a guide", parsing.MAX_GUIDE_CHARACTERS, INVALID),
+        ("bytes of a handoff state", MAX_STATE_BYTES, INVALID),
+        (
+            "`top_k`, ids, lengths and other counts",
+            int(parsing.LIMITS["sampling.top_k"][1]),
+            INVALID,
+        ),
+    ],
+    "A Triton request": [
+        ("characters of its id", calls.MOST_ID_CHARACTERS, INVALID),
+        ("parameters, also of an input or output", calls.MOST_PARAMETERS, INVALID),
+        ("requested outputs", calls.MOST_OUTPUTS, INVALID),
+        ("elements of an input of BYTES", tensors.MOST_TEXTS, INVALID),
+        ("elements of typed contents", calls.MOST_TYPED_ELEMENTS, f"{INVALID}; raw contents"),
+    ],
+    "HTTP": [
+        ("connections (`http.max_connections`)", _HTTP.max_connections, "503, closed"),
+        ("connections of the metrics port", metrics_endpoint.LIMITS.connections, "503, closed"),
+        ("bytes of the request line or a header", http_server.MAX_LINE_BYTES, "400, closed"),
+        ("headers", http_server.MAX_HEADERS, "400, closed"),
+        ("seconds to send a body (`http.receive_seconds`)", _HTTP.receive_seconds, "408"),
+        ("bytes of a body, also decompressed", _ROUTER.max_message_bytes, "413"),
+        (
+            "bytes of all unparsed bodies (`http.max_unfinished_bytes`)",
+            _HTTP.max_unfinished_bytes,
+            "429",
+        ),
+        ("bytes of JSON (`http.max_json_bytes`)", _HTTP.max_json_bytes, "400"),
+        ("nested lists and objects of JSON", json_parser.MAX_DEPTH, "400"),
+        ("keys of an object", json_parser.MAX_KEYS, "400"),
+        ("characters of a key", json_parser.MAX_KEY_CHARACTERS, "400"),
+        ("numbers in lists", json_parser.MAX_NUMBERS, "400"),
+        ("other values", json_parser.MAX_VALUES, "400"),
+    ],
+    "A gRPC connection": [
+        ("connections (`connections.max_open`)", _ROUTER.connections.max_open, REFUSED),
+        (
+            "connections of an IPv4 address or IPv6 network (`connections.max_per_address`)",
+            _ROUTER.connections.max_per_address,
+            REFUSED,
+        ),
+        (
+            "seconds of age, 0 for no limit (`connections.max_age_seconds`)",
+            _ROUTER.connections.max_age_seconds,
+            "GOAWAY; the connection ends after its calls",
+        ),
+        ("calls at once", MAX_CONCURRENT_STREAMS, "refused"),
+        ("messages of a single request", 1, "INTERNAL"),
+        ("bytes of a header block", headers.MAX_BLOCK_BYTES, CALM),
+        ("bytes of a header list", headers.MAX_HEADER_LIST_SIZE, "RESOURCE_EXHAUSTED"),
+        ("bytes of a header list with a block within its limit", headers.MAX_LIST_BYTES, CALM),
+        (
+            "unread bytes of all connections (twice `max_message_bytes`)",
+            HELD_MESSAGES * _ROUTER.max_message_bytes,
+            "the largest call of the largest connection ends with RESOURCE_EXHAUSTED",
+        ),
+        (
+            "unread bytes of answers to all connections (four times `max_message_bytes`)",
+            HELD_ANSWERS * _ROUTER.max_message_bytes,
+            "the largest answer to the largest connection ends with RESOURCE_EXHAUSTED",
+        ),
+        ("bytes of a frame other than DATA", frames.MAX_CONTROL_FRAME_SIZE, CALM),
+        ("bytes of SETTINGS", connection.MAX_SETTINGS_BYTES, CALM),
+        *(
+            (f"{rate.what}, at once", rate.burst, f"then {rate.per_second:g} a second; {CALM}")
+            for rate in RATES
+        ),
+        ("seconds to send SETTINGS", connection.PING_AFTER_SECONDS, "closed"),
+        ("seconds to send a header block", connection.FRAME_SECONDS, CALM),
+        ("seconds to send a single request", REQUEST_SECONDS, "DEADLINE_EXCEEDED"),
+        ("seconds of silence before a PING", connection.PING_AFTER_SECONDS, "PING"),
+        ("seconds to answer it", connection.PING_TIMEOUT_SECONDS, "closed"),
+        ("seconds in which nothing is read", connection.PAUSE_SECONDS, "closed"),
+    ],
+    "What is told of a request": [
+        ("characters of a quoted name or value", MAX_QUOTED_CHARACTERS, "cut"),
+        ("characters of an error", errors.MAX_PROBLEM_CHARACTERS, "cut inside"),
+        ("characters of a log message", logs.MAX_MESSAGE_CHARACTERS, "cut inside"),
+        ("characters of a traceback", logs.MAX_TRACEBACK_CHARACTERS, "cut inside"),
+    ],
+}
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

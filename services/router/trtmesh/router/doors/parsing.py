@@ -1,0 +1,29 @@
+"""Where a message becomes a request: small ones on the event loop, large ones in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import TypeVar
+
+LARGE_BYTES = 128 * 2**10
+"""Least size of a large message: smaller ones hold the event loop for less than 10 ms, whatever they contain."""
+
+T = TypeVar("T")
+
+
+class Parsing:
+    """Parses one large message at a time. Limits count before they copy, so none takes longer than a second."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parsing")
+
+    async def run(self, size: int, parse: Callable[[], T]) -> T:
+        """The result of `parse` for a message of `size` bytes."""
+        if size < LARGE_BYTES:
+            return parse()
+        loop = asyncio.get_running_loop()
+        # Log lines carry the request id.
+        return await loop.run_in_executor(self._thread, copy_context().run, parse)

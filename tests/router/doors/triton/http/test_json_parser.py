@@ -1,0 +1,153 @@
+"""JSON within limits: the standard library's values, counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.doors.parsing import LARGE_BYTES, Parsing
+from trtmesh.router.doors.triton.http.json_parser import (
+    MAX_DEPTH,
+    MAX_KEY_CHARACTERS,
+    MAX_KEYS,
+    MAX_NUMBERS,
+    MAX_VALUES,
+    PIECE,
+    parse,
+)
+
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=20), inner),
+    max_leaves=30,
+)
+
+
+def parsed(text: str | bytes) -> Any:
+    body = text if isinstance(text, bytes) else text.encode()
+    return parse(body, lambda key: f"key '{key}' is repeated")
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        raise ValueError("a key is repeated")
+    return members
+
+
+@UNHURRIED
+@given(VALUES, st.booleans(), st.sampled_from([None, 0, 3]))
+def test_values_are_those_of_the_standard_library(
+    value: Any, ascii_only: bool, indent: int | None
+) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    assert parsed(text) == json.loads(text)
+
+
+@UNHURRIED
+@given(st.text(alphabet='{}[]",:0123456789.eE+- \\u\nabftn\ud800d8c', max_size=40))
+def test_texts_are_accepted_and_refused_like_by_the_standard_library(text: str) -> None:
+    body = text.encode("utf-8", "replace")
+    try:
+        expected: Any = json.loads(body, object_pairs_hook=without_repeats)
+        json.dumps(expected, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        expected = InvalidRequest
+    if expected is InvalidRequest:
+        with pytest.raises(InvalidRequest):
+            parsed(body)
+    else:
+        assert repr(parsed(body)) == repr(expected)
+
+
+@pytest.mark.parametrize("half", ["\\ud800", "\\udfff", "\\ud83dx", "\\ude00\\ud83d", "\\ud83d\\n"])
+def test_half_of_a_surrogate_pair_is_refused(half: str) -> None:
+    for text in (f'"{half}"', f'{{"{half}": 1}}', f'{{"id": ["{half}"]}}'):
+        with pytest.raises(InvalidRequest, match="whole character"):
+            parsed(text)
+    assert parsed('"\\ud83d\\ude00"') == "\N{GRINNING FACE}"
+
+
+def test_pieces_split_nothing() -> None:
+    """Escapes, pairs and numbers at every offset around the end of a piece."""
+    for before in range(PIECE - 14, PIECE + 2):
+        text = '"' + "x" * before + '\\ud83d\\ude00\\n\\u00e9\\\\"'
+        assert parsed(text) == json.loads(text)
+        numbers = "[" + " " * before + "1234567, -8.5e3 ,90]"
+        assert parsed(numbers) == json.loads(numbers)
+
+
+def of_numbers(count: int) -> str:
+    return "[" + ",".join(["1"] * count) + "]"
+
+
+def of_texts(count: int) -> str:
+    return "[" + ",".join(['""'] * count) + "]"
+
+
+def of_keys(count: int, length: int = 0) -> str:
+    return "{" + ",".join(f'"{number:0{length}}":1' for number in range(count)) + "}"
+
+
+@pytest.mark.parametrize(
+    ("most", "above", "said"),
+    [
+        ("[" * MAX_DEPTH + "]" * MAX_DEPTH, "[" * (MAX_DEPTH + 1), "deeper than 64"),
+        (of_keys(MAX_KEYS), of_keys(MAX_KEYS + 1), "more than 1024 keys"),
+        (
+            of_keys(1, MAX_KEY_CHARACTERS),
+            of_keys(1, MAX_KEY_CHARACTERS + 1),
+            "a key more than 1024 char",
+        ),
+        # The list and its last number are values of their own.
+        (of_numbers(MAX_NUMBERS + 1), of_numbers(MAX_NUMBERS + 2), "more than 1048576 numbers"),
+        (of_texts(MAX_VALUES - 1), of_texts(MAX_VALUES), "more than 65536 values"),
+        ("9" * 4300, "9" * 4301, "a number"),
+    ],
+)
+def test_limits(most: str, above: str, said: str) -> None:
+    assert parsed(most) == json.loads(most)
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        parsed(above)
+    assert len(str(caught.value)) < 1000
+
+
+def test_counting_stops_at_the_limit() -> None:
+    """A body of a million keys is refused at the first beyond the limit: nothing behind it is looked at."""
+    with pytest.raises(InvalidRequest, match="more than 1024 keys"):
+        parsed(of_keys(MAX_KEYS + 1)[:-1] + ", this is no JSON at all" * 10)
+
+
+def test_repeated_keys_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="key 'a' is repeated"):
+        parsed('{"a": 1, "b": 2, "a": 3}')
+
+
+async def test_loop_runs_while_a_large_body_is_parsed() -> None:
+    """A ticker's longest gap, as a share of the whole: parsed on the loop it would be all of it."""
+    body = ('{"a": [' + ",".join(['[1, "x"]'] * 15_000) + "]}").encode()
+    gaps = [0.0]
+
+    async def tick() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    ticking = asyncio.create_task(tick())
+    try:
+        began = time.monotonic()
+        await Parsing().run(max(len(body), LARGE_BYTES), lambda: parsed(body))
+        whole = time.monotonic() - began
+    finally:
+        ticking.cancel()
+    assert max(gaps) < whole / 2
