@@ -3,7 +3,8 @@
 Calls raise the errors of `trtmesh.chassis.errors`. Messages of generation.proto that options take are exported too.
 """
 
-from trtmesh.chassis.admin_token import AdminToken, read_admin_token
+from trtmesh.chassis.bearer import AdminToken, ApiKey
+from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.client.admin import DEFAULT_ADMIN_ADDRESS, AdminClient
 from trtmesh.client.client import DEFAULT_ADDRESS, Client
 from trtmesh.client.events import (
@@ -25,6 +26,7 @@ from trtmesh.v1.generation_pb2 import (
     DraftConfig,
     EncoderDecoderConfig,
     GenerationConfig,
+    GenerationPhase,
     GuidedDecodingConfig,
     HandoffConfig,
     KvCacheConfig,
@@ -44,13 +46,16 @@ __all__ = [
     "Accepted",
     "AdminClient",
     "AdminToken",
+    "ApiKey",
     "Client",
+    "ClientTls",
     "DraftConfig",
     "EncoderDecoderConfig",
     "Event",
     "FinishReason",
     "GenerateItem",
     "GenerationConfig",
+    "GenerationPhase",
     "GuidedDecodingConfig",
     "HandoffConfig",
     "ItemFailed",
@@ -73,5 +78,4 @@ __all__ = [
     "TokenIds",
     "Tokens",
     "Usage",
-    "read_admin_token",
 ]

@@ -9,17 +9,21 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 from trtmesh.chassis.adapter_content import UPLOAD_ACCEPTED, AdapterContent
-from trtmesh.chassis.admin_token import AdminToken
-from trtmesh.chassis.errors import DeadlineExceeded
+from trtmesh.chassis.bearer import AdminToken
+from trtmesh.chassis.errors import DeadlineExceeded, InvalidField
+from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.client.channel import ServerChannel, typed_errors
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc, router_pb2
+from trtmesh.v1.engine_pb2 import WorkerRole
 from trtmesh.v1.generation_pb2 import AdapterFormat
 
 DEFAULT_ADMIN_ADDRESS = "127.0.0.1:8003"
 
 PART_BYTES = 1 << 18
 """Bytes of a message of an upload."""
+
+ROLES = ("mixed", "prefill", "decode")
 
 T = TypeVar("T")
 
@@ -31,7 +35,8 @@ class AdminClient(ServerChannel):
             for worker in (await admin.list_workers()).workers:
                 ...
 
-    `token` is a text or the result of `read_admin_token`; a malformed one raises SettingsError. Failed calls raise an
+    `token` is a text or the result of `AdminToken.read`; a malformed one raises SettingsError. `tls` is
+    that of `Client`. Failed calls raise an
     error of `trtmesh.chassis.errors`: DeadlineExceeded after `timeout_seconds` without a sign of the router.
     """
 
@@ -42,15 +47,17 @@ class AdminClient(ServerChannel):
         token: AdminToken | str | None = None,
         timeout_seconds: float = 10.0,
         max_message_bytes: int = 64 * 2**20,
+        tls: ClientTls | None = None,
     ) -> None:
         # The call's own deadline bounds the wait for a busy router.
         super().__init__(
-            address, max_message_bytes=max_message_bytes, connect_seconds=2 * timeout_seconds
+            address,
+            max_message_bytes=max_message_bytes,
+            connect_seconds=2 * timeout_seconds,
+            tls=tls,
+            secret=AdminToken.of(token) if isinstance(token, str) else token,
         )
         self._timeout_seconds = timeout_seconds
-        if isinstance(token, str):
-            token = AdminToken.of(token)
-        self._metadata = () if token is None else (token.metadata,)
 
     async def list_workers(self) -> pb.ListWorkersResponse:
         """Workers and tokenizers of the router."""
@@ -58,7 +65,7 @@ class AdminClient(ServerChannel):
 
     async def watch_workers(self) -> AsyncGenerator[pb.WatchWorkersResponse, None]:
         """Workers and tokenizers, now and after each change. Closing it (`contextlib.aclosing`) ends the call."""
-        call = self._stub.WatchWorkers(pb.WatchWorkersRequest(), metadata=self._metadata)
+        call = self._stub.WatchWorkers(pb.WatchWorkersRequest(), metadata=self.metadata)
         try:
             while True:
                 response = await self._long(call.read())
@@ -68,9 +75,17 @@ class AdminClient(ServerChannel):
         finally:
             call.cancel()
 
-    async def add_worker(self, address: str) -> pb.AddWorkerResponse:
-        """Makes the router connect to a worker."""
-        return await self._short(self._stub.AddWorker, pb.AddWorkerRequest(address=address))
+    async def add_worker(
+        self, address: str, *, wait_seconds: float | None = None
+    ) -> pb.AddWorkerResponse:
+        """Makes the router connect to a worker.
+
+        Raises WorkerLost if none answers within `wait_seconds` (None means 5): it is removed again. 0 adds it without
+        waiting.
+        """
+        wait_ms = None if wait_seconds is None else round(wait_seconds * 1000)
+        request = pb.AddWorkerRequest(address=address, wait_ms=wait_ms)
+        return await self._long(self._stub.AddWorker(request, metadata=self.metadata))
 
     async def drain_worker(
         self, worker: str, *, finish_seconds: float | None = None
@@ -81,7 +96,7 @@ class AdminClient(ServerChannel):
         """
         finish_ms = None if finish_seconds is None else round(finish_seconds * 1000)
         request = pb.DrainWorkerRequest(worker=worker, finish_ms=finish_ms)
-        call = self._stub.DrainWorker(request, metadata=self._metadata)
+        call = self._stub.DrainWorker(request, metadata=self.metadata)
         return await self._long(call)
 
     async def resume_worker(self, worker: str) -> pb.ResumeWorkerResponse:
@@ -92,17 +107,36 @@ class AdminClient(ServerChannel):
         """Removes a worker from the router; its sequences move."""
         return await self._short(self._stub.RemoveWorker, pb.RemoveWorkerRequest(worker=worker))
 
+    async def set_worker_role(self, worker: str, role: str) -> pb.SetWorkerRoleResponse:
+        """Makes a worker, by name or address, `mixed`, `prefill` or `decode`, and returns once sequences of another
+        phase have moved.
+        """
+        if role not in ROLES:
+            raise InvalidField.of("role", role, f"one of {', '.join(ROLES)}")
+        value = WorkerRole.Value(f"WORKER_ROLE_{role.upper()}")
+        request = pb.SetWorkerRoleRequest(worker=worker, role=value)
+        return await self._long(self._stub.SetWorkerRole(request, metadata=self.metadata))
+
+    async def list_handoffs(self) -> pb.ListHandoffsResponse:
+        """Live handoffs of the router, oldest first."""
+        return await self._short(self._stub.ListHandoffs, pb.ListHandoffsRequest())
+
     async def list_requests(
         self, request_id: str = "", *, limit: int = 0
     ) -> pb.ListRequestsResponse:
-        """Live requests, oldest first, at most `limit`; or the one with `request_id`."""
+        """Live requests, oldest first, at most `limit`; or those with `request_id`, one per owner."""
         request = pb.ListRequestsRequest(request_id=request_id, limit=limit)
         return await self._short(self._stub.ListRequests, request)
 
-    async def stop_request(self, request_id: str, batch_indexes: Sequence[int] = ()) -> int:
-        """Stops a request, or some of its items; returns the number of live items."""
+    async def stop_request(
+        self, request_id: str, batch_indexes: Sequence[int] = (), *, owner: str = ""
+    ) -> int:
+        """Stops a request, or some of its items; returns the number of live items.
+
+        Raises InvalidField if requests of several owners have the id and `owner` is not given.
+        """
         stop = router_pb2.StopRequest(request_id=request_id, batch_indexes=batch_indexes)
-        request = pb.StopRequestRequest(stop=stop)
+        request = pb.StopRequestRequest(stop=stop, owner=owner)
         answer: pb.StopRequestResponse = await self._short(self._stub.StopRequest, request)
         return answer.stopped_items
 
@@ -112,7 +146,7 @@ class AdminClient(ServerChannel):
 
     async def add_adapter(self, adapter: pb.AddAdapterRequest) -> pb.Adapter:
         """Registers the adapter in a directory of the router (`source`), or a new version of it."""
-        call = self._stub.AddAdapter(adapter, metadata=self._metadata)
+        call = self._stub.AddAdapter(adapter, metadata=self.metadata)
         response: pb.AddAdapterResponse = await self._long(call)
         return response.adapter
 
@@ -137,7 +171,7 @@ class AdminClient(ServerChannel):
                     yield part
                     on_sent(len(part.data))
 
-        call = self._stub.UploadAdapter(parts(), metadata=self._metadata)
+        call = self._stub.UploadAdapter(parts(), metadata=self.metadata)
         response: pb.UploadAdapterResponse = await self._long(call)
         return response.adapter
 
@@ -160,9 +194,10 @@ class AdminClient(ServerChannel):
         """Changes the placement policy, for placements from now on."""
         return await self._short(self._stub.SetPolicy, pb.SetPolicyRequest(policy=policy))
 
-    async def explain(self, request_id: str) -> pb.ExplainResponse:
-        """Placements of the items of a request, live or over."""
-        return await self._short(self._stub.Explain, pb.ExplainRequest(request_id=request_id))
+    async def explain(self, request_id: str, *, owner: str = "") -> pb.ExplainResponse:
+        """Placements of the items of a request, live or over; `owner` as in `stop_request`."""
+        request = pb.ExplainRequest(request_id=request_id, owner=owner)
+        return await self._short(self._stub.Explain, request)
 
     @property
     def _stub(self) -> Any:
@@ -172,7 +207,7 @@ class AdminClient(ServerChannel):
         """The response of a fast call."""
         try:
             with typed_errors():
-                return await method(request, timeout=self._timeout_seconds, metadata=self._metadata)
+                return await method(request, timeout=self._timeout_seconds, metadata=self.metadata)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(
                 f"the router at {self.address} gave no answer for {self._timeout_seconds:g} s: it is frozen, overloaded"

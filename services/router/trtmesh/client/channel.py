@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Self
 
 import grpc
+from trtmesh.chassis.bearer import Bearer
 from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY, from_status
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.tls.client import ClientTls
 
 CONNECT_SECONDS = 10.0
 """Longest wait for the HTTP/2 greeting of a sole peer, far away or busy."""
@@ -25,17 +27,20 @@ class ServerChannel:
         *,
         max_message_bytes: int = 64 * 2**20,
         connect_seconds: float = CONNECT_SECONDS,
-        credentials: grpc.ChannelCredentials | None = None,
+        tls: ClientTls | None = None,
+        secret: Bearer | None = None,
     ) -> None:
         self.address = address
+        self.metadata = () if secret is None else (secret.metadata,)
+        """Metadata of every call."""
         self._max_message_bytes = max_message_bytes
         self._connect_seconds = connect_seconds
-        self._credentials = credentials
+        self._tls = tls
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
         self._channel = open_channel(
-            self.address, self._max_message_bytes, self._connect_seconds, self._credentials
+            self.address, self._max_message_bytes, self._connect_seconds, self._tls
         )
         return self
 

@@ -9,8 +9,10 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any, Self, Unpack
 
 import grpc
+from trtmesh.chassis.bearer import ApiKey
 from trtmesh.chassis.channels import GREETING_SECONDS
 from trtmesh.chassis.errors import DeadlineExceeded, StreamIncomplete, Unavailable
+from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.client.channel import CONNECT_SECONDS, ServerChannel, typed_errors
 from trtmesh.client.events import Event, events_of
 from trtmesh.client.options import Options, PromptLike, build_config, build_items, encodable
@@ -41,15 +43,21 @@ class Client:
     stream: the caller sees every event once. After `resume_seconds` without progress the call fails. With a
     single address a lost router fails the call at once, unless `resume_seconds` is set.
 
-    Failed calls raise an error of `trtmesh.chassis.errors`.
+    With `tls` connections are encrypted, and routers checked: `ClientTls(ca=Path("ca.pem"))`. Files that cannot be used
+    raise SettingsError when the client is opened.
+
+    `api_key` is a text or the result of `ApiKey.read`; every call carries it. Failed calls raise an error of
+    `trtmesh.chassis.errors`.
     """
 
     def __init__(
         self,
         address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
+        api_key: ApiKey | str | None = None,
         max_message_bytes: int = 64 * 2**20,
         resume_seconds: float | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         self.addresses = (address,) if isinstance(address, str) else tuple(address)
         if not self.addresses:
@@ -61,7 +69,11 @@ class Client:
         connect_seconds = GREETING_SECONDS if several else CONNECT_SECONDS
         self._routers = [
             ServerChannel(
-                address, max_message_bytes=max_message_bytes, connect_seconds=connect_seconds
+                address,
+                max_message_bytes=max_message_bytes,
+                connect_seconds=connect_seconds,
+                tls=tls,
+                secret=ApiKey.of(api_key) if isinstance(api_key, str) else api_key,
             )
             for address in self.addresses
         ]
@@ -158,13 +170,14 @@ class Client:
     ) -> AsyncGenerator[Event, None]:
         """Requests the missing events from a router."""
         stub = router_pb2_grpc.MeshServiceStub(self._routers[router].channel)
+        metadata = self._routers[router].metadata
         call: grpc.aio.UnaryStreamCall[Any, Any]
         request_id = progress.request.request_id
         resuming = progress.accepted
         if resuming:
-            call = stub.Resume(progress.rest(), timeout=timeout_seconds)
+            call = stub.Resume(progress.rest(), timeout=timeout_seconds, metadata=metadata)
         else:
-            call = stub.Generate(progress.request, timeout=timeout_seconds)
+            call = stub.Generate(progress.request, timeout=timeout_seconds, metadata=metadata)
         try:
             with typed_errors():
                 async for response in call:
@@ -172,7 +185,7 @@ class Client:
                     if resuming:
                         resuming = False
                         for stop in self._stops.get(request_id, ()):
-                            await stub.Stop(stop)
+                            await stub.Stop(stop, metadata=metadata)
                     for event in events_of(response):
                         if progress.add(event):
                             yield event

@@ -50,5 +50,5 @@ async def _stop(
 ) -> int:
     with typed_errors():
         stub = router_pb2_grpc.MeshServiceStub(router.channel)
-        answer = await stub.Stop(request, timeout=timeout_seconds)
+        answer = await stub.Stop(request, timeout=timeout_seconds, metadata=router.metadata)
     return int(answer.stopped_items)

@@ -16,7 +16,7 @@ PLACEMENT_BUCKETS = tuple(step / 1e5 for step in (*range(1, 11), 15, 20, 30, 50,
 """Bucket bounds in seconds."""
 
 MOST_REFUSED = 1000
-"""Most label sets of refusals; further keys are counted together."""
+"""Most label sets of refusals; further callers are counted together."""
 
 MOST_ADAPTERS = 64
 """Most names of adapters; further names are counted together."""
@@ -54,6 +54,12 @@ class RouterMetrics(Collector):
             PREFIX + "adapter_delivery_seconds",
             "Time until a worker had loaded an adapter, or until the delivery failed.",
         )
+        self.handoff = Histogram(
+            PREFIX + "handoff_seconds",
+            "From the end of a sequence on its sender to its first token on the receiver.",
+        )
+        self.handoffs: Counter[tuple[str, str]] = Counter()
+        self.handoff_tokens = 0
         self.deliveries: Counter[str] = Counter()
         self.delivered_bytes = 0
         self.adapter_items: Counter[str] = Counter()
@@ -74,11 +80,11 @@ class RouterMetrics(Collector):
         self.moved: Counter[str] = Counter()
         self.gauges: Gauges = dict
 
-    def note_refusal(self, reason: str, api_key: str) -> None:
-        """Counts a refusal at admission; `api_key` is the key's hash."""
-        if (reason, api_key) not in self.refused and len(self.refused) >= MOST_REFUSED:
-            api_key = "others"
-        self.refused[reason, api_key] += 1
+    def note_refusal(self, reason: str, caller: str) -> None:
+        """Counts a refusal of a caller, by name."""
+        if (reason, caller) not in self.refused and len(self.refused) >= MOST_REFUSED:
+            caller = "others"
+        self.refused[reason, caller] += 1
 
     def note_unknown_parameter(self, name: str) -> None:
         """Counts a request parameter without effect."""
@@ -103,6 +109,7 @@ class RouterMetrics(Collector):
             self.prompt_tokens,
             self.generated_tokens,
             self.delivery,
+            self.handoff,
         ):
             yield histogram.family()
         for name, text, value in (
@@ -120,21 +127,28 @@ class RouterMetrics(Collector):
                 "Bytes of adapters sent to workers.",
                 self.delivered_bytes,
             ),
+            (
+                "handoff_tokens",
+                "Tokens whose KV moved to another worker.",
+                self.handoff_tokens,
+            ),
             ("moved_decodes", "Sequences moved to another tokenizer.", self.moved_decodes),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
-        by_key = ("reason", "api_key")
+        by_caller = ("reason", "caller")
         slow = "Requests coalesced, paused (each time) or cancelled for a slow client."
-        refused = "Requests refused at admission, by reason and hashed API key."
+        refused = "Requests refused for lack of a key or at admission, by reason and caller."
         moved = "Sequences moved to another worker, by cause."
         yield _labelled("requests", "Requests by outcome.", ("outcome",), self.requests)
         yield _labelled("slow_clients", slow, ("action",), self.slow_clients)
-        yield _labelled("requests_refused", refused, by_key, self.refused)
+        yield _labelled("requests_refused", refused, by_caller, self.refused)
         unknown = "Request parameters of Triton calls without effect, by name."
         yield _labelled("unknown_parameters", unknown, ("parameter",), self.unknown_parameters)
         yield _labelled("items_failed", "Items that failed, by reason.", ("reason",), self.failed)
         yield _labelled("items_placed", "Placements.", ("policy", "worker"), self.placed)
         yield _labelled("moved_sequences", moved, ("cause",), self.moved)
+        handoffs = "Handoffs of KV by cause and result."
+        yield _labelled("handoffs", handoffs, ("cause", "result"), self.handoffs)
         deliveries = "Deliveries of adapters to workers, by outcome."
         yield _labelled("adapter_deliveries", deliveries, ("outcome",), self.deliveries)
         items, hits = "Items by adapter.", "Items whose worker had their adapter, by adapter."

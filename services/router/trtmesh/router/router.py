@@ -10,16 +10,19 @@ from contextlib import suppress
 from contextvars import Context
 
 import grpc
-from trtmesh.chassis.admin_token import read_admin_token
+from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
+from trtmesh.chassis.tls.client import H2, PeerTls
 from trtmesh.kserve import grpc_service_pb2
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.following import Followed
 from trtmesh.router.admission import Admission, RateLimiter
+from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
+from trtmesh.router.doors.guard import CallerGuard
 from trtmesh.router.doors.native import MeshService
 from trtmesh.router.doors.triton.front import TritonFront
 from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
@@ -57,8 +60,10 @@ class Router:
         runtime.descriptors = reflection_pool(router_pb2.DESCRIPTOR, grpc_service_pb2.DESCRIPTOR)
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = RouterMetrics()
+        self._callers = Callers(settings.api_keys, settings.rate_limit, self._metrics)
+        runtime.guard = CallerGuard(self._callers) if self._callers.check_keys else None
         self._turns = Turns()
-        self._fleet = Fleet(settings.placement, self._metrics)
+        self._fleet = Fleet(settings.placement, self._metrics, settings.handoff)
         self._followed = self._followed_router() if settings.adapters.follow else None
         fetch = self._followed.fetch if self._followed else None
         self._adapters = Adapters(settings.adapters, self._metrics, fetch)
@@ -76,7 +81,7 @@ class Router:
             self._adapters,
             self._tokenizers,
             self._admission,
-            RateLimiter(settings.rate_limit),
+            RateLimiter(),
             self._metrics,
             self._turns,
             settings.retries,
@@ -86,13 +91,20 @@ class Router:
         self._requests = Requests(mesh, settings.client)
         self._links: dict[Replica, asyncio.Task[None]] = {}
         self._keepers: list[asyncio.Task[None]] = []
-        self._members = Membership(self._fleet, self._make_worker, self._link)
+        self._members = Membership(
+            self._fleet,
+            self._make_worker,
+            self._link,
+            settings.admin.allow_link_local,
+        )
         self._admin_door = AdminDoor(
             RouterAdminService(
                 self._fleet, self._adapters, self._members, self._tokenizers, self._requests
             ),
             settings.admin,
             settings.max_message_bytes,
+            runtime.certificates.server(H2),
+            settings.connections,
         )
         self._triton = self._triton_front() if settings.triton.enabled else None
         self._metrics.gauges = self._gauges
@@ -101,7 +113,7 @@ class Router:
             runtime.registry.register(self._recorder)
 
     def register(self, server: grpc.aio.Server) -> None:
-        mesh_service = MeshService(self._requests, self._metrics)
+        mesh_service = MeshService(self._requests, self._callers, self._metrics)
         router_pb2_grpc.add_MeshServiceServicer_to_server(mesh_service, server)
         self._runtime.addresses["admin_address"] = self._admin_door.listen()
         if self._triton is not None:
@@ -115,9 +127,13 @@ class Router:
                 setting="router.adapters.directory",
             )
         check_entries("router.adapters.follow", [settings.follow])
-        token = read_admin_token(settings.follow_token_file, os.environ)
+        token = AdminToken.read(settings.follow_token_file, os.environ)
         return Followed(
-            settings.follow, token, self._settings.max_message_bytes, settings.max_adapter_bytes
+            settings.follow,
+            token,
+            self._settings.max_message_bytes,
+            settings.max_adapter_bytes,
+            self._runtime.certificates.peer_files,
         )
 
     def _triton_front(self) -> TritonFront:
@@ -126,10 +142,12 @@ class Router:
             self._settings.http,
             self._settings.host,
             self._settings.max_message_bytes,
+            self._settings.client.stall_seconds,
             self._runtime,
             self._fleet,
             self._tokenizers,
             self._requests,
+            self._callers,
             self._metrics,
         )
 
@@ -151,6 +169,7 @@ class Router:
         for keep in (
             self._watch(),
             self._adapters.watch(),
+            self._callers.watch(),
             Pins(self._fleet, self._adapters).run(),
         ):
             self._keepers.append(asyncio.create_task(keep))
@@ -189,6 +208,7 @@ class Router:
             address,
             deadlines=self._settings.deadlines,
             max_message_bytes=self._settings.max_message_bytes,
+            tls_of_peers=self._tls_of_peers,
             pool=self._tokenizers,
         )
         self._tokenizers.tokenizers[address] = tokenizer
@@ -198,11 +218,15 @@ class Router:
         if (tokenizer := self._tokenizers.tokenizers.get(address)) is not None:
             tokenizer.leaving = True
 
+    def _tls_of_peers(self) -> PeerTls | None:
+        return self._runtime.certificates.peers
+
     def _make_worker(self, address: str) -> Worker:
         return Worker(
             address,
             deadlines=self._settings.deadlines,
             max_message_bytes=self._settings.max_message_bytes,
+            tls_of_peers=self._tls_of_peers,
             router_name=self._name,
             tokenizers_known=self._tokenizers.known,
             fingerprint_of=self._tokenizers.fingerprint_of,
@@ -227,6 +251,7 @@ class Router:
         while True:
             await self._tell_health()
             self._fleet.refresh()
+            self._fleet.handoffs.tick(asyncio.get_running_loop().time())
             self._requests.end_slow_clients()
             self._forget_replicas()
             await asyncio.sleep(WATCH_SECONDS)
@@ -268,6 +293,8 @@ class Router:
                 "Handles in use on tokenizers.",
                 sum(t.decodes for t in [*tokenizers]),
             ),
+            "live_handoffs": ("Handoffs under way.", len(self._fleet.handoffs.live)),
+            "worker_leases": ("Leases on workers.", sum(len(w.leases) for w in [*workers])),
             "worker_bookings": ("Bookings on workers.", sum(w.guard.bookings for w in [*workers])),
             "kv_index_blocks": (
                 "Known KV blocks, counted once per holder.",
@@ -289,6 +316,11 @@ class Router:
             "adapter_registry_stale": (
                 "1 while the registry of adapters cannot be read.",
                 bool(self._adapters.problem),
+            ),
+            "api_keys": ("API keys in use.", self._callers.keys),
+            "api_keys_stale": (
+                "1 while the file of API keys cannot be used as it is.",
+                bool(self._callers.problem),
             ),
             "ready_workers": ("Workers ready for items.", sum(w.ready for w in [*workers])),
             "ready_tokenizers": ("Ready tokenizers.", sum(t.ready for t in [*tokenizers])),

@@ -6,21 +6,24 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from trtmesh.chassis.settings import CommaList, Port, ServiceSettings
+from trtmesh.chassis.settings import CommaList, Port
+from trtmesh.chassis.tls.settings import SecuredSettings
 from trtmesh.router.adapters.settings import AdapterSettings
-from trtmesh.router.admission import AdmissionLimits, RateLimit
+from trtmesh.router.admission import AdmissionLimits
+from trtmesh.router.callers.callers import ApiKeySettings
+from trtmesh.router.callers.limits import RateLimit
 from trtmesh.router.doors.admin.door import AdminSettings
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
-from trtmesh.router.placement.settings import PlacementSettings
+from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.replay import RecordSettings
 from trtmesh.router.requests.siblings import SiblingRules
 from trtmesh.router.streams.pace import ClientLimits
 from trtmesh.router.tokenizers.pool import EncodeLimits
 
 
-class RouterSettings(ServiceSettings):
+class RouterSettings(SecuredSettings):
     """Settings of a router process."""
 
     section: ClassVar[str] = "router"
@@ -75,9 +78,11 @@ class RouterSettings(ServiceSettings):
     triton: TritonSettings = TritonSettings()
     admin: AdminSettings = AdminSettings()
     admission: AdmissionLimits = AdmissionLimits()
+    api_keys: ApiKeySettings = ApiKeySettings()
     rate_limit: RateLimit = RateLimit()
     encoding: EncodeLimits = EncodeLimits()
     placement: PlacementSettings = PlacementSettings()
+    handoff: HandoffSettings = HandoffSettings()
     adapters: AdapterSettings = AdapterSettings()
     siblings: SiblingRules = SiblingRules()
     deadlines: Deadlines = Deadlines()

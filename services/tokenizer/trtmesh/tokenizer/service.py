@@ -90,7 +90,8 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetTokenizerResponse:
         async with answering(context):
-            return _describe(self._ready().vocabulary)
+            most = self._settings.encoding.max_text_bytes
+            return _describe(self._ready().vocabulary, most)
 
     def _ready(self) -> Shared:
         if self._shared is None:
@@ -98,7 +99,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         return self._shared
 
 
-def _describe(vocabulary: Vocabulary) -> pb.GetTokenizerResponse:
+def _describe(vocabulary: Vocabulary, max_text_bytes: int) -> pb.GetTokenizerResponse:
     return pb.GetTokenizerResponse(
         model=vocabulary.model,
         fingerprint=vocabulary.fingerprint,
@@ -110,4 +111,5 @@ def _describe(vocabulary: Vocabulary) -> pb.GetTokenizerResponse:
         chat_template=vocabulary.chat_template,
         kind=vocabulary.kind,
         schema_revision=SCHEMA_REVISION,
+        max_text_bytes=max_text_bytes,
     )

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import model_validator
-from trtmesh.chassis.settings import Port, ServiceSettings
+from trtmesh.chassis.settings import Port
+from trtmesh.chassis.tls.settings import SecuredSettings
 from trtmesh.tokenizer.encoding import EncodingSettings
 from trtmesh.tokenizer.router_stream import StreamLimits
 
 
-class TokenizerSettings(ServiceSettings):
+class TokenizerSettings(SecuredSettings):
     """Settings of a tokenizer process."""
 
     section: ClassVar[str] = "tokenizer"

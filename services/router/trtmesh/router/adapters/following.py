@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from trtmesh.chassis.adapter_content import AdapterContent
-from trtmesh.chassis.admin_token import AdminToken
+from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.error_wire import from_status
-from trtmesh.chassis.errors import AdapterMismatch, TrtmeshError, Unavailable
+from trtmesh.chassis.errors import AdapterMismatch, SettingsError, TrtmeshError, Unavailable
+from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.router.adapters.assembly import Assembly
 from trtmesh.router.adapters.registry import Entry, Registry, Version
 from trtmesh.v1 import router_admin_pb2 as pb
@@ -41,29 +43,44 @@ class Followed:
         token: AdminToken | None,
         max_message_bytes: int,
         max_adapter_bytes: int,
+        tls: ClientTls | None = None,
     ) -> None:
         self._address = address
         self._metadata = (token.metadata,) if token else ()
         self._max_message_bytes = max_message_bytes
         self._max_adapter_bytes = max_adapter_bytes
+        self._tls = tls
 
     async def follow(self, take: Callable[[Registry], None], tell: Callable[[str], None]) -> None:
         """Takes each change of the registry, until cancelled; tells the problem, or ''."""
+        while True:
+            try:
+                async with self._connected() as stub:
+                    await self._follow(stub, take, tell)
+            except TrtmeshError as error:
+                tell(f"{self._address}: {error.message}")
+            except SettingsError as error:
+                # Certificates that do not fit while they are replaced; a new channel reads them again.
+                tell(str(error))
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _follow(
+        self, stub: Any, take: Callable[[Registry], None], tell: Callable[[str], None]
+    ) -> NoReturn:
         revision = None
-        async with open_channel(self._address, self._max_message_bytes) as channel:
-            stub: Any = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
-            while True:
-                try:
-                    registry = await self._list(stub)
-                except TrtmeshError as error:
-                    revision = None
-                    tell(f"{self._address}: {error.message}")
-                else:
-                    if registry.revision != revision:
-                        take(registry)
-                    revision = registry.revision
-                    tell("")
-                await asyncio.sleep(POLL_SECONDS)
+        while True:
+            registry = await self._list(stub)
+            if registry.revision != revision:
+                take(registry)
+            revision = registry.revision
+            tell("")
+            await asyncio.sleep(POLL_SECONDS)
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Any]:
+        """The admin service of the router."""
+        async with open_channel(self._address, self._max_message_bytes, tls=self._tls) as channel:
+            yield router_admin_pb2_grpc.RouterAdminServiceStub(channel)
 
     async def fetch(self, number: int, digest: str) -> AdapterContent:
         """The content of a version. Raises the followed router's error, or AdapterMismatch."""
@@ -88,8 +105,7 @@ class Followed:
 
     async def _fetch_once(self, number: int, digest: str) -> AdapterContent:
         request = pb.FetchAdapterRequest(id=number, version=digest)
-        async with open_channel(self._address, self._max_message_bytes) as channel:
-            stub: Any = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
+        async with self._connected() as stub:
             call = stub.FetchAdapter(request, metadata=self._metadata)
             try:
                 content = await self._assemble(call)

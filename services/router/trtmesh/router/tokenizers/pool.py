@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Annotated
 
 from pydantic import Field
-from trtmesh.chassis.errors import NoTokenizer, QueueFull, QueueTimeout, TokenizerLost
+from trtmesh.chassis.errors import InvalidField, NoTokenizer, QueueFull, QueueTimeout, TokenizerLost
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.links.replica import LEAVING
@@ -132,6 +132,22 @@ class TokenizerPool:
     def describe(self, model: str) -> pb.GetTokenizerResponse:
         """Special ids, size and chat template of the tokenizer of `model`. Raises NoTokenizer."""
         return self._able(model)[0].description
+
+    def check_size(self, model: str, *texts: str) -> None:
+        """Raises InvalidField for texts that every tokenizer of `model` would refuse, before they travel there."""
+        limits = [
+            tokenizer.description.max_text_bytes
+            for tokenizer in self.tokenizers.values()
+            if tokenizer.description.model == self._tokenizer_model(model)
+        ]
+        most = max(limits, default=0)
+        if most and all(limits) and (size := _least_bytes(texts, most)) > most:
+            raise InvalidField(
+                f"has {size} bytes with its words but must have at most {most} (encoding.max_text_bytes)",
+                field="text",
+                value=f"{size} bytes",
+                limit=f"at most {most}",
+            )
 
     async def encode(self, model: str, command: pb.EncodeCommand) -> pb.Encoded:
         """Ids of texts. Raises NoTokenizer, QueueFull, QueueTimeout, TokenizerLost, or the tokenizer's own error."""
@@ -310,6 +326,14 @@ class TokenizerPool:
             f"{most} texts wait for a tokenizer (encoding.max_queued); start more tokenizers",
             retry_after_ms=RETRY_MS,
         )
+
+
+def _least_bytes(texts: Sequence[str], most: int) -> int:
+    """Bytes of UTF-8, where their number can be at most `most`; else the number of characters, which are no more."""
+    characters = sum(map(len, texts))
+    if characters > most or characters * 4 <= most:
+        return characters
+    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
 def _least_busy(tokenizers: Iterable[Tokenizer]) -> Tokenizer:

@@ -13,6 +13,7 @@ from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, Unava
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.links.replica import Replica, ReplicaState
 from trtmesh.router.tokenizers.decoding import DecodedSequence
@@ -77,9 +78,15 @@ class Tokenizer(Replica):
     """A tokenizer process as this router sees it."""
 
     def __init__(
-        self, address: str, *, deadlines: Deadlines, max_message_bytes: int, pool: Pool
+        self,
+        address: str,
+        *,
+        deadlines: Deadlines,
+        max_message_bytes: int,
+        pool: Pool,
+        tls_of_peers: TlsOfPeers = plain_text,
     ) -> None:
-        super().__init__(address, deadlines, max_message_bytes)
+        super().__init__(address, deadlines, max_message_bytes, tls_of_peers)
         self._pool = pool
         self.description = pb.GetTokenizerResponse()
         self._jobs: dict[int, EncodeJob] = {}
