@@ -69,7 +69,7 @@ def test_request_is_listed_shown_explained_and_stopped(router: str, admin: str) 
         assert (told["request_id"], told["model"], len(told["items"])) == ("shown", "demo", 2)
 
         shown = trtmesh("requests", "show", "shown", "--admin", admin, env=WIDE)
-        assert shown.stdout.startswith("request shown, model demo, age ")
+        assert shown.stdout.startswith("request shown of anonymous, model demo, age ")
         assert shown.stdout.count("running") == 4
         (told,) = as_objects(
             trtmesh("requests", "show", "shown", "--admin", admin, "--json").stdout
@@ -114,7 +114,10 @@ def test_watch_prints_drain_resume_add_and_remove(router: str, admin: str) -> No
             assert {s["worker"] for i in told["items"] for s in i["sequences"]} == {"engine-0"}
         resumed = trtmesh("workers", "resume", "engine-1", "--admin", admin)
         assert (resumed.returncode, resumed.stderr) == (0, "")
-        assert trtmesh("workers", "add", "127.0.0.1:1", "--admin", admin).returncode == 0
+        assert (
+            trtmesh("workers", "add", "127.0.0.1:1", "--wait", "0", "--admin", admin).returncode
+            == 0
+        )
         watch.wait_for("3 workers")
         assert trtmesh("workers", "remove", "127.0.0.1:1", "--admin", admin).returncode == 0
         again = trtmesh("workers", "remove", "127.0.0.1:1", "--admin", admin)

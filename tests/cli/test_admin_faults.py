@@ -148,7 +148,7 @@ async def test_workers_are_added_drained_resumed_and_removed() -> None:
         removed = await run("workers", "remove", "w", *flags)
         assert (removed.returncode, removed.stdout) == (0, "w was removed; 4 sequences moved\n")
         assert admin.asked == [
-            pb.AddWorkerRequest(address="h:1"),
+            pb.AddWorkerRequest(address="h:1", wait_ms=5000),
             pb.DrainWorkerRequest(worker="w", finish_ms=1500),
             pb.ResumeWorkerRequest(worker="w"),
             pb.RemoveWorkerRequest(worker="w"),

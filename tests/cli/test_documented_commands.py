@@ -21,7 +21,15 @@ from trtmesh.router.settings import RouterSettings
 from trtmesh.tokenizer.settings import TokenizerSettings
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = {"README.md": 20, "docs/adapters.md": 8, "docs/triton.md": 9, "deploy/README.md": 1}
+PAGES = {
+    "README.md": 23,
+    "docs/adapters.md": 8,
+    "docs/handoff.md": 5,
+    "docs/keys.md": 5,
+    "docs/tls.md": 1,
+    "docs/triton.md": 9,
+    "deploy/README.md": 1,
+}
 """Least number of commands per page."""
 
 

@@ -88,13 +88,20 @@ def test_given_ports_follow_each_other() -> None:
 
 def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     cores = physical_cores()
     assert 1 <= cores <= len(os.sched_getaffinity(0))
     (alone,) = Plan(MeshSettings(), None).engines()
     assert alone.environment == {"OMP_NUM_THREADS": str(cores)}
-    many = Plan(MeshSettings(engines=64), None).engines()
-    assert many[0].environment == {"OMP_NUM_THREADS": str(max(1, cores // 64))}
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    shared = {"OMP_NUM_THREADS": str(max(1, cores // 64)), "OMP_WAIT_POLICY": "passive"}
+    assert [each.environment for each in Plan(MeshSettings(engines=64), None).engines()] == [
+        shared
+    ] * 64
+    given = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for each in Plan(MeshSettings(engines=2), None).engines():
+        assert each.environment == given
     (told,) = Plan(MeshSettings(), None).engines()
     assert told.environment == {"OMP_NUM_THREADS": "7"}
 
@@ -116,6 +123,51 @@ def test_each_model_has_an_engine_on_each_of_its_devices(tmp_path: Path) -> None
         Plan(settings.model_copy(update={"devices": {"three": ("cpu",)}}), None)
     with pytest.raises(SettingsError, match=r"mesh\.engines has no effect"):
         Plan(MeshSettings(model=one, devices={"one": ("cpu",)}, engines=2), None)
+
+
+def roles_of(settings: MeshSettings) -> list[str | None]:
+    return [flags_of(engine.arguments).get("--role") for engine in Plan(settings, None).engines()]
+
+
+def test_engines_of_roles_come_before_mixed_ones() -> None:
+    both = MeshSettings(prefill=1, decode=2)
+    assert roles_of(both) == ["prefill", "decode", "decode"]
+    assert roles_of(MeshSettings(prefill=1)) == ["prefill", None]
+    assert roles_of(MeshSettings(prefill=1, decode=1, engines=2)) == [
+        "prefill",
+        "decode",
+        None,
+        None,
+    ]
+    names = [engine.name for engine in Plan(both, None).engines()]
+    assert names == ["engine-0", "engine-1", "engine-2"]
+
+
+def test_each_model_has_the_roles(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    settings = MeshSettings(model=tmp_path / "one", models=(str(tmp_path),), prefill=1, decode=1)
+    assert roles_of(settings) == ["prefill", "decode"] * 2
+
+
+def test_devices_take_roles_in_order(tmp_path: Path) -> None:
+    model = tmp_path / "one"
+    model.mkdir()
+    devices = {"one": ("cuda:0", "cuda:1", "cuda:2")}
+    settings = MeshSettings(model=model, devices=devices, prefill=1, decode=1)
+    flags = [flags_of(engine.arguments) for engine in Plan(settings, None).engines()]
+    assert [(each.get("--role"), each["--torch-device"]) for each in flags] == [
+        ("prefill", "cuda:0"), ("decode", "cuda:1"), (None, "cuda:2"),
+    ]  # fmt: skip
+    with pytest.raises(SettingsError) as refused:
+        Plan(settings.model_copy(update={"decode": 3}), None)
+    assert refused.value.setting == "mesh.devices"
+
+
+def test_role_is_set_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTMESH_ENGINE_ROLE", "decode")
+    assert roles_of(MeshSettings()) == [None]
+    with pytest.raises(SettingsError, match="TRTMESH_ENGINE_ROLE"):
+        Plan(MeshSettings(prefill=1), None)
 
 
 def test_devices_are_json_in_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:

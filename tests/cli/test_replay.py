@@ -28,8 +28,27 @@ def test_command_compares_policies(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["replay", str(tmp_path / "none")]).exit_code == 1
 
 
+def test_command_compares_shares_of_split_items(tmp_path: Path) -> None:
+    file = write_trace(tmp_path / "trace.jsonl", shared_prefixes(100))
+    shares = {}
+    for split in ("always", "never", "auto"):
+        flags = ("--policy", "auto", "--json", "--workers", "3", "--prefill", "1", "--split", split)
+        run = CliRunner().invoke(app, ["replay", str(file), *flags])
+        assert run.exit_code == 0, run.output
+        shares[split] = json.loads(run.stdout)["split"]
+    assert shares["never"] == 0 < shares["auto"] <= shares["always"] == 1
+
+
 @pytest.mark.parametrize(
-    "flags", [("--policy", "x"), ("--speed", "nan"), ("--step-ms", "inf"), ("--workers", "0")]
+    "flags",
+    [
+        ("--policy", "x"),
+        ("--split", "x"),
+        ("--prefill", "4"),
+        ("--speed", "nan"),
+        ("--step-ms", "inf"),
+        ("--workers", "0"),
+    ],
 )
 def test_wrong_usage_has_status_2(tmp_path: Path, flags: tuple[str, str]) -> None:
     file = write_trace(tmp_path / "trace.jsonl", shared_prefixes(10))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 from trtmesh.cli.rates import Sample, measure
+from trtmesh.cli.requests import split_line
 from trtmesh.cli.tables import (
     adapter_versions_table,
     adapters_table,
     add_row,
     candidates_table,
     fitted,
+    handoffs_table,
     items_table,
+    load_columns,
     new_table,
     requests_table,
     residencies_table,
@@ -23,8 +27,15 @@ from trtmesh.cli.tables import (
 )
 from trtmesh.cli.top import page
 from trtmesh.v1 import router_admin_pb2 as pb
-from trtmesh.v1.engine_pb2 import ADAPTER_PLACE_DEVICE, ADAPTER_PLACE_HOST, Load
+from trtmesh.v1.engine_pb2 import (
+    ADAPTER_PLACE_DEVICE,
+    ADAPTER_PLACE_HOST,
+    WORKER_ROLE_DECODE,
+    WORKER_ROLE_MIXED,
+    Load,
+)
 from trtmesh.v1.generation_pb2 import Error
+from trtmesh.v1.kv_transfer_pb2 import HandoffCounts
 
 PROBLEM = (
     "cannot connect: failed to connect to all addresses; the last of them refused the connection"
@@ -42,6 +53,15 @@ LOAD = Load(
     used_blocks=200,
     total_blocks=400,
 )
+
+
+def looked_at(seen: pb.ListWorkersResponse) -> str:
+    """A page of `trtmesh top` in a pipe."""
+    sample = Sample(1.0, seen, pb.ListRequestsResponse())
+    screen = StringIO()
+    console = Console(file=screen, width=200, color_system=None)
+    console.print(page(console, "router", sample, measure(None, sample)), soft_wrap=True)
+    return screen.getvalue()
 
 
 def fleet(problem: str) -> pb.ListWorkersResponse:
@@ -101,6 +121,70 @@ def test_placement_shows_the_adapter_of_its_item() -> None:
     assert "adapter" not in without
 
 
+def test_workers_show_their_present_role() -> None:
+    seen = fleet("")
+    for worker in seen.workers:
+        worker.engine.role = WORKER_ROLE_MIXED
+    seen.workers[0].load.role = WORKER_ROLE_DECODE
+    for text in (looked_at(seen), shown(workers_table(seen.workers), terminal=False, width=200)):
+        lines = [line.split() for line in text.splitlines() if NAMES[0][:-1] in line]
+        assert ["decode" in line for line in lines] == [True, False]
+        assert "mixed" in lines[1]
+
+
+def test_handoffs_and_adapters_have_columns_where_there_are_some() -> None:
+    seen = fleet("")
+    assert load_columns(seen.workers) == []
+    load = seen.workers[0].load
+    load.adapter_slots, load.free_adapter_slots = 4, 1
+    load.sent_handoffs.MergeFrom(HandoffCounts(granted=9, consumed=7, released=1, held=1))
+    load.received_handoffs.MergeFrom(HandoffCounts(granted=3, consumed=3))
+    load.quarantined_blocks = 12
+    for text in (looked_at(seen), shown(workers_table(seen.workers), terminal=False, width=200)):
+        first, second = [line.split() for line in text.splitlines() if NAMES[0][:-1] in line]
+        assert first[-5:] == ["3/4", "7", "3", "1", "12"]
+        assert second[-5:] == ["-", "0", "0", "0", "0"]
+
+
+def test_handoff_is_a_row() -> None:
+    handoff = pb.Handoff(
+        lease_id="0123456789abcdef" * 2,
+        request_id=REQUEST,
+        sender=NAMES[0],
+        receiver=NAMES[1],
+        stage="transferring",
+        cause="drain",
+        tokens=640,
+        present_tokens=128,
+        age_ms=42,
+        expires_in_ms=2000,
+    )
+    row = shown(handoffs_table([handoff]), terminal=True, width=20).splitlines()[-1].split()
+    assert row == [
+        "0123456789ab", REQUEST, "0", "0", "drain", "transferring", *NAMES, "640", "128", "42", "2000",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, []),
+        (
+            {"prefill_worker": "p", "split_seconds": 0.25, "whole_seconds": 1.5},
+            ["prefill on p, decode on d: chosen", "250 ms on two, 1500 ms on one worker"],
+        ),
+        ({"whole_seconds": 0.1}, ["prefill and decode on d: chosen", "100 ms on one worker"]),
+    ],
+)
+def test_explanation_shows_both_legs_and_predictions(
+    fields: dict[str, Any], words: list[str]
+) -> None:
+    reason = "chosen" if fields else ""
+    line = split_line(pb.Placement(worker="d", split_reason=reason, **fields))
+    assert bool(line) is bool(words)
+    assert [word for word in words if word not in line] == []
+
+
 def test_adapter_has_a_row_per_version_and_one_per_place() -> None:
     versions = [
         pb.AdapterVersion(
@@ -141,6 +225,7 @@ def test_common_fleet_fits_80_columns() -> None:
             worker=f"engine-{number}", address="127.0.0.1:45211", state=pb.WORKER_STATE_READY
         )
         worker.engine.model, worker.engine.backend = "demo", "simulated"
+        worker.engine.role, worker.load.adapter_slots = WORKER_ROLE_MIXED, 4
     text = shown(workers_table(seen.workers), terminal=True, width=80)
     assert max(map(len, text.splitlines())) <= 80
 

@@ -64,10 +64,10 @@ def test_up_without_a_model_says_what_to_do(installed: Path, tmp_path: Path) -> 
 
 
 def test_up_without_the_extras_names_them(installed: Path, tmp_path: Path) -> None:
-    hidden = "import sys; sys.modules.update(aiohttp=None, tokenizers=None, torch=None);"
+    hidden = "import sys; sys.modules.update(tokenizers=None, torch=None);"
     for backend, extras in (
-        ("torch", "router,tokenizer,engine"),
-        ("simulated", "router,tokenizer"),
+        ("torch", "tokenizer,engine"),
+        ("simulated", "tokenizer"),
     ):
         flags = ("--backend", backend, "--model", str(DEMO))
         result = trtmesh(installed, tmp_path, "up", *FREE_PORTS, *flags, prelude=hidden)

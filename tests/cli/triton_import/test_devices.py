@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from cli.triton_import.importing import convert, copy_of_demo, finding
-from compat.repository import five_models, replace
+from compat.repository import disaggregated, five_models, replace
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.triton_import import Outcome
 
+HALVES = ("context", "generation")
 IDS = "parameters.gpu_device_ids"
 
 
@@ -87,3 +89,56 @@ def test_instances_without_gpus_are_engines(tmp_path: Path) -> None:
 def test_wrong_gpu_ids_are_refused(tmp_path: Path, ids: str) -> None:
     with pytest.raises(SettingsError, match=r"gpu_device_ids is .* but must be numbers of GPUs"):
         convert(repository(tmp_path / "models", ids))
+
+
+def halves(directory: Path, **gpus: str) -> Path:
+    """A disaggregated repository with the halves on these GPUs."""
+    disaggregated(directory)
+    for half, (old, new) in {n: (str(i), gpus.get(n, "")) for i, n in enumerate(HALVES)}.items():
+        replace(directory, half, f'string_value: "{old}"', f'string_value: "{new}"')
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("context", "generation", "expected"),
+    [
+        ("0", "1;2", {"prefill": 1, "decode": 2, "devices": {"demo": ["cuda:0", "cuda:1", "cuda:2"]}}),
+        ("2;0", "0", {"prefill": 2, "decode": 1, "devices": {"demo": ["cuda:2", "cuda:0", "cuda:0"]}}),
+        ("", "", {"prefill": 1, "decode": 1}),
+        # An engine without a GPU of its own would run on the CPU.
+        ("0", "", {"devices": {"demo": ["cuda:0"]}}),
+    ],
+)  # fmt: skip
+def test_halves_are_engines_of_a_role(
+    tmp_path: Path, context: str, generation: str, expected: Mapping[str, object]
+) -> None:
+    conversion = convert(halves(tmp_path / "models", context=context, generation=generation))
+    mesh = dict(conversion.sections["mesh"])
+    del mesh["model"]
+    assert mesh == expected
+    outcome, text = finding(
+        conversion, "disaggregated_serving_bls", "parameters.context_model_name"
+    )
+    assert (outcome is Outcome.CARRIED) is ("prefill" in expected)
+    assert ("mesh.prefill" in text) is ("prefill" in expected)
+
+
+def test_other_models_share_the_engines_of_halves(tmp_path: Path) -> None:
+    directory = halves(tmp_path / "models", context="0", generation="1")
+    five_models(directory, {"gpu_device_ids": "1;3"}, suffix="_b")
+    mesh = convert(directory).sections["mesh"]
+    assert (mesh["prefill"], mesh["decode"]) == (1, 1)
+    assert mesh["devices"] == {"demo": ["cuda:0", "cuda:1", "cuda:3"]}
+    assert "engines" not in mesh
+
+
+def test_roles_need_halves_and_a_single_model(tmp_path: Path) -> None:
+    one, two = copy_of_demo(tmp_path / "one"), copy_of_demo(tmp_path / "two")
+    directory = halves(tmp_path / "models", context="0", generation="1")
+    five_models(directory, {"engine_dir": "/other", "gpu_device_ids": "2"}, suffix="_b")
+    given = (f"context={one}", f"generation={one}", f"tensorrt_llm_b={two}")
+    mesh = convert(directory, *given).sections["mesh"]
+    assert not {"prefill", "decode"} & mesh.keys()
+    same = halves(tmp_path / "same", context="0", generation="1")
+    replace(same, "disaggregated_serving_bls", '"context"', '"generation"')
+    assert not {"prefill", "decode"} & convert(same).sections["mesh"].keys()

@@ -110,8 +110,9 @@ def test_documented_disaggregated_repository_is_imported(tmp_path: Path) -> None
     ]  # fmt: skip
     assert models["disaggregated_serving_bls"]["steps"] == ["generation"]
     assert (models["ensemble"]["decoupled"], models["ensemble"]["max_beam_width"]) == (True, 4)
-    # Both halves have the same weights: an engine on each GPU does both.
-    assert conversion.sections["mesh"]["devices"] == {"demo": ["cuda:0", "cuda:1"]}
+    mesh = conversion.sections["mesh"]
+    assert (mesh["prefill"], mesh["decode"]) == (1, 1)
+    assert mesh["devices"] == {"demo": ["cuda:0", "cuda:1"]}
 
 
 def test_disaggregated_repository_without_a_half_is_not_served(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from trtmesh.chassis.adapter_content import AdapterContent, is_number
 from trtmesh.chassis.errors import InvalidRequest, NotFound
+from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.adapter_convert import convert
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_adapter
-from trtmesh.cli.output import printable, put, put_json, say_error
+from trtmesh.cli.output import put, put_json, say_error
 from trtmesh.cli.session import OK, USAGE
 from trtmesh.cli.tables import (
     adapter_versions_table,
@@ -150,7 +151,7 @@ async def _upload(
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task(printable(asked.name), total=content.size_bytes)
+        task = bar.add_task(escaped(asked.name), total=content.size_bytes)
         return await context.admin.upload_adapter(
             asked, content, on_sent=lambda sent: bar.advance(task, sent)
         )
@@ -176,7 +177,7 @@ async def remove(
         put_json(pb.RemoveAdapterResponse())
     else:
         what = f"version {short_version(whole)} of " if whole else ""
-        put(printable(f"{what}adapter {found.name or found.id} was removed"))
+        put(escaped(f"{what}adapter {found.name or found.id} was removed"))
     return OK
 
 
@@ -251,7 +252,7 @@ def _headline(adapter: pb.Adapter) -> str:
     parts += [f"model {adapter.model}"] * bool(adapter.model)
     parts += ["pinned"] * adapter.pinned
     parts += ["brought by a client"] * adapter.brought
-    return printable(", ".join(parts))
+    return escaped(", ".join(parts))
 
 
 def _share(version: pb.AdapterVersion) -> str:

@@ -14,7 +14,15 @@ from typing import Annotated, Any
 import typer
 from trtmesh.chassis.errors import Unauthenticated, Unavailable, Unsupported, UnsupportedCall
 from trtmesh.cli.session import run
-from trtmesh.client import DEFAULT_ADMIN_ADDRESS, AdminClient, read_admin_token
+from trtmesh.cli.tls import (
+    CaOption,
+    CertOption,
+    KeyOption,
+    ServerNameOption,
+    TlsOption,
+    tls_of,
+)
+from trtmesh.client import DEFAULT_ADMIN_ADDRESS, AdminClient, AdminToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,11 @@ async def _connected(
     timeout: Annotated[  # noqa: ASYNC109 - an option of the command line
         float, typer.Option(min=0.1, max=86400, help="Longest silence of the router, in seconds.")
     ] = 10.0,
+    tls: TlsOption = False,
+    ca: CaOption = None,
+    cert: CertOption = None,
+    key: KeyOption = None,
+    server_name: ServerNameOption = "",
     json: Annotated[
         bool,
         typer.Option(
@@ -68,9 +81,10 @@ async def _connected(
     ] = False,
 ) -> AsyncIterator[Context]:
     """Connects to a router; errors name its address and the remedy. The parameters are options of every command."""
-    token = read_admin_token(token_file, os.environ)
+    token = AdminToken.read(token_file, os.environ)
+    security = tls_of(tls=tls, ca=ca, cert=cert, key=key, server_name=server_name)
     try:
-        async with AdminClient(admin, token=token, timeout_seconds=timeout) as client:
+        async with AdminClient(admin, token=token, timeout_seconds=timeout, tls=security) as client:
             yield Context(client, as_json=json)
     except Unauthenticated as error:
         raise Unauthenticated(

@@ -11,7 +11,9 @@ from trtmesh.cli.convert import convert
 from trtmesh.cli.demo import demo
 from trtmesh.cli.fleet import policy, status, workers
 from trtmesh.cli.generate import generate
+from trtmesh.cli.handoffs import handoffs
 from trtmesh.cli.import_triton import import_triton
+from trtmesh.cli.keys import keys
 from trtmesh.cli.output import put
 from trtmesh.cli.replay import replay
 from trtmesh.cli.requests import explain, requests
@@ -24,9 +26,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (up, import_triton, convert, generate, status, top, explain, replay, demo):
+for command in (up, import_triton, convert, generate, status, top, explain, handoffs, replay, demo):
     app.command()(command)
-for group in (workers, requests, adapters, policy, triton):
+for group in (workers, requests, adapters, keys, policy, triton):
     app.add_typer(group)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from trtmesh.chassis.bearer import AdminToken, ApiKey
 from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
 from trtmesh.chassis.tasks import until_first_ends
@@ -98,7 +99,7 @@ class Child:
             stdout=PIPE,
             stderr=PIPE,
             start_new_session=True,
-            env={**os.environ, **self.plan.environment},
+            env={**_inherited(self.plan.service), **self.plan.environment},
         )
         self._started.set()
         assert process.stdout
@@ -162,7 +163,7 @@ class Child:
         return ChildEnded(self.plan, status, self._last_lines)
 
     async def _watch_health(self) -> None:
-        async with open_channel(self.local.address, max_message_bytes=2**20) as channel:
+        async with open_channel(self.local.address, 2**20, tls=self.plan.tls) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 try:
@@ -179,6 +180,12 @@ class Child:
         async for line in lines:
             self._last_lines.append(line)
             self._log(self.name, line)
+
+
+def _inherited(service: str) -> dict[str, str]:
+    """The variables that a process needs: no key of a client, and the token of admins only for a router."""
+    secrets = {ApiKey.variable} | ({AdminToken.variable} if service != "router" else set())
+    return {name: value for name, value in os.environ.items() if name not in secrets}
 
 
 def _cause(service: str, status: int, last_lines: Sequence[str]) -> str:

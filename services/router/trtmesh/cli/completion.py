@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import typer
 from trtmesh.chassis.errors import StartupError, TrtmeshError
-from trtmesh.client import DEFAULT_ADMIN_ADDRESS, AdminClient, read_admin_token
+from trtmesh.cli.tls import tls_of
+from trtmesh.client import DEFAULT_ADMIN_ADDRESS, AdminClient, AdminToken
 from trtmesh.v1 import router_admin_pb2 as pb
 
 PATIENCE_SECONDS = 1.0
@@ -31,8 +32,16 @@ def _completing(ask: Ask) -> Complete:
 
 async def _names(context: typer.Context, ask: Ask) -> Iterable[str]:
     address = context.params.get("admin") or DEFAULT_ADMIN_ADDRESS
-    token = read_admin_token(context.params.get("token_file"), os.environ)
-    async with AdminClient(address, token=token, timeout_seconds=PATIENCE_SECONDS) as admin:
+    token = AdminToken.read(context.params.get("token_file"), os.environ)
+    given = {name: context.params.get(name) for name in ("ca", "cert", "key")}
+    tls = tls_of(
+        tls=bool(context.params.get("tls")),
+        **given,
+        server_name=context.params.get("server_name") or "",
+    )
+    async with AdminClient(
+        address, token=token, timeout_seconds=PATIENCE_SECONDS, tls=tls
+    ) as admin:
         return await ask(admin)
 
 

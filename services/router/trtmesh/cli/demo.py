@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +17,7 @@ from trtmesh.cli.session import run
 from trtmesh.cli.stack import Stack
 from trtmesh.cli.streams import choose_printer
 from trtmesh.cli.supervisor import supervise
-from trtmesh.client import Client, GenerationConfig
+from trtmesh.client import ApiKey, Client, ClientTls, GenerationConfig
 from trtmesh.client.options import build_config
 
 PROMPTS = ("def fibonacci(n):", "class Stack:", "import json\n\ndef load(path):")
@@ -37,10 +39,11 @@ def demo(
     """
 
     async def use(stack: Stack) -> int:
-        status = await _request(stack.router.address)
+        tls = ClientTls(stack.ca) if stack.ca else None
+        status = await _request(stack.router.address, tls)
         if exit_after or status:
             return status
-        _say_how_to_go_on(stack.router.address, stack.router.admin_address)
+        _say_how_to_go_on(stack.router.address, stack.router.admin_address, stack.ca)
         await asyncio.Event().wait()
         return status
 
@@ -48,13 +51,14 @@ def demo(
     run(supervise(flags, use, DEFAULTS))
 
 
-async def _request(router: str) -> int:
+async def _request(router: str, tls: ClientTls | None) -> int:
     put(f"three prompts in one request to {router}, each line after its batch_index:\n")
     request = Request(PROMPTS, _config())
     printer = choose_printer(
         as_json_lines=False, items=len(PROMPTS), sequences=1, console=Console()
     )
-    async with Client(router) as client:
+    api_key = ApiKey.read(None, os.environ)
+    async with Client(router, tls=tls, api_key=api_key) as client:
         return await stream(client, request, printer)
 
 
@@ -62,21 +66,24 @@ def _config() -> GenerationConfig:
     return build_config(None, {"max_tokens": 96, "temperature": 0.8, "top_p": 0.95, "seed": 7})
 
 
-def _say_how_to_go_on(router: str, admin: str) -> None:
+def _say_how_to_go_on(router: str, admin: str, ca: Path | None) -> None:
+    option = f" --ca {ca}" if ca else ""
+    argument = f", tls=ClientTls(ca={str(ca)!r})" if ca else ""
+    names = "Client, ClientTls" if ca else "Client"
     put(
         f"""
 The stack keeps serving until Ctrl-C. From another terminal:
 
-    {sys.argv[0]} generate --router {router} --max-tokens 96 'def fibonacci(n):' 'class Stack:'
-    {sys.argv[0]} status --admin {admin}
+    {sys.argv[0]} generate --router {router}{option} --max-tokens 96 'def fibonacci(n):' 'class Stack:'
+    {sys.argv[0]} status --admin {admin}{option}
 
 From Python, with {sys.executable}:
 
     import asyncio
-    from trtmesh.client import Client
+    from trtmesh.client import {names}
 
     async def main():
-        async with Client("{router}") as client:
+        async with Client("{router}"{argument}) as client:
             for item in await client.complete(["def fibonacci(n):"], max_tokens=32):
                 print(item.text)
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from trtmesh.chassis.errors import StartupError
 
-MODULE_OF_EXTRA = {"router": "aiohttp", "tokenizer": "tokenizers", "engine": "torch"}
+MODULE_OF_EXTRA = {"tokenizer": "tokenizers", "engine": "torch", "tls": "cryptography"}
 """A module that comes with each extra of the package."""
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import aclosing
 from datetime import datetime
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_policy, complete_worker
-from trtmesh.cli.output import printable, put, put_json, say, say_error
+from trtmesh.cli.output import put, put_json, say, say_error
 from trtmesh.cli.session import FAILED, OK, USAGE
-from trtmesh.cli.tables import print_tables, tokenizers_table, worker_state, workers_table
+from trtmesh.cli.tables import (
+    print_tables,
+    role_word,
+    tokenizers_table,
+    worker_state,
+    workers_table,
+)
 from trtmesh.v1 import router_admin_pb2 as pb
 
 policy = typer.Typer(name="policy", help="The placement policy of a router.", no_args_is_help=True)
@@ -26,6 +34,14 @@ WorkerArgument = Annotated[
         autocompletion=complete_worker,
     ),
 ]
+
+
+class Role(StrEnum):
+    """Phases of a worker."""
+
+    MIXED = "mixed"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @admin_command
@@ -81,9 +97,9 @@ async def watch(context: Context) -> int:
     return FAILED
 
 
-def _standing(seen: pb.WatchWorkersResponse) -> list[tuple[str, str, str, str]]:
-    """The state of each worker. Loads are left out: they change with each step."""
-    return [(w.worker, w.address, worker_state(w), w.problem) for w in seen.workers]
+def _standing(seen: pb.WatchWorkersResponse) -> list[tuple[str, str, str, str, str]]:
+    """State and role of each worker. Loads are left out: they change with each step."""
+    return [(w.worker, w.address, worker_state(w), role_word(w), w.problem) for w in seen.workers]
 
 
 @workers.command()
@@ -91,9 +107,18 @@ def _standing(seen: pb.WatchWorkersResponse) -> list[tuple[str, str, str, str]]:
 async def add(
     context: Context,
     address: Annotated[str, typer.Argument(help="Address of the worker, host:port.")],
+    wait: Annotated[
+        float,
+        typer.Option(
+            min=0, max=86400, help="Seconds for the worker to answer; 0 adds it without waiting."
+        ),
+    ] = 5.0,
 ) -> int:
-    """Make the router connect to a worker."""
-    response = await context.admin.add_worker(address)
+    """Make the router connect to a worker, and wait for its answer; without one it is removed again.
+
+    Exit status: 0 added, 1 no answer or the call failed, 2 wrong usage.
+    """
+    response = await context.admin.add_worker(address, wait_seconds=wait)
     _show(context, response, response.worker)
     return OK
 
@@ -137,6 +162,25 @@ async def resume(context: Context, worker: WorkerArgument) -> int:
 
 @workers.command()
 @admin_command
+async def role(
+    context: Context,
+    worker: WorkerArgument,
+    role: Annotated[Role, typer.Argument(help="The phases that it is for.")],
+) -> int:
+    """Change the role of a worker, for all routers; sequences of another phase are handed over.
+
+    Exit status: 0 changed, 1 the backend has no such role or the call failed, 2 wrong usage, 130 Ctrl-C.
+    """
+    response = await context.admin.set_worker_role(worker, role)
+    if context.as_json:
+        put_json(response)
+    else:
+        put(escaped(f"worker {worker} is for {role}; {response.moved_sequences} sequences moved"))
+    return OK
+
+
+@workers.command()
+@admin_command
 async def remove(context: Context, worker: WorkerArgument) -> int:
     """Remove a worker from the router; its sequences move."""
     response = await context.admin.remove_worker(worker)
@@ -161,7 +205,7 @@ def _show(
     else:
         name = f"{worker.worker} at {worker.address}" if worker.worker else worker.address
         problem = f": {worker.problem}" if worker.problem else ""
-        put(printable(f"worker {name} is {worker_state(worker)}{problem}"))
+        put(escaped(f"worker {name} is {worker_state(worker)}{problem}"))
 
 
 @policy.command("get")

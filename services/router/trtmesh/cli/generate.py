@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,9 +18,25 @@ from trtmesh.cli.adapters import adapter_key
 from trtmesh.cli.completion import complete_adapter
 from trtmesh.cli.output import say_error
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
-from trtmesh.cli.session import FAILED, OK, connected, run
+from trtmesh.cli.session import FAILED, OK, ApiKeyFileOption, connected, run
 from trtmesh.cli.streams import Printer, choose_printer
-from trtmesh.client import DEFAULT_ADDRESS, Accepted, Client, GenerationConfig, ItemFailed
+from trtmesh.cli.tls import (
+    CaOption,
+    CertOption,
+    KeyOption,
+    ServerNameOption,
+    TlsOption,
+    tls_of,
+)
+from trtmesh.client import (
+    DEFAULT_ADDRESS,
+    Accepted,
+    ApiKey,
+    Client,
+    ClientTls,
+    GenerationConfig,
+    ItemFailed,
+)
 from trtmesh.client.options import build_config
 
 UINT32 = 2**32 - 1
@@ -31,6 +49,7 @@ RouterOption = Annotated[
 def generate(
     prompts: Annotated[list[str], typer.Argument(help=PROMPTS_HELP)],
     router: RouterOption = DEFAULT_ADDRESS,
+    api_key_file: ApiKeyFileOption = None,
     model: Annotated[str, typer.Option(help="Model; unset means the only one.")] = "",
     max_tokens: Annotated[
         int | None,
@@ -79,7 +98,12 @@ def generate(
     stop_after_ms: Annotated[
         int | None, typer.Option(min=0, help="Stop the request this long after its acceptance.")
     ] = None,
+    ca: CaOption = None,
+    cert: CertOption = None,
+    key: KeyOption = None,
+    server_name: ServerNameOption = "",
     *,
+    tls: TlsOption = False,
     lines: LinesOption = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per event.")] = False,
 ) -> None:
@@ -116,7 +140,8 @@ def generate(
         timeout_seconds=timeout,
         stop_after_seconds=None if stop_after_ms is None else stop_after_ms / 1000,
     )
-    run(_generate(router, request, printer))
+    security = tls_of(tls=tls, ca=ca, cert=cert, key=key, server_name=server_name)
+    run(_generate(router, security, api_key_file, request, printer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +156,14 @@ class Request:
     stop_after_seconds: float | None = None
 
 
-async def _generate(router: str, request: Request, printer: Printer) -> int:
-    async with connected(router) as client:
+async def _generate(
+    router: str,
+    tls: ClientTls | None,
+    api_key_file: Path | None,
+    request: Request,
+    printer: Printer,
+) -> int:
+    async with connected(router, tls, ApiKey.read(api_key_file, os.environ)) as client:
         return await stream(client, request, printer)
 
 

@@ -14,8 +14,9 @@ import typer
 import yaml
 from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
+from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.mesh_settings import Flags, config_file_of, load_mesh_settings
-from trtmesh.cli.output import printable, put, say, say_error
+from trtmesh.cli.output import put, say, say_error
 from trtmesh.cli.session import FAILED, OK
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 def _tell_text(conversion: Conversion, tell: Callable[[str], None]) -> None:
     """Prints a paragraph for each model, with its unset values on one line for each consequence."""
     for model, group in groupby(conversion.findings, key=lambda finding: finding.model):
-        tell(f"{printable(model)}:")
+        tell(f"{escaped(model)}:")
         unset: dict[str, list[str]] = {}
         for finding in group:
             if finding.outcome.name == "UNSET":
@@ -171,15 +172,15 @@ def _tell_text(conversion: Conversion, tell: Callable[[str], None]) -> None:
                 tell(f"  {_as_line(finding)}")
         for text, names in unset.items():
             listed = ", ".join(dict.fromkeys(names))
-            tell(printable(f"  {'unset':<12}  {listed}: {text}"))
+            tell(escaped(f"  {'unset':<12}  {listed}: {text}"))
     if conversion.unfilled:
         keys = ", ".join(conversion.unfilled)
-        tell(printable(f"placeholders without a value (--fill KEY:VALUE,...): {keys}"))
+        tell(escaped(f"placeholders without a value (--fill KEY:VALUE,...): {keys}"))
 
 
 def _as_line(finding: Finding) -> str:
     value = f" = {finding.value}" if finding.value else ""
-    return printable(f"{finding.outcome.value:<12}  {finding.what}{value}: {finding.text}")
+    return escaped(f"{finding.outcome.value:<12}  {finding.what}{value}: {finding.text}")
 
 
 def _tell_json(conversion: Conversion, output: Path, tell: Callable[[str], None]) -> None:

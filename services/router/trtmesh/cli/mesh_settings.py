@@ -24,6 +24,7 @@ from trtmesh.chassis.settings import (
 from trtmesh.router.placement.settings import PolicyName
 
 Replicas = Annotated[int, Field(ge=1, le=64)]
+Specialists = Annotated[int, Field(ge=0, le=64)]
 
 
 def _parse_json(value: object) -> object:
@@ -64,10 +65,14 @@ class MeshSettings(ServiceSettings):
     backend: Literal["torch", "simulated"] | None = None
     """Backend of the engines; unset leaves it to `engine.backend`."""
     engines: Replicas = 1
-    """Engines per model without `devices`."""
+    """Engines of both phases per model without `devices`; unset means 1, and none beside `prefill` and `decode`."""
+    prefill: Specialists = 0
+    """Engines per model that compute prompts and hand their KV over."""
+    decode: Specialists = 0
+    """Engines per model that continue prompts computed elsewhere."""
     devices: DevicesByModel = Field(default_factory=dict)
-    """Devices by the name of a model's directory; each runs one engine of the model. Engines of other models run on
-    `engine.torch.device`. JSON in a flag or a variable."""
+    """Devices by the name of a model's directory; each runs one engine of the model, the first ones those of `prefill`,
+    then `decode`. Engines of other models run on `engine.torch.device`. JSON in a flag or a variable."""
     tokenizers: Replicas = 1
     """Tokenizers per model."""
     routers: Replicas = 1
@@ -76,6 +81,9 @@ class MeshSettings(ServiceSettings):
     """Port of the first engine; the others follow it. 0 takes free ports."""
     tokenizer_port: Port = 0
     """Port of the first tokenizer; the others follow it. 0 takes free ports."""
+    tls: bool = False
+    """Whether all ports speak TLS, with throw-away certificates made for this run; the processes show theirs to each
+    other, clients need none."""
     policy: PolicyName | None = None
     """Placement policy; unset leaves it to `router.placement.policy`."""
     log_dir: Path | None = None
@@ -90,6 +98,17 @@ class MeshSettings(ServiceSettings):
     def asks_for(self, name: str) -> bool:
         """Whether a value was given for the setting, rather than its default."""
         return name in self.model_fields_set
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether engines have a role of their own."""
+        return bool(self.prefill or self.decode)
+
+    @property
+    def mixed_engines(self) -> int:
+        """Engines of both phases per model without `devices`."""
+        only_specialists = self.prefill and self.decode and not self.asks_for("engines")
+        return 0 if only_specialists else self.engines
 
 
 Flags = Mapping[str, str]
@@ -116,13 +135,15 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     def with_flags(**values: Any) -> None:
         own = {name: values.pop(name) for name in own_parameters}
+        values["tls"] = "true" if values["tls"] else None
         command({name: value for name, value in values.items() if value is not None}, **own)
 
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
     own_parameters = [parameter.name for parameter in own]
     config = _option("config", "YAML file with the sections mesh, router, tokenizer and engine.")
-    fields = [_option(name, help_of(info)) for name, info in MeshSettings.model_fields.items()]
-    signature = inspect.Signature([config, *fields, *own])
+    infos = MeshSettings.model_fields
+    fields = [_option(name, help_of(info)) for name, info in infos.items() if name != "tls"]
+    signature = inspect.Signature([config, *fields, _switch("tls", help_of(infos["tls"])), *own])
     functools.update_wrapper(with_flags, command, assigned=("__name__", "__doc__", "__module__"))
     with_flags.__annotations__ = {n: p.annotation for n, p in signature.parameters.items()}
     with_flags.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect.signature
@@ -134,6 +155,14 @@ def _option(name: str, text: str) -> inspect.Parameter:
     annotation = Annotated[str | None, option]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def _switch(name: str, text: str) -> inspect.Parameter:
+    """An option without a value."""
+    annotation = Annotated[bool, typer.Option(_flag(name), help=text)]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation
     )
 
 

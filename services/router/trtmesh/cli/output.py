@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from trtmesh.chassis.quoting import escaped
 
 
 def say(text: str) -> None:
@@ -31,7 +32,12 @@ def give_up(stream: TextIO) -> None:
 
 
 def say_error(text: str) -> None:
-    say(f"trtmesh: error: {text}")
+    say(f"trtmesh: error: {readable(text)}")
+
+
+def readable(text: str) -> str:
+    """Text of several lines, without what commands a terminal."""
+    return escaped(text, kept="\n\t")
 
 
 def put(text: str, end: str = "\n") -> None:
@@ -49,11 +55,4 @@ def as_fields(message: Message) -> dict[str, Any]:
     """A message as a JSON object: the field names of the protos, unset fields too, 64-bit numbers as texts."""
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-
-
-def printable(text: str) -> str:
-    """Escapes the control characters of `text`, which could command a terminal."""
-    return "".join(
-        char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text
     )

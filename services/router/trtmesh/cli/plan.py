@@ -6,17 +6,20 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from trtmesh.chassis.adapter_content import format_of, is_number
-from trtmesh.chassis.admin_token import AdminToken, read_admin_token
+from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.chassis.errors import InvalidRequest, ModelUnusable, NotFound, SettingsError
 from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.chassis.settings import split_commas
+from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.extras import check_extras
 from trtmesh.cli.mesh_settings import MeshSettings
+from trtmesh.cli.throw_away import ThrowAway
 
 LOOPBACK = "127.0.0.1"
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
@@ -30,6 +33,10 @@ _COMMON = {
     "grace_seconds": "mesh.grace_seconds",
     "metrics_port": "mesh.metrics_port",
     "stop_on_stdin_eof": _NOTHING,
+    **{
+        f"tls.{name}": "mesh.tls" for name in ("certificate", "key", "client_ca", "ca", "peer_name")
+    },
+    "tls.client_certificates": "mesh.tls",
 }
 _OVERRULED: Mapping[str, Mapping[str, str]] = {
     "tokenizer": {**_COMMON, "host": _NOTHING, "port": "mesh.tokenizer_port"},
@@ -97,6 +104,8 @@ class ProcessPlan:
     ports: Mapping[str, int | None]
     """Ports by setting: 0 for a free port, None for no port."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    tls: ClientTls | None = None
+    """For calls to the process."""
 
     def command(self, ports: Mapping[str, int | None]) -> list[str]:
         flags: list[str] = []
@@ -108,16 +117,20 @@ class ProcessPlan:
 class Plan:
     """The command lines of a stack. All other settings are left to the services."""
 
-    def __init__(self, settings: MeshSettings, config_file: str | None) -> None:
+    def __init__(
+        self, settings: MeshSettings, config_file: str | None, tls: ThrowAway | None = None
+    ) -> None:
         self._settings = settings
+        self._tls = tls
         self._config_file = config_file
         sections = read_config_file(Path(config_file)) if config_file else {}
         self._given = ServiceSettingsGiven(sections, os.environ)
         self._given.refuse_overruled()
         simulated = (settings.backend or self._given.value("engine", "backend")) == "simulated"
-        check_extras(["router", "tokenizer", *([] if simulated else ["engine"])])
+        check_extras(["tokenizer", *([] if simulated else ["engine"])])
         self._models = _served_models(settings, self._given)
         _check_devices(settings, self._models)
+        _check_roles(settings, self._given)
         self.adapters = self._find_adapters()
 
     @property
@@ -143,8 +156,9 @@ class Plan:
             ProcessPlan(
                 name=f"tokenizer-{index}",
                 service="tokenizer",
-                arguments=(*self._common(LOOPBACK), *model.flags),
+                arguments=(*self._common("tokenizer", LOOPBACK), *model.flags),
                 ports=self._ports(_following(settings.tokenizer_port, index)),
+                tls=self.client_tls,
             )
             for index, model in enumerate(
                 model for model in self._models for _ in range(settings.tokenizers)
@@ -154,7 +168,6 @@ class Plan:
     def engines(self) -> list[ProcessPlan]:
         settings = self._settings
         places = [place for model in self._models for place in self._places(model)]
-        threads = max(1, physical_cores() // len(places))
         backend = ("--backend", settings.backend) if settings.backend else ()
         adapters = self._adapter_memory()
         return [
@@ -162,15 +175,15 @@ class Plan:
                 name=f"engine-{index}",
                 service="engine",
                 arguments=(
-                    *self._common(LOOPBACK),
+                    *self._common("engine", LOOPBACK),
                     *place,
                     *backend,
                     *adapters,
                     *("--worker", f"engine-{index}"),
                 ),
                 ports=self._ports(_following(settings.engine_port, index)),
-                # Engines that each take all cores slow each other down; an existing value wins.
-                environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))},
+                environment=_sharing_cores(len(places)),
+                tls=self.client_tls,
             )
             for index, place in enumerate(places)
         ]
@@ -192,11 +205,26 @@ class Plan:
             ProcessPlan(
                 name=f"router-{index}",
                 service="router",
-                arguments=(*self._common(settings.host), *policy, *roots, *peers),
+                arguments=(
+                    *self._common("router", settings.host),
+                    *policy,
+                    *roots,
+                    *peers,
+                    *self._own_record(index),
+                ),
                 ports=ports if index == 0 else further,
+                tls=self.client_tls,
             )
             for index in range(settings.routers)
         ]
+
+    def _own_record(self, index: int) -> tuple[str, ...]:
+        """The flag for a record file of its own, which the routers after the first need."""
+        given = self._given.value("router", "record.file")
+        if given is None or index == 0:
+            return ()
+        file = Path(str(given))
+        return ("--record-file", str(file.with_stem(f"{file.stem}.router-{index}")))
 
     def _roots(self) -> Sequence[str]:
         """The root of the stack's adapters, where the router looks first, and the given ones."""
@@ -205,23 +233,44 @@ class Plan:
         others = given if isinstance(given, Sequence) else ()
         return [*dict.fromkeys(str(each.parent) for each in self.adapters), *map(str, others)]
 
+    @property
+    def needs_api_key(self) -> bool:
+        """Whether the routers ask clients for a key."""
+        return self._given.value("router", "api_keys.file") is not None
+
     def admin_token(self) -> AdminToken | None:
         """The token that the routers ask admins for. Raises SettingsError."""
         file = self._given.value("router", "admin.token_file")
-        return read_admin_token(Path(str(file)) if file else None, os.environ)
+        return AdminToken.read(Path(str(file)) if file else None, os.environ)
 
     def _ports(self, port: int) -> Mapping[str, int | None]:
         """The ports of a tokenizer or engine."""
         return {"port": port, "metrics_port": None if self._settings.metrics_port is None else 0}
 
     def _places(self, model: ServedModel) -> list[tuple[str, ...]]:
-        """The model and device flags of each engine of a model."""
-        devices = self._settings.devices.get(model.name)
+        """The flags for model, role and device of each engine of a model."""
+        settings = self._settings
+        roles = [("--role", "prefill")] * settings.prefill + [
+            ("--role", "decode")
+        ] * settings.decode
+        specialists: list[tuple[str, ...]] = [(*model.flags, *role) for role in roles]
+        devices = settings.devices.get(model.name)
         if devices is None:
-            return [model.flags] * self._settings.engines
-        return [(*model.flags, "--torch-device", device) for device in devices]
+            return [*specialists, *[model.flags] * settings.mixed_engines]
+        places = zip_longest(specialists, devices, fillvalue=model.flags)
+        return [(*flags, "--torch-device", str(device)) for flags, device in places]
 
-    def _common(self, host: str) -> tuple[str, ...]:
+    @property
+    def client_tls(self) -> ClientTls | None:
+        """For calls to the processes; None for plain text."""
+        return self._tls.client if self._tls else None
+
+    @property
+    def ca(self) -> Path | None:
+        """The authority by which clients check the routers; None for plain text."""
+        return self._tls.ca if self._tls else None
+
+    def _common(self, service: str, host: str) -> tuple[str, ...]:
         settings = self._settings
         flags = ["--host", host, "--stop-on-stdin-eof", "true"]
         flags += ["--grace-seconds", str(settings.grace_seconds)]
@@ -230,7 +279,19 @@ class Plan:
                 flags += ["--" + name.replace("_", "-"), str(getattr(settings, name))]
         if self._config_file:
             flags += ["--config", self._config_file]
+        if self._tls is not None:
+            flags += self._tls.flags(service)
         return tuple(flags)
+
+
+def _sharing_cores(engines: int) -> Mapping[str, str]:
+    """The variables of engines that share the cores; an existing value wins."""
+    # Engines that each take all cores slow each other down.
+    values = {"OMP_NUM_THREADS": str(max(1, physical_cores() // engines))}
+    if engines > 1:
+        # A thread that spins at a barrier keeps its core from the threads of other engines.
+        values["OMP_WAIT_POLICY"] = "passive"
+    return {name: os.environ.get(name, value) for name, value in values.items()}
 
 
 def _following(first: int, index: int) -> int:
@@ -300,6 +361,23 @@ def _check_devices(settings: MeshSettings, models: Iterable[ServedModel]) -> Non
             "has no effect: mesh.devices lists a device for each engine of every model",
             setting="mesh.engines",
         )
+
+
+def _check_roles(settings: MeshSettings, given: ServiceSettingsGiven) -> None:
+    """Raises SettingsError where a role is set twice, or has no device."""
+    if not settings.has_roles:
+        return
+    for source in given.sources("engine", "role"):
+        raise SettingsError(
+            f"{source} has no effect beside mesh.prefill and mesh.decode; leave it out"
+        )
+    specialists = settings.prefill + settings.decode
+    for model, devices in settings.devices.items():
+        if len(devices) < specialists:
+            raise SettingsError(
+                f"lists {len(devices)} for {model}, but mesh.prefill and mesh.decode need {specialists}",
+                setting="mesh.devices",
+            )
 
 
 def demo_model() -> Path:

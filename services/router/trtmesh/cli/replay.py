@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import statistics
 from collections.abc import Sequence
+from enum import Enum
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,14 @@ def _finite(value: float) -> float:
     if not isfinite(value):
         raise typer.BadParameter(f"{value} is not finite")
     return value
+
+
+class SplitChoice(Enum):
+    """Values of `router.handoff.enabled`."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
 
 
 def replay(
@@ -49,6 +58,12 @@ def replay(
     adapter_load_ms: Annotated[
         float, typer.Option(min=0.0, help="Time to deliver an adapter.", callback=_finite)
     ] = 500.0,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Workers of role prefill; the others decode.")
+    ] = 0,
+    split: Annotated[
+        SplitChoice, typer.Option(help="When a prefill worker computes the prompt.")
+    ] = SplitChoice.AUTO,
     speed: Annotated[
         float,
         typer.Option(
@@ -70,6 +85,7 @@ def replay(
     from dataclasses import replace
 
     from trtmesh.router.placement import POLICIES
+    from trtmesh.router.placement.settings import HandoffSettings
     from trtmesh.router.replay import FleetModel, read_trace
     from trtmesh.router.replay import replay as run
 
@@ -77,6 +93,9 @@ def replay(
         if name not in POLICIES:
             say_error(f"--policy is {name!r} but must be one of {', '.join(sorted(POLICIES))}")
             raise typer.Exit(USAGE)
+    if prefill >= workers:
+        say_error(f"--prefill is {prefill} but must be less than --workers, {workers}")
+        raise typer.Exit(USAGE)
     try:
         arrivals = [replace(a, seconds=a.seconds / speed) for a in read_trace(file)]
     except TrtmeshError as error:
@@ -94,6 +113,9 @@ def replay(
         adapter_slots=adapter_slots,
         host_adapters=host_adapters,
         delivery_seconds=adapter_load_ms / 1000,
+        prefill_workers=prefill,
+        decode_workers=workers - prefill if prefill else 0,
+        handoff=HandoffSettings(enabled=split.value),
     )
     outcomes = [run(arrivals, name, fleet) for name in policy or POLICIES]
     if json:
@@ -115,6 +137,8 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "ttft_p99_ms": _percentile(outcome.first_token_seconds, 99),
         "latency_p50_ms": _percentile(outcome.end_seconds, 50),
         "latency_p99_ms": _percentile(outcome.end_seconds, 99),
+        "gap_p99_ms": _percentile(outcome.gap_seconds, 99),
+        **({"split": round(outcome.handoffs / outcome.items, 3)} if outcome.has_roles else {}),
         **_adapter_figures(outcome),
     }
 

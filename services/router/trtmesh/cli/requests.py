@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 from trtmesh.chassis.errors import NotFound
+from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_request_id
-from trtmesh.cli.output import printable, put, put_json
+from trtmesh.cli.output import put, put_json
 from trtmesh.cli.session import OK
 from trtmesh.cli.tables import (
     candidates_table,
@@ -23,6 +24,9 @@ requests = typer.Typer(name="requests", help="The live requests of a router.", n
 
 RequestArgument = Annotated[
     str, typer.Argument(help="Name of the request.", autocompletion=complete_request_id)
+]
+OwnerOption = Annotated[
+    str, typer.Option(help="Owner, where requests of several owners have the name.")
 ]
 
 
@@ -59,12 +63,12 @@ async def show(context: Context, request_id: RequestArgument) -> int:
             f"request {request_id!r} is not live on router {context.admin.address};"
             " `trtmesh explain` knows ended requests, --admin names another router"
         )
-    (request,) = seen.requests
-    if context.as_json:
-        put_json(request)
-    else:
-        put(_headline(request))
-        print_tables(items_table(request))
+    for request in seen.requests:
+        if context.as_json:
+            put_json(request)
+        else:
+            put(_headline(request))
+            print_tables(items_table(request))
     return OK
 
 
@@ -77,16 +81,17 @@ async def stop(
         list[int] | None,
         typer.Option(min=0, max=2**32 - 1, help="Stop only this batch_index; repeatable."),
     ] = None,
+    owner: OwnerOption = "",
 ) -> int:
     """Stop a request, or some of its items; the client keeps the output so far.
 
     Exit status: 0 stopped, 1 not live or the call failed, 2 wrong usage.
     """
-    stopped = await context.admin.stop_request(request_id, item or ())
+    stopped = await context.admin.stop_request(request_id, item or (), owner=owner)
     if context.as_json:
         put_json(pb.StopRequestResponse(stopped_items=stopped))
     elif stopped:
-        put(printable(f"stopped {stopped} items of request {request_id}"))
+        put(escaped(f"stopped {stopped} items of request {request_id}"))
     if not stopped:
         raise NotFound(
             f"no item to stop: request {request_id!r} or its named items are not live on router"
@@ -96,17 +101,19 @@ async def stop(
 
 
 @admin_command
-async def explain(context: Context, request_id: RequestArgument) -> int:
+async def explain(context: Context, request_id: RequestArgument, owner: OwnerOption = "") -> int:
     """Explain the placements of a request's items, live or ended.
 
     Exit status: 0 success, 1 unknown request or the call failed, 2 wrong usage.
     """
-    response = await context.admin.explain(request_id)
+    response = await context.admin.explain(request_id, owner=owner)
     if context.as_json:
         put_json(response)
         return OK
     for placement in response.placements:
         put(_placement_line(placement))
+        if split := split_line(placement):
+            put(split)
         print_tables(candidates_table(placement))
     for batch_index, usage in zip(response.usage_batch_indexes, response.usages, strict=True):
         put(
@@ -118,7 +125,7 @@ async def explain(context: Context, request_id: RequestArgument) -> int:
 
 def _headline(request: pb.LiveRequest) -> str:
     parts = [
-        f"request {request.request_id}",
+        f"request {request.request_id} of {request.owner}",
         f"model {request.model}",
         f"age {request.age_ms / 1000:.1f} s",
         f"{request.waiting_tokens} tokens wait for the client",
@@ -127,7 +134,7 @@ def _headline(request: pb.LiveRequest) -> str:
         parts.append(f"unread for {request.unread_ms / 1000:.1f} s")
     if request.HasField("remaining_ms"):
         parts.append(f"{request.remaining_ms / 1000:.1f} s to its deadline")
-    return printable(", ".join(parts))
+    return escaped(", ".join(parts))
 
 
 def _placement_line(placement: pb.Placement) -> str:
@@ -142,4 +149,18 @@ def _placement_line(placement: pb.Placement) -> str:
         )
     if placement.regret_tokens:
         text += f"; another worker could have reused {placement.regret_tokens} tokens more"
-    return printable(text)
+    return escaped(text)
+
+
+def split_line(placement: pb.Placement) -> str:
+    """Both legs, or the only one, and the reason; empty where no worker has a role."""
+    if not placement.split_reason:
+        return ""
+    if placement.prefill_worker:
+        legs = f"prefill on {placement.prefill_worker}, decode on {placement.worker}"
+    else:
+        legs = f"prefill and decode on {placement.worker}"
+    costs = f"{placement.whole_seconds * 1000:.0f} ms on one worker"
+    if placement.split_seconds:
+        costs = f"{placement.split_seconds * 1000:.0f} ms on two, {costs}"
+    return escaped(f"  {legs}: {placement.split_reason} (predicted cost: {costs})")

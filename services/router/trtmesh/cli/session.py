@@ -14,14 +14,22 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from trtmesh.chassis.errors import StartupError, TrtmeshError, Unavailable
+from trtmesh.chassis.bearer import ApiKey
+from trtmesh.chassis.errors import StartupError, TrtmeshError, Unauthenticated, Unavailable
 from trtmesh.cli.output import give_up, say_error
-from trtmesh.client import Client
+from trtmesh.client import Client, ClientTls
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+ApiKeyFileOption = Annotated[
+    Path | None,
+    typer.Option(help="File with the API key; unset means the variable TRTMESH_API_KEY, if set."),
+]
+API_KEY_HINT = "give the key in TRTMESH_API_KEY or with --api-key-file"
 
 
 def run(command: Coroutine[Any, Any, int]) -> None:
@@ -44,11 +52,15 @@ def run(command: Coroutine[Any, Any, int]) -> None:
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Client]:
-    """Connects to a router; the error of an unreachable one names its address and the remedy."""
+async def connected(
+    address: str, tls: ClientTls | None, api_key: ApiKey | None
+) -> AsyncIterator[Client]:
+    """Connects to a router; errors name its address and the remedy."""
     try:
-        async with Client(address) as client:
+        async with Client(address, tls=tls, api_key=api_key) as client:
             yield client
+    except Unauthenticated as error:
+        raise Unauthenticated(f"router {address}: {error}; {API_KEY_HINT}") from error
     except Unavailable as error:
         if type(error) is not Unavailable:
             raise

@@ -54,6 +54,16 @@ class Stack:
         return [*self.routers, *self.engines, *self.tokenizers]
 
     @property
+    def ca(self) -> Path | None:
+        """The authority by which clients check the routers; None for plain text."""
+        return self._plan.ca
+
+    @property
+    def needs_api_key(self) -> bool:
+        """Whether clients need a key."""
+        return self._plan.needs_api_key
+
+    @property
     def router(self) -> Addresses:
         """The first router for this machine."""
         return self.routers[0].local
@@ -204,6 +214,7 @@ class Stack:
         return AdminClient(
             router.local.admin_address,
             token=self._plan.admin_token(),
+            tls=self._plan.client_tls,
             timeout_seconds=timeout_seconds,
         )
 

@@ -16,7 +16,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.cli.output import printable, put, say
+from trtmesh.chassis.quoting import escaped
+from trtmesh.cli.output import put, readable, say
 from trtmesh.client import Event, ItemFailed, ItemFinished, SequenceFinished, Tokens, Usage
 from trtmesh.client.results import Results
 
@@ -127,7 +128,7 @@ class LiveRegions(Printer):
         for item in self._results.items:
             for index, sequence in enumerate(item.sequences):
                 tag = (f"{self._tag(item.batch_index, index)} ", "bold cyan")
-                parts.append(Text.assemble(tag, printable(sequence.text)))
+                parts.append(Text.assemble(tag, readable(sequence.text)))
             if end := self._ended.get(item.batch_index):
                 parts.append(Text(f"[{item.batch_index}] {end}", style="dim"))
         return Group(*parts)
@@ -141,7 +142,7 @@ def choose_printer(*, as_json_lines: bool, items: int, sequences: int, console: 
 
     if as_json_lines:
         return JsonLines()
-    clean = printable if console.is_terminal else str
+    clean = readable if console.is_terminal else str
     if items * sequences == 1:
         return RawText(clean)
     if console.is_terminal:
@@ -152,7 +153,7 @@ def choose_printer(*, as_json_lines: bool, items: int, sequences: int, console: 
 def summary(event: ItemFinished | ItemFailed) -> str:
     """Summarises the end of an item."""
     if isinstance(event, ItemFailed):
-        return f"failed: {event.error.reason}: {printable(str(event.error))}"
+        return f"failed: {event.error.reason}: {escaped(str(event.error))}"
     usage = event.usage
     return (
         f"ended: {event.reason}, {usage.prompt_tokens} prompt tokens, {usage.generated_tokens} new"

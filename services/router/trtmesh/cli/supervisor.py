@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from trtmesh.cli.output import say
 from trtmesh.cli.plan import Plan
 from trtmesh.cli.session import INTERRUPTED, OK
 from trtmesh.cli.stack import Stack
+from trtmesh.cli.throw_away import throw_away
 
 Use = Callable[[Stack], Coroutine[Any, Any, int]]
 """The work of a command while the stack serves; returns the command's exit status."""
@@ -31,8 +32,11 @@ async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({
     with imported_repository(flags) as effective:
         settings = load_mesh_settings(effective, defaults)
         try:
-            with process_log(settings.log_dir) as log:
-                stack = Stack(settings, Plan(settings, config_file_of(effective)), log)
+            with (
+                process_log(settings.log_dir) as log,
+                throw_away(settings.host) if settings.tls else nullcontext() as tls,
+            ):
+                stack = Stack(settings, Plan(settings, config_file_of(effective), tls), log)
                 return await _Supervision(stack, use).run()
         except StartupError as error:
             error.setting = settings.spelling(error.setting)

@@ -1,10 +1,11 @@
-"""Tables of workers, tokenizers, requests, placements and adapters."""
+"""Tables of workers, tokenizers, requests, handoffs, placements and adapters."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -13,19 +14,26 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-from trtmesh.cli.output import printable
+from trtmesh.chassis.quoting import cut, escaped
 from trtmesh.v1 import router_admin_pb2 as pb
-from trtmesh.v1.engine_pb2 import AdapterPlace, WorkerRole
+from trtmesh.v1.engine_pb2 import AdapterPlace, Load, WorkerRole
 from trtmesh.v1.generation_pb2 import AdapterFormat, FinishReason
 
 LEAST_REMARK_WIDTH = 20
 """Least width of a remark, in characters."""
 
+MAX_CELL_CHARACTERS = 1024
+"""Longest cell; the router's own names and problems are shorter."""
 
-def workers_table(workers: Iterable[pb.Worker]) -> Table:
+LEASE_DIGITS = 12
+"""Digits of a lease id in a table."""
+
+
+def workers_table(workers: Sequence[pb.Worker]) -> Table:
+    extra = load_columns(workers)
     table = new_table(
         "worker", "address", "state", "model", "backend", "role", "items", "KV\nblocks",
-        remark="problem",
+        *(each.heading for each in extra), remark="problem",
     )  # fmt: skip
     for worker in workers:
         engine, load = worker.engine, worker.load
@@ -36,12 +44,71 @@ def workers_table(workers: Iterable[pb.Worker]) -> Table:
             worker_state(worker),
             engine.model,
             engine.backend,
-            enum_word(WorkerRole, engine.role),
+            role_word(worker),
             worker.items,
             f"{load.used_blocks}/{load.total_blocks}",
+            *(each.cell(load) for each in extra),
             worker.problem,
         )
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class LoadColumn:
+    """A figure of workers' loads that is worth a column only where some worker has it."""
+
+    heading: str
+    is_used: Callable[[Load], object]
+    cell: Callable[[Load], object]
+
+
+LOAD_COLUMNS = (
+    LoadColumn(
+        "LoRA\nslots",
+        lambda load: load.adapter_slots,
+        lambda load: (
+            f"{load.adapter_slots - load.free_adapter_slots}/{load.adapter_slots}"
+            if load.adapter_slots
+            else "-"
+        ),
+    ),
+    LoadColumn(
+        "KV\nsent",
+        lambda load: load.sent_handoffs.granted,
+        lambda load: load.sent_handoffs.consumed,
+    ),
+    LoadColumn(
+        "KV\nreceived",
+        lambda load: load.received_handoffs.granted,
+        lambda load: load.received_handoffs.consumed,
+    ),
+    LoadColumn(
+        "leases",
+        lambda load: load.sent_handoffs.granted or load.received_handoffs.granted,
+        lambda load: load.sent_handoffs.held + load.received_handoffs.held,
+    ),
+    LoadColumn(
+        "quarantined\nblocks",
+        lambda load: load.quarantined_blocks,
+        lambda load: load.quarantined_blocks,
+    ),
+)
+
+
+def load_columns(workers: Iterable[pb.Worker]) -> Sequence[LoadColumn]:
+    """The columns with a figure of at least one worker."""
+    loads = [worker.load for worker in workers]
+    return [column for column in LOAD_COLUMNS if any(map(column.is_used, loads))]
+
+
+def has_roles(workers: Iterable[pb.Worker]) -> bool:
+    """Whether a worker is for one phase only."""
+    return any(role_word(worker) in ("prefill", "decode") for worker in workers)
+
+
+def role_word(worker: pb.Worker) -> str:
+    """The present role; before the first report, the configured one."""
+    return enum_word(WorkerRole, worker.load.role or worker.engine.role)
 
 
 def tokenizers_table(tokenizers: Iterable[pb.TokenizerReplica]) -> Table:
@@ -60,12 +127,13 @@ def tokenizers_table(tokenizers: Iterable[pb.TokenizerReplica]) -> Table:
 
 def requests_table(requests: Iterable[pb.LiveRequest]) -> Table:
     table = new_table(
-        "request", "model", "age s", "items", "stages", "workers", "new\ntokens", "unread"
+        "request", "owner", "model", "age s", "items", "stages", "workers", "new\ntokens", "unread"
     )
     for request in requests:
         add_row(
             table,
             request.request_id,
+            request.owner,
             request.model,
             f"{request.age_ms / 1000:.1f}",
             len(request.items),
@@ -110,6 +178,30 @@ def _sequence_state(sequence: pb.LiveSequence) -> str:
         return f"ended: {enum_word(FinishReason, sequence.reason)}"
     state = "running" if sequence.worker else "waits for a worker"
     return f"{state}, moved" if sequence.moved else state
+
+
+def handoffs_table(handoffs: Iterable[pb.Handoff]) -> Table:
+    table = new_table(
+        "lease", "request", "item", "sequence", "cause", "stage", "sender", "receiver", "tokens", "present",
+        "age ms", "expires\nin ms",
+    )  # fmt: skip
+    for handoff in handoffs:
+        add_row(
+            table,
+            handoff.lease_id[:LEASE_DIGITS],
+            handoff.request_id,
+            handoff.batch_index,
+            handoff.sequence_index,
+            handoff.cause,
+            handoff.stage,
+            handoff.sender,
+            handoff.receiver,
+            handoff.tokens,
+            handoff.present_tokens,
+            handoff.age_ms,
+            handoff.expires_in_ms,
+        )
+    return table
 
 
 def candidates_table(placement: pb.Placement) -> Table:
@@ -215,8 +307,8 @@ def new_table(*headings: str, remark: str = "") -> Table:
 
 
 def add_row(table: Table, *cells: object) -> None:
-    """Adds a row. Cells are escaped: names come from clients and workers and may hold control characters or markup."""
-    table.add_row(*(Text(printable(str(cell))) for cell in cells))
+    """Adds a row. Names come from clients and workers: cells are cut and escaped, and show markup as it is."""
+    table.add_row(*(Text(escaped(cut(str(cell), MAX_CELL_CHARACTERS))) for cell in cells))
 
 
 def fitted(table: Table, console: Console) -> Table:

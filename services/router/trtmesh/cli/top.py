@@ -18,11 +18,21 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
-from trtmesh.cli.output import as_fields, printable, put
+from trtmesh.cli.output import as_fields, put
 from trtmesh.cli.rates import Rates, Sample, measure
 from trtmesh.cli.session import OK
-from trtmesh.cli.tables import add_row, fitted, new_table, stage_words, worker_state
+from trtmesh.cli.tables import (
+    add_row,
+    fitted,
+    has_roles,
+    load_columns,
+    new_table,
+    role_word,
+    stage_words,
+    worker_state,
+)
 from trtmesh.client import AdminClient
 
 Show = Callable[[Sample, Rates], None]
@@ -39,12 +49,13 @@ async def top(
         int, typer.Option(min=1, max=2**31, help="Most requests shown, the oldest first.")
     ] = 20,
 ) -> int:
-    """Show workers, live requests, token rates and KV reuse, updated live.
+    """Show workers, their roles, live requests, token rates, KV reuse and handoffs, updated live.
 
     Rates span the time since the last update. KV reuse is the share of prompt tokens with cached KV since the workers
     started; now, since the last update. Running and waiting count sequences; unread are new tokens on their way
-    to the client. With --json one update per line. Exit status: 0 after --count updates, 1 the call failed, 2 wrong
-    usage, 130 Ctrl-C.
+    to the client. Roles, adapters and handoffs have columns
+    once a worker has some. With --json one update per line. Exit
+    status: 0 after --count updates, 1 the call failed, 2 wrong usage, 130 Ctrl-C.
     """
     before: Sample | None = None
     with _shown(context) as show:
@@ -96,21 +107,24 @@ def page(console: Console, address: str, sample: Sample, rates: Rates) -> Group:
         f" KV reuse {_share(rates.hit_rate)}, now {_share(rates.recent_hit_rate)}"
     )
     tables = (_fleet(sample, rates), _streams(sample, rates))
-    return Group(Text(printable(headline)), *(fitted(table, console) for table in tables))
+    return Group(Text(escaped(headline)), *(fitted(table, console) for table in tables))
 
 
 def _fleet(sample: Sample, rates: Rates) -> Table:
+    workers = sample.fleet.workers
+    extra, role = load_columns(workers), ("role",) if has_roles(workers) else ()
     table = new_table(
-        "worker", "state", "items", "running", "waiting", "KV\nused", "prompt\ntokens/s", "new\ntokens/s",
-        "KV\nreuse", "KV\nreuse\nnow", remark="problem",
+        "worker", "state", *role, "items", "running", "waiting", "KV\nused", "prompt\ntokens/s", "new\ntokens/s",
+        "KV\nreuse", "KV\nreuse\nnow", *(each.heading for each in extra), remark="problem",
     )  # fmt: skip
-    for worker, rate in zip(sample.fleet.workers, rates.workers, strict=True):
+    for worker, rate in zip(workers, rates.workers, strict=True):
         load = worker.load
         used = load.used_blocks / load.total_blocks if load.total_blocks else None
         add_row(
             table,
             worker.worker or worker.address,
             worker_state(worker),
+            *((role_word(worker),) if role else ()),
             worker.items,
             load.running_sequences,
             load.waiting_sequences,
@@ -119,6 +133,7 @@ def _fleet(sample: Sample, rates: Rates) -> Table:
             _number(rate.generated_tokens_per_second),
             _share(rate.hit_rate),
             _share(rate.recent_hit_rate),
+            *(each.cell(load) for each in extra),
             worker.problem,
         )
     return table

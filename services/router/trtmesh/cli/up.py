@@ -13,6 +13,7 @@ from trtmesh.cli.stack import Stack
 from trtmesh.cli.supervisor import supervise
 
 GENERATE_ARGUMENTS = "--max-tokens 96 'def fibonacci(n):'"
+CURL_KEY = '-H "x-api-key: $TRTMESH_API_KEY" '
 CURL_BODY = '{"text_input": "def fibonacci(n):", "max_tokens": 32}'
 
 
@@ -36,12 +37,17 @@ async def _serve(stack: Stack) -> int:
     if as_json:
         ready = {"router": router.address, "admin": router.admin_address}
         ready |= {"http": router.http_address} if router.http_address else {}
+        ready |= {"ca": str(stack.ca)} if stack.ca else {}
         put(json.dumps({"event": "ready", **ready}))
     else:
-        put(f"ready: trtmesh generate --router {router.address} {GENERATE_ARGUMENTS}")
-        put(f"       trtmesh status --admin {router.admin_address}")
+        ca, cacert = (f" --ca {stack.ca}", f"--cacert {stack.ca} ") if stack.ca else ("", "")
+        scheme = "https://" if stack.ca else ""
+        put(f"ready: trtmesh generate --router {router.address}{ca} {GENERATE_ARGUMENTS}")
+        put(f"       trtmesh status --admin {router.admin_address}{ca}")
         if router.http_address:
-            put(f"       curl -d '{CURL_BODY}' {router.http_address}/v2/models/ensemble/generate")
+            key = CURL_KEY if stack.needs_api_key else ""
+            url = f"{scheme}{router.http_address}/v2/models/ensemble/generate"
+            put(f"       curl {cacert}{key}-d '{CURL_BODY}' {url}")
     await asyncio.Event().wait()
     raise AssertionError("nothing sets this event")
 

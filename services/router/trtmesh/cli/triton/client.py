@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import grpc
-import typer
+from trtmesh.chassis.bearer import ApiKey
+from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.client.channel import ServerChannel, typed_errors
 from trtmesh.kserve import grpc_service_pb2
 
@@ -28,39 +27,17 @@ class Compression(StrEnum):
     GZIP = "gzip"
 
 
-@dataclass(frozen=True, slots=True)
-class Security:
-    """PEM texts for TLS; without root certificates those of gRPC count."""
-
-    root_certificates: bytes | None = None
-    private_key: bytes | None = None
-    certificate_chain: bytes | None = None
-
-    @classmethod
-    def read(cls, *files: Path | None) -> Self:
-        """From a file for each text. Raises BadParameter."""
-        try:
-            return cls(*(file.read_bytes() if file else None for file in files))
-        except OSError as error:
-            raise typer.BadParameter(f"cannot read {error.filename}: {error.strerror}") from error
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(
-            self.root_certificates, self.private_key, self.certificate_chain
-        )
-
-
 class TritonConnection(ServerChannel):
     """A connection, open inside `async with`. Failures are TrtmeshErrors."""
 
     def __init__(
         self,
         address: str,
-        security: Security | None = None,
+        tls: ClientTls | None = None,
         compression: Compression = Compression.NONE,
+        api_key: ApiKey | None = None,
     ) -> None:
-        credentials = security.credentials() if security else None
-        super().__init__(address, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials)
+        super().__init__(address, max_message_bytes=MAX_MESSAGE_BYTES, tls=tls, secret=api_key)
         self._compression = {
             Compression.NONE: grpc.Compression.NoCompression,
             Compression.DEFLATE: grpc.Compression.Deflate,
@@ -75,7 +52,9 @@ class TritonConnection(ServerChannel):
             response_deserializer=grpc_service_pb2.ModelConfigResponse.FromString,
         )
         with typed_errors():
-            response: Any = await call(grpc_service_pb2.ModelConfigRequest(name=model))
+            response: Any = await call(
+                grpc_service_pb2.ModelConfigRequest(name=model), metadata=self.metadata
+            )
         return response.config
 
     async def stream(
@@ -87,7 +66,12 @@ class TritonConnection(ServerChannel):
             request_serializer=grpc_service_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=grpc_service_pb2.ModelStreamInferResponse.FromString,
         )
-        call = open_stream(requests, timeout=timeout_seconds, compression=self._compression)
+        call = open_stream(
+            requests,
+            timeout=timeout_seconds,
+            metadata=self.metadata,
+            compression=self._compression,
+        )
         try:
             with typed_errors():
                 async for response in call:

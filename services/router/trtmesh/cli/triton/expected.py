@@ -9,7 +9,7 @@ from operator import eq
 from pathlib import Path
 
 import typer
-from trtmesh.cli.output import printable
+from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.triton.requests import Prompt
 from trtmesh.cli.triton.results import Output
 from trtmesh.cli.triton.values import read_json, read_rows
@@ -75,7 +75,7 @@ def _share(one: Sequence[object], other: Sequence[object]) -> float:
 
 
 def _shown(output: Output) -> str:
-    text = printable(repr(output))
+    text = escaped(repr(output))
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

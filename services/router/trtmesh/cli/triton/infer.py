@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from trtmesh.chassis.errors import InvalidRequest, Unavailable
+from trtmesh.chassis.bearer import ApiKey
+from trtmesh.chassis.errors import InvalidRequest, Unauthenticated, Unavailable
+from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.output import say_error
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
-from trtmesh.cli.session import FAILED, OK, USAGE, run
-from trtmesh.cli.triton.client import Compression, Security, TritonConnection
+from trtmesh.cli.session import API_KEY_HINT, FAILED, OK, USAGE, ApiKeyFileOption, run
+from trtmesh.cli.triton.client import Compression, TritonConnection
 from trtmesh.cli.triton.conversation import Conversation, Ending
 from trtmesh.cli.triton.encoding import encode
 from trtmesh.cli.triton.expected import Expected, write_outputs
@@ -37,7 +40,8 @@ class Ask:
     """The parsed command line."""
 
     url: str
-    security: Security | None
+    api_key_file: Path | None
+    tls: ClientTls | None
     compression: Compression
     model: str
     preprocessing: str
@@ -145,6 +149,7 @@ def infer(
     timeout: Annotated[
         float | None, typer.Option(min=0, help="Deadline of the call in seconds.")
     ] = None,
+    api_key_file: ApiKeyFileOption = None,
     root_certificates: Annotated[
         Path | None, typer.Option(help="PEM file to check the server by; turns on TLS.")
     ] = None,
@@ -222,10 +227,12 @@ def infer(
     options |= {**_table(prompt_table, prompt_task), **dict(map(read_input, given or ()))}
     table = TableId(prompt_table_id, vocab_size) if prompt_table_id else None
     names = [name for each in requested_outputs or () for name in each.replace(",", " ").split()]
-    security = Security.read(root_certificates, private_key, certificate_chain)
+    options_of_tls = ("--root-certificates", "--certificate-chain", "--private-key")
+    security = ClientTls(root_certificates, certificate_chain, private_key, settings=options_of_tls)
     ask = Ask(
         url=url,
-        security=security if tls or root_certificates or private_key else None,
+        api_key_file=api_key_file,
+        tls=security if tls or root_certificates or private_key else None,
         compression=compression,
         model=model,
         preprocessing=preprocessing,
@@ -261,11 +268,15 @@ def _table(file: Path | None, task: int) -> Mapping[str, Any]:
 
 
 async def _infer(ask: Ask) -> int:
-    async with TritonConnection(ask.url, ask.security, ask.compression) as connection:
+    api_key = ApiKey.read(ask.api_key_file, os.environ)
+    connecting = TritonConnection(ask.url, ask.tls, ask.compression, api_key)
+    async with connecting as connection:
         try:
             model = TritonModel.of(await connection.model_config(ask.model))
         except Unavailable as error:
             raise Unavailable(f"server {ask.url}: {error}; --url names another") from error
+        except Unauthenticated as error:
+            raise Unauthenticated(f"server {ask.url}: {error}; {API_KEY_HINT}") from error
         try:
             if model.takes_ids:
                 ask = await _with_ids(connection, ask)

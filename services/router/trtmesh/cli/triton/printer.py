@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trtmesh.cli.output import printable, put, say_error
+from trtmesh.chassis.quoting import escaped
+from trtmesh.cli.output import put, readable, say_error
 from trtmesh.cli.triton.results import Outputs, Place, Results
 from trtmesh.cli.triton.tensors import Tensor
 
@@ -23,7 +24,7 @@ class TritonPrinter:
         self._prompts = prompts
         self._results = results
         self._as_json = as_json
-        self._clean = printable if sys.stdout.isatty() else str
+        self._clean = readable if sys.stdout.isatty() else str
         self._live = sum(prompts) == 1
         self._line_open = False
         self._unprinted = set(range(len(prompts)))
@@ -66,7 +67,7 @@ class TritonPrinter:
         if self._as_json:
             put(json.dumps({"event": "error", "request": index, "message": message}))
         tag = f"[{self._first(index)}] " if len(self._prompts) > 1 else ""
-        say_error(tag + printable(message))
+        say_error(tag + escaped(message))
 
     def close(self) -> None:
         """Prints the outputs of unfinished requests."""
@@ -99,7 +100,7 @@ class TritonPrinter:
 
 def _abridged(elements: Sequence[Any]) -> str:
     def shown(some: Sequence[Any]) -> str:
-        return " ".join(f"{e:.6g}" if isinstance(e, float) else printable(str(e)) for e in some)
+        return " ".join(f"{e:.6g}" if isinstance(e, float) else readable(str(e)) for e in some)
 
     if len(elements) <= 4 * SHOWN:
         return shown(elements)

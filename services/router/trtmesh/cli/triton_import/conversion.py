@@ -50,7 +50,7 @@ def convert_repository(
     if served:
         _put_weights(weights, device, draft)
         set_release(served, draft)
-        place_engines([model for model in served if model.is_core], weights, draft)
+        place_engines(served, weights, draft)
     # Engines first: the inputs of other models depend on their settings.
     for model in sorted(repository, key=lambda each: not each.is_core):
         if model.name in unserved:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trtmesh.cli.triton_import.config_file import is_unset
@@ -14,19 +14,58 @@ from trtmesh.cli.triton_import.weights import Weights
 
 PARAMETER = "gpu_device_ids"
 ENGINES, DEVICES = ("mesh", "engines"), ("mesh", "devices")
+ROLES = {"context_model_name": "prefill", "generation_model_name": "decode"}
+"""The role of each half of a disaggregated model, in the order of the engines of a stack."""
 
 
-def place_engines(cores: Sequence[RepositoryModel], weights: Weights, draft: Draft) -> None:
-    """Sets the devices of each model of the mesh: those of all Triton models with its weights."""
+def place_engines(models: Sequence[RepositoryModel], weights: Weights, draft: Draft) -> None:
+    """Sets the roles and the devices of each model of the mesh: those of all Triton models with its weights."""
+    cores = [model for model in models if model.is_core]
+    roles = _roles_of(models, weights)
+    for role in ROLES.values():
+        halves = [core for core in cores if roles.get(core.name) == role]
+        if halves:
+            draft.put(("mesh", role), sum(map(_engines_of, halves)))
     if draft.get((*TORCH, "device")):
         return
     for directory in weights.distinct:
-        devices: Counter[str] = Counter()
-        for core in cores:
-            if weights.directories[core.name] == directory:
-                devices |= Counter(_devices_of(core))
-        if devices:
-            draft.put((*DEVICES, directory.name), list(devices.elements()))
+        own = [core for core in cores if weights.directories[core.name] == directory]
+        if devices := _devices_by_role(own, roles):
+            draft.put((*DEVICES, directory.name), devices)
+
+
+def _roles_of(models: Sequence[RepositoryModel], weights: Weights) -> Mapping[str, str]:
+    """The role of each half of a disaggregated model, by name.
+
+    None where a model is both halves, where only some halves have GPUs, or where the mesh has other models, because
+    those would have the same roles.
+    """
+    known = {model.name: model for model in models}
+    roles: dict[str, str] = {}
+    for model in models:
+        for parameter, role in ROLES.items():
+            half = model.parameters.get(parameter, "")
+            if half in known and roles.setdefault(half, role) != role:
+                return {}
+    on_gpus = {bool(_devices_of(known[name])) for name in roles}
+    whole = {*roles.values()} == {*ROLES.values()} and len(on_gpus) == 1
+    return roles if whole and len(weights.distinct) == 1 else {}
+
+
+def _devices_by_role(cores: Sequence[RepositoryModel], roles: Mapping[str, str]) -> list[str]:
+    """The devices of the halves in the order of ROLES, then devices of other models alone."""
+    devices = [
+        device
+        for role in ROLES.values()
+        for core in cores
+        if roles.get(core.name) == role
+        for device in _devices_of(core)
+    ]
+    others: Counter[str] = Counter()
+    for core in cores:
+        if core.name not in roles:
+            others |= Counter(_devices_of(core))
+    return [*devices, *(others - Counter(devices)).elements()]
 
 
 def convert_devices(model: RepositoryModel, directory: Path, draft: Draft) -> None:
@@ -42,6 +81,8 @@ def convert_devices(model: RepositoryModel, directory: Path, draft: Draft) -> No
         return
     if devices is not None:
         draft.replace(subject, f"an engine runs on each of {', '.join(devices)}")
+    elif draft.get(("mesh", "prefill")):
+        draft.replace(subject, "mesh.prefill and mesh.decode say how many engines there are")
     elif count > 1:
         draft.carry(subject, ENGINES, count)
     else:
@@ -79,6 +120,10 @@ def _convert_router_instances(model: RepositoryModel, draft: Draft) -> None:
 
 def _count(model: RepositoryModel) -> int:
     return sum(group.count or 1 for group in model.config.instance_group)
+
+
+def _engines_of(core: RepositoryModel) -> int:
+    return len(_devices_of(core)) or _count(core)
 
 
 def _devices_of(core: RepositoryModel) -> list[str]:

@@ -13,7 +13,6 @@ from trtmesh.cli.triton_import.parameters import (
     NO_CODE,
     NO_ENCODER,
     NO_GRAMMARS,
-    NO_HANDOFF,
     NO_PATHS,
     NO_PICTURES,
     NO_SPECULATION,
@@ -76,7 +75,6 @@ REFUSED_INPUTS: Mapping[str, Sequence[str]] = {
     NO_ADAPTERS: ("lora_",),
     NO_GRAMMARS: ("guided_decoding_",),
     NO_SPECULATION: ("draft_", "num_draft_tokens", "use_draft_logits", "lookahead_"),
-    NO_HANDOFF: ("context_phase_params",),
     NO_CODE: ("sampling_param_logits_post_processor_name",),
     NO_CANDIDATES: ("sampling_param_best_of",),
 }

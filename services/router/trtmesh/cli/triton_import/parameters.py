@@ -81,7 +81,6 @@ AT_ONCE = "nothing polls: cancels and stops act at once"
 ALWAYS_COUNTED = "metrics are always counted"
 ONE_PROCESS = "an engine is one process and needs no MPI; start more with mesh.engines"
 ONE_ENGINE = "one engine computes a prompt and continues it"
-NO_HANDOFF = f"{ONE_ENGINE}, so nothing is handed over; requests for a handoff are refused by name"
 NO_CODE = "no code of a repository is loaded"
 NO_CANDIDATES = "one sequence is generated; a request for the best of several is refused"
 BROUGHT_BACK = (
@@ -329,6 +328,19 @@ TEXT_PARAMETERS: Mapping[str, Rule] = {
     "hf_model_path": replaced(ITS_OWN_FILES),
 }
 
+
+def _half(role: str, rest: str) -> Rule:
+    """The engines of one half of a disaggregated model."""
+
+    def rule(subject: Subject, draft: Draft) -> None:
+        if engines := draft.get(("mesh", role)):
+            draft.count(subject, f"mesh.{role}: {engines}{rest}")
+        else:
+            draft.replace(subject, f"{ONE_ENGINE}{rest}")
+
+    return rule
+
+
 BLS_PARAMETERS: Mapping[str, Rule] = {
     "accumulate_tokens": own("accumulate_tokens", truth),
     "tensorrt_llm_model_name": replaced(
@@ -339,8 +351,8 @@ BLS_PARAMETERS: Mapping[str, Rule] = {
 }
 
 DISAGGREGATED_PARAMETERS: Mapping[str, Rule] = {
-    "context_model_name": replaced(ONE_ENGINE),
-    "generation_model_name": replaced(f"{ONE_ENGINE}; requests count for this model too"),
+    "context_model_name": _half("prefill", ""),
+    "generation_model_name": _half("decode", "; requests count for this model too"),
 }
 
 ARGUMENTS: Mapping[str, Rule] = {

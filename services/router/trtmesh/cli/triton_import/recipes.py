@@ -204,7 +204,7 @@ RECIPES = (
         steps=_halves,
         step_recipes=("tensorrt_llm",),
         inherited=INHERITED,
-        # One engine serves both halves; clients get the output of the last half.
+        # Clients get the output of the last half.
         counts_last_step=True,
         says_decoupled=True,
     ),

@@ -1,0 +1,62 @@
+"""`trtmesh up --tls` and the options of commands that connect to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import ssl
+import stat
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+from cli.commands import running_stack, trtmesh
+
+PATIENCE_SECONDS = 60.0
+
+
+def probe(address: str, **env: str) -> str:
+    command = [sys.executable, "-m", "trtmesh.chassis.probe", address]
+    told = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **env}, check=False
+    )
+    return told.stdout.split()[0] if told.returncode == 0 else "refused"
+
+
+def test_stack_over_tls() -> None:
+    with running_stack("--tls", "--port", "0", "--http-port", "0") as stack:
+        router = stack.wait_ready()
+        ready = json.loads(stack.wait_for('"ready"'))
+        ca = Path(ready["ca"])
+        private = ca.parent
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+
+        generate = ("generate", "--router", router, "--max-tokens", "2", "hi")
+        assert trtmesh(*generate, "--ca", str(ca)).returncode == 0
+        assert trtmesh(*generate, env={"TRTMESH_TLS_CA": str(ca)}).returncode == 0
+        assert trtmesh(*generate).returncode == 1
+        # The system does not know the authority.
+        assert trtmesh(*generate, "--tls").returncode == 1
+        status = ("status", "--admin", ready["admin"])
+        assert trtmesh(*status, "--ca", str(ca)).returncode == 0
+        assert trtmesh(*status).returncode == 1
+        wrong = trtmesh(*status, "--ca", str(private / "missing.pem"))
+        assert wrong.returncode == 2
+        assert "--ca is" in wrong.stderr
+
+        url = f"https://{ready['http']}/v2/health/ready"
+        trusting = ssl.create_default_context(cafile=str(ca))
+        with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS, context=trusting) as response:
+            assert response.status == 200
+
+        assert probe(router, TRTMESH_TLS_CA=str(ca)) == "SERVING"
+        assert probe(router) == "refused"
+        # Engines and tokenizers ask everyone for a certificate.
+        for child in stack.children:
+            if child["service"] != "router":
+                assert probe(str(child["address"]), TRTMESH_TLS_CA=str(ca)) == "refused"
+        stack.signal(signal.SIGINT)
+        assert stack.wait() == 0
+        assert not private.exists()
