@@ -1,0 +1,99 @@
+"""An attacker's connections: send as fast as the router reads, and connect again after each end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from attack.frames import Attack
+from trtmesh.chassis.http2.frames import (
+    ACK,
+    FRAME_HEADER,
+    PREFACE,
+    ErrorCode,
+    FrameType,
+    frame,
+    settings,
+)
+
+RECONNECT_SECONDS = 0.01
+
+
+@dataclass
+class Toll:
+    """What the connections met."""
+
+    sent: int = 0
+    """Bytes."""
+    goaways: int = 0
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by a GOAWAY with ENHANCE_YOUR_CALM."""
+    ends: int = 0
+    """Connections ended by the router."""
+
+
+async def flood(
+    address: str, attack: Attack, connections: int, seconds: float, patience: float = 0.0
+) -> Toll:
+    """Attacks from `connections` connections for `seconds`, and for `patience` more until one is told to calm down."""
+    toll = Toll()
+    tasks = [asyncio.create_task(_flood_again(address, attack, toll)) for _ in range(connections)]
+    try:
+        await asyncio.sleep(seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await toll.told.wait()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return toll
+
+
+async def _flood_again(address: str, attack: Attack, toll: Toll) -> None:
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            await asyncio.sleep(RECONNECT_SECONDS)
+            continue
+        reading = asyncio.create_task(_read(reader, toll))
+        try:
+            await _send(writer, attack(), toll, reading)
+        except OSError:
+            toll.ends += 1
+        finally:
+            reading.cancel()
+            writer.transport.abort()
+            await asyncio.gather(reading, return_exceptions=True)
+        await asyncio.sleep(RECONNECT_SECONDS)
+
+
+async def _send(
+    writer: asyncio.StreamWriter, pieces: Iterator[bytes], toll: Toll, reading: asyncio.Task[None]
+) -> None:
+    writer.write(PREFACE + settings({}) + frame(FrameType.SETTINGS, ACK, 0))
+    for piece in pieces:
+        if reading.done():
+            toll.ends += 1
+            return
+        writer.write(piece)
+        toll.sent += len(piece)
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
+async def _read(reader: asyncio.StreamReader, toll: Toll) -> None:
+    """Reads everything, until the end."""
+    with suppress(OSError, asyncio.IncompleteReadError):
+        while True:
+            head = await reader.readexactly(FRAME_HEADER.size)
+            length_and_type, _, _ = FRAME_HEADER.unpack(head)
+            payload = await reader.readexactly(length_and_type >> 8)
+            if length_and_type & 0xFF == FrameType.GOAWAY:
+                toll.goaways += 1
+                if ErrorCode.parse(payload[4:8]) == ErrorCode.ENHANCE_YOUR_CALM:
+                    toll.told.set()

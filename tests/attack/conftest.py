@@ -1,0 +1,103 @@
+"""A router with a simulated engine, and eight healthy streams on it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+from e2e.mesh import DEMO
+from processes import ServiceProcess, service_process
+
+STREAMS = 8
+STEP_MS = "10"
+CONTROL_SECONDS = 0.5
+PATIENCE_SECONDS = 60.0
+IDLE_SECONDS = 0.5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds options for command lines with this folder or a file in it."""
+    parser.addoption("--every-attack", action="store_true", help="every attack of test_floods")
+    parser.addoption("--attack-seconds", type=float, help="length of each attack")
+
+
+@dataclass
+class Site:
+    """A router under attack."""
+
+    router: ServiceProcess
+    healthy: asyncio.subprocess.Process
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.router.pid)
+
+    async def worst_gap_ms(self) -> float:
+        """The longest gap of the healthy streams since the last call."""
+        assert self.healthy.stdin
+        assert self.healthy.stdout
+        self.healthy.stdin.write(b"\n")
+        line = await self.healthy.stdout.readline()
+        assert line, "the healthy streams ended"
+        return float(line)
+
+    async def control_gap_ms(self) -> float:
+        """The longest gap without an attack."""
+        await self.worst_gap_ms()
+        await asyncio.sleep(CONTROL_SECONDS)
+        return await self.worst_gap_ms()
+
+    async def cpu_share(self) -> float:
+        """The router's share of a core."""
+        before, began = _cpu_seconds(self.process), time.monotonic()
+        await asyncio.sleep(IDLE_SECONDS)
+        return (_cpu_seconds(self.process) - before) / (time.monotonic() - began)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@asynccontextmanager
+async def _healthy_streams(address: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    script = Path(__file__).with_name("healthy_streams.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(script),
+        address,
+        str(STREAMS),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            assert await process.stdout.readline()
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site() -> AsyncIterator[Site]:
+    flags = ("--backend", "simulated", "--model", "demo", "--simulated-timing-step-ms", STEP_MS)
+    async with (
+        service_process("tokenizer", "--model-dir", str(DEMO)) as tokenizer,
+        service_process("engine", *flags) as engine,
+        service_process(
+            *("router", "--engines", engine.address, "--tokenizers", tokenizer.address)
+        ) as router,
+        _healthy_streams(router.address) as healthy,
+    ):
+        yield Site(router, healthy)

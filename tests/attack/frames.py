@@ -1,0 +1,185 @@
+"""What an attacker sends, as endless pieces of bytes for one connection."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import count, repeat
+
+from hpack import Encoder
+from trtmesh.chassis.http2.frames import (
+    END_HEADERS,
+    END_STREAM,
+    PADDED,
+    ErrorCode,
+    FrameType,
+    Setting,
+    frame,
+    rst_stream,
+    settings,
+    window_update,
+)
+
+PIECE_FRAMES = 200
+"""Frames or calls in a piece."""
+
+HEALTH = "/grpc.health.v1.Health/Check"
+GENERATE = "/trtmesh.v1.MeshService/Generate"
+CHAT = "/inference.GRPCInferenceService/ModelStreamInfer"
+
+Attack = Callable[[], Iterator[bytes]]
+
+
+def message(body: bytes, *, compressed: bool = False) -> bytes:
+    return bytes((compressed,)) + len(body).to_bytes(4) + body
+
+
+class Caller:
+    """Opens calls: the first headers fill the HPACK table, all others are a few bytes."""
+
+    def __init__(self, path: str, **more: str) -> None:
+        self._encoder = Encoder()
+        self._fields = [
+            *((":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "a")),
+            *(("te", "trailers"), ("content-type", "application/grpc")),
+            *more.items(),
+        ]
+        self.stream = -1
+
+    def open(self, flags: int = 0) -> bytes:
+        self.stream += 2
+        block = self._encoder.encode(self._fields)
+        return frame(FrameType.HEADERS, END_HEADERS | flags, self.stream, block)
+
+    def data(self, body: bytes, flags: int = 0) -> bytes:
+        return frame(FrameType.DATA, flags, self.stream, body)
+
+
+def calls(path: str, rest: Callable[[Caller], bytes], flags: int = 0) -> Attack:
+    """Opens call after call and sends the rest of each."""
+
+    def attack() -> Iterator[bytes]:
+        caller = Caller(path)
+        while True:
+            yield b"".join(caller.open(flags) + rest(caller) for _ in range(PIECE_FRAMES))
+
+    return attack
+
+
+def on_one_call(path: str, rest: Callable[[Caller], bytes], first: bytes = b"") -> Attack:
+    """Opens one call and repeats the rest on it."""
+
+    def attack() -> Iterator[bytes]:
+        caller = Caller(path)
+        yield caller.open() + (caller.data(first) if first else b"")
+        yield from repeat(rest(caller) * PIECE_FRAMES)
+
+    return attack
+
+
+def floods(flood: bytes) -> Attack:
+    """Repeats frames of a connection."""
+    return lambda: repeat(flood * PIECE_FRAMES)
+
+
+def header_blocks(first: bytes, block: bytes) -> Attack:
+    """HEADERS with a block, again and again, after `first` has filled the table."""
+
+    def attack() -> Iterator[bytes]:
+        yield frame(FrameType.HEADERS, END_HEADERS | END_STREAM, 1, first)
+        for stream in count(3, 2):
+            yield frame(FrameType.HEADERS, END_HEADERS | END_STREAM, stream, block)
+
+    return attack
+
+
+@cache
+def _bomb() -> bytes:
+    return message(zlib.compress(bytes(60 * 2**20), 9, 31), compressed=True)
+
+
+def gzip_bomb() -> Iterator[bytes]:
+    caller = Caller(HEALTH, **{"grpc-encoding": "gzip"})
+    while True:
+        yield caller.open()
+        bomb = _bomb()
+        for at in range(0, len(bomb), 16384):
+            yield caller.data(bomb[at : at + 16384])
+        yield caller.data(b"", END_STREAM)
+
+
+def continuations() -> Iterator[bytes]:
+    yield frame(FrameType.HEADERS, 0, 1, b"")
+    yield from repeat(frame(FrameType.CONTINUATION, 0, 1) * PIECE_FRAMES)
+
+
+def unfinished(caller: Caller) -> bytes:
+    """Most of what the stream's window admits of a message of 60 MiB."""
+    head = b"\0" + (60 * 2**20).to_bytes(4)
+    return caller.data(head + bytes(16000)) + caller.data(bytes(16000)) * 2
+
+
+_LONG = b"\x40\x01a" + b"\x7f\x80\x1f" + b"v" * (127 + 31 * 128)
+"""A literal of 4 KiB that fills the HPACK table."""
+
+FLOODS: Mapping[str, Attack] = {
+    "rapid reset": calls(
+        GENERATE, lambda c: c.data(message(b"")) + rst_stream(c.stream, ErrorCode.CANCEL)
+    ),
+    "reset of bare headers": calls(
+        GENERATE, lambda c: rst_stream(c.stream, ErrorCode.CANCEL), END_STREAM
+    ),
+    "resets made by the server": calls(GENERATE, lambda c: window_update(c.stream, 0)),
+    "unknown methods": calls("/no.Such/Method", lambda _: b"", END_STREAM),
+    "no gRPC": calls("", lambda _: b"", END_STREAM),
+    "small requests": calls(HEALTH, lambda c: c.data(message(b""), END_STREAM)),
+    "invalid requests": calls(GENERATE, lambda c: c.data(message(b""), END_STREAM)),
+    "malformed requests": calls(GENERATE, lambda c: c.data(message(b"\xff"), END_STREAM)),
+    "malformed streams": calls(CHAT, lambda c: c.data(b"\0\0", END_STREAM)),
+    "idle calls": calls(CHAT, lambda _: b""),
+    "idle single requests": calls(GENERATE, lambda _: b""),
+    "unfinished messages": calls(GENERATE, unfinished),
+    "second messages": on_one_call(
+        GENERATE, lambda c: c.data(message(bytes(8000))), message(bytes(10))
+    ),
+    "empty messages": on_one_call(CHAT, lambda c: c.data(message(b"") * 3000)),
+    "header lists of 55 KiB": header_blocks(_LONG, b"\xbe" * 14),
+    "table churn": header_blocks(b"", b"\x40\x01a\x00" * 500),
+    "table size updates": header_blocks(b"", b"\x20" * 16000),
+    "Huffman": header_blocks(b"", Encoder().encode([("a", "e" * 25_000)], huffman=True)),
+    "PING": floods(frame(FrameType.PING, 0, 0, bytes(8))),
+    "SETTINGS": floods(settings({Setting.INITIAL_WINDOW_SIZE: 65535})),
+    "large SETTINGS": floods(frame(FrameType.SETTINGS, 0, 0, b"\0\x63\0\0\0\1" * 2700)),
+    "PRIORITY": floods(frame(FrameType.PRIORITY, 0, 1, bytes(5))),
+    "WINDOW_UPDATE": floods(window_update(0, 1)),
+    "WINDOW_UPDATE of a stream": on_one_call(CHAT, lambda c: window_update(c.stream, 1)),
+    "unknown frames": floods(frame(99, 0, 0, b"unknown")),
+    "RST_STREAM": on_one_call(CHAT, lambda c: rst_stream(c.stream, ErrorCode.CANCEL)),
+    "GOAWAY": floods(frame(FrameType.GOAWAY, 0, 0, bytes(8))),
+    "empty DATA": on_one_call(CHAT, lambda c: c.data(b"")),
+    "padded DATA": on_one_call(CHAT, lambda c: c.data(b"\0", PADDED)),
+    "DATA after END_STREAM": on_one_call(
+        CHAT, lambda c: c.data(b"", END_STREAM) + c.data(b"\0", 0)
+    ),
+    "CONTINUATION": continuations,
+    "gzip bomb": gzip_bomb,
+}
+"""Attacks at the speed of the network, by name."""
+
+CALMED = frozenset(
+    (
+        *("rapid reset", "reset of bare headers", "resets made by the server", "unknown methods"),
+        *("invalid requests", "PING", "SETTINGS", "large SETTINGS", "PRIORITY", "WINDOW_UPDATE"),
+        *("WINDOW_UPDATE of a stream", "unknown frames", "RST_STREAM", "GOAWAY", "empty DATA"),
+        *("padded DATA", "CONTINUATION"),
+    )
+)
+"""Attacks that are good for nothing else: a connection that goes on ends with ENHANCE_YOUR_CALM. All others are
+slowed."""
+
+USUAL = (
+    *("rapid reset", "unknown methods", "idle calls", "unfinished messages", "second messages"),
+    *("table churn", "Huffman", "PING", "gzip bomb"),
+)
+"""One attack of each bound, for every run of the tests."""

@@ -1,0 +1,83 @@
+"""Well-behaved streams in a process of their own, so that only the router can delay them.
+
+Prints a line when all streams run, then one for each line of standard input: the longest gap in milliseconds between
+two messages of a stream since the line before. Ends if a stream ends, or lacks or repeats a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+import uvloop
+from trtmesh.chassis.grpc.client import ClientConnection, Method, connected
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+GENERATE: Method[bytes, router_pb.GenerateResponse] = Method(
+    "/trtmesh.v1.MeshService/Generate", bytes, router_pb.GenerateResponse.FromString
+)
+ENDLESS = 10_000_000
+WARM_MESSAGES = 10
+
+
+class Streams:
+    """The streams, and the longest gap of any."""
+
+    def __init__(self, count: int) -> None:
+        config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=ENDLESS))
+        item = router_pb.GenerateItem(prompt=pb.Prompt(text="a healthy stream"))
+        self._request = router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
+        self._arrivals = [0.0] * count
+        self._messages = [0] * count
+        self._longest = 0.0
+
+    async def run(self, connection: ClientConnection, number: int) -> None:
+        call = connection.open(GENERATE)
+        await call.write(self._request)
+        call.half_close()
+        tokens = 0
+        async for response in call:
+            for event in response.events:
+                if event.HasField("tokens"):
+                    if event.tokens.token_offset != tokens:
+                        raise SystemExit(f"token {event.tokens.token_offset} came after {tokens}")
+                    tokens += len(event.tokens.token_ids)
+            now = time.perf_counter()
+            self._longest = max(self._longest, now - self._arrivals[number])
+            self._arrivals[number] = now
+            self._messages[number] += 1
+        raise SystemExit("a healthy stream ended")
+
+    @property
+    def warm(self) -> bool:
+        return min(self._messages) >= WARM_MESSAGES
+
+    def gap(self) -> float:
+        """The longest gap since the last call, an unfinished one included."""
+        longest = max(self._longest, time.perf_counter() - min(self._arrivals))
+        self._longest = 0.0
+        return longest
+
+
+async def main(address: str, count: int) -> None:
+    streams = Streams(count)
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin.fileno(), lambda: lines.put_nowait(sys.stdin.readline()))
+    async with connected(address, 2**26, 60.0) as connection, asyncio.TaskGroup() as group:
+        running = [group.create_task(streams.run(connection, n)) for n in range(count)]
+        while not streams.warm:  # noqa: ASYNC110 - a count sets no event
+            await asyncio.sleep(0.02)
+        streams.gap()
+        print("running", flush=True)
+        while await lines.get():
+            print(streams.gap() * 1e3, flush=True)
+        for task in running:
+            task.cancel()
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(sys.argv[1], int(sys.argv[2])))

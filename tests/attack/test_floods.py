@@ -1,0 +1,92 @@
+"""Floods of one kind of frame or call: healthy streams go on, and the router's memory stays bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from attack.attacker import Toll, flood
+from attack.conftest import PATIENCE_SECONDS, Site
+from attack.frames import CALMED, FLOODS, USUAL
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+EXTRA_GAP_MS = 100.0
+QUIET_GAP_MS = 25.0
+"""The longest gap before or after the attack on an idle machine; a slower one makes all bounds proportionally
+longer."""
+
+EXTRA_BYTES = 200 * 2**20
+ATTACK_SECONDS = 1.0
+TRIES = 4
+"""A busy machine may delay everything once."""
+
+
+async def _peak_bytes(site: Site) -> int:
+    """The router's largest memory until cancelled."""
+    peak = 0
+    try:
+        while True:
+            peak = max(peak, site.process.memory_info().rss)
+            await asyncio.sleep(0.05)
+    except asyncio.CancelledError:
+        return peak
+
+
+@dataclass
+class Run:
+    """What one attack did."""
+
+    excess_ms: float
+    """By how much the healthy streams' longest gap exceeds its bound; at most 0 if it holds."""
+    extra_bytes: int
+    toll: Toll
+
+
+async def _attack(site: Site, name: str, connections: int, seconds: float, patience: float) -> Run:
+    control = await site.control_gap_ms()
+    before = site.process.memory_info().rss
+    measuring = asyncio.create_task(_peak_bytes(site))
+    toll = await flood(site.router.address, FLOODS[name], connections, seconds, patience)
+    gap = await site.worst_gap_ms()
+    measuring.cancel()
+    extra = await measuring - before
+    control = max(control, await site.control_gap_ms())
+    print(
+        f"{name} x{connections}: gap {gap:.0f} ms, control {control:.0f} ms, memory +{extra / 2**20:.0f} MiB,"
+        f" sent {toll.sent / 2**20:.1f} MiB, {toll.goaways} GOAWAY, {toll.ends} ends"
+    )
+    slowness = max(1.0, control / QUIET_GAP_MS)
+    return Run(gap - control - EXTRA_GAP_MS * slowness, extra, toll)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    every = metafunc.config.getoption("--every-attack", default=False)
+    cases = [(name, 1 if name in CALMED else 20) for name in USUAL]
+    if every:
+        cases = [(name, connections) for name in FLOODS for connections in (1, 20)]
+    metafunc.parametrize(("name", "connections"), cases)
+
+
+async def test_healthy_streams_outlast_a_flood(
+    site: Site, name: str, connections: int, pytestconfig: pytest.Config
+) -> None:
+    """The attacker is slowed, or told to calm down; the router's workers stay, and it idles soon."""
+    seconds = pytestconfig.getoption("--attack-seconds", default=None) or ATTACK_SECONDS
+    # Many connections share the turns, so that each may stay below its rates.
+    calmed = name in CALMED and connections == 1
+    patience = PATIENCE_SECONDS if calmed else 0.0
+    for _ in range(TRIES):
+        run = await _attack(site, name, connections, seconds, patience)
+        assert run.extra_bytes < EXTRA_BYTES
+        assert run.toll.told.is_set() or not calmed
+        if run.excess_ms <= 0:
+            break
+    else:
+        pytest.fail(f"healthy streams waited {run.excess_ms:.0f} ms longer than they may")
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await site.cpu_share() > 0.5:
+            pass
+    for word in ("Traceback", "was silent", "stalled"):
+        assert word not in site.router.stderr
