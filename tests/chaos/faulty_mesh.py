@@ -1,4 +1,4 @@
-"""A mesh for random faults: two routers, two tokenizers, two engines (one under two addresses), and a proxy in front of
+"""A mesh for random faults: two routers, two tokenizers, engines (one under two addresses), and a proxy in front of
 each tokenizer and engine."""
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ LONGEST_SECONDS = 1.5
 
 BUSY = {
     "router": tuple(f"trtmesh_router_{name}" for name in (*BUSY_GAUGES, "queued_items")),
-    "engine": ("trtmesh_engine_used_blocks", "trtmesh_engine_live_sequences"),
+    "engine": tuple(
+        f"trtmesh_engine_{name}"
+        for name in ("used_blocks", "live_sequences", "held_leases", "quarantined_blocks")
+    ),
     "tokenizer": ("trtmesh_tokenizer_open_decode_states",),
 }
 """Gauges of resources in use, by service."""
@@ -31,10 +34,18 @@ READY = ("trtmesh_router_ready_workers", "trtmesh_router_ready_tokenizers")
 
 ENGINE = (*SIMULATED, *WIDE_TOKENS, "--simulated-vocabulary-end-probability", "0.001")
 
+MIXED = ("mixed", "mixed")
+SPLIT = ("prefill", "decode", "decode")
+"""Roles of engines."""
+
 ROUTER = (
     # Every lost process comes back.
     *("--retries-worker-wait-seconds", "60", "--retries-tokenizer-wait-seconds", "60"),
     *("--retries-max-attempts", "100", "--deadlines-silence-seconds", "2", "--grace-seconds", "1"),
+    # With roles, the KV of every prompt moves.
+    *("--handoff-enabled", "always", "--handoff-lease-seconds", "1"),
+    *("--handoff-reserve-seconds", "1", "--handoff-prefill-seconds", "3"),
+    *("--handoff-transfer-seconds", "2"),
 )
 
 
@@ -65,9 +76,10 @@ class Peer:
 class FaultyMesh:
     """Processes and their faults; made by `faulty_mesh`."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
+    def __init__(self, stack: AsyncExitStack, roles: Sequence[str]) -> None:
         self._processes: dict[int, AsyncExitStack] = {}
         self._stack = stack
+        self._roles = roles
         self.engines: list[Peer] = []
         self.tokenizers: list[Peer] = []
         self.routers: list[Peer] = []
@@ -78,6 +90,7 @@ class FaultyMesh:
             "freeze an engine": self._freeze_engine,
             "drain an engine": self._drain_engine,
             "drain an engine by an admin": self._drain_by_admin,
+            **({"change a role": self._change_role} if roles is SPLIT else {}),
             "kill a tokenizer": self._kill_tokenizer,
             "freeze a tokenizer": self._freeze_tokenizer,
             "drain a tokenizer": self._drain_tokenizer,
@@ -96,10 +109,13 @@ class FaultyMesh:
     async def start(self) -> None:
         """Starts every process and waits until all are ready."""
         tokenizer = ("--model-dir", str(DEMO))
-        started = [self._start("engine", (*ENGINE, "--worker", name)) for name in ("one", "two")]
+        started = [
+            self._start("engine", (*ENGINE, "--worker", f"engine-{number}", "--role", role))
+            for number, role in enumerate(self._roles)
+        ]
         started += [self._start("tokenizer", tokenizer) for _ in range(2)]
         peers = await asyncio.gather(*started)
-        self.engines, self.tokenizers = peers[:2], peers[2:]
+        self.engines, self.tokenizers = peers[:-2], peers[-2:]
         for peer in (*peers, self.engines[0]):
             proxy = await self._stack.enter_async_context(proxy_to(peer.address))
             peer.proxies.append(proxy)
@@ -198,6 +214,17 @@ class FaultyMesh:
             with suppress(Unavailable, DeadlineExceeded, NotFound):
                 await admin.resume_worker(proxy.address)
 
+    async def _change_role(self, draw: random.Random) -> None:
+        """Gives an engine another role for a while. An engine that restarts has its first role."""
+        router, number = draw.choice(self.routers), draw.randrange(len(self.engines))
+        seconds, proxy = draw.uniform(0, LONGEST_SECONDS), self.engines[number].proxies[0]
+        async with AdminClient(router.process.admin_address) as admin:
+            with suppress(Unavailable, DeadlineExceeded, NotFound):
+                await admin.set_worker_role(proxy.address, draw.choice(["prefill", "decode"]))
+                await asyncio.sleep(seconds)
+            with suppress(Unavailable, DeadlineExceeded, NotFound):
+                await admin.set_worker_role(proxy.address, self._roles[number])
+
     async def _drain_tokenizer(self, draw: random.Random) -> None:
         await self._end_one(self.tokenizers, signal.SIGTERM, draw)
 
@@ -270,9 +297,9 @@ def _addresses(peers: list[Peer]) -> str:
 
 
 @asynccontextmanager
-async def faulty_mesh() -> AsyncIterator[FaultyMesh]:
+async def faulty_mesh(roles: Sequence[str] = MIXED) -> AsyncIterator[FaultyMesh]:
     """Starts a mesh and waits until ready; kills the processes on exit."""
     async with AsyncExitStack() as stack:
-        mesh = FaultyMesh(stack)
+        mesh = FaultyMesh(stack, roles)
         await mesh.start()
         yield mesh

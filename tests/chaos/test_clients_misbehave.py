@@ -128,7 +128,7 @@ async def test_client_that_never_reads_the_last_message_is_ended() -> None:
         )
         prompt = pb.Prompt(token_ids=pb.TokenIds(ids=[5000] * 20_000))
         request = router_pb2.GenerateRequest(
-            items=[router_pb2.GenerateItem(prompt=prompt)] * 300, config=echo
+            items=[router_pb2.GenerateItem(prompt=prompt)] * 100, config=echo
         )
         async with grpc.aio.insecure_channel(mesh.router.address, FIXED_WINDOW) as channel:
             call = router_pb2_grpc.MeshServiceStub(channel).Generate(request)

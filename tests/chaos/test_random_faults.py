@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from chaos.faulty_mesh import FaultyMesh, faulty_mesh
+from chaos.faulty_mesh import MIXED, SPLIT, FaultyMesh, faulty_mesh
 from chaos.fragile import contents
 from e2e.mesh import StreamReader
 from trtmesh.client import Client
@@ -36,15 +36,20 @@ def seeds(asked: str) -> range:
     return range(int(first), int(last or first) + 1)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[FaultyMesh]:
-    async with faulty_mesh() as mesh:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[MIXED, SPLIT], ids=["mixed", "roles"]
+)
+async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[FaultyMesh]:
+    async with faulty_mesh(request.param) as mesh:
         yield mesh
 
 
 def request(draw: random.Random) -> tuple[list[str], dict[str, Any]]:
     """Draws prompts, and options with a deterministic output."""
-    prompts = [f"{draw.randint(0, 9)} begins like the others" for _ in range(draw.randint(1, 4))]
+    prompts = [
+        f"{draw.randint(0, 9)} begins like the others" * draw.choice([1, 1, 20])
+        for _ in range(draw.randint(1, 4))
+    ]
     options: dict[str, Any] = {"max_tokens": draw.randint(1, 400)}
     match draw.choice(["greedy", "sampled", "held", "ids", "stops"]):
         case "sampled":
