@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from trtmesh.chassis import error_wire, errors
-from trtmesh.chassis.admin_token import ADMIN_TOKEN_METADATA_KEY
+from trtmesh.chassis.bearer import BEARER_METADATA_KEY
 from trtmesh.chassis.errors import ERROR_TABLE, TrtmeshError
 from trtmesh.client.events import FinishReason
 from trtmesh.v1 import (
@@ -115,7 +115,7 @@ def test_contract_page_names_the_metadata_keys() -> None:
     keys = {row[0].strip("`") for row in rows_below("Metadata")}
     assert keys == {
         "x-request-id",
-        ADMIN_TOKEN_METADATA_KEY,
+        BEARER_METADATA_KEY,
         error_wire.REASON_METADATA_KEY,
         error_wire.RETRY_METADATA_KEY,
         error_wire.ERROR_METADATA_KEY,

@@ -56,12 +56,14 @@ ROOMS = {
         "handoff",
         "admission",
         "stopping",
+        "prefill_order",
         "ledger",
         "kv_blocks",
         "times",
         "adapter_slots",
         "adapter_store",
         "backend",
+        "kv_memory",
     ),
     "engine.backends.torch": (
         "backend",
@@ -69,6 +71,7 @@ ROOMS = {
         "engine",
         "beams",
         "decoding",
+        "handoffs",
         "accelerator",
         "cpu",
         "compute",
@@ -94,6 +97,7 @@ ROOMS = {
         "adapters",
         "kv_index",
         "placement",
+        "callers",
         "values",
         "metrics",
     ),
@@ -191,15 +195,15 @@ def test_http2_imports_nothing_of_ours() -> None:
 
 
 def test_few_commands_import_the_router() -> None:
-    """`replay` runs the router's placement, `import-triton` checks against the Triton door, and a stack's settings name
-    policies. Other commands talk to a router."""
+    """`replay` runs the router's placement, `import-triton` checks against the Triton door, a stack's settings name
+    policies, and `keys` writes the file of callers. Other commands talk to a router."""
     importers = {
         file.relative_to(PACKAGES["cli"]).parts[0]
         for file in PACKAGES["cli"].rglob("*.py")
         for module in imported_modules(file)
         if module.startswith("trtmesh.router.")
     }
-    assert importers == {"mesh_settings.py", "replay.py", "triton_import"}
+    assert importers == {"keys.py", "mesh_settings.py", "replay.py", "triton_import"}
 
 
 @pytest.mark.parametrize(

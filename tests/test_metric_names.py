@@ -12,7 +12,7 @@ from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 
 SERVICES = Path(__file__).parents[1] / "services"
-NAME = re.compile(r"`([a-z]+(?:_[a-z]+)+)(?:{[a-z]+})?`")
+NAME = re.compile(r"`([a-z]+(?:_[a-z]+)+)(?:{[a-z,]+})?`")
 """A metric name without its common prefix."""
 
 

@@ -89,8 +89,9 @@ def test_no_two_settings_have_one_spelling(cls: type[ServiceSettings]) -> None:
     assert len(spelt) == len(set(spelt))
 
 
-def test_settings_page_is_current() -> None:
-    script = runpy.run_path(str(ROOT / "docs" / "settings.py"))
+@pytest.mark.parametrize("name", ["settings", "limits"])
+def test_pages_are_current(name: str) -> None:
+    script = runpy.run_path(str(ROOT / "docs" / f"{name}.py"))
     assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), (
-        "run `python docs/settings.py`"
+        f"run `python docs/{name}.py`"
     )

@@ -15,7 +15,7 @@ import torch
 from compat.plain_http import PlainHttp
 from compat.test_http_client import Http
 from compat.triton import Triton, joined
-from e2e.mesh import DEMO, Mesh, decode, running_mesh
+from e2e.mesh import DEMO, Mesh, decode, eventually, running_mesh
 from tokenizers import Tokenizer
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.engine.adapters.arrays import write_arrays
@@ -195,6 +195,12 @@ async def test_full_cache_is_told_in_tritons_words() -> None:
     async with running_mesh(engine_flags=flags) as mesh, Triton(mesh.router.address) as triton:
         adapter = pb.AddAdapterRequest(id=1, name="kept", pinned=True)
         await mesh.admin.upload_adapter(adapter, content)
+
+        async def is_pinned() -> bool:
+            (entry,) = (await mesh.admin.list_adapters()).adapters
+            return any(place.pinned for each in entry.versions for place in each.residencies)
+
+        await eventually(is_pinned)
         kept = await text(triton, "ensemble", by_number(1))
         (response,) = await triton.stream(
             "ensemble",

@@ -21,6 +21,7 @@ from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.streams.client_stream import WaitingEvent, WaitingTokens
+from trtmesh.router.values.handoff_state import digest_of, read_state, write_state
 from trtmesh.v1 import router_pb2 as router_pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -254,11 +255,12 @@ def _no_error(failed: router_pb.ItemFailed) -> TrtmeshError:
     raise AssertionError(failed)
 
 
-async def test_handoff_state_is_an_output_and_an_input() -> None:
-    """The output of the first request is the input of the second."""
+async def test_first_half_answers_once_with_its_state() -> None:
+    """In the only response, even of a stream."""
     settings = TritonSettings()
     model = triton_models(settings)["tensorrt_llm"]
     tensors = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 1}
+    tensors |= {"streaming": True}
     sent = message("tensorrt_llm", tensors, "handed over")
     sent.parameters["request_type"].string_param = "context_only"
     call = read_call(model, sent)
@@ -273,7 +275,9 @@ async def test_handoff_state_is_an_output_and_an_input() -> None:
         router_pb.GenerateEvent(item_finished=router_pb.ItemFinished()),
     ]
     tokens = WaitingTokens(0, 0, 0, [7], [""], None, 4)
-    answers.see([tokens, *(WaitingEvent(event, 0) for event in events)])
+    answers.see([tokens, WaitingEvent(events[0], 0)])
+    assert not answers.take()
+    answers.see([WaitingEvent(events[1], 0)])
     (answer,) = answers.take()
     assert isinstance(answer, Answer)
     (state,) = [output for output in answer.outputs if output.name == "context_phase_params"]
@@ -283,10 +287,21 @@ async def test_handoff_state_is_an_output_and_an_input() -> None:
     with pytest.raises(InvalidRequest) as caught:
         asked(refused)
     assert (caught.value.field, caught.value.value) == ("handoff.phase", "'both'")
-    again = message(
-        "tensorrt_llm", tensors | {"context_phase_params": np.array([[1, 2, 3]], np.uint8)}, ""
-    )
+
+
+async def test_second_half_needs_the_state_of_the_first() -> None:
+    model = triton_models(TritonSettings())["tensorrt_llm"]
+    tensors = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 1}
+    data = write_state(None, "engine-0", digest_of([5, 6], None))
+    params = np.frombuffer(data, np.uint8).reshape(1, -1)
+    again = message("tensorrt_llm", tensors | {"context_phase_params": params}, "")
+    with pytest.raises(InvalidRequest) as caught:
+        asked(read_call(model, again))
+    assert caught.value.field == "handoff.state"
     again.parameters["request_type"].string_param = "generation_only"
     (item,) = asked(read_call(model, again)).items
-    assert item.config.handoff is not None
-    assert item.config.handoff.state == b"\1\2\3"
+    assert item.state == read_state(data)
+    del again.inputs[-1], again.raw_input_contents[-1:]
+    with pytest.raises(InvalidRequest) as caught:
+        asked(read_call(model, again))
+    assert caught.value.field == "handoff.state"

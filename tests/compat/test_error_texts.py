@@ -75,10 +75,8 @@ async def test_error_names_the_tensor_sent(
 
 
 async def test_error_names_the_request_parameter(triton: Triton) -> None:
-    (response,) = await triton.stream(
-        "tensorrt_llm", TOKENS, parameters={"request_type": "context_only"}
-    )
-    assert response.error == f"parameter 'request_type' {NO_WORKER}"
+    (response,) = await triton.stream("tensorrt_llm", TOKENS, parameters={"request_type": "both"})
+    assert response.error.startswith("parameter 'request_type' is 'both' but must be one of ")
 
 
 def rows(**columns: list[Any]) -> dict[str, np.ndarray]:

@@ -209,7 +209,6 @@ TOKENS = SHARED | {
         "multimodal.item_runs",
         tensor(np.ones((1, 2, 3), np.int32), pb.DATA_TYPE_INT32),
     ),
-    "context_phase_params": Case(np.array([[1, 2]], np.uint8), "handoff.state", b"\1\2"),
     "retention_decode_priority": Case(60, "kv_cache.decode_priority", 60),
     "retention_decode_duration_ms": Case(70, "kv_cache.decode_duration_ms", 70),
     **{
@@ -284,6 +283,7 @@ NOT_FOR_BACKENDS = {
     "return_stop_reason": "always known",
     "sampling_param_stop": "acted on by the router and a tokenizer",
     "sampling_param_exclude_input_from_output": "acted on by the door",
+    "context_phase_params": "acted on by the router",
     "lora_weights": "loaded ahead of the item",
     "lora_config": "loaded ahead of the item",
     "lora_path": "refused by the door",
@@ -455,10 +455,9 @@ async def test_defaults_of_the_models(triton: Triton, backend: RecordingBackend)
 async def test_request_parameters_reach_the_backend(
     triton: Triton, backend: RecordingBackend
 ) -> None:
-    more = {"priority": 3, "parameters": {"request_type": "context_only", "Streaming": True}}
-    config = await seen_config(triton, backend, "tensorrt_llm", {}, **more)
-    assert config.handoff is not None
-    assert config.handoff.phase == pb.GENERATION_PHASE_CONTEXT_ONLY
+    phases = {"request_type": "context_and_generation", "Streaming": True}
+    config = await seen_config(triton, backend, "tensorrt_llm", {}, priority=3, parameters=phases)
+    assert config.handoff is None
     assert config.priority == 16 - 3
 
 

@@ -20,7 +20,13 @@ from trtmesh.chassis.errors import Unavailable
 from trtmesh.client import Client
 
 COMPOSE_FILE = ROOT / "deploy" / "docker-compose.yml"
-VARIABLES = {"tokenizer": "TOKENIZERS", "engine": "ENGINES", "simulated": "SIMULATED"}
+VARIABLES = {
+    "tokenizer": "TOKENIZERS",
+    "engine": "ENGINES",
+    "prefill": "PREFILL",
+    "decode": "DECODE",
+    "simulated": "SIMULATED",
+}
 READY_SECONDS = 180.0
 MEMORY_GIB = {"router": 1, "tokenizer": 2, "engine": 3}
 """Limits other than the defaults of the compose file."""

@@ -174,6 +174,7 @@ async def test_containers_are_confined_as_the_compose_file_says(stack: ComposeSt
         assert stack.execute(container, "id", "-u").stdout.strip() == "10001", service
         ports = [port for port, outside in known["NetworkSettings"]["Ports"].items() if outside]
         assert bool(ports) == (service == "router"), (service, ports)
+        assert ("OMP_WAIT_POLICY=passive" in known["Config"]["Env"]) == (service == "engine")
     print("\nrouter, tokenizer, engine: limits, policies and privileges as told")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 from processes import ServiceProcess, service_process
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from tokenizers import Tokenizer
 from trtmesh.client import (
     Accepted,
@@ -84,15 +85,20 @@ def decode(token_ids: Sequence[int], model_dir: Path = DEMO) -> str:
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-async def scrape(process: ServiceProcess, **labels: str) -> Mapping[str, float]:
-    """The metric samples of a process with `labels`, summed by name."""
+async def samples_of(process: ServiceProcess) -> Sequence[Sample]:
+    """The metric samples of a process."""
     url = f"http://127.0.0.1:{process.metrics_port}/metrics"
     text = await asyncio.to_thread(_read, url)
+    families = text_string_to_metric_families(text)
+    return [sample for family in families for sample in family.samples]
+
+
+async def scrape(process: ServiceProcess, **labels: str) -> Mapping[str, float]:
+    """The metric samples of a process with `labels`, summed by name."""
     values: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if not math.isnan(sample.value) and labels.items() <= sample.labels.items():
-                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    for sample in await samples_of(process):
+        if not math.isnan(sample.value) and labels.items() <= sample.labels.items():
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
     return values
 
 
@@ -122,6 +128,11 @@ class StreamReader:
         accepted = self.events[0]
         assert isinstance(accepted, Accepted)
         return accepted.request_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the stream has ended."""
+        return self._task.done()
 
     def tokens(self, batch_index: int = 0) -> int:
         """The number of tokens received of an item, over all sequences."""
@@ -165,6 +176,13 @@ class StreamReader:
     def worst_gap_seconds(self) -> float:
         """The longest gap before an event of an item, the first included; for printing only."""
         return max(b - a for times in self._times.values() for a, b in pairwise(times))
+
+    def stall_seconds(self, since: float) -> float:
+        """The longest gap before an event of an item after `since`; for printing only."""
+        later = [
+            [since, *(time for time in times if time > since)] for times in self._times.values()
+        ]
+        return max((b - a for times in later for a, b in pairwise(times)), default=0.0)
 
     async def cancel(self) -> None:
         """Cancels the call."""

@@ -21,10 +21,10 @@ Call = grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateR
 
 
 @asynccontextmanager
-async def slow_call(mesh: Mesh, **output: Any) -> AsyncIterator[Call]:
-    """Opens a call of two sequences with a small flow-control window."""
+async def slow_call(mesh: Mesh, sequences: int = 2, **output: Any) -> AsyncIterator[Call]:
+    """Opens a call with a small flow-control window."""
     config = pb.GenerationConfig(
-        sampling=pb.SamplingConfig(num_return_sequences=2, temperature=1.0, seed=3),
+        sampling=pb.SamplingConfig(num_return_sequences=sequences, temperature=1.0, seed=3),
         stopping=pb.StoppingConfig(max_tokens=TOKENS, ignore_end_id=True),
         output=pb.OutputConfig(**output),
     )
@@ -126,3 +126,44 @@ async def test_paused_request_can_be_stopped() -> None:
                 i: len(t) for i, t in ids.items()
             }
         await mesh.idle()
+
+
+async def test_paused_sequence_returns_to_its_kv() -> None:
+    """A single sequence: its KV waits on a worker, and moves to another if that one drains meanwhile."""
+    flags = ("--client-buffer-tokens", "2000", "--client-stall-seconds", "3600")
+    async with running_mesh(engines=2, engine_flags=FLAT_OUT, router_flags=flags) as mesh:
+        async with slow_call(mesh, sequences=1) as fast:
+            whole = await read_all(fast)
+        for drains in (False, True):
+            async with slow_call(mesh, sequences=1) as call:
+                await eventually(lambda: parked_at(mesh))
+                sender = await parked_at(mesh)
+                assert not (await mesh.gauges())["worker_sequences"]
+                assert await mesh.used_blocks() > 0
+                if drains:
+                    await mesh.admin.drain_worker(sender)
+                computed = await computed_tokens(mesh)
+                events = await read_all(call)
+            assert tokens_of(events) == tokens_of(whole)
+            paused = await scrape(mesh.router, cause="paused", result="moved")
+            returns = paused["trtmesh_router_handoffs_total"]
+            # Each return computes the last token, and the tokens of an incomplete block.
+            assert await computed_tokens(mesh) - computed <= 32 * returns
+        ends = {
+            result: (await scrape(mesh.router, result=result)).get(
+                "trtmesh_router_handoffs_total", 0
+            )
+            for result in ("migrated", "cancelled")
+        }
+        assert ends == {"migrated": 0, "cancelled": 0}
+        await mesh.idle()
+
+
+async def parked_at(mesh: Mesh) -> str:
+    """The worker with the KV of a paused sequence, or ''."""
+    live = (await mesh.admin.list_handoffs()).handoffs
+    return next((each.sender for each in live if each.stage == "parked"), "")
+
+
+async def computed_tokens(mesh: Mesh) -> int:
+    return sum(worker.load.computed_prompt_tokens for worker in (await mesh.status()).workers)

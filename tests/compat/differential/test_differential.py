@@ -10,6 +10,7 @@ import asyncio
 import os
 from dataclasses import replace
 
+import pytest
 from compat.differential.cases import Case
 from compat.differential.clients import Clients
 from compat.differential.drawing import draw
@@ -29,6 +30,7 @@ ENGINE = (
 )
 
 
+@pytest.mark.timeout(900)
 async def test_answers_agree_in_every_way_to_ask() -> None:
     async with (
         running_mesh(engines=2, engine_flags=ENGINE) as mesh,

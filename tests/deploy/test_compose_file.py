@@ -1,0 +1,83 @@
+"""The compose file as a file: services, profiles, and variables that are settings."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from deploy.stack import COMPOSE_FILE, VARIABLES
+from trtmesh.chassis.settings import load_settings
+from trtmesh.chassis.tls.client import ClientTls
+from trtmesh.chassis.tls.settings import SecuredSettings
+from trtmesh.engine.settings import EngineSettings
+from trtmesh.router.settings import RouterSettings
+from trtmesh.tokenizer.settings import TokenizerSettings
+
+TLS_FILE = COMPOSE_FILE.with_name("docker-compose.tls.yml")
+
+SETTINGS: dict[str, type[SecuredSettings]] = {
+    "router": RouterSettings,
+    "second-router": RouterSettings,
+    "tokenizer": TokenizerSettings,
+    **dict.fromkeys(("engine", "prefill", "decode", "simulated"), EngineSettings),
+}
+
+
+def services() -> dict[str, Any]:
+    """The services with the defaults of their variables."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", COMPOSE_FILE.read_text("utf-8"))
+    return dict(yaml.safe_load(text)["services"])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_variables_of_a_service_are_its_settings(name: str) -> None:
+    """Raises for an unknown or wrong one."""
+    environment = services()[name]["environment"]
+    settings = load_settings(SETTINGS[name], [], environment)
+    own = [variable for variable in environment if variable.startswith("TRTMESH_")]
+    prefix = f"TRTMESH_{settings.section.upper()}_"
+    assert own
+    assert [variable for variable in own if not variable.startswith(prefix)] == []
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_variables_over_tls_are_settings(name: str) -> None:
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", TLS_FILE.read_text("utf-8"))
+    secure = yaml.safe_load(text)["services"]
+    assert secure.keys() == SETTINGS.keys()
+    both = {**services()[name]["environment"], **secure[name]["environment"]}
+    tls = load_settings(SETTINGS[name], [], both).tls
+    assert (str(tls.certificate), str(tls.client_ca)) == ("/tls/tls.crt", "/tls/ca.crt")
+    probe = ClientTls.of_environment(both)
+    assert probe is not None
+    assert probe.server_name == "trtmesh.internal"
+
+
+def test_every_service_is_tested() -> None:
+    assert services().keys() == SETTINGS.keys()
+
+
+def test_prefill_and_decode_are_engines_of_a_role() -> None:
+    found = services()
+    for role in ("prefill", "decode"):
+        service = dict(found[role])
+        environment = dict(service.pop("environment"))
+        assert environment.pop("TRTMESH_ENGINE_ROLE") == role
+        assert environment == found["engine"]["environment"]
+        assert service.pop("profiles") == ["disaggregated"]
+        assert service == {name: v for name, v in found["engine"].items() if name != "environment"}
+
+
+def test_routers_look_for_every_kind_of_engine() -> None:
+    found = services()
+    engines = {name for name, settings in SETTINGS.items() if settings is EngineSettings}
+    looked_for = found["router"]["environment"]["TRTMESH_ROUTER_ENGINES"].split(",")
+    assert {address.partition(":")[0] for address in looked_for} == engines
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_number_of_containers_is_a_variable(name: str) -> None:
+    """Of each service that scales."""
+    assert f"scale: ${{{VARIABLES[name]}:-1}}" in COMPOSE_FILE.read_text("utf-8")
