@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import TypedDict
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from trtmesh.chassis.tls.client import ClientTls
+from trtmesh.cli.throw_away import ThrowAway
 
 MODEL_DIR = Path(__file__).parent.parent / "models" / "demo"
 READY_SECONDS = 120.0
@@ -41,17 +43,48 @@ def _cpu_seconds(pid: int) -> float:
 
 
 @contextmanager
-def stack(*engine_flags: str, backend: str = "simulated") -> Iterator[Stack]:
-    """Runs one tokenizer, one engine and one router on free ports until the block ends."""
+def stack(
+    *engine_flags: str, backend: str = "simulated", tls: ThrowAway | None = None
+) -> Iterator[Stack]:
+    """Runs one tokenizer, one engine and one router on free ports until the block ends. `tls` is for the router's
+    clients."""
     children: list[subprocess.Popen[str]] = []
     try:
         tokenizer = _start(children, "tokenizer", "--model-dir", str(MODEL_DIR))
         engine = _start(children, "engine", "--backend", backend, *engine_flags)
         router = _start(children, "router", "--port", "0", "--admin-port", "0", "--http-port", "none",
-                        "--engines", engine["address"], "--tokenizers", tokenizer["address"])  # fmt: skip
-        _wait_until_serving(router["address"])
+                        "--engines", engine["address"], "--tokenizers", tokenizer["address"],
+                        *(tls.server_flags if tls else ()))  # fmt: skip
+        _wait_until_serving(router["address"], tls.client if tls else None)
         pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
         yield Stack(router["address"], pids, engine["metrics_port"])
+    finally:
+        _end(children)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """A running mesh of several engines: the router's address, and the port with metrics of each service."""
+
+    address: str
+    router_metrics_port: int
+    engine_metrics_ports: tuple[int, ...]
+
+
+@contextmanager
+def fleet(engines: Sequence[Sequence[str]], *router_flags: str) -> Iterator[Fleet]:
+    """Runs one tokenizer, one router, and an engine for each list of flags, until the block ends."""
+    children: list[subprocess.Popen[str]] = []
+    try:
+        tokenizer = _start(children, "tokenizer", "--model-dir", str(MODEL_DIR))
+        started = [_start(children, "engine", "--metrics-port", "0", *flags) for flags in engines]
+        addresses = ",".join(engine["address"] for engine in started)
+        router = _start(children, "router", "--port", "0", "--admin-port", "0", "--http-port", "none",
+                        "--metrics-port", "0", "--engines", addresses,
+                        "--tokenizers", tokenizer["address"], *router_flags)  # fmt: skip
+        _wait_until_serving(router["address"])
+        ports = [each["metrics_port"] for each in (router, *started)]
+        yield Fleet(router["address"], ports[0] or 0, tuple(port or 0 for port in ports[1:]))
     finally:
         _end(children)
 
@@ -103,9 +136,13 @@ def _first_line(children: list[subprocess.Popen[str]], name: str, arguments: lis
     return line
 
 
-def _wait_until_serving(address: str) -> None:
+def _wait_until_serving(address: str, tls: ClientTls | None = None) -> None:
     deadline = time.monotonic() + READY_SECONDS
-    with grpc.insecure_channel(address) as channel:
+    with (
+        grpc.secure_channel(address, tls.credentials(), tls.channel_options())
+        if tls
+        else grpc.insecure_channel(address)
+    ) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for response in health.Watch(health_pb2.HealthCheckRequest(), timeout=READY_SECONDS):
             if response.status == health_pb2.HealthCheckResponse.SERVING:

@@ -23,15 +23,18 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import grpc
 import uvloop
 from _stack import Stack, bare_server, stack
+from trtmesh.chassis.channels import open_channel
+from trtmesh.chassis.tls.client import ClientTls
+from trtmesh.cli.throw_away import throw_away
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 PROMPT = "def fibonacci(n):\n    "
 STEP_MS = 10
 FLAT_OUT_TOKENS = 2048
+MAX_MESSAGE_BYTES = 2**22
 
 Figures = dict[str, Any]
 Generate = Callable[[bytes], AsyncIterable[bytes]]
@@ -71,14 +74,15 @@ async def stream(generate: Generate, request: bytes, record: Record) -> None:
         record.messages.append((time.perf_counter(), message))
 
 
-async def run_once(mesh: Stack, streams: int, max_tokens: int) -> Figures:
+async def run_once(
+    mesh: Stack, streams: int, max_tokens: int, tls: ClientTls | None = None
+) -> Figures:
     """Sends `streams` requests at once and returns the figures of the run."""
-    options = [("grpc.use_local_subchannel_pool", 1)]
     config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=max_tokens))
     item = router_pb.GenerateItem(prompt=pb.Prompt(text=PROMPT))
     request = router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
     records = [Record() for _ in range(streams)]
-    async with grpc.aio.insecure_channel(mesh.address, options=options) as channel:
+    async with open_channel(mesh.address, MAX_MESSAGE_BYTES, tls=tls) as channel:
         await channel.channel_ready()
         generate: Any = channel.unary_stream("/trtmesh.v1.MeshService/Generate")
         before, client_before = mesh.cpu_seconds(), sum(os.times()[:2])
@@ -128,6 +132,20 @@ async def measure(step_ms: float, streams: int, max_tokens: int, runs: int) -> F
     return median
 
 
+async def measure_tls(streams: int, max_tokens: int, runs: int) -> Figures:
+    """Returns the figures over plain text and over TLS, in alternation, and the ratio of the services' CPU."""
+    step = ("--simulated-timing-step-ms", str(STEP_MS))
+    with throw_away("127.0.0.1") as made, stack(*step) as plain, stack(*step, tls=made) as secure:
+        pairs = []
+        for _ in range(runs + 1):
+            first = await run_once(plain, streams, max_tokens)
+            pairs.append((first, await run_once(secure, streams, max_tokens, made.client)))
+    # The first pair warms up.
+    text, encrypted = (by_cpu(list(kind)) for kind in zip(*pairs[1:], strict=True))
+    key = "services_cpu_us_per_token"
+    return {"plain": text, "tls": encrypted, "ratio": round(encrypted[key] / text[key], 2)}
+
+
 async def measure_floor(streams: int, max_tokens: int, runs: int) -> Figures:
     """Measures the bare server in the same way."""
     with bare_server(STEP_MS) as server:
@@ -145,6 +163,11 @@ def by_cpu(results: list[Figures]) -> Figures:
 
 
 async def main(arguments: argparse.Namespace) -> None:
+    if arguments.tls:
+        for streams in arguments.streams:
+            compared = await measure_tls(streams, arguments.tokens, arguments.runs)
+            print(json.dumps({"streams": streams, **compared}))
+        return
     paced = {}
     for streams in arguments.streams:
         mesh = await measure(STEP_MS, streams, arguments.tokens, arguments.runs)
@@ -159,6 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="*", default=[64, 256, 1000])
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each paced stream")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tls", action="store_true", help="only TLS against plain text")
     return parser.parse_args()
 
 

@@ -12,6 +12,7 @@ import trtmesh.chassis.environment  # noqa: F401  # isort: skip
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,25 @@ PARTS = ("step", "off", "gaps", "placement")
 
 def main(arguments: argparse.Namespace) -> None:
     figures: dict[str, Any] = {"threads": arguments.threads, "torch": torch.__version__}
+    if of_steps := [part for part in arguments.parts if part != "placement"]:
+        figures |= steps(arguments, of_steps)
+    if "placement" in arguments.parts:
+        figures["placement"] = uvloop.run(placement(arguments.items))
+    print(json.dumps(figures))
+
+
+def steps(arguments: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
+    """The parts that need a model and its workers."""
+    figures: dict[str, Any] = {part: {} for part in parts}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments, arguments.folder or Path(folder))
-        for part in arguments.parts:
-            if part == "placement":
-                figures[part] = uvloop.run(placement(arguments.items))
-                continue
+        for part in parts:
             for dtype in arguments.dtypes:
                 try:
-                    figures.setdefault(part, {})[dtype] = getattr(bench, part)(dtype)
+                    figures[part][dtype] = getattr(bench, part)(dtype)
                 finally:
                     bench.end()
-    print(json.dumps(figures))
+    return figures
 
 
 def parse() -> argparse.Namespace:

@@ -1,0 +1,201 @@
+"""Chats beside long prompts, on workers with and without roles: gaps between the chats' tokens, and throughput.
+
+Chats follow each other without a pause in each stream. Long prompts arrive at fixed times, the same in every run. All
+prompts differ, and are sent as ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
+from random import Random
+from typing import Any
+
+import grpc
+from _stack import Fleet, fleet
+from data_path import Generate, Record, percentile, stream
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+ROLES = ("prefill", "decode", "decode")
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Chats, and long prompts beside them."""
+
+    chats: int = 32
+    chat_tokens: int = 256
+    chat_new_tokens: int = 200
+    prompts: int = 30
+    prompt_tokens: tuple[int, int] = (4096, 16384)
+    prompt_new_tokens: int = 64
+    prompts_per_second: float = 1.0
+    highest_id: int = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Three workers: with `roles`, one for prefill and two for decode, else three for both."""
+
+    name: str
+    flags: tuple[str, ...]
+    roles: bool = False
+
+    def engines(self) -> list[list[str]]:
+        roles = ROLES if self.roles else ("mixed",) * 3
+        return [
+            [*self.flags, "--role", role, "--worker", f"{role}-{number}"]
+            for number, role in enumerate(roles)
+        ]
+
+
+@dataclass(slots=True)
+class Client:
+    """Sends the traffic and keeps the messages."""
+
+    traffic: Traffic
+    generate: Generate
+    seed: int
+    chats: list[Record] = field(default_factory=list)
+    prompts: list[Record] = field(default_factory=list)
+    _numbers: count[int] = field(default_factory=count)
+
+    async def run(self) -> float:
+        """Returns the seconds until the last long prompt has ended; chats under way then do not count."""
+        traffic = self.traffic
+        chats = [asyncio.create_task(self._chat()) for _ in range(traffic.chats)]
+        dice, started, arrivals = Random(self.seed), time.perf_counter(), []
+        at = 1.0
+        for _ in range(traffic.prompts):
+            arrivals.append((at, dice.randint(*traffic.prompt_tokens)))
+            at += dice.expovariate(traffic.prompts_per_second)
+        await asyncio.gather(*(self._prompt(started + at, tokens) for at, tokens in arrivals))
+        seconds = time.perf_counter() - started
+        for chat in chats:
+            chat.cancel()
+        for chat in chats:
+            with suppress(asyncio.CancelledError):
+                await chat
+        return seconds
+
+    async def _chat(self) -> None:
+        traffic = self.traffic
+        while True:
+            record = Record()
+            request = self._request(traffic.chat_tokens, traffic.chat_new_tokens)
+            await stream(self.generate, request, record)
+            self.chats.append(record)
+
+    async def _prompt(self, at: float, tokens: int) -> None:
+        await asyncio.sleep(at - time.perf_counter())
+        record = Record()
+        await stream(self.generate, self._request(tokens, self.traffic.prompt_new_tokens), record)
+        self.prompts.append(record)
+
+    def _request(self, tokens: int, new_tokens: int) -> bytes:
+        dice = Random(f"{self.seed} {next(self._numbers)}")
+        ids = dice.choices(range(100, self.traffic.highest_id), k=tokens)
+        stopping = pb.StoppingConfig(max_tokens=new_tokens, ignore_end_id=True)
+        return router_pb.GenerateRequest(
+            items=[router_pb.GenerateItem(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=ids)))],
+            config=pb.GenerationConfig(stopping=stopping),
+        ).SerializeToString()
+
+
+async def run_once(setup: Setup, traffic: Traffic, seed: int) -> Figures:
+    """The figures of one run of a fresh fleet, after a warm-up."""
+    with fleet(setup.engines(), "--handoff-enabled", "auto") as mesh:
+        async with grpc.aio.insecure_channel(mesh.address) as channel:
+            await channel.channel_ready()
+            generate: Any = channel.unary_stream("/trtmesh.v1.MeshService/Generate")
+            short = replace(traffic, prompts=3)
+            await Client(short, generate, seed + 1000).run()
+            before = handoffs(mesh)
+            client = Client(traffic, generate, seed)
+            seconds = await client.run()
+            after = handoffs(mesh)
+    return figures(client, seconds) | handoff_figures(before, after)
+
+
+def figures(client: Client, seconds: float) -> Figures:
+    """Latencies in milliseconds; a missing or repeated token ends the bench."""
+    traffic = client.traffic
+    chats = [record.token_arrivals(traffic.chat_new_tokens) for record in client.chats]
+    prompts = [record.token_arrivals(traffic.prompt_new_tokens) for record in client.prompts]
+    gaps = [(later - earlier) * 1e3 for times in chats for earlier, later in pairwise(times)]
+    waits = [
+        (times[0] - record.started) * 1e3
+        for times, record in zip(prompts, client.prompts, strict=True)
+    ]
+    generated = len(chats) * traffic.chat_new_tokens + len(prompts) * traffic.prompt_new_tokens
+    return {
+        "chat_gap_p50_ms": round(percentile(gaps, 50), 1),
+        "chat_gap_p99_ms": round(percentile(gaps, 99), 1),
+        "chat_gap_max_ms": round(max(gaps), 1),
+        "prompt_ttft_p50_ms": round(percentile(waits, 50)),
+        "prompt_ttft_p99_ms": round(percentile(waits, 99)),
+        "generated_tokens_per_second": round(generated / seconds),
+        "seconds": round(seconds, 1),
+    }
+
+
+Sums = dict[str, float]
+
+
+def handoffs(mesh: Fleet) -> Sums:
+    """Counters and sums of the handoffs so far."""
+    sums: Sums = {}
+    for port in (mesh.router_metrics_port, *mesh.engine_metrics_ports):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            for line in answer.read().decode().splitlines():
+                name, _, value = line.rpartition(" ")
+                if "handoff" in name and not line.startswith("#"):
+                    sums[name] = sums.get(name, 0.0) + float(value)
+    return sums
+
+
+def handoff_figures(before: Sums, after: Sums) -> Figures:
+    """The transfers of a run: `exposed` is the time from the last token of the sender to the first of the receiver,
+    which a transfer after the prefill would wholly be."""
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    moved = grown.get("trtmesh_router_handoff_seconds_count", 0.0)
+    if not moved:
+        return {"handoffs": 0}
+    exposed = grown["trtmesh_router_handoff_seconds_sum"] / moved
+    fetched = grown["trtmesh_engine_handoff_transfer_seconds_count"]
+    transfer = grown["trtmesh_engine_handoff_transfer_seconds_sum"] / fetched
+    sizes = {
+        name.partition('transport="')[2].partition('"')[0]: value
+        for name, value in grown.items()
+        if name.startswith("trtmesh_engine_handoff_bytes_total{") and 'side="received"' in name
+    }
+    return {
+        "handoffs": round(moved),
+        "exposed_ms": round(exposed * 1e3, 1),
+        "transfer_ms": round(transfer * 1e3, 1),
+        "hidden_share": round(1 - min(1.0, exposed / transfer), 3),
+        "mib": {name: round(size / 2**20, 1) for name, size in sizes.items() if size},
+    }
+
+
+async def compare(setups: Sequence[Setup], traffic: Traffic, rounds: int) -> Figures:
+    """The runs of each setup in turns, and the run with the median gap of each."""
+    runs: dict[str, list[Figures]] = {setup.name: [] for setup in setups}
+    for number in range(rounds):
+        for setup in setups:
+            result = await run_once(setup, traffic, number)
+            print(f"{setup.name}: {json.dumps(result)}", file=sys.stderr)
+            runs[setup.name].append(result)
+    return {
+        name: sorted(results, key=lambda result: result["chat_gap_p99_ms"])[len(results) // 2]
+        for name, results in runs.items()
+    }

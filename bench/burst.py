@@ -1,0 +1,170 @@
+"""Measures what a burst of requests does to running streams, and how fast it is served.
+
+For 16 and 64 streams at a 10 ms step, in a process of their own: the longest gap of any stream in a quiet second, then
+beside 64, 500 and 2,000 one-token requests at once, and beside 500 cancelled requests; and the requests of a burst
+served per second. Every request must end with its token, or the run fails.
+"""
+
+from __future__ import annotations
+
+# gRPC reads the environment when it is first imported.
+import trtmesh.chassis.environment  # noqa: F401  # isort: skip
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from _stack import stack
+from _steady_streams import ENDLESS, GENERATE, request
+from trtmesh.chassis.grpc.client import ClientConnection, connected
+from trtmesh.v1 import router_pb2 as router_pb
+
+STEP_MS = 10
+CONNECTIONS = 4
+QUIET_SECONDS, AFTER_SECONDS = 1.0, 0.3
+CANCELLED = 500
+
+Figures = dict[str, Any]
+
+
+class Gaps:
+    """The streams in their process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def line(self) -> str:
+        assert self._process.stdout
+        if not (line := await self._process.stdout.readline()):
+            raise SystemExit("the streams ended")
+        return line.decode()
+
+    async def worst_ms(self) -> float:
+        """The longest gap since the last call."""
+        assert self._process.stdin
+        self._process.stdin.write(b"\n")
+        return float(await self.line())
+
+
+@asynccontextmanager
+async def steady(address: str, count: int) -> AsyncIterator[Gaps]:
+    """Runs `count` streams until the block ends."""
+    script = Path(__file__).with_name("_steady_streams.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(script),
+        address,
+        str(count),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        gaps = Gaps(process)
+        await gaps.line()
+        yield gaps
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def ask(connection: ClientConnection, number: int) -> None:
+    """One request with one token."""
+    call = connection.open(GENERATE)
+    try:
+        await call.write(request(f"burst {number}", 1))
+        call.half_close()
+        messages = [message async for message in call]
+    finally:
+        call.cancel()
+    events = [e for m in messages for e in router_pb.GenerateResponse.FromString(m).events]
+    if not any(len(event.tokens.token_ids) == 1 for event in events):
+        raise SystemExit(f"a request had no token: {events}")
+
+
+async def burst(connections: list[ClientConnection], count: int, gaps: Gaps) -> tuple[float, float]:
+    """The longest gap beside the burst, and the requests served per second."""
+    await gaps.worst_ms()
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for number in range(count):
+            group.create_task(ask(connections[number % CONNECTIONS], number))
+    seconds = time.perf_counter() - began
+    return await gaps.worst_ms(), count / seconds
+
+
+async def cancels(connections: list[ClientConnection], gaps: Gaps) -> float:
+    """The longest gap beside the cancellation of running requests."""
+    calls = []
+    for number in range(CANCELLED):
+        call = connections[number % CONNECTIONS].open(GENERATE)
+        await call.write(request(f"cancelled {number}", ENDLESS))
+        call.half_close()
+        calls.append(call)
+    for call in calls:
+        # The second message has a token.
+        await call.read()
+        await call.read()
+    await gaps.worst_ms()
+    for call in calls:
+        call.cancel()
+    await asyncio.sleep(AFTER_SECONDS)
+    return await gaps.worst_ms()
+
+
+async def measure(streams: int, bursts: list[int], runs: int) -> Figures:
+    """Medians of the runs."""
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    with stack("--simulated-timing-step-ms", str(STEP_MS)) as mesh:
+        async with steady(mesh.address, streams) as gaps, AsyncExitStack() as open_until_end:
+            connections = [
+                await open_until_end.enter_async_context(connected(mesh.address, 2**26, 30.0))
+                for _ in range(CONNECTIONS)
+            ]
+            await burst(connections, 64, gaps)
+            for _ in range(runs):
+                await gaps.worst_ms()
+                await asyncio.sleep(QUIET_SECONDS)
+                note("quiet_gap_ms", await gaps.worst_ms())
+                for count in bursts:
+                    gap, rate = await burst(connections, count, gaps)
+                    note(f"gap_ms_{count}", gap)
+                    note(f"requests_per_second_{count}", rate)
+                    await asyncio.sleep(AFTER_SECONDS)
+                note("gap_ms_cancels", await cancels(connections, gaps))
+                await asyncio.sleep(AFTER_SECONDS)
+    figures: Figures = {name: round(statistics.median(values), 1) for name, values in found.items()}
+    print(f"{streams} streams: {json.dumps(figures)}", file=sys.stderr)
+    return figures
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    results = {
+        str(streams): await measure(streams, arguments.bursts, arguments.runs)
+        for streams in arguments.streams
+    }
+    print(json.dumps({"step_ms": STEP_MS, "streams": results}))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="*", default=[16, 64])
+    parser.add_argument("--bursts", type=int, nargs="*", default=[64, 500, 2000])
+    parser.add_argument("--runs", type=int, default=5)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(parse()))
