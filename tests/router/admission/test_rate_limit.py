@@ -75,7 +75,7 @@ def test_no_rate_limits_nothing_and_accounts_are_bounded() -> None:
     account.check_rates(10**6, 0.0)
     account.check_live(10**6, 0)
     assert account.tokens is None
-    account.open(1, 0.0, charge=True)
+    account.open(1, 0.0)
     for number in range(2 * MOST_ACCOUNTS):
         limiter.account_of(Identity(str(number)), 0.0)
     assert len(limiter._accounts) <= MOST_ACCOUNTS + 1
@@ -87,10 +87,11 @@ def test_items_have_a_rate_and_a_number() -> None:
     account = RateLimiter().account_of(Identity("alice", limits), 0.0)
     account.check_rates(5, 0.0)
     account.check_live(5, 0)
-    account.open(5, 0.0, charge=True)
+    account.open(5, 0.0)
     with pytest.raises(RateLimited, match="alice used up its 2 items a second") as refused:
         account.check_rates(1, 0.0)
     assert refused.value.retry_after_ms == 1001
+    account.check_item_debt(0.0)
     account.check_rates(1, 1.001)
     with pytest.raises(RateLimited, match="alice has 5 items live, 1 asked, 5 allowed"):
         account.check_live(1, 0)

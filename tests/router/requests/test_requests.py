@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -278,6 +279,25 @@ async def test_received_tokens_are_not_charged_again() -> None:
         indebted = router.resume(router.request("indebted"), token_ids=[7])
         await router.finish(10, offset=1)
         assert await indebted.end() == "OK"
+
+
+async def test_each_resume_is_charged_its_items() -> None:
+    """Live or not: up to a debt of a burst."""
+    async with door(rate_limit={"items_per_second": 1e-6, "burst_items": 2}) as router:
+        request = router.request("r")
+        live = router.generate(request)
+        await router.engine.submitted()
+        for number in range(4):
+            before, live = live, router.resume(request, token_ids=[7] if number % 2 else [])
+            assert await before.end() == "UNAVAILABLE: request 'r' continues in another call"
+            await router.engine.submitted(number + 2)
+            await router.stopped(number)
+        refused = "RATE_LIMITED: .* used up its 1e-06 items a second"
+        assert re.match(refused, await router.resume(request).end())
+        elsewhere = router.resume(router.request("another"), token_ids=[7])
+        assert re.match(refused, await elsewhere.end())
+        await router.finish(4, offset=1)
+        assert await live.end() == "OK"
 
 
 async def test_fully_received_request_is_accepted_and_over() -> None:

@@ -114,10 +114,15 @@ class Account:
         if self._items is not None:
             self._items.check_room(items, now)
 
-    def check_debt(self, now: float) -> None:
+    def check_token_debt(self, now: float) -> None:
         """Raises RateLimited for a caller who owes a burst of tokens: too much to continue items that were paid."""
         if self.tokens is not None:
             self.tokens.check(now, in_debt=True)
+
+    def check_item_debt(self, now: float) -> None:
+        """Raises RateLimited for a caller who owes a burst of items: too many were started or continued."""
+        if self._items is not None:
+            self._items.check(now, in_debt=True)
 
     def check_live(self, items: int, freed: int) -> None:
         """Raises RateLimited if more items are too many once `freed` have ended."""
@@ -129,10 +134,10 @@ class Account:
                 retry_after_ms=UNKNOWN_RETRY_MS,
             )
 
-    def open(self, items: int, now: float, *, charge: bool) -> None:
-        """Books live items; with `charge` at their rate too."""
+    def open(self, items: int, now: float) -> None:
+        """Books live items, also at their rate."""
         self.live_items += items
-        if charge and self._items is not None:
+        if self._items is not None:
             self._items.spend(items, now)
 
     def item_ended(self, *_: object) -> None:

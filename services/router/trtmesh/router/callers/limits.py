@@ -16,7 +16,7 @@ class RateLimit(Settings):
     burst_tokens: Annotated[int, Field(ge=1)] = 100_000
     """Size of a bucket of tokens."""
     items_per_second: Annotated[float, Field(gt=0)] | None = None
-    """Rate of new items, one per prompt of a request. Unset limits nothing."""
+    """Rate of items, one per prompt of a request or a resumption. Unset limits nothing."""
     burst_items: Annotated[int, Field(ge=1)] = 100
     """Items at once after a pause."""
     max_items: Annotated[int, Field(ge=1)] | None = None

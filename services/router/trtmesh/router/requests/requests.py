@@ -186,10 +186,13 @@ class Requests:
         leaving = former.permits if former else ()
         try:
             items = len(received.rest_of(request))
-            if former is None and received.anything:
-                account.check_debt(now)
-            elif former is None:
+            if former is None and not received.anything:
                 account.check_rates(items, now)
+            else:
+                # Who lost a router continues everything at once, in debt if need be.
+                account.check_item_debt(now)
+                if former is None:
+                    account.check_token_debt(now)
             account.check_live(items, freed=sum(permit.valid for permit in leaving))
             permits = self._mesh.admission.admit(model, items, leaving)
         except TrtmeshError as error:
@@ -197,5 +200,5 @@ class Requests:
             if self._mesh.recorder is not None:
                 self._mesh.recorder.note_refused(request, model, error)
             raise
-        account.open(items, now, charge=former is None and not received.anything)
+        account.open(items, now)
         return Admitted(model, permits, owner, account)
