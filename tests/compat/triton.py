@@ -119,9 +119,12 @@ class Triton:
             # Only the synchronous client has this option.
             more["enable_empty_final_response"] = True
             return await asyncio.to_thread(sync_stream, self.address, model, tensors, **more)
-        return await self.stream_all([request(model, tensors, **more)])
+        algorithm = more.pop("compression_algorithm", None)
+        return await self.stream_all([request(model, tensors, **more)], algorithm)
 
-    async def stream_all(self, requests: Sequence[dict[str, Any]]) -> list[Response]:
+    async def stream_all(
+        self, requests: Sequence[dict[str, Any]], compression_algorithm: str | None = None
+    ) -> list[Response]:
         """Sends requests on a stream, half-closes at once and reads to the end."""
 
         async def sending() -> AsyncIterator[dict[str, Any]]:
@@ -129,7 +132,11 @@ class Triton:
                 yield each
 
         responses = []
-        results = self.client.stream_infer(sending(), stream_timeout=PATIENCE_SECONDS)
+        results = self.client.stream_infer(
+            sending(),
+            stream_timeout=PATIENCE_SECONDS,
+            compression_algorithm=compression_algorithm,
+        )
         async for result, error in results:
             responses.append(_response(result, error))
         return responses

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, Gauge
 from trtmesh.chassis.addresses import listen
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
+from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.grpc.server.server import Guard
 from trtmesh.chassis.health import Health
@@ -75,6 +76,8 @@ class Runtime:
     """Descriptors of the services, for reflection."""
     guard: Guard | None = None
     """Refuses calls on the port of the process."""
+    compression: CompressionSettings | None = None
+    """Of answers on the port of the process; without it none is compressed."""
     addresses: dict[str, str] = field(default_factory=dict)
     """Additional addresses, by the name for the announcement."""
     failure: asyncio.Future[BaseException] = field(
@@ -127,6 +130,7 @@ class _Process:
             runtime.guard,
             certificates.server(H2),
             self._settings.connections,
+            runtime.compression,
         )
         following = asyncio.create_task(certificates.follow())
         following.add_done_callback(partial(_fail_with, runtime))

@@ -62,6 +62,7 @@ class Router:
         self._metrics = RouterMetrics()
         self._callers = Callers(settings.api_keys, settings.rate_limit, self._metrics)
         runtime.guard = CallerGuard(self._callers) if self._callers.check_keys else None
+        runtime.compression = settings.compression
         self._turns = Turns()
         self._fleet = Fleet(settings.placement, self._metrics, settings.handoff)
         self._followed = self._followed_router() if settings.adapters.follow else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import Field
+from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.settings import CommaList, Port
 from trtmesh.chassis.tls.settings import SecuredSettings
 from trtmesh.router.adapters.settings import AdapterSettings
@@ -88,4 +89,5 @@ class RouterSettings(SecuredSettings):
     deadlines: Deadlines = Deadlines()
     retries: Retries = Retries()
     client: ClientLimits = ClientLimits()
+    compression: CompressionSettings = CompressionSettings()
     record: RecordSettings = RecordSettings()

@@ -96,6 +96,10 @@ class Wire:
         """A DATA frame with a whole message."""
         return frame(FrameType.DATA, flags, stream, message(body))
 
+    def compressed(self, stream: int, body: bytes) -> bytes:
+        """A DATA frame with a whole message that has the compressed flag."""
+        return frame(FrameType.DATA, END_STREAM, stream, message(body, compressed=True))
+
     async def frame(self) -> Frame:
         """The next frame. Raises IncompleteReadError at the connection's end."""
         length_and_type, flags, stream = FRAME_HEADER.unpack(

@@ -30,7 +30,7 @@ Memory: TypeAlias = "Callable[[int], memoryview]"
 MIN_LARGE_BYTES = 2**16
 """Messages of this size or more are received into given memory."""
 
-_WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """zlib's parameter for each supported grpc-encoding."""
 
 INFLATED_BYTES = 2**16
@@ -167,12 +167,17 @@ class Inflation:
         self, body: Message, encoding: str, max_bytes: int, count: Callable[[], None]
     ) -> None:
         """Calls `count` whenever `size` has changed."""
-        window_bits = _WINDOW_BITS.get(encoding)
+        if encoding == "identity":
+            raise BadMessage(
+                grpc.StatusCode.INTERNAL,
+                "a message has the compressed flag, but the call has no grpc-encoding",
+            )
+        window_bits = WINDOW_BITS.get(encoding)
         if window_bits is None:
             raise BadMessage(
                 grpc.StatusCode.UNIMPLEMENTED,
                 f"a message is compressed but grpc-encoding is {encoding[:40]!r}; use"
-                f" {' or '.join(_WINDOW_BITS)}",
+                f" {' or '.join(WINDOW_BITS)}",
             )
         self._decompressor = zlib.decompressobj(window_bits)
         self._compressed: Message = body

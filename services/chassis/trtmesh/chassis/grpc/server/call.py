@@ -16,6 +16,7 @@ from trtmesh.chassis.grpc.messages import (
     pack_prefix,
 )
 from trtmesh.chassis.grpc.metadata import Metadata, metadata_block
+from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.headers import (
     RequestHeaders,
     check_trailers,
@@ -74,6 +75,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         forget: Callable[[], None],
         peer: str,
         max_message_bytes: int,
+        compressor: Compressor,
         line: Line,
         account: Account,
         unread: Account,
@@ -99,6 +101,12 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._peer = peer
         self._identity = identity
         self._max_message_bytes = max_message_bytes
+        self._compressor = compressor
+        self._encoding = compressor.encoding_of(headers)
+        """grpc-encoding of the answers."""
+        self._max_plain_bytes = min(max_message_bytes, compressor.most_plain_bytes(self._encoding))
+        self._compressing = 0
+        """Bytes of a message that is being compressed."""
         self._deadline = None if headers.timeout is None else self._loop.time() + headers.timeout
         self._content_missing = headers.content_length
         """Bytes of the request that the client has announced and not sent; None if it announced nothing."""
@@ -123,6 +131,11 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     @property
     def held(self) -> int:
         return self._requests.held
+
+    @property
+    def unread(self) -> int:
+        """Bytes of answers that the client has not read."""
+        return self.stream.unsent.size + self._compressing
 
     def give_way(self) -> None:
         self.end_with(
@@ -225,8 +238,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         first."""
         self._check_open()
         data = self._serialized(message)
-        if len(data) > self._max_message_bytes:
-            await self._refuse_size(len(data))
+        if len(data) > self._max_plain_bytes:
+            await self._write_large(data)
+            return
         writer, stream = self._writer, self.stream
         if stream.unsent:
             await writer.drain(stream)
@@ -237,9 +251,40 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         if stream.unsent:
             await self._drain()
 
+    async def _write_large(self, data: bytes) -> None:
+        """Sends a message that may be too large, or worth compressing."""
+        if len(data) > self._max_message_bytes:
+            await self._refuse_size(len(data))
+        pieces = await self._compressed(data)
+        writer, stream = self._writer, self.stream
+        self._check_open()
+        if stream.unsent:
+            await writer.drain(stream)
+            self._check_open()
+        if not self._headers_sent:
+            self._send_headers()
+        if pieces is None:
+            writer.send_data(stream, pack_prefix(0, len(data)), data)
+        else:
+            writer.send_pieces(stream, (pack_prefix(1, sum(map(len, pieces))), *pieces))
+        if stream.unsent:
+            await self._drain()
+
+    async def _compressed(self, data: bytes) -> list[bytes] | None:
+        """The pieces of a compressed message, which counts as unread until then; None to send it as it is."""
+        if self._encoding == "identity":
+            return None
+        self._compressing = len(data)
+        self._count_unread()
+        try:
+            return await self._compressor.compress(data, self._encoding)
+        finally:
+            self._compressing = 0
+            self._count_unread()
+
     async def write_pieces(self, *pieces: Buffer) -> None:
-        """Sends a large serialized message in pieces, without joining them, and in frames as large as the peer admits.
-        Nobody may change their memory any more. Otherwise like `write`."""
+        """Sends a large serialized message in pieces, neither joined nor compressed, and in frames as large as the peer
+        admits. Nobody may change their memory any more. Otherwise like `write`."""
         self._check_open()
         size = sum(map(len, pieces))
         if size > self._max_message_bytes:
@@ -319,10 +364,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         return {} if self._identity is None else self._identity.auth_context()
 
     def set_compression(self, compression: grpc.Compression) -> None:
-        raise NotImplementedError("responses are not compressed")
+        raise NotImplementedError("the settings of the server say what is compressed")
 
     def disable_next_message_compression(self) -> None:
-        """Responses are not compressed."""
+        raise NotImplementedError("the settings of the server say what is compressed")
 
     async def _run(self) -> None:
         """Handle → send the status → wait until the client has read it."""
@@ -358,7 +403,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     def _count_unread(self) -> None:
         """Adjusts the account to what is unsent; to make room, it may end this call."""
-        change = self.stream.unsent.size - self._unread_counted
+        change = self.unread - self._unread_counted
         self._unread_counted += change
         self._unread.add(change)
 
@@ -421,7 +466,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     def _send_headers(self, metadata: Metadata = ()) -> None:
         self._headers_sent = True
-        self._writer.send_headers(self.stream, response_headers(metadata))
+        self._writer.send_headers(self.stream, response_headers(metadata, self._encoding))
 
     def _end(self, status: grpc.StatusCode, details: str) -> None:
         """Sends the status unless the call has ended."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import grpc
 from trtmesh.chassis.grpc.server.arrivals import Arrivals
 from trtmesh.chassis.grpc.server.call import Handler, ServerCall
+from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.headers import (
     NotGrpc,
     RequestHeaders,
@@ -60,6 +61,7 @@ class Owner(Protocol):
     """The server, as its connections see it."""
 
     max_message_bytes: int
+    compressor: Compressor
     turns: Turns
     pacing: Pacing
     budget: Budget
@@ -221,6 +223,7 @@ class ServerConnection(Http2Connection[ServerCall], asyncio.Protocol):
             partial(self._forget, stream_id),
             self._peer,
             self._owner.max_message_bytes,
+            self._owner.compressor,
             self._line,
             self._account,
             self._unread,
@@ -248,7 +251,7 @@ class ServerConnection(Http2Connection[ServerCall], asyncio.Protocol):
     def _end_least_read(self) -> None:
         """Ends the call with the largest unread answer, to make room for other connections."""
         if self._streams:
-            call = max(self._streams.values(), key=lambda call: call.stream.unsent.size)
+            call = max(self._streams.values(), key=lambda call: call.unread)
             occasionally(
                 "unread", logging.WARNING, "%s reads too little of its answers", self._peer
             )

@@ -47,6 +47,9 @@ class RequestHeaders:
     timeout: float | None
     """Seconds; None without a deadline."""
     encoding: str
+    """grpc-encoding of the messages; identity if none is compressed."""
+    accepted_encodings: str
+    """grpc-accept-encoding: what the answers may have; '' for none."""
     content_length: int | None
     """Bytes of all messages; None if the client did not count them."""
 
@@ -76,6 +79,7 @@ def parse_request_headers(fields: Iterable[tuple[bytes, bytes]]) -> RequestHeade
         tuple(found.metadata),
         _seconds(found.grpc.get("grpc-timeout")),
         found.grpc.get("grpc-encoding", "identity"),
+        found.grpc.get("grpc-accept-encoding", ""),
         content_length,
     )
 
@@ -103,9 +107,12 @@ def _seconds(timeout: str | None) -> float | None:
     return int(parts[1]) * _UNIT_SECONDS[parts[2]]
 
 
-def response_headers(metadata: Metadata = ()) -> bytes:
+def response_headers(metadata: Metadata = (), encoding: str = "identity") -> bytes:
     """The header block that starts a response."""
-    return _RESPONSE_HEADERS + metadata_block(metadata) if metadata else _RESPONSE_HEADERS
+    block = _RESPONSE_HEADERS
+    if encoding != "identity":
+        block += literal_field(b"grpc-encoding", encoding.encode())
+    return block + metadata_block(metadata) if metadata else block
 
 
 def trailers(status: grpc.StatusCode, details: str = "", metadata: bytes = b"") -> bytes:

@@ -11,9 +11,11 @@ from typing import Any, TypeAlias
 
 import grpc
 from trtmesh.chassis.addresses import listeners
+from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
 from trtmesh.chassis.grpc.server.arrivals import Arrivals
 from trtmesh.chassis.grpc.server.call import Handler
+from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.grpc.server.headers import RequestHeaders
 from trtmesh.chassis.grpc.server.pacing import Pacing
@@ -54,10 +56,13 @@ class GrpcServer(grpc.aio.Server):
         guard: Guard | None = None,
         tls: ServerTls | None = None,
         connections: ConnectionSettings | None = None,
+        compression: CompressionSettings | None = None,
     ) -> None:
+        """Without `compression` answers are sent as they are."""
         connections = connections or ConnectionSettings()
         self.max_age_seconds = connections.max_age_seconds
         self.max_message_bytes = max_message_bytes
+        self.compressor = Compressor(compression or CompressionSettings(answers="never"))
         self.turns = Turns()
         self.pacing = Pacing()
         self.budget = Budget(HELD_MESSAGES * max_message_bytes)
@@ -126,6 +131,7 @@ class GrpcServer(grpc.aio.Server):
         while self._connections:
             self._changed.clear()
             await self._changed.wait()
+        self.compressor.close()
         self._stopped.set()
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 - grpc.aio's own
