@@ -151,7 +151,17 @@ TABLES: dict[str, list[Row]] = {
         ("seconds to send a single request", REQUEST_SECONDS, "DEADLINE_EXCEEDED"),
         ("seconds of silence before a PING", connection.PING_AFTER_SECONDS, "PING"),
         ("seconds to answer it", connection.PING_TIMEOUT_SECONDS, "closed"),
-        ("seconds in which nothing is read", connection.PAUSE_SECONDS, "closed"),
+        (
+            "seconds in which nothing of a stream's message is read (`client.stall_seconds`)",
+            _ROUTER.client.stall_seconds,
+            "SLOW_CLIENT",
+        ),
+        (
+            "seconds in which nothing of any other answer is read (`connections.unread_seconds`)",
+            _ROUTER.connections.unread_seconds,
+            "the stream is reset",
+        ),
+        ("seconds in which nothing is read, PINGs included", connection.PAUSE_SECONDS, "closed"),
     ],
     "What is told of a request": [
         ("characters of a quoted name or value", MAX_QUOTED_CHARACTERS, "cut"),

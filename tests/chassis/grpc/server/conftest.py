@@ -112,6 +112,16 @@ class Example:
         async for message in self.many(request, context):
             await context.write(message)
 
+    async def whole(self, request: bytes, context: Any) -> bytes:
+        """`size`: so many bytes, in a single message."""
+        return bytes(int(request))
+
+    async def cut_off(self, request: bytes, context: Any) -> None:
+        """Ends while the rest of its message is unread."""
+        writing = asyncio.create_task(context.write(bytes(int(request))))
+        await asyncio.sleep(0)
+        writing.cancel()
+
     async def join(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
         return b"".join([each async for each in requests])
 
@@ -142,6 +152,8 @@ async def serving(example: Example) -> AsyncIterator[Example]:
         "Misspell": one(example.misspell),
         "Many": grpc.unary_stream_rpc_method_handler(example.many),
         "Write": grpc.unary_stream_rpc_method_handler(example.write),
+        "Whole": one(example.whole),
+        "CutOff": grpc.unary_stream_rpc_method_handler(example.cut_off),
         "Join": stream(example.join),
         "First": stream(example.first),
         "Ignore": stream(example.ignore),

@@ -125,7 +125,7 @@ class Wire:
 
     async def answer(self, stream: int) -> tuple[bytes, dict[str, str]]:
         """All data of a response, and the fields of all header blocks."""
-        body, said = b"", dict[str, str]()
+        body, said = bytearray(), dict[str, str]()
         while True:
             found = await self.next(FrameType.DATA, FrameType.HEADERS, stream=stream)
             if found.type == FrameType.DATA:
@@ -133,7 +133,7 @@ class Wire:
             else:
                 said |= self.fields(found)
             if found.flags & END_STREAM:
-                return body, said
+                return bytes(body), said
 
     async def error(self) -> tuple[int, ErrorCode]:
         """Stream, or 0 for the connection, and code of the next error."""

@@ -10,8 +10,8 @@ from trtmesh.chassis.settings import Settings
 
 class CompressionSettings(Settings):
     """Compression of large messages to gRPC clients, by gzip or deflate. It takes 15 to 45 ns of CPU a byte on a thread
-    of its own, which pays on connections below 100 to 300 Mbit/s. A message that shrinks by less than an eighth is sent as
-    it is."""
+    of its own, which pays on connections below 100 to 300 Mbit/s. A message that shrinks by less than an eighth is sent
+    as it is."""
 
     answers: Literal["asked", "accepted", "never"] = "asked"
     """`asked` compresses answers to requests that come compressed, by the request's encoding: many clients announce

@@ -27,7 +27,7 @@ class ClientLimits(Settings):
     at_limit: Literal["pause", "cancel"] = "pause"
     """Action on a full buffer: `pause` takes the request's sequences off their workers and continues them, on any
     worker, once the client has read; `cancel` ends the request with SLOW_CLIENT."""
-    stall_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
+    stall_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """Longest time that a message may stay unread, paused or not, then SLOW_CLIENT."""
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -38,9 +39,6 @@ log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 60.0
 """Limit for a client to send a single request, looked at every few seconds."""
-
-LINGER_SECONDS = 30.0
-"""Limit for a client to read the rest of a response after the end of the call."""
 
 CLIENTS_FAULTS = frozenset(
     (
@@ -76,6 +74,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         peer: str,
         max_message_bytes: int,
         compressor: Compressor,
+        unread_seconds: float,
         line: Line,
         account: Account,
         unread: Account,
@@ -95,6 +94,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._writer = writer
         self._lane = lane
         self._unread = unread
+        self._unread_seconds = unread_seconds
         self._unread_counted = 0
         self._count_failure = count_failure
         self._forget = forget
@@ -391,15 +391,31 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
                 self.set_code(grpc.StatusCode.UNKNOWN)
                 self.set_details(f"{type(error).__name__}: {error}")
             self._end(self._code, self._details)
-        await self._linger()
+        await self._drain_last()
 
     async def _drain(self) -> None:
         """Waits until the client reads the rest, which counts until then."""
         self._count_unread()
         try:
-            await self._writer.drain(self.stream)
+            if self._handler.response_streaming:
+                # How long it may take is the handler's to decide.
+                await self._writer.drain(self.stream)
+            else:
+                await self._drain_last()
         finally:
             self._count_unread()
+
+    async def _drain_last(self) -> None:
+        """Waits until the client reads the rest, after which nothing comes. Resets the stream of a client that reads
+        nothing for long."""
+        unsent = self.stream.unsent
+        while unsent:
+            size = unsent.size
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._unread_seconds):
+                    await self._writer.drain(self.stream)
+            if unsent.size == size:
+                self.fail(ErrorCode.CANCEL)
 
     def _count_unread(self) -> None:
         """Adjusts the account to what is unsent; to make room, it may end this call."""
@@ -489,13 +505,6 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             self._over()
         elif self._task_runs:
             self._lane.add(self)
-
-    async def _linger(self) -> None:
-        try:
-            async with asyncio.timeout(LINGER_SECONDS):
-                await self._writer.drain(self.stream)
-        except TimeoutError:
-            self._writer.reset_stream(self.stream, ErrorCode.CANCEL)
 
 
 def _wrong_length() -> Http2StreamError:

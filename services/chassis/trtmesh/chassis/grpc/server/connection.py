@@ -70,6 +70,7 @@ class Owner(Protocol):
     arrivals: Arrivals
     max_age_seconds: float
     """0 without a limit."""
+    unread_seconds: float
 
     def find_handler(self, headers: RequestHeaders) -> Handler | None:
         """The handler of a call; None for an unknown method."""
@@ -224,6 +225,7 @@ class ServerConnection(Http2Connection[ServerCall], asyncio.Protocol):
             self._peer,
             self._owner.max_message_bytes,
             self._owner.compressor,
+            self._owner.unread_seconds,
             self._line,
             self._account,
             self._unread,

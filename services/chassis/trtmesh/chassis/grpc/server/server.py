@@ -61,6 +61,7 @@ class GrpcServer(grpc.aio.Server):
         """Without `compression` answers are sent as they are."""
         connections = connections or ConnectionSettings()
         self.max_age_seconds = connections.max_age_seconds
+        self.unread_seconds = connections.unread_seconds
         self.max_message_bytes = max_message_bytes
         self.compressor = Compressor(compression or CompressionSettings(answers="never"))
         self.turns = Turns()
