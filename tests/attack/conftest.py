@@ -25,7 +25,6 @@ IDLE_SECONDS = 0.5
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds options for command lines with this folder or a file in it."""
-    parser.addoption("--every-attack", action="store_true", help="every attack of test_floods")
     parser.addoption("--attack-seconds", type=float, help="length of each attack")
 
 

@@ -44,7 +44,15 @@ class Run:
     toll: Toll
 
 
-async def _attack(site: Site, name: str, connections: int, seconds: float, patience: float) -> Run:
+def is_calmed(name: str, connections: int) -> bool:
+    """Whether an attack ends with ENHANCE_YOUR_CALM. Many connections share the turns, so that each may stay below its
+    rates."""
+    return name in CALMED and connections == 1
+
+
+async def attack(site: Site, name: str, connections: int, seconds: float) -> Run:
+    """Floods the router from so many connections, for so long or until it tells each to calm down."""
+    patience = PATIENCE_SECONDS if is_calmed(name, connections) else 0.0
     control = await site.control_gap_ms()
     before = site.process.memory_info().rss
     measuring = asyncio.create_task(_peak_bytes(site))
@@ -61,30 +69,40 @@ async def _attack(site: Site, name: str, connections: int, seconds: float, patie
     return Run(gap - control - EXTRA_GAP_MS * slowness, extra, toll)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    every = metafunc.config.getoption("--every-attack", default=False)
-    cases = [(name, 1 if name in CALMED else 20) for name in USUAL]
-    if every:
-        cases = [(name, connections) for name in FLOODS for connections in (1, 20)]
-    metafunc.parametrize(("name", "connections"), cases)
+@pytest.mark.parametrize(
+    ("name", "connections"), [(name, 1 if name in CALMED else 20) for name in USUAL]
+)
+async def test_healthy_streams_outlast_a_flood(site: Site, name: str, connections: int) -> None:
+    """The attacker is slowed, or told to calm down; the router's workers stay, and it idles soon."""
+    check(await attack(site, name, connections, ATTACK_SECONDS), name, connections)
+    await check_rest(site)
 
 
-async def test_healthy_streams_outlast_a_flood(
+@pytest.mark.measured
+@pytest.mark.parametrize("connections", [1, 20])
+@pytest.mark.parametrize("name", FLOODS)
+async def test_flood_hardly_delays_healthy_streams(
     site: Site, name: str, connections: int, pytestconfig: pytest.Config
 ) -> None:
-    """The attacker is slowed, or told to calm down; the router's workers stay, and it idles soon."""
     seconds = pytestconfig.getoption("--attack-seconds", default=None) or ATTACK_SECONDS
-    # Many connections share the turns, so that each may stay below its rates.
-    calmed = name in CALMED and connections == 1
-    patience = PATIENCE_SECONDS if calmed else 0.0
     for _ in range(TRIES):
-        run = await _attack(site, name, connections, seconds, patience)
-        assert run.extra_bytes < EXTRA_BYTES
-        assert run.toll.told.is_set() or not calmed
+        run = await attack(site, name, connections, seconds)
+        check(run, name, connections)
         if run.excess_ms <= 0:
             break
     else:
         pytest.fail(f"healthy streams waited {run.excess_ms:.0f} ms longer than they may")
+    await check_rest(site)
+
+
+def check(run: Run, name: str, connections: int) -> None:
+    """An attack costs little memory, and one that is good for nothing else ends its connection."""
+    assert run.extra_bytes < EXTRA_BYTES
+    assert run.toll.told.is_set() or not is_calmed(name, connections)
+
+
+async def check_rest(site: Site) -> None:
+    """After an attack the router idles and has lost none of its own."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while await site.cpu_share() > 0.5:
             pass
