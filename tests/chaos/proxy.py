@@ -167,6 +167,7 @@ class Proxy(Link):
         self._host, self._port = host, int(port)
         self._dialer_of = dialer_of
         self._links: dict[str, Link] = {}
+        self._serving: set[asyncio.Task[None]] = set()
         self.address = ""
 
     def link(self, dialer: str) -> Link:
@@ -181,12 +182,25 @@ class Proxy(Link):
         for link in (self, *self._links.values()):
             link.cut()
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forwards one connection until it ends."""
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Begins to forward a connection."""
+        serving = asyncio.create_task(self._serve(reader, writer))
+        self._serving.add(serving)
+        serving.add_done_callback(self._serving.discard)
+        # A task that is cancelled before its first step runs no `finally`.
+        serving.add_done_callback(lambda _: writer.transport.abort())
+
+    async def close(self) -> None:
+        """Aborts every connection."""
+        serving = [*self._serving]
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far = await asyncio.open_connection(self._host, self._port)
         except OSError:
-            writer.transport.abort()
             return
         try:
             ports = (writer.get_extra_info(name)[1] for name in ("peername", "sockname"))
@@ -194,8 +208,7 @@ class Proxy(Link):
             link = self.link(dialer) if dialer else self
             await link.forward((reader, writer), far)
         finally:
-            for each in (writer, far[1]):
-                each.transport.abort()
+            far[1].transport.abort()
 
 
 async def nobody(_: int, __: int) -> str:
@@ -207,13 +220,12 @@ async def nobody(_: int, __: int) -> str:
 async def proxy_to(target: str, dialer_of: DialerOf = nobody) -> AsyncIterator[Proxy]:
     """Runs a proxy of `target` on a free port; `dialer_of` names dialers."""
     proxy = Proxy(target, dialer_of)
-    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
     proxy.address = f"{host}:{port}"
     try:
         yield proxy
     finally:
-        proxy.mend_all()
-        proxy.cut_all()
         server.close()
         await server.wait_closed()
+        await proxy.close()

@@ -258,6 +258,7 @@ def request(request_id: str = "again", **config: Any) -> router_pb2.GenerateRequ
 async def test_resume_of_an_inexact_stream_is_refused(mesh: Mesh) -> None:
     some = router_pb2.SequenceOffset(token_ids=[5])
     drawn = pb.SamplingConfig(temperature=1.0)
+    twice = pb.SamplingConfig(temperature=1.0, seed=5, num_return_sequences=2)
     beams = pb.BeamSearchConfig(beam_width=2)
     held = pb.OutputConfig(stream=False)
     sums = pb.OutputConfig(log_probs=True)
@@ -271,7 +272,8 @@ async def test_resume_of_an_inexact_stream_is_refused(mesh: Mesh) -> None:
         (request(), [offset(batch_index=1)], "received[0].batch_index"),
         (request(), [offset(sequence_index=1)], "received[0].sequence_index"),
         (request(), [offset(finished=True)], "received[0].reason"),
-        (request(), [some, some], "received[1]"),
+        (request(), [some, some], "received"),
+        (request(sampling=twice), [some, some], "received[1]"),
     ):
         stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
         call = stub.Resume(router_pb2.ResumeRequest(request=asked, received=received))

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from chaos.full_pool import full_pool
 from router.handoff_fleet import PROMPT, Workers, workers
 from router.scripted import READY, eventually, until_states
 from trtmesh.v1 import generation_pb2 as pb
@@ -291,6 +292,22 @@ async def test_a_receiver_that_dies_while_a_sequence_resumes_is_left(*, drained:
             for proxy in on.proxies.values():
                 proxy.mend()
             assert await rest == wanted
+        await on.quiet()
+
+
+async def test_a_sequence_that_its_full_worker_refuses_migrates_to_another() -> None:
+    """Where its KV is there is no room for the rest, so it does not wait there."""
+    async with workers("mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
+        async with slow_call(on, TOKENS) as whole:
+            wanted = await rest_of(whole)
+        async with slow_call(on, TOKENS) as call:
+            await on.stage("parked")
+            (live,) = (await on.client.admin.list_handoffs()).handoffs
+            (other,) = set(on.engines) - {live.sender}
+            async with full_pool(on.engines[live.sender].address):
+                assert await rest_of(call) == wanted
+                assert on.load(other).generated_tokens
+        assert on.handoffs(cause="paused", result="migrated")
         await on.quiet()
 
 

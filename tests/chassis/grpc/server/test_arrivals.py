@@ -53,7 +53,7 @@ async def test_a_connection_beyond_the_limit_is_told_and_closed(
 
 
 async def test_an_old_connection_ends_after_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.5)
     async with limited(ConnectionSettings(max_age_seconds=0.01)) as example, wired(example) as wire:
         wire.send(wire.call(1, "Chat"))
         goaway = await wire.next(FrameType.GOAWAY)
@@ -69,7 +69,7 @@ async def test_an_old_connection_ends_after_its_calls(monkeypatch: pytest.Monkey
 async def test_an_old_connection_without_calls_ends_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.5)
     async with limited(ConnectionSettings(max_age_seconds=0.01)) as example, wired(example) as wire:
         await wire.next(FrameType.GOAWAY)
         assert await wire.closed() == b""

@@ -481,8 +481,8 @@ async def test_accepted_sockets_have_a_tcp_user_timeout(example: Example) -> Non
 async def test_keepalive_aborts_a_silent_client(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(http2_connection, "PING_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr(http2_connection, "PING_TIMEOUT_SECONDS", 1.0)
     async with wired(example) as wire:
         wire.send(wire.call(1, "Wait"), wire.data(1, b""))
         for _ in range(3):
@@ -507,7 +507,7 @@ async def test_a_client_without_settings_is_closed(
 async def test_a_single_request_must_arrive_in_time(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.5)
     monkeypatch.setattr("trtmesh.chassis.grpc.server.call.REQUEST_SECONDS", 0.1)
     async with wired(example) as wire:
         wire.send(wire.call(1, "Echo"), wire.call(3, "Chat"))
@@ -528,7 +528,7 @@ async def test_a_single_request_must_arrive_in_time(
 async def test_a_header_block_must_arrive_in_time(
     example: Example, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.5)
     monkeypatch.setattr(http2_connection, "PING_TIMEOUT_SECONDS", 10.0)
     monkeypatch.setattr(http2_connection, "FRAME_SECONDS", 0.02)
     async with wired(example) as wire:
@@ -571,13 +571,13 @@ async def test_the_largest_unread_answer_gives_way(example: Example) -> None:
 async def test_a_late_event_loop_does_not_judge_its_peers(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(http2_connection, "PING_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(http2_connection, "PING_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(http2_connection, "LATE_SECONDS", 0.1)
     async with wired(example) as wire:
         await wire.echoes(1)
         await wire.next(FrameType.PING)
-        time.sleep(0.5)  # noqa: ASYNC251 - the loop is late
+        time.sleep(1.0)  # noqa: ASYNC251 - the loop is late
         await wire.echoes(3)
 
 

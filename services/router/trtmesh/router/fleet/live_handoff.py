@@ -83,6 +83,8 @@ class LiveHandoff:
         self.state = Handoff()
         self.error: TrtmeshError | None = None
         """Why the handoff failed."""
+        self.refused_by: Worker | None = None
+        """The receiver if the handoff failed because it is full."""
         self.sender: Worker | None = None
         self.receiver: Worker | None = None
         self.tokens = 0
@@ -274,6 +276,8 @@ class LiveHandoff:
         self._runs = [run for run in self._runs if run not in left]
         self.error = self.error or error
         is_receiver = self.receiver is not None and address == self.receiver.address
+        if is_receiver and self.state.receiver is Receiver.RESERVING and error.row.back_pressure:
+            self.refused_by = self.receiver
         self._advance(machine.ReceiverFailed() if is_receiver else machine.SenderFailed())
 
     def cancel(self) -> None:

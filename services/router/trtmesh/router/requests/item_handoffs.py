@@ -276,15 +276,16 @@ class ItemHandoffs:
     def _on_failed(self, handoff: LiveHandoff) -> None:
         """Tries another receiver after a refusal, which cost nothing. After other failures the sequences migrate from
         their tokens, and nothing of the item is handed over again."""
-        error, receiver = handoff.error, handoff.receiver
+        error, full = handoff.error, handoff.refused_by
+        if full is not None and error is not None:
+            self._placer.refused(full.address, error)
+            if not handoff.is_started:
+                return
         if handoff.is_started:
             if not handoff.was_parked:
                 self._events.moved(len(handoff.runs), "handoff", error)
             for run in handoff.runs:
                 run.release()
-        elif receiver is not None and error is not None and error.row.back_pressure:
-            self._placer.refused(receiver.address, error)
-            return
         self._placer.may_hand_over = False
 
     @contextmanager

@@ -105,7 +105,8 @@ class Placer:
         return True
 
     def refused(self, address: str, error: TrtmeshError) -> None:
-        """Has the handoff tried with another receiver than the worker at `address`, which is full."""
+        """Leaves out the worker at `address`, which is full, as a receiver; also as the next worker of sequences that
+        began, since a migration would wait in its queue."""
         self._refusals[address] = error.message
 
     def has_kv_to_share(self, encoded: EncodedItem) -> bool:
@@ -133,8 +134,9 @@ class Placer:
             return full
         if seconds_left <= 0 or not self._fleet.hopeful:
             return self.attempts.crowded or unplaceable(self.attempts.loss, error)
-        left_out = bool(self.attempts.failures)
+        left_out = bool(self.attempts.failures or self._refusals)
         self.attempts.forgive()
+        self._refusals.clear()
         pause = min(seconds_left, REPEAT_SECONDS) if left_out else seconds_left
         await until_first_ends(self._fleet.change(pause), news.wait())
         return None
@@ -219,6 +221,7 @@ class Placer:
     def _excluded(self, failures: Failures) -> dict[str, str]:
         exclude = {address: error.message for address, error in failures.items()}
         if self._identity is not None:
+            exclude |= self._refusals
             for address in self._fleet.others_than(self._identity):
                 exclude[address] = "its model or tokenizer is not the one that the item began with"
         return exclude
