@@ -263,13 +263,14 @@ class TestEndsOfTheReceiver:
     async def test_end_of_the_stream(self) -> None:
         async with pair(SLOW) as both:
             async with router_stream(both.receiver.engine.address) as stream:
-                receiver_lease = lease()
+                sender_lease, receiver_lease = lease(), lease()
                 await stream.send(reserve(receiver_lease, 100))
                 await stream.until(lambda: stream.blocks_reserved)
-                descriptor = await both.prefill(1, lease())
+                descriptor = await both.prefill(1, sender_lease)
                 await stream.send(attach(receiver_lease, descriptor))
                 await stream.send(continuation(1, receiver_lease))
                 await eventually(lambda: both.receiver.engine.service.metrics.live_sequences)
+                await eventually(lambda: both.sender.fetches(sender_lease))
             await both.receiver.settled()
             assert await reason(both, at_sender=True) == "HANDOFF_FAILED"
 
