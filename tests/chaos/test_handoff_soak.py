@@ -49,6 +49,8 @@ ROUTER = (
     *("--handoff-lease-seconds", "10"),
     *("--client-buffer-tokens", str(BUFFER_TOKENS), "--handoff-client-lease-seconds", "2"),
     *("--handoff-max-parked", "12"),
+    # Full before the first look at the memory.
+    *("--placement-explained-decisions", "64"),
 )
 
 HANDOFFS_OF_THE_SUITE = 150

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +13,6 @@ from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from grpc_tools import protoc
 from trtmesh.chassis.grpc.server import GrpcServer
 
 SERVICE = "grpc.testing.TestService"
@@ -23,8 +24,9 @@ def _messages() -> dict[str, Any]:
     """Message classes by name, in a pool of their own."""
     folder = Path(__file__).parent
     with tempfile.NamedTemporaryFile() as described:
-        arguments = ["protoc", f"-I{folder}", f"--descriptor_set_out={described.name}"]
-        assert protoc.main([*arguments, "testing.proto"]) == 0
+        arguments = [f"-I{folder}", f"--descriptor_set_out={described.name}", "testing.proto"]
+        # In a process of its own: after protoc's library, the one of NIXL crashes as it is loaded.
+        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments], check=True)
         files = descriptor_pb2.FileDescriptorSet.FromString(described.read())
     found = message_factory.GetMessages(files.file, descriptor_pool.DescriptorPool())
     return {name.rpartition(".")[2]: kind for name, kind in found.items()}
