@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from router.scripted import eventually
-from trtmesh.chassis.errors import SettingsError, Unauthenticated
+from trtmesh.chassis.errors import RateLimited, SettingsError, Unauthenticated
+from trtmesh.router.admission import RateLimiter
 from trtmesh.router.callers.callers import ApiKeySettings, Callers
 from trtmesh.router.callers.key_file import ApiKey, digest_of
 from trtmesh.router.callers.limits import RateLimit
@@ -61,10 +62,10 @@ def test_listed_key_names_the_caller_with_its_limits(file: Path) -> None:
         {"authorization": f"bearer  {ALICE} "},
         {"x-api-key": ALICE, "authorization": "Bearer of-a-proxy"},
     ):
-        caller = callers.identify(headers)
+        caller = callers.identify(headers.items())
         assert caller.name == "alice"
         assert (caller.limits.max_items, caller.limits.burst_items) == (3, 7)
-    assert callers.identify({"x-api-key": BOB}).limits.max_items == 9
+    assert callers.identify({"x-api-key": BOB}.items()).limits.max_items == 9
 
 
 @pytest.mark.parametrize("optional", [False, True])
@@ -72,30 +73,67 @@ def test_wrong_key_is_refused_without_an_echo(file: Path, optional: bool) -> Non
     callers = callers_of(file, optional=optional)
     for wrong in (f"{ALICE}x", ALICE[:-1], ALICE.upper(), "é\udcff"):
         with pytest.raises(Unauthenticated) as refused:
-            callers.identify({"x-api-key": wrong}, certificate="alice")
+            callers.identify({"x-api-key": wrong}.items(), certificate="alice")
         assert wrong not in str(refused.value)
 
 
 def test_call_without_a_key_is_refused_unless_keys_are_optional(file: Path) -> None:
     for nothing in ({}, {"authorization": "Basic abc"}, {"x-api-key": ""}):
         with pytest.raises(Unauthenticated, match="no API key; send it as `authorization: Bearer"):
-            callers_of(file).identify(nothing, certificate="alice")
-        assert callers_of(file, optional=True).identify(nothing).name == "anonymous"
+            callers_of(file).identify(nothing.items(), certificate="alice")
+        assert callers_of(file, optional=True).identify(nothing.items()).name == "anonymous"
 
 
 def test_certificate_names_the_caller_without_a_key(file: Path) -> None:
     callers = callers_of(file, optional=True)
-    assert callers.identify({}, certificate="alice").name == "certificate:alice"
-    assert callers.identify({"x-api-key": BOB}, certificate="alice").name == "bob"
+    assert callers.identify((), certificate="alice").name == "certificate:alice"
+    assert callers.identify({"x-api-key": BOB}.items(), certificate="alice").name == "bob"
 
 
 def test_unlisted_keys_tell_callers_apart() -> None:
     callers = callers_of(None)
-    one, two = (callers.identify({"x-api-key": key}) for key in (ALICE, BOB))
-    assert one == callers.identify({"authorization": f"Bearer {ALICE}"}) != two
+    one, two = (callers.identify({"x-api-key": key}.items()) for key in (ALICE, BOB))
+    assert one == callers.identify({"authorization": f"Bearer {ALICE}"}.items()) != two
     assert one.name.startswith("unlisted:")
     assert ALICE not in one.name
-    assert callers.identify({}).name == "anonymous"
+    assert callers.identify(()).name == "anonymous"
+
+
+def test_unlisted_keys_share_one_account() -> None:
+    """Otherwise a new key for each call would escape every limit."""
+    limits = RateLimit(items_per_second=1.0, burst_items=3)
+    callers, limiter = callers_of(None, limits=limits), RateLimiter()
+    for key in (ALICE, BOB, ""):
+        caller = callers.identify((("x-api-key", key),))
+        account = limiter.account_of(caller, 0.0)
+        account.check_rates(1, 0.0)
+        account.open(1, 0.0)
+    stranger = limiter.account_of(callers.identify((("x-api-key", "drawn"),)), 0.0)
+    with pytest.raises(RateLimited, match="anonymous used up its 1 items a second"):
+        stranger.check_rates(1, 0.0)
+    # Nobody draws a certificate.
+    known = (("x-api-key", "drawn"),), "gateway"
+    limiter.account_of(callers.identify(*known), 0.0).check_rates(1, 0.0)
+    assert callers.identify(*known).name.startswith("unlisted:")
+    assert limiter.account_of(callers.identify(*known), 0.0) is limiter.account_of(
+        callers.identify((), "gateway"), 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        (("x-api-key", ALICE), ("X-API-Key", BOB)),
+        (("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {BOB}")),
+    ],
+)
+def test_several_keys_are_refused(file: Path, shown: tuple[tuple[str, str], ...]) -> None:
+    """Whoever stands in between may have looked at the other."""
+    for callers in (callers_of(file), callers_of(file, optional=True), callers_of(None)):
+        for headers in (shown, shown[::-1]):
+            with pytest.raises(Unauthenticated, match="the call has several API keys; send one"):
+                callers.identify(headers)
+    assert callers_of(file).identify((shown[0], shown[0])).name == "alice"
 
 
 def test_expired_key_is_refused(tmp_path: Path) -> None:
@@ -105,9 +143,9 @@ def test_expired_key_is_refused(tmp_path: Path) -> None:
         + line_of("bob", BOB, now + timedelta(hours=1))
     )
     callers = callers_of(file)
-    assert callers.identify({"x-api-key": BOB}).name == "bob"
+    assert callers.identify({"x-api-key": BOB}.items()).name == "bob"
     with pytest.raises(Unauthenticated, match=r"the API key of the call expired at \d{4}-"):
-        callers.identify({"x-api-key": ALICE})
+        callers.identify({"x-api-key": ALICE}.items())
 
 
 @pytest.mark.parametrize(
@@ -144,7 +182,7 @@ async def watching(callers: Callers) -> AsyncIterator[None]:
 def known(callers: Callers, key: str) -> Callable[[], bool]:
     def ask() -> bool:
         try:
-            callers.identify({"x-api-key": key})
+            callers.identify({"x-api-key": key}.items())
         except Unauthenticated:
             return False
         return True
@@ -161,7 +199,7 @@ async def test_changed_file_is_read_again(file: Path, in_place: bool) -> None:
         await eventually(known(callers, "carol-key"))
         assert not known(callers, ALICE)()
         assert known(callers, BOB)()
-        assert callers.identify({"x-api-key": "carol-key"}).limits.max_items == 2
+        assert callers.identify({"x-api-key": "carol-key"}.items()).limits.max_items == 2
 
 
 async def test_bad_file_keeps_the_former_keys_and_is_told_once(

@@ -25,8 +25,13 @@ class Identity:
     def all_names(self) -> frozenset[str]:
         return frozenset((*self.names, self.common_name)) - {""}
 
+    @property
+    def name(self) -> str:
+        """The first name; '' for a certificate that names nobody."""
+        return self.common_name or next(iter(self.names), "")
+
     def __str__(self) -> str:
-        return self.common_name or next(iter(self.names), "a certificate without names")
+        return self.name or "a certificate without names"
 
     def auth_context(self) -> Mapping[str, Sequence[bytes]]:
         """As the contexts of grpc.aio have it."""

@@ -153,13 +153,14 @@ class RateLimiter:
 
     def account_of(self, caller: Identity, now: float) -> Account:
         """The account of a caller, with its present limits."""
-        account = self._accounts.get(caller.name)
+        name = caller.account or caller.name
+        account = self._accounts.get(name)
         if account is None:
-            account = self._accounts[caller.name] = Account(caller.name)
+            account = self._accounts[name] = Account(name)
             if len(self._accounts) > MOST_ACCOUNTS:
                 self._forget_one()
         else:
-            self._accounts.move_to_end(caller.name)
+            self._accounts.move_to_end(name)
         account.adopt(caller.limits, now)
         return account
 

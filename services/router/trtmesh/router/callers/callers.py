@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,8 +28,8 @@ LARGEST_FILE = 2**24
 INDEX_BYTES = 8
 """Part of a digest by which a key is found; the whole digest is then compared in constant time."""
 
-Headers: TypeAlias = Mapping[str, str | bytes]
-"""Metadata of a gRPC call or headers of an HTTP request; names in lower case."""
+Headers: TypeAlias = Iterable[tuple[str, str | bytes]]
+"""Metadata of a gRPC call or headers of an HTTP request."""
 
 Stamp: TypeAlias = tuple[int, ...]
 """Device, inode, size and times of a file."""
@@ -91,20 +91,27 @@ class Callers:
 
         Raises Unauthenticated.
         """
-        if key := shown_key(headers):
-            return self._of_key(key)
+        keys = shown_keys(headers)
+        if len(keys) > 1:
+            # A proxy in between may have checked one and not the other.
+            raise self._refused("the call has several API keys; send one")
+        if keys:
+            (key,) = keys
+            return self._of_key(key, certificate)
         if not self._optional:
             raise self._refused(
                 "the call has no API key; send it as `authorization: Bearer KEY` or `x-api-key: KEY`"
             )
         return (
-            Identity(f"certificate:{certificate}", self._limits) if certificate else self._anonymous
+            Identity(_of_certificate(certificate), self._limits) if certificate else self._anonymous
         )
 
-    def _of_key(self, key: str) -> Identity:
+    def _of_key(self, key: str, certificate: str) -> Identity:
         digest = digest_of(key)
         if self._file is None:
-            return Identity(f"unlisted:{digest.hex()[:24]}", self._limits)
+            # Who draws a new key for each call is a new owner each time, and must not be a new account.
+            account = _of_certificate(certificate) if certificate else ANONYMOUS
+            return Identity(f"unlisted:{digest.hex()[:24]}", self._limits, account)
         holder = self._holders.get(digest[:INDEX_BYTES])
         if holder is None or not hmac.compare_digest(holder.key.digest, digest):
             raise self._refused("the API key of the call is not known to this router")
@@ -164,13 +171,24 @@ class Callers:
         return Identity(key.name, self._limits.model_copy(update=changes))
 
 
-def shown_key(headers: Headers) -> str:
-    """The API key in headers, or ''."""
-    key = headers.get("x-api-key", "")
-    if not key:
-        scheme, _, token = _text(headers.get("authorization", "")).partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else ""
-    return _text(key)
+def shown_keys(headers: Headers) -> frozenset[str]:
+    """The API keys in headers: those of `x-api-key`, else those of `authorization`."""
+    shown = [(name.lower(), _text(value)) for name, value in headers]
+    own = frozenset(value for name, value in shown if name == "x-api-key" and value)
+    return own or frozenset(
+        _bearer_tokens(value for name, value in shown if name == "authorization")
+    )
+
+
+def _bearer_tokens(values: Iterable[str]) -> Iterator[str]:
+    for value in values:
+        scheme, _, token = value.partition(" ")
+        if scheme.lower() == "bearer" and (token := token.strip()):
+            yield token
+
+
+def _of_certificate(name: str) -> str:
+    return f"certificate:{name}"
 
 
 def _text(value: str | bytes) -> str:

@@ -17,6 +17,8 @@ class Identity:
 
     name: str
     limits: RateLimit = field(default=RateLimit(), compare=False, repr=False)
+    account: str = field(default="", compare=False, repr=False)
+    """Where the limits are counted; '' for an account of the caller's own."""
 
     def __str__(self) -> str:
         return self.name

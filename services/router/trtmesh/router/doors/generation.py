@@ -25,15 +25,11 @@ class Caller:
     remaining_seconds: float | None
 
 
-def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str | bytes]:
-    """The metadata of a gRPC call; of a repeated key the last value."""
-    return dict(context.invocation_metadata() or ())
-
-
 def identity_of(callers: Callers, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
     """Who makes a gRPC call; its log lines say so too. Raises Unauthenticated, even in a call that was admitted: keys
     expire and are revoked."""
-    identity = callers.identify(metadata_of(context), _certificate_of(context))
+    metadata = context.invocation_metadata() or ()
+    identity = callers.identify(metadata, _certificate_of(context))
     rebind_caller(identity.name)
     return identity
 

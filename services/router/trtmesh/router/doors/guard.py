@@ -28,7 +28,7 @@ class CallerGuard:
         if call.method in OPEN_METHODS:
             return None
         try:
-            self._callers.identify(dict(call.invocation_metadata or ()))
+            self._callers.identify(call.invocation_metadata or ())
         except Unauthenticated as error:
             return refusing(error)
         return None

@@ -17,7 +17,7 @@ from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.callers.callers import Callers
-from trtmesh.router.doors.generation import caller_of, metadata_of
+from trtmesh.router.doors.generation import caller_of
 from trtmesh.router.doors.triton.calls import MOST_ID_CHARACTERS
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.server import (
@@ -115,7 +115,7 @@ class TritonDoor:
 
     async def stream_infer(self, requests: AsyncIterator[Any], context: _Context) -> None:
         """Runs any number of requests concurrently, until all are over and the client has half-closed."""
-        errors_end_it = metadata_of(context).get("triton_grpc_error") == "true"
+        errors_end_it = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         stream = _InferStream(self._server, self._callers, context, errors_end_it=errors_end_it)
         async with answering(context, sentence=stream.sentence):
             await stream.run(requests)

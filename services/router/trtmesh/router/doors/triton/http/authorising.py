@@ -28,8 +28,8 @@ def authorising(callers: Callers, open_handlers: Collection[Handler]) -> Middlew
         if request.match_info.handler in open_handlers:
             return await handler(request)
         certificate = identity_of(request.transport)
-        name = str(certificate) if certificate is not None else ""
-        identity = request[IDENTITY] = callers.identify(request.headers, name)
+        name = certificate.name if certificate is not None else ""
+        identity = request[IDENTITY] = callers.identify(request.headers.items(), name)
         rebind_caller(identity.name)
         return await handler(request)
 
