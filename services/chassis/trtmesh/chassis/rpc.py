@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import Any, NoReturn
+from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 from trtmesh.chassis.error_wire import to_metadata
@@ -17,9 +17,6 @@ log = logging.getLogger(__name__)
 occasionally = Occasionally(log)
 
 REQUEST_ID_METADATA_KEY = "x-request-id"
-
-FIRST_MESSAGE_SECONDS = 0.1
-"""Longest wait of a refusal for the message that most clients send with the headers."""
 
 
 def request_id_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
@@ -50,21 +47,6 @@ async def answering(
             log.exception("unexpected error in a call")
             defect = InternalError(f"{type(error).__name__}: {error}")
             await _abort(context, defect, defect.message)
-
-
-def refusing(error: TrtmeshError) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler that ends any call with an error."""
-
-    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-        async with answering(context):
-            # grpc.aio reports INTERNAL if it learns of the end while it sends its first message.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
-                    await context.read()
-            raise error
-        raise AssertionError("answering ends the call")
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 async def _abort(

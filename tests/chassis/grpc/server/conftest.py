@@ -12,8 +12,18 @@ from typing import Any
 import grpc
 import pytest_asyncio
 from trtmesh.chassis.grpc.server import GrpcServer
+from trtmesh.chassis.grpc.server.refusals import Refusal
 
 MOST_BYTES = 8 * 2**20
+
+GUEST = {"guest": "yes"}
+"""Metadata of calls that the guard refuses."""
+
+
+def _no_guests(call: grpc.HandlerCallDetails) -> Refusal | None:
+    if GUEST.items() & (call.invocation_metadata or ()):
+        return Refusal(grpc.StatusCode.UNAUTHENTICATED, "no guests", (("why", "a guest"),))
+    return None
 
 
 @dataclass
@@ -21,7 +31,7 @@ class Example:
     """The handlers and their observations."""
 
     address: str = ""
-    server: Any = field(default_factory=lambda: GrpcServer(MOST_BYTES))
+    server: Any = field(default_factory=lambda: GrpcServer(MOST_BYTES, _no_guests))
     contexts: list[Any] = field(default_factory=list)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
-from chassis.grpc.server.conftest import Example
+from chassis.grpc.server.conftest import GUEST, Example
 from chassis.grpc.server.wire import Wire, wired
 from leaks import gone, without_collector
 from trtmesh.chassis.grpc.server import call
 from trtmesh.chassis.grpc.server.call import ServerCall
 from trtmesh.chassis.grpc.server.connection import ServerConnection
+from trtmesh.chassis.grpc.server.refusals import RefusedCall
 from trtmesh.chassis.http2.frames import (
     END_STREAM,
     ErrorCode,
@@ -67,6 +68,15 @@ async def _unknown(wire: Wire, example: Example) -> None:
     await wire.answer(1)
 
 
+async def _refused_by_the_guard(wire: Wire, example: Example) -> None:
+    wire.send(wire.call(1, changes=GUEST), wire.data(1, b"x"))
+    await wire.answer(1)
+
+
+async def _refused_and_reset(wire: Wire, example: Example) -> None:
+    wire.send(wire.call(1, changes=GUEST), rst_stream(1, ErrorCode.CANCEL))
+
+
 async def _cut_off(wire: Wire, example: Example) -> None:
     wire.send(wire.call(1, "Chat"), frame(FrameType.DATA, END_STREAM, 1, b"\0\0"))
     await wire.answer(1)
@@ -120,6 +130,8 @@ ENDS: list[Callable[[Wire, Example], Awaitable[None]]] = [
     _aborted,
     _failed,
     _unknown,
+    _refused_by_the_guard,
+    _refused_and_reset,
     _cut_off,
     _expired,
     _cancelled,
@@ -140,5 +152,5 @@ async def test_ended_calls_and_connections_are_freed(
         if end is not _lost:
             wire.send(frame(FrameType.PING, 0, 0, bytes(8)))
             await wire.next(FrameType.PING)
-            await gone(ServerCall)
-    await gone(ServerCall, ServerConnection)
+            await gone(ServerCall, RefusedCall)
+    await gone(ServerCall, RefusedCall, ServerConnection)

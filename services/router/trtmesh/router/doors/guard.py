@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import grpc
 from trtmesh.chassis.errors import Unauthenticated
-from trtmesh.chassis.grpc.server.call import Handler
-from trtmesh.chassis.rpc import refusing
+from trtmesh.chassis.grpc.server.refusals import Refusal
 from trtmesh.router.callers.callers import Callers
 
 TRITON = "/inference.GRPCInferenceService/"
@@ -24,11 +23,11 @@ class CallerGuard:
     def __init__(self, callers: Callers) -> None:
         self._callers = callers
 
-    def __call__(self, call: grpc.HandlerCallDetails) -> Handler | None:
+    def __call__(self, call: grpc.HandlerCallDetails) -> Refusal | None:
         if call.method in OPEN_METHODS:
             return None
         try:
             self._callers.identify(call.invocation_metadata or ())
         except Unauthenticated as error:
-            return refusing(error)
+            return Refusal.of(error)
         return None

@@ -22,6 +22,7 @@ from trtmesh.chassis.grpc.server.headers import (
     trailers,
 )
 from trtmesh.chassis.grpc.server.pacing import Lane, Pacing
+from trtmesh.chassis.grpc.server.refusals import Refusal, RefusedCall
 from trtmesh.chassis.http2 import rates
 from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.http2.connection import Http2Connection, initial_settings
@@ -72,8 +73,8 @@ class Owner(Protocol):
     """0 without a limit."""
     unread_seconds: float
 
-    def find_handler(self, headers: RequestHeaders) -> Handler | None:
-        """The handler of a call; None for an unknown method."""
+    def find_handler(self, headers: RequestHeaders) -> Handler | Refusal | None:
+        """The handler of a call, or why it has none; None for an unknown method."""
 
     def connection_opened(self, connection: ServerConnection) -> None:
         """A client has connected."""
@@ -85,7 +86,7 @@ class Owner(Protocol):
         """A draining connection has no more calls."""
 
 
-class ServerConnection(Http2Connection[ServerCall], asyncio.Protocol):
+class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Protocol):
     """Opens a call for each request of a client."""
 
     def __init__(self, owner: Owner) -> None:
@@ -213,6 +214,14 @@ class ServerConnection(Http2Connection[ServerCall], asyncio.Protocol):
             return
         if (handler := self._owner.find_handler(headers)) is None:
             self._refuse(stream, block, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            return
+        if isinstance(handler, Refusal):
+            self._rates.count(rates.REFUSED_CALL)
+            refused = self._streams[stream_id] = RefusedCall(
+                handler, stream, self._writer, partial(self._forget, stream_id)
+            )
+            if block.end_stream:
+                refused.receive_end_stream()
             return
         call = self._streams[stream_id] = ServerCall(
             headers,

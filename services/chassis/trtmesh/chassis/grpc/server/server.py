@@ -19,6 +19,7 @@ from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.grpc.server.headers import RequestHeaders
 from trtmesh.chassis.grpc.server.pacing import Pacing
+from trtmesh.chassis.grpc.server.refusals import Refusal
 from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.http2.connection import set_user_timeout
 from trtmesh.chassis.http2.turns import Turns
@@ -43,8 +44,8 @@ class CallDetails(grpc.HandlerCallDetails):
     invocation_metadata: Any
 
 
-Guard: TypeAlias = "Callable[[grpc.HandlerCallDetails], Handler | None]"
-"""Returns a refusing handler, or None to admit the call."""
+Guard: TypeAlias = "Callable[[grpc.HandlerCallDetails], Refusal | None]"
+"""Returns None to admit a call."""
 
 
 class GrpcServer(grpc.aio.Server):
@@ -144,8 +145,8 @@ class GrpcServer(grpc.aio.Server):
             return True
         return False
 
-    def find_handler(self, headers: RequestHeaders) -> Handler | None:
-        """The handler of a call; None for an unknown method."""
+    def find_handler(self, headers: RequestHeaders) -> Handler | Refusal | None:
+        """The handler of a call, or the guard's refusal; None for an unknown method."""
         details = CallDetails(headers.path, headers.metadata)
         if self._guard is not None and (refusal := self._guard(details)) is not None:
             return refusal

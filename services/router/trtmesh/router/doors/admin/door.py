@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,7 +14,7 @@ from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.errors import Unauthenticated
 from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
 from trtmesh.chassis.grpc.server import GrpcServer
-from trtmesh.chassis.rpc import refusing
+from trtmesh.chassis.grpc.server.refusals import Refusal
 from trtmesh.chassis.settings import Port, Settings
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.v1 import router_admin_pb2_grpc
@@ -95,8 +94,8 @@ class TokenGuard:
     def __init__(self, token: AdminToken) -> None:
         self._token = token
 
-    def __call__(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+    def __call__(self, call: grpc.HandlerCallDetails) -> Refusal | None:
         of_health = call.method.startswith(f"/{HEALTH_NAME}/")
         if of_health or self._token.is_in(call.invocation_metadata or ()):
             return None
-        return refusing(Unauthenticated("the call has no admin token or a wrong one"))
+        return Refusal.of(Unauthenticated("the call has no admin token or a wrong one"))

@@ -1,0 +1,116 @@
+"""Calls that end with an error before a handler is chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+from trtmesh.chassis.error_wire import to_metadata
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.grpc.metadata import Metadata, metadata_block
+from trtmesh.chassis.grpc.server.headers import check_trailers, response_headers, trailers
+from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError
+from trtmesh.chassis.http2.headers import HeaderBlock
+from trtmesh.chassis.http2.pieces import Buffer
+from trtmesh.chassis.http2.writer import FrameWriter, SendStream
+from trtmesh.chassis.logs import Occasionally
+
+log = logging.getLogger(__name__)
+occasionally = Occasionally(log)
+
+FIRST_MESSAGE_SECONDS = 0.1
+"""Longest wait of a refusal for the message that most clients send with the headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a call ends."""
+
+    status: grpc.StatusCode
+    details: str
+    metadata: Metadata = ()
+
+    @classmethod
+    def of(cls, error: TrtmeshError) -> Refusal:
+        """The refusal that carries an error; logs it, at a bounded rate."""
+        occasionally(error.reason, logging.INFO, "call refused: %s: %s", error.reason, error)
+        return cls(error.row.status, str(error), tuple(to_metadata(error)))
+
+
+class RefusedCall:
+    """A call without a handler. It ends once its first message arrives, or soon without: grpc.aio reports INTERNAL if
+    it learns of the end while it sends that message."""
+
+    def __init__(
+        self,
+        refusal: Refusal,
+        stream: SendStream,
+        writer: FrameWriter,
+        forget: Callable[[], None],
+    ) -> None:
+        self.stream = stream
+        self.ended_by_peer = False
+        self._refusal = refusal
+        self._writer = writer
+        self._forget = forget
+        self._loop = asyncio.get_running_loop()
+        self._message_begun = False
+        self._timer: asyncio.Handle = self._loop.call_later(FIRST_MESSAGE_SECONDS, self._end)
+
+    @property
+    def held(self) -> int:
+        return 0
+
+    def receive_data(self, data: Buffer, flow_size: int) -> None:
+        if not self._message_begun:
+            self._message_begun = True
+            self._timer.cancel()
+            # After this frame, which may end the stream.
+            self._timer = self._loop.call_soon(self._end)
+
+    def receive_end_stream(self) -> None:
+        self.ended_by_peer = True
+        self._end()
+
+    def receive_trailers(self, block: HeaderBlock) -> None:
+        """Takes a second header block. Raises Http2StreamError."""
+        if not block.end_stream:
+            raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "trailers without END_STREAM")
+        check_trailers(block.fields)
+        self.receive_end_stream()
+
+    def receive_rst_stream(self, code: ErrorCode) -> None:
+        self.ended_by_peer = True
+        self._over()
+
+    def give_way(self) -> None:
+        """Holds nothing."""
+
+    def fail(self, code: ErrorCode) -> None:
+        self._writer.reset_stream(self.stream, code)
+        self._over()
+
+    def disconnect(self, reason: str) -> None:
+        self._over()
+
+    def end_with(self, status: grpc.StatusCode, details: str) -> None:
+        """Ends the call as the server stops: with its own refusal."""
+        self._end()
+
+    def end_if_overdue(self) -> None:
+        """A timer ends it."""
+
+    def _end(self) -> None:
+        refusal = self._refusal
+        block = trailers(refusal.status, refusal.details, metadata_block(refusal.metadata))
+        self._writer.send_trailers(
+            self.stream, response_headers() + block, reset=not self.ended_by_peer
+        )
+        self._over()
+
+    def _over(self) -> None:
+        self._timer.cancel()
+        self._forget()
