@@ -10,7 +10,7 @@ from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS
 from trtmesh.chassis.grpc.server.connection import MAX_CONCURRENT_STREAMS
 from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES
 from trtmesh.chassis.http2 import connection, frames, headers
-from trtmesh.chassis.http2.rates import RATES
+from trtmesh.chassis.http2.rates import RATES, Rate
 from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
 from trtmesh.router.doors.triton import calls, tensors
 from trtmesh.router.doors.triton.http import json_parser
@@ -34,6 +34,13 @@ Row = tuple[str, int | float, str]
 INVALID = "INVALID_ARGUMENT, 400"
 CALM = "the connection ends"
 REFUSED = "GOAWAY, closed"
+
+
+def _pace(rate: Rate) -> str:
+    parts = [f"{rate.per_second:,g} a second"]
+    for count, what in ((rate.per_served, "served call"), (rate.per_opened, "call")):
+        parts += [f"{count} for each {what}"] if count else []
+    return " and ".join(parts)
 
 
 def page() -> str:
@@ -142,10 +149,7 @@ TABLES: dict[str, list[Row]] = {
         ),
         ("bytes of a frame other than DATA", frames.MAX_CONTROL_FRAME_SIZE, CALM),
         ("bytes of SETTINGS", connection.MAX_SETTINGS_BYTES, CALM),
-        *(
-            (f"{rate.what}, at once", rate.burst, f"then {rate.per_second:g} a second; {CALM}")
-            for rate in RATES
-        ),
+        *((f"{rate.what}, at once", rate.burst, f"then {_pace(rate)}; {CALM}") for rate in RATES),
         ("seconds to send SETTINGS", connection.PING_AFTER_SECONDS, "closed"),
         ("seconds to send a header block", connection.FRAME_SECONDS, CALM),
         ("seconds to send a single request", REQUEST_SECONDS, "DEADLINE_EXCEEDED"),

@@ -7,11 +7,15 @@ import random
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 from chassis.grpc.server.conftest import Example
-from chassis.grpc.server.wire import OPEN, Breach, message, raw_settings, wired
+from chassis.grpc.server.wire import OPEN, Breach, Wire, message, raw_settings, wired
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.http2 import connection as http2_connection
 from trtmesh.chassis.http2 import rates, turns
@@ -305,6 +309,63 @@ async def test_calls_that_fail_by_their_clients_fault_are_rated(
         assert await wire.error() == (0, ErrorCode.ENHANCE_YOUR_CALM)
         await wire.closed()
         await other.echoes(81)
+
+
+@pytest.mark.parametrize(
+    ("limit", "method"),
+    [
+        *(("RST_STREAM", "Wait"), ("CLOSED_STREAM", "Refuse")),
+        *(("FAILED_CALL", "Refuse"), ("REFUSED_CALL", "None")),
+    ],
+)
+async def test_served_calls_pay_for_cancelled_and_wrong_ones(
+    example: Example, monkeypatch: pytest.MonkeyPatch, limit: str, method: str
+) -> None:
+    """At any speed: no time passes between these calls."""
+    monkeypatch.setattr(rates, "monotonic", lambda: 0.0)
+    rate: rates.Rate = getattr(rates, limit)
+    monkeypatch.setattr(rates, limit, replace(rate, burst=20))
+    streams = count(1, 2)
+
+    async def bad_call(wire: Wire) -> None:
+        stream = next(streams)
+        wire.send(wire.call(stream, method), wire.data(stream, b""))
+        if method == "Refuse":
+            await wire.answer(stream)
+        wire.send(rst_stream(stream, ErrorCode.CANCEL))
+
+    async with wired(example) as wire:
+        for _ in range(100):
+            await wire.echoes(next(streams))
+            await bad_call(wire)
+        for _ in range(19):
+            await bad_call(wire)
+        await wire.echoes(next(streams))
+        for _ in range(2):
+            await bad_call(wire)
+        while await wire.error() != (0, ErrorCode.ENHANCE_YOUR_CALM):
+            pass
+
+
+async def test_a_gateway_cancels_half_of_its_calls(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one connection, by a real client, at any speed."""
+    monkeypatch.setattr(rates, "monotonic", lambda: 0.0)
+    for rate in ("RST_STREAM", "CLOSED_STREAM", "WINDOW_UPDATE"):
+        monkeypatch.setattr(rates, rate, replace(getattr(rates, rate), burst=300))
+    async with grpc.aio.insecure_channel(example.address) as channel:
+        echo: Any = channel.unary_unary("/example.Service/Echo")
+        wait: Any = channel.unary_unary("/example.Service/Wait")
+        for _ in range(10):
+            served = [echo(b"x") for _ in range(100)]
+            left = [wait(b"x") for _ in range(100)]
+            assert set(await asyncio.gather(*served)) == {b"x"}
+            for call in left:
+                call.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+        assert await echo(b"the same connection") == b"the same connection"
+    assert len({context.peer() for context in example.contexts}) == 1
 
 
 async def test_an_http1_client_gets_an_http1_response(example: Example) -> None:

@@ -111,6 +111,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
         if most is not None and len(self._streams) >= most:
             raise Unavailable(f"the server allows at most {most} concurrent calls")
         stream_id = self._last_stream_id = self._last_stream_id + 2 if self._last_stream_id else 1
+        self._rates.note_opened()
         stream = self._writer.open_stream(stream_id)
         call = self._streams[stream_id] = ClientCall(
             method,

@@ -79,6 +79,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         account: Account,
         unread: Account,
         count_failure: Callable[[], None],
+        note_served: Callable[[], None],
         identity: Identity | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -97,6 +98,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._unread_seconds = unread_seconds
         self._unread_counted = 0
         self._count_failure = count_failure
+        self._note_served = note_served
         self._forget = forget
         self._peer = peer
         self._identity = identity
@@ -482,6 +484,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     def _send_headers(self, metadata: Metadata = ()) -> None:
         self._headers_sent = True
+        self._note_served()
         self._writer.send_headers(self.stream, response_headers(metadata, self._encoding))
 
     def _end(self, status: grpc.StatusCode, details: str) -> None:

@@ -180,6 +180,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
                     ErrorCode.PROTOCOL_ERROR, "clients open streams with odd identifiers"
                 )
             self._last_stream_id = stream_id
+            self._rates.note_opened()
             try:
                 self._open_call(block)
             finally:
@@ -239,6 +240,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             self._account,
             self._unread,
             self._count_failure,
+            self._rates.note_served,
             self._identity,
         )
         if block.end_stream:

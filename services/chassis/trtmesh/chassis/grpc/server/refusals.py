@@ -64,6 +64,10 @@ class RefusedCall:
     def held(self) -> int:
         return 0
 
+    @property
+    def unread(self) -> int:
+        return 0
+
     def receive_data(self, data: Buffer, flow_size: int) -> None:
         if not self._message_begun:
             self._message_begun = True
