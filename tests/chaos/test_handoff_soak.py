@@ -53,6 +53,13 @@ ROUTER = (
     *("--placement-explained-decisions", "64"),
 )
 
+FREED_AT_ONCE = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
+"""Settings of glibc with which freed memory goes back to the system, so that what remains is held."""
+
 HANDOFFS_OF_THE_SUITE = 150
 QUARTERS = 4
 GAP = 10
@@ -71,7 +78,9 @@ async def undisturbed() -> AsyncIterator[Mesh]:
 
 
 @pytest_asyncio.fixture
-async def mesh() -> AsyncIterator[HandoffMesh]:
+async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HandoffMesh]:
+    for name, value in FREED_AT_ONCE.items():
+        monkeypatch.setenv(name, value)
     flags = {
         name: (*flags_of(name, role, TRANSPORTS_OF[name]), *FAST, *SMALL_POOL)
         for name, role in ROLES.items()
