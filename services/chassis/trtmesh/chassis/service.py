@@ -148,6 +148,7 @@ class _Process:
             finally:
                 await self._stop(service, runtime)
                 await server.stop(grace=0.5)
+                following.cancel()
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()

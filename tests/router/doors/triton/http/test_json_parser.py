@@ -84,6 +84,13 @@ def test_pieces_split_nothing() -> None:
         assert parsed(numbers) == json.loads(numbers)
 
 
+def test_number_longer_than_a_piece_is_refused_as_such() -> None:
+    for number in ("0." + "0" * PIECE, "1" * 2 * PIECE, "-1." + "0" * PIECE + "e-5"):
+        for text in (number, f"[{number}, 1]", f"[1, {number}]", f'{{"a": {number}}}'):
+            with pytest.raises(InvalidRequest, match="should have a number of fewer than 16384 ch"):
+                parsed(text)
+
+
 def of_numbers(count: int) -> str:
     return "[" + ",".join(["1"] * count) + "]"
 

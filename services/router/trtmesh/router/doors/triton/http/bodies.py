@@ -22,6 +22,8 @@ MOST_SETTINGS_BYTES = 2**16
 """Largest body of a request about the server's settings."""
 FREE_BYTES = 2**16
 """Bytes of each body that do not count for the sum of all."""
+COMPRESSED_PIECE, INFLATED_PIECE = 2**18, 2**20
+"""Bytes that are decompressed at once, and most bytes that come of it at once."""
 JSON_COST = 16
 """Bytes of a protobuf message that take as long as a byte of JSON."""
 
@@ -58,9 +60,7 @@ class Bodies:
         try:
             body = await self._receive(request, most_bytes, held)
             if encoding in COMPRESSED:
-                # zlib releases the GIL.
-                body = await asyncio.to_thread(_decompress, body, most_bytes)
-                held.grow(len(body))
+                body = await _decompressed(body, most_bytes, held)
             yield body
         finally:
             held.give_back()
@@ -116,20 +116,29 @@ class _Held:
         self._counted = 0
 
 
-def _decompress(body: bytes, most_bytes: int) -> bytes:
-    """Decompresses gzip or deflate, whichever the header says, up to one byte over the limit."""
+async def _decompressed(body: bytes, most_bytes: int, held: _Held) -> bytes:
+    """Decompresses gzip or deflate, whichever the header says, in pieces that count before the next is made."""
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
-    try:
-        data = decompressor.decompress(body, most_bytes + 1)
-    except zlib.error as error:
-        raise InvalidRequest(
-            f"the body of the request is not a valid compressed stream: {error}"
-        ) from error
-    if len(data) > most_bytes:
-        raise _too_large(most_bytes)
-    if not decompressor.eof or decompressor.unused_data:
+    data = bytearray()
+    at, rest, piece = 0, b"", b""
+    while not decompressor.eof and (at < len(body) or rest or piece):
+        if not rest:
+            rest, at = body[at : at + COMPRESSED_PIECE], at + COMPRESSED_PIECE
+        try:
+            # zlib releases the GIL.
+            piece = await asyncio.to_thread(decompressor.decompress, rest, INFLATED_PIECE)
+        except zlib.error as error:
+            raise InvalidRequest(
+                f"the body of the request is not a valid compressed stream: {error}"
+            ) from error
+        rest = decompressor.unconsumed_tail
+        if len(data) + len(piece) > most_bytes:
+            raise _too_large(most_bytes)
+        held.grow(len(piece))
+        data += piece
+    if not decompressor.eof or decompressor.unused_data or at < len(body):
         raise InvalidRequest("the body of the request is not one whole compressed stream")
-    return data
+    return bytes(data)
 
 
 def _too_large(most_bytes: int) -> web.HTTPRequestEntityTooLarge:

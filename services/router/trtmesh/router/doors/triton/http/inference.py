@@ -207,21 +207,22 @@ def _caller_of(request: web.Request) -> Caller:
 
 def _compressed(request: web.Request, response: web.Response) -> web.Response:
     """The response, compressed if the client takes that and it is worth it."""
-    coding = _coding_of(request)
+    coding = coding_of(request)
     if coding is not None and (response.content_length or 0) >= LEAST_COMPRESSED_BYTES:
         response.enable_compression(coding)
     return response
 
 
-def _coding_of(request: web.Request) -> web.ContentCoding | None:
+def coding_of(request: web.Request) -> web.ContentCoding | None:
     """The supported compression that the client prefers."""
     best, best_weight = None, 0.0
-    for part in request.headers.get(hdrs.ACCEPT_ENCODING, "").split(","):
-        name, _, weight = part.partition(";q=")
+    for part in ",".join(request.headers.getall(hdrs.ACCEPT_ENCODING, ())).split(","):
+        name, *parameters = (word.strip().lower() for word in part.split(";"))
+        weights = [text.removeprefix("q=") for text in parameters if text.startswith("q=")]
         try:
-            wanted = float(weight) if weight else 1.0
+            wanted = float(weights[0]) if weights else 1.0
         except ValueError:
             continue
-        if wanted > best_weight and name.strip().lower() in (*COMPRESSIONS, "identity"):
-            best, best_weight = COMPRESSIONS.get(name.strip().lower()), wanted
+        if wanted > best_weight and name in (*COMPRESSIONS, "identity"):
+            best, best_weight = COMPRESSIONS.get(name), wanted
     return best

@@ -189,6 +189,8 @@ class _Parser:
         if word is None:
             raise self._wrong("a value")
         text = word.group()
+        if len(text) == PIECE:
+            raise self._wrong(f"a number of fewer than {PIECE} characters")
         self._at = word.end()
         if text in _WORDS:
             return _WORDS[text]
