@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from router.scripted import (
     until_states,
 )
 from router.scripted_fleet import refusal
+from trtmesh.chassis import addresses
 from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.errors import Draining, InvalidField, NotFound, NoWorker, WorkerLost
 from trtmesh.chassis.logs import request_id_bound
@@ -157,13 +158,16 @@ async def test_only_an_address_is_added(address: str) -> None:
     [
         *("169.254.169.254:80", "169.254.0.1:9000", "[fe80::1]:9000", "[fd00:ec2::254]:80"),
         *("[::ffff:169.254.169.254]:80", "100.100.100.200:80", "metadata.test:80"),
+        *("[64:ff9b::a9fe:a9fe]:80", "[64:ff9b:1::169.254.169.254]:80", "[2002:a9fe:a9fe::1]:80"),
+        *("[::169.254.169.254]:80", "[::ffff:0:169.254.169.254]:80", "[fe80::1%1]:80"),
+        "[2001:0:a9fe:a9fe::f5ff:fffe]:80",
     ],
 )
 async def test_link_local_and_metadata_addresses_are_refused_unless_allowed(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No resolver is at hand; every other host is an address and needs none.
-    monkeypatch.setattr(link_local, "_addresses_of", named_metadata(link_local._addresses_of))
+    monkeypatch.setattr(addresses, "resolved", named({"metadata.test": [PLAIN, METADATA]}))
     async with serving_router([]) as client:
         with pytest.raises(InvalidField, match=r"router\.admin\.allow_link_local") as refused:
             await client.admin.add_worker(address, wait_seconds=0)
@@ -174,15 +178,53 @@ async def test_link_local_and_metadata_addresses_are_refused_unless_allowed(
         assert [worker.address for worker in (await client.status()).workers] == [address]
 
 
-def named_metadata(look_up: Callable[[Address], Awaitable[list[Any]]]) -> Any:
-    """A lookup in which `metadata.test` has two addresses."""
+PLAIN, METADATA = "10.0.0.1", "169.254.169.254"
 
-    async def found(address: Address) -> list[Any]:
-        if address.host == "metadata.test":
-            return [ip_address("10.0.0.1"), ip_address("169.254.169.254")]
-        return await look_up(address)
+
+def named(hosts: Mapping[str, list[str]]) -> Any:
+    """A lookup that knows some hosts."""
+    look_up = addresses.resolved
+
+    async def found(address: Address) -> Sequence[str]:
+        return hosts[address.host] if address.host in hosts else await look_up(address)
 
     return found
+
+
+async def test_name_is_checked_again_when_it_is_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first lookup may have another answer than its second, or one of tomorrow."""
+    refused = ip_network("127.0.0.2/32")
+    monkeypatch.setattr(link_local, "REFUSED_NETWORKS", (refused,))
+    hosts = {"rebinding.test": ["127.0.0.1"]}
+    monkeypatch.setattr(addresses, "resolved", named(hosts))
+    reached = asyncio.Event()
+    async with (
+        await asyncio.start_server(lambda *_: reached.set(), "127.0.0.2") as secret,
+        serving_router([]) as client,
+    ):
+        address = f"rebinding.test:{secret.sockets[0].getsockname()[1]}"
+        await client.admin.add_worker(address, wait_seconds=0)
+        hosts["rebinding.test"] = ["127.0.0.1", "127.0.0.2"]
+
+        async def problem() -> str:
+            (worker,) = (await client.status()).workers
+            return str(worker.problem)
+
+        expected = "at 127.0.0.2: link-local and metadata addresses are refused"
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while expected not in await problem():  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.01)
+        assert not reached.is_set()
+
+
+async def test_checked_name_is_dialled_at_each_of_its_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving_engine(scripted("one")) as one, serving_router([]) as client:
+        host, port = Address.parse(one)
+        monkeypatch.setattr(addresses, "resolved", named({"engine.test": ["127.0.0.3", host]}))
+        await client.admin.add_worker(f"engine.test:{port}")
+        await until_states(client, [READY], [])
 
 
 async def test_worker_without_an_answer_is_told_and_removed() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import IPv6Address
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 from trtmesh.chassis.errors import PortInUse, SettingsError, StartupError
@@ -109,6 +110,19 @@ def why_not_bound(purpose: str, host: str, port: int) -> StartupError:
             return SettingsError(f"{where}: host {host!r} is not an address of this machine")
         return SettingsError(f"{where}: {error.strerror}")
     return PortInUse(f"{where}: another process used the port until now")
+
+
+AddressCheck: TypeAlias = "Callable[[Address, str], None]"
+"""Refuses to dial an IP address of a host by raising a TrtmeshError."""
+
+
+async def resolved(address: Address) -> Sequence[str]:
+    """The IP addresses of a host, in the order to try them. Raises OSError."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
+    return [str(sockaddr[0]) for *_, sockaddr in found]
 
 
 def _is_ipv6(text: str) -> bool:

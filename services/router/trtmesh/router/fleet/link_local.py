@@ -4,9 +4,10 @@ clouds serve the credentials of a machine."""
 from __future__ import annotations
 
 import asyncio
-import socket
+from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
+from trtmesh.chassis import addresses
 from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.errors import InvalidField
 
@@ -21,36 +22,47 @@ REFUSED_NETWORKS = tuple(
 )
 """Link-local networks; AWS, Google Cloud, Alibaba Cloud and Oracle Cloud beyond them."""
 
+IPV4_NETWORKS = tuple(
+    map(ip_network, ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48"))
+)
+"""IPv6 networks whose addresses end with the IPv4 address that translators make of them."""
+
 LOOKUP_SECONDS = 5.0
 
 
 async def refuse_link_local(address: Address) -> None:
     """Raises InvalidField for a host that is, or resolves to, an address of REFUSED_NETWORKS.
 
-    A name that does not resolve passes: it has no address to reach.
+    A name that does not resolve passes: it has no address to reach. It may resolve to another later, so `check_dialled`
+    looks at each address before it is dialled.
     """
-    for found in await _addresses_of(address):
-        if any(found in network for network in REFUSED_NETWORKS):
-            raise InvalidField(
-                f"is {str(address)!r}, at {found}: link-local and metadata addresses are refused unless"
-                " router.admin.allow_link_local is set",
-                field="address",
-                value=repr(str(address)),
-                limit="no link-local or metadata address",
-            )
-
-
-async def _addresses_of(address: Address) -> list[IPv4Address | IPv6Address]:
-    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(LOOKUP_SECONDS):
-            found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError, TimeoutError):
-        return []
-    return [_plain(str(sockaddr[0])) for *_, sockaddr in found]
+            found = await addresses.resolved(address)
+    except (OSError, TimeoutError):
+        return
+    for each in found:
+        check_dialled(address, each)
 
 
-def _plain(text: str) -> IPv4Address | IPv6Address:
-    """The address without a zone; IPv4 within IPv6 as IPv4."""
+def check_dialled(address: Address, found: str) -> None:
+    """Raises InvalidField if the IP address `found` of a worker is in REFUSED_NETWORKS, in whatever form."""
+    if any(meant in network for meant in _meant(found) for network in REFUSED_NETWORKS):
+        raise InvalidField(
+            f"is {str(address)!r}, at {found}: link-local and metadata addresses are refused unless"
+            " router.admin.allow_link_local is set",
+            field="address",
+            value=repr(str(address)),
+            limit="no link-local or metadata address",
+        )
+
+
+def _meant(text: str) -> Iterator[IPv4Address | IPv6Address]:
+    """The address without a zone, and the IPv4 addresses that packets to it may reach."""
     found = ip_address(text.partition("%")[0])
-    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+    yield found
+    if not isinstance(found, IPv6Address):
+        return
+    yield from filter(None, (found.ipv4_mapped, found.sixtofour, *(found.teredo or ())))
+    if any(found in network for network in IPV4_NETWORKS):
+        yield IPv4Address(int(found) & 0xFFFFFFFF)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.errors import InvalidField, NotFound, WorkerLost
 from trtmesh.router.fleet.fleet import Fleet
-from trtmesh.router.fleet.link_local import refuse_link_local
+from trtmesh.router.fleet.link_local import check_dialled, refuse_link_local
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
@@ -140,6 +140,8 @@ class Membership:
             await refuse_link_local(parsed)
         is_new = address not in self._fleet.workers
         worker = self.join(address)
+        if is_new and not self._allow_link_local:
+            worker.check_dialled = check_dialled
         keep = not (is_new and wait_seconds)
         try:
             await _until(lambda: worker.answered, wait_seconds)

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 import grpc
+from trtmesh.chassis.addresses import AddressCheck
 from trtmesh.chassis.channels import GREETING_SECONDS
 from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
@@ -70,6 +71,8 @@ class Replica(ABC):
         self._max_message_bytes = max_message_bytes
         self._tls_of_peers = tls_of_peers
         self._silent_checks = 0
+        self.check_dialled: AddressCheck | None = None
+        """Refuses IP addresses; None for an address that needs no check."""
 
     @property
     def leaving(self) -> bool:
@@ -123,7 +126,11 @@ class Replica(ABC):
         state, problem = ReplicaState.CONNECTING, ENDED
         try:
             async with connected(
-                self.address, self._max_message_bytes, GREETING_SECONDS, self._tls_of_peers()
+                self.address,
+                self._max_message_bytes,
+                GREETING_SECONDS,
+                self._tls_of_peers(),
+                check=self.check_dialled,
             ) as connection:
                 await self.talk(connection)
         except Mismatch as error:

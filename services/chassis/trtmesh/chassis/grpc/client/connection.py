@@ -6,12 +6,13 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from trtmesh.chassis.addresses import Address
+from trtmesh.chassis import addresses
+from trtmesh.chassis.addresses import Address, AddressCheck
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc.client.call import (
     WINDOW_SIZE,
@@ -227,28 +228,33 @@ async def connected(
     timeout_seconds: float,
     tls: PeerTls | None = None,
     memory: Memory | None = None,
+    check: AddressCheck | None = None,
 ) -> AsyncIterator[ClientConnection]:
     """Connects to `address` (host:port), over TLS if given, and closes the connection in the end. Large messages are
-    received into `memory`, if given. Raises Unavailable if connecting and handshake take too long or fail."""
+    received into `memory`, if given; `check` refuses IP addresses. Raises Unavailable if connecting and handshake take
+    too long or fail."""
     connection = (
         BulkConnection(address, max_message_bytes, memory)
         if memory
         else ClientConnection(address, max_message_bytes)
     )
     try:
-        await _connect(connection, address, timeout_seconds, tls)
+        await _connect(connection, address, timeout_seconds, tls, check)
         yield connection
     finally:
         connection.abort()
 
 
 async def _connect(
-    connection: ClientConnection, address: str, timeout_seconds: float, tls: PeerTls | None
+    connection: ClientConnection,
+    address: str,
+    timeout_seconds: float,
+    tls: PeerTls | None,
+    check: AddressCheck | None,
 ) -> None:
-    loop = asyncio.get_running_loop()
     secure: dict[str, Any] = {}
     try:
-        host, port = Address.parse(address)
+        parsed = host, port = Address.parse(address)
         async with asyncio.timeout(timeout_seconds):
             if tls is not None:
                 secure = {
@@ -257,7 +263,8 @@ async def _connect(
                     "ssl_handshake_timeout": timeout_seconds,
                     "ssl_shutdown_timeout": CLOSE_SECONDS,
                 }
-            await loop.create_connection(lambda: connection, host, port, **secure)
+            hosts = [host] if check is None else await _checked(parsed, check)
+            await _dial(connection, hosts, port, secure)
             await connection.handshake()
     except TimeoutError:
         step = "complete a TLS handshake" if tls else "accept a connection"
@@ -267,6 +274,31 @@ async def _connect(
         raise Unavailable(f"no TLS connection to {address}: {reason_of_tls(error)}") from None
     except (OSError, ValueError) as error:
         raise Unavailable(f"cannot connect to {address}: {_connect_problem(error)}") from None
+
+
+async def _dial(
+    connection: ClientConnection, hosts: Sequence[str], port: int, secure: Mapping[str, Any]
+) -> None:
+    """Connects to the first host that accepts. Raises OSError."""
+    create = asyncio.get_running_loop().create_connection
+    *others, last = hosts
+    for host in others:
+        try:
+            await create(lambda: connection, host, port, **secure)
+        except ssl.SSLError:
+            raise
+        except OSError:
+            continue
+        return
+    await create(lambda: connection, last, port, **secure)
+
+
+async def _checked(address: Address, check: AddressCheck) -> Sequence[str]:
+    """The addresses to dial: looked up once, so that none takes their place after the check."""
+    found = await addresses.resolved(address)
+    for each in found:
+        check(address, each)
+    return found
 
 
 def _connect_problem(error: Exception) -> str:
