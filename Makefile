@@ -19,7 +19,7 @@ INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test conformance lint types protos bench chaos images compose-up compose-test attack
+.PHONY: help demo check test conformance compat-clients lint types protos bench chaos images compose-up compose-test attack
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test: lint types  ## Run lint, types, proto freshness and every test
 
 conformance: $(INSTALLED_DEV)  ## Run h2spec on every port and gRPC's interop cases; needs H2SPEC, H2SPEC_GRPC, GRPC_INTEROP_CLIENT; FUZZ_SECONDS=600
 	$(BIN)/pytest -v --timeout=0 tests/conformance --fuzz-seconds=$(or $(FUZZ_SECONDS),0)
+
+compat-clients: $(INSTALLED_DEV)  ## Run grpcio 1.49.1 and newest, grpclib and grpc-js against a stack; installs them below .compat-clients
+	$(BIN)/pytest -v -m clients --timeout=0 tests/compat_clients
 
 lint: $(INSTALLED_DEV)  ## Check style and formatting
 	$(BIN)/ruff check .
