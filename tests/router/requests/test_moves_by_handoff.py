@@ -306,7 +306,11 @@ async def test_a_sequence_that_its_full_worker_refuses_migrates_to_another() -> 
             (other,) = set(on.engines) - {live.sender}
             async with full_pool(on.engines[live.sender].address):
                 assert await rest_of(call) == wanted
-                assert on.load(other).generated_tokens
+                explained = await on.client.admin.explain("slow")
+        migrated = next(each for each in explained.placements if each.cause == "migration")
+        assert migrated.worker == other
+        (left,) = (each for each in migrated.candidates if each.worker == live.sender)
+        assert "KV blocks are needed" in left.excluded_by
         assert on.handoffs(cause="paused", result="migrated")
         await on.quiet()
 
