@@ -24,7 +24,7 @@ from processes import ServiceProcess
 from trtmesh.chassis.errors import RateLimited, Unauthenticated
 from trtmesh.client import Accepted, AdminClient, Client, Tokens
 from trtmesh.kserve import grpc_service_pb2 as kserve
-from trtmesh.router.callers.key_file import ApiKey, digest_of
+from trtmesh.router.callers.key_file import ListedKey, digest_of
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -37,7 +37,7 @@ ENSEMBLE = "/v2/models/ensemble"
 
 
 def line(name: str, key: str, limits: Mapping[str, str] | None = None, **more: Any) -> str:
-    return f"{ApiKey(name, digest_of(key), limits or {}, **more)}\n"
+    return f"{ListedKey(name, digest_of(key), limits or {}, **more)}\n"
 
 
 LINES = (

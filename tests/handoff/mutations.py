@@ -148,7 +148,7 @@ def frees_before_received(lease: sending.SenderLease, event: sending.Event) -> s
 def announces_early(lease: sending.SenderLease, event: sending.Event) -> sending.Transition:
     """Announces the second part with the first."""
     after, actions = sending.advance(lease, event)
-    if isinstance(event, sending.PartComputed) and lease.fetch is sending.Fetch.OPEN:
+    if isinstance(event, sending.PartComputed) and lease.fetch is sending.FetchState.OPEN:
         actions = (*actions, sending.AnnouncePart(1))
     return after, actions
 

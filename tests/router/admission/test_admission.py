@@ -21,7 +21,7 @@ from router.scripted import (
     until_states,
 )
 from trtmesh.chassis.errors import InvalidField, QueueFull, QueueTimeout, RateLimited
-from trtmesh.router.callers.key_file import ApiKey, digest_of
+from trtmesh.router.callers.key_file import ListedKey, digest_of
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import router_pb2_grpc
@@ -100,7 +100,7 @@ async def test_tokens_are_charged_with_each_step() -> None:
 
 async def test_key_without_tokens_left_is_refused_with_a_hint(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("".join(f"{ApiKey(name, digest_of(name))}\n" for name in ("one", "two")))
+    keys.write_text("".join(f"{ListedKey(name, digest_of(name))}\n" for name in ("one", "two")))
     async with (
         door(
             rate_limit={"tokens_per_second": 1.0, "burst_tokens": 10},

@@ -14,7 +14,7 @@ from router.scripted import eventually
 from trtmesh.chassis.errors import RateLimited, SettingsError, Unauthenticated
 from trtmesh.router.admission import RateLimiter
 from trtmesh.router.callers.callers import ApiKeySettings, Callers
-from trtmesh.router.callers.key_file import ApiKey, digest_of
+from trtmesh.router.callers.key_file import ListedKey, digest_of
 from trtmesh.router.callers.limits import RateLimit
 from trtmesh.router.metrics import RouterMetrics
 
@@ -22,7 +22,7 @@ ALICE, BOB = "alice-key", "bob-key"
 
 
 def line_of(name: str, key: str, expires: datetime | None = None, **limits: str) -> str:
-    return f"{ApiKey(name, digest_of(key), limits, expires)}\n"
+    return f"{ListedKey(name, digest_of(key), limits, expires)}\n"
 
 
 def callers_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
-from trtmesh.router.callers.key_file import ApiKey, BadKeyFile, digest_of, new_key, read_keys
+from trtmesh.router.callers.key_file import BadKeyFile, ListedKey, digest_of, new_key, read_keys
 
 SECRET = "trtmesh_c0ffee-and-more="
 DIGEST = digest_of(SECRET).hex()
@@ -13,7 +13,7 @@ DIGEST = digest_of(SECRET).hex()
 
 def test_line_and_key_are_the_same() -> None:
     expires = datetime(2031, 1, 31, 12, tzinfo=UTC)
-    key = ApiKey("alice", digest_of(SECRET), {"max_items": "8", "burst_items": "9"}, expires)
+    key = ListedKey("alice", digest_of(SECRET), {"max_items": "8", "burst_items": "9"}, expires)
     assert str(key) == (
         f"alice sha256:{DIGEST} max_items=8 burst_items=9 expires=2031-01-31T12:00:00Z"
     )

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from trtmesh.chassis.bearer import ApiKey as Key
+from trtmesh.chassis.bearer import ApiKey
 from trtmesh.chassis.errors import SettingsError, StartupError
 from trtmesh.cli.output import put, say, say_error
 from trtmesh.cli.session import FAILED
 from trtmesh.cli.tables import add_row, new_table, print_tables
 from trtmesh.router.callers.key_file import (
-    ApiKey,
     BadKeyFile,
+    ListedKey,
     check_name,
     digest_of,
     new_key,
@@ -92,7 +92,7 @@ def add(
         key = new_key() if key_file is None else _existing(key_file)
         with _changing(file) as lines:
             own = next((k.limits for k in _parsed(file, lines) if k.name == name), {})
-            added = str(ApiKey(name, digest_of(key), limits or own))
+            added = str(ListedKey(name, digest_of(key), limits or own))
             added += f" expires={expires}" if expires else ""
             _check(added, name)
             lines.append(added)
@@ -154,7 +154,7 @@ def remove(
 def _existing(file: Path) -> str:
     """The key of a file. Raises SettingsError."""
     text = sys.stdin.read() if str(file) == "-" else None
-    key = Key.read(file, {}) if text is None else Key.of(text, "standard input")
+    key = ApiKey.read(file, {}) if text is None else ApiKey.of(text, "standard input")
     assert key is not None
     word = key.metadata[1].removeprefix("Bearer ")
     if len(word) < SHORTEST_KEY:
@@ -171,7 +171,7 @@ def _check(line: str, name: str) -> None:
         raise SettingsError(f"the key {str(error).removeprefix('line 1 ')}") from None
 
 
-def _parsed(file: Path, lines: Sequence[str]) -> Sequence[ApiKey]:
+def _parsed(file: Path, lines: Sequence[str]) -> Sequence[ListedKey]:
     """Raises SettingsError."""
     try:
         return read_keys("\n".join(lines))
@@ -221,13 +221,13 @@ def _replace(file: Path, lines: Sequence[str]) -> None:
         raise SettingsError(f"cannot write {file}: {error.strerror}") from None
 
 
-def _end_of(key: ApiKey, now: datetime) -> str:
+def _end_of(key: ListedKey, now: datetime) -> str:
     if key.expires is None:
         return "-"
     return f"{key.expires:%Y-%m-%dT%H:%M:%SZ}{' (over)' if key.is_expired(now) else ''}"
 
 
-def _as_fields(key: ApiKey, now: datetime) -> dict[str, object]:
+def _as_fields(key: ListedKey, now: datetime) -> dict[str, object]:
     return {
         "name": key.name,
         "digest": key.digest.hex(),

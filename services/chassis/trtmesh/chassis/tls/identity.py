@@ -14,7 +14,7 @@ COMMON_NAME, SUBJECT_ALTERNATIVE_NAME = "x509_common_name", "x509_subject_altern
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class CertificateNames:
     """Names of a checked certificate."""
 
     common_name: str
@@ -42,7 +42,7 @@ class Identity:
         }
 
 
-def identity_of(transport: asyncio.BaseTransport | None) -> Identity | None:
+def identity_of(transport: asyncio.BaseTransport | None) -> CertificateNames | None:
     """The client on the other side; None on a plain port, or for a client without a certificate."""
     # None too once the connection is closed.
     shown: Mapping[str, Any] = (transport and transport.get_extra_info("peercert")) or {}
@@ -50,7 +50,7 @@ def identity_of(transport: asyncio.BaseTransport | None) -> Identity | None:
         return None
     subject = {key: value for parts in shown.get("subject", ()) for key, value in parts}
     names = tuple(value for _, value in shown.get("subjectAltName", ()))
-    return Identity(subject.get("commonName", ""), names)
+    return CertificateNames(subject.get("commonName", ""), names)
 
 
 def has_expired(transport: asyncio.BaseTransport) -> bool:

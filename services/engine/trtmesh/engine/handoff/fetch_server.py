@@ -64,7 +64,7 @@ class FetchServer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 return
             handoffs = self._handoffs()
             sent = _lease_of(opening, handoffs.sent)
-            fetch = Fetch(handoffs.own, sent, opening)
+            fetch = ServedFetch(handoffs.own, sent, opening)
             sent.open_fetch(fetch)
             try:
                 await until_first_ends(
@@ -98,7 +98,7 @@ def _lease_of(opening: pb.OpenFetch, table: LeaseTable[SentHandoff]) -> SentHand
     return sent
 
 
-class Fetch:
+class ServedFetch:
     """A receiver's fetch of one lease."""
 
     def __init__(self, own: OwnKv, sent: SentHandoff, opening: pb.OpenFetch) -> None:

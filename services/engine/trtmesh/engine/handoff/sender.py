@@ -25,7 +25,7 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-class Fetch(Enum):
+class FetchState(Enum):
     """The receiver's fetch, of which a lease has at most one."""
 
     AWAITED = "awaited"
@@ -37,7 +37,7 @@ class SenderLease:
     """A granted lease; its sequence waits or is computed."""
 
     phase: Phase = Phase.OFFERED
-    fetch: Fetch = Fetch.AWAITED
+    fetch: FetchState = FetchState.AWAITED
     computed: int = 0
     """Parts ready to be read."""
     mark: CommitMark | None = None
@@ -169,7 +169,9 @@ def advance(lease: SenderLease, event: Event) -> Transition:
         case Received():
             return _on_received(lease)
         case FetchLost():
-            return _end(replace(lease, fetch=Fetch.AWAITED), Outcome.RELEASED, Problem.PEER_LOST)
+            return _end(
+                replace(lease, fetch=FetchState.AWAITED), Outcome.RELEASED, Problem.PEER_LOST
+            )
         case SequenceEnded():
             return _on_sequence_ended(lease)
         case Release():
@@ -179,28 +181,28 @@ def advance(lease: SenderLease, event: Event) -> Transition:
 
 
 def _on_fetch(lease: SenderLease) -> Transition:
-    if lease.phase is Phase.CLOSED or lease.fetch is Fetch.OPEN:
+    if lease.phase is Phase.CLOSED or lease.fetch is FetchState.OPEN:
         return lease, (RefuseFetch(),)
     actions: list[Action] = [AnnouncePart(part) for part in range(lease.computed)]
     if lease.mark is not None:
         actions.append(SendMark(lease.mark))
-    return replace(lease, fetch=Fetch.OPEN), tuple(actions)
+    return replace(lease, fetch=FetchState.OPEN), tuple(actions)
 
 
 def _on_part(lease: SenderLease) -> Transition:
     computed = replace(lease, computed=lease.computed + 1)
-    return computed, (AnnouncePart(lease.computed),) if lease.fetch is Fetch.OPEN else ()
+    return computed, (AnnouncePart(lease.computed),) if lease.fetch is FetchState.OPEN else ()
 
 
 def _on_commit(lease: SenderLease, mark: CommitMark) -> Transition:
     committed = replace(lease, phase=Phase.COMMITTED, mark=mark)
-    if lease.fetch is Fetch.OPEN:
+    if lease.fetch is FetchState.OPEN:
         return committed, (TakeBlocks(), SendMark(mark))
     return committed, (TakeBlocks(),)
 
 
 def _on_received(lease: SenderLease) -> Transition:
-    if lease.phase is not Phase.COMMITTED or lease.fetch is not Fetch.OPEN:
+    if lease.phase is not Phase.COMMITTED or lease.fetch is not FetchState.OPEN:
         return _end(lease, Outcome.RELEASED, Problem.PROTOCOL)
     closed = replace(lease, phase=Phase.CLOSED, outcome=Outcome.CONSUMED)
     return closed, (SendConfirmed(), FreeBlocks())
@@ -209,12 +211,12 @@ def _on_received(lease: SenderLease) -> Transition:
 def _on_sequence_ended(lease: SenderLease) -> Transition:
     if lease.phase is Phase.COMMITTED:
         return lease, ()
-    abort = (AbortFetch(),) if lease.fetch is Fetch.OPEN else ()
+    abort = (AbortFetch(),) if lease.fetch is FetchState.OPEN else ()
     return replace(lease, phase=Phase.CLOSED, outcome=Outcome.RELEASED), abort
 
 
 def _end(lease: SenderLease, outcome: Outcome, problem: Problem | None = None) -> Transition:
     """Ends a held lease: aborts the fetch, and frees the blocks or ends the sequence that has them."""
-    abort = (AbortFetch(),) if lease.fetch is Fetch.OPEN else ()
+    abort = (AbortFetch(),) if lease.fetch is FetchState.OPEN else ()
     free = FreeBlocks() if lease.phase is Phase.COMMITTED else EndSequence(problem)
     return replace(lease, phase=Phase.CLOSED, outcome=outcome), (*abort, free)

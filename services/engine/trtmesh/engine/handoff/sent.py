@@ -94,7 +94,7 @@ class SentHandoff:
     @property
     def is_parked(self) -> bool:
         """Whether the KV is complete, and no receiver came for it in time."""
-        return self._is_parked and self._lease.fetch is sender.Fetch.AWAITED
+        return self._is_parked and self._lease.fetch is sender.FetchState.AWAITED
 
     def renew(self, seconds: float) -> None:
         if self._lease.expires:

@@ -24,7 +24,7 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
 from trtmesh.router.adapters.assembly import too_large
-from trtmesh.router.adapters.contents import Contents, Fetch
+from trtmesh.router.adapters.contents import Contents, FetchContent
 from trtmesh.router.adapters.file import RegistryFile, Signature
 from trtmesh.router.adapters.registry import (
     EMPTY,
@@ -83,7 +83,7 @@ class Adapters:
     """Registry and contents of a router."""
 
     def __init__(
-        self, settings: AdapterSettings, metrics: RouterMetrics, fetch: Fetch | None = None
+        self, settings: AdapterSettings, metrics: RouterMetrics, fetch: FetchContent | None = None
     ) -> None:
         self._settings = settings
         self._metrics = metrics

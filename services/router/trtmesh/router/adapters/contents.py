@@ -29,7 +29,7 @@ KEPT_SECONDS = 3600.0
 LOADS_AT_ONCE = 4
 """Most contents that are loaded at the same time, which bounds their memory."""
 
-Fetch = Callable[[int, str], Awaitable[AdapterContent]]
+FetchContent = Callable[[int, str], Awaitable[AdapterContent]]
 """Fetches a version of a number from the followed router."""
 
 
@@ -81,7 +81,7 @@ class Memory:
 class Contents:
     """Finds contents by version. Files are read, written and hashed off the event loop."""
 
-    def __init__(self, settings: AdapterSettings, fetch: Fetch | None = None) -> None:
+    def __init__(self, settings: AdapterSettings, fetch: FetchContent | None = None) -> None:
         self._roots = [Path(root) for root in settings.roots]
         self._files = settings.directory / "contents" if settings.directory else None
         self._most_bytes = settings.max_adapter_bytes

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from trtmesh.chassis.errors import SettingsError, Unauthenticated
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.callers.identity import ANONYMOUS, Identity
-from trtmesh.router.callers.key_file import ApiKey, digest_of, read_keys
+from trtmesh.router.callers.key_file import ListedKey, digest_of, read_keys
 from trtmesh.router.callers.limits import RateLimit
 from trtmesh.router.metrics import RouterMetrics
 
@@ -49,7 +49,7 @@ class ApiKeySettings(Settings):
 class _Holder:
     """A listed key with the identity of its callers."""
 
-    key: ApiKey
+    key: ListedKey
     identity: Identity
 
 
@@ -162,10 +162,10 @@ class Callers:
         except (OSError, ValueError) as error:
             raise SettingsError(f"is {str(file)!r}: {_problem(error)}", setting=SETTING) from None
 
-    def _holders_of(self, keys: Iterable[ApiKey]) -> Mapping[bytes, _Holder]:
+    def _holders_of(self, keys: Iterable[ListedKey]) -> Mapping[bytes, _Holder]:
         return {key.digest[:INDEX_BYTES]: _Holder(key, self._identity_of(key)) for key in keys}
 
-    def _identity_of(self, key: ApiKey) -> Identity:
+    def _identity_of(self, key: ListedKey) -> Identity:
         own = RateLimit.model_validate(key.limits)
         changes = {name: getattr(own, name) for name in key.limits}
         return Identity(key.name, self._limits.model_copy(update=changes))
@@ -204,7 +204,7 @@ def _stamp(file: Path) -> Stamp | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _read(file: Path) -> Iterable[ApiKey]:
+def _read(file: Path) -> Iterable[ListedKey]:
     """Raises OSError or ValueError."""
     with file.open("rb") as opened:
         data = opened.read(LARGEST_FILE + 1)

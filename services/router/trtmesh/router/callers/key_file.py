@@ -38,7 +38,7 @@ class BadKeyFile(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class ApiKey:
+class ListedKey:
     """A key, known by its digest. Several keys may have one name, such as a key and its successor."""
 
     name: str
@@ -75,7 +75,7 @@ def digest_of(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def read_keys(text: str) -> Sequence[ApiKey]:
+def read_keys(text: str) -> Sequence[ListedKey]:
     """The keys of a file. Raises BadKeyFile."""
     keys = list(_read(text))
     lines: dict[bytes, int] = {}
@@ -94,13 +94,13 @@ def read_keys(text: str) -> Sequence[ApiKey]:
     return keys
 
 
-def _read(text: str) -> Iterator[ApiKey]:
+def _read(text: str) -> Iterator[ListedKey]:
     for number, line in enumerate(text.splitlines(), 1):
         if words := line.partition("#")[0].split():
             yield _read_line(number, words)
 
 
-def _read_line(line: int, words: Sequence[str]) -> ApiKey:
+def _read_line(line: int, words: Sequence[str]) -> ListedKey:
     name, *rest = words
     check_name(line, name)
     digest = DIGEST.fullmatch(rest[0]) if rest else None
@@ -115,7 +115,7 @@ def _read_line(line: int, words: Sequence[str]) -> ApiKey:
         raise BadKeyFile(line, "sets a limit twice")
     expires = _read_expires(line, values.pop(EXPIRES)) if EXPIRES in values else None
     check_limits(line, values)
-    return ApiKey(name, bytes.fromhex(digest[1]), values, expires, line)
+    return ListedKey(name, bytes.fromhex(digest[1]), values, expires, line)
 
 
 def check_name(line: int, name: str) -> None:

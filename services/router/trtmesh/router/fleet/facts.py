@@ -30,7 +30,7 @@ PLACES: dict[int, Place] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Fingerprints:
     """Fingerprints shared by workers able to continue each other's items; '' equals only ''."""
 
     model_fingerprint: str = ""
@@ -41,7 +41,7 @@ class Identity:
 class Facts:
     """A worker as GetEngineResponse describes it."""
 
-    identity: Identity = Identity()
+    identity: Fingerprints = Fingerprints()
     capabilities: frozenset[Capability] = frozenset()
     supported_fields: frozenset[str] = frozenset()
     max_sequence_tokens: int = sys.maxsize
@@ -61,7 +61,7 @@ class Facts:
     def of(cls, engine: pb.GetEngineResponse) -> Self:
         max_sequences = engine.max_sequences_per_item or sys.maxsize
         return cls(
-            Identity(engine.model_fingerprint, engine.tokenizer_fingerprint),
+            Fingerprints(engine.model_fingerprint, engine.tokenizer_fingerprint),
             capabilities_of(engine),
             with_texts(engine.supported_fields),
             engine.max_sequence_tokens or sys.maxsize,

@@ -13,7 +13,7 @@ from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
-from trtmesh.router.fleet.facts import Identity
+from trtmesh.router.fleet.facts import Fingerprints
 from trtmesh.router.fleet.handoffs import Handoffs
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
@@ -324,7 +324,7 @@ class Fleet:
             for worker in self.workers.values()
         )
 
-    def others_than(self, identity: Identity) -> Collection[str]:
+    def others_than(self, identity: Fingerprints) -> Collection[str]:
         """Addresses of workers with another model or tokenizer."""
         return [a for a, worker in self.workers.items() if worker.facts.identity != identity]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from trtmesh.chassis.errors import NoWorker, TrtmeshError
 from trtmesh.chassis.tasks import until_first_ends
-from trtmesh.router.fleet.facts import Identity
+from trtmesh.router.fleet.facts import Fingerprints
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
@@ -39,7 +39,7 @@ class Placer:
         self._fleet = context.mesh.fleet
         self._item = item
         self._seat: Seat | None = None
-        self._identity: Identity | None = None
+        self._identity: Fingerprints | None = None
         self._deadline: float | None = None
         self._first: DecisionRecord | None = None
         self.attempts = Attempts(context.mesh.retries.max_attempts)

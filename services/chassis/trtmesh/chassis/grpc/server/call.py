@@ -33,7 +33,7 @@ from trtmesh.chassis.http2.turns import Line
 from trtmesh.chassis.http2.writer import MAX_BULK_DATA_SIZE, FrameWriter, SendStream
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import request_id_of
-from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME, Identity
+from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME, CertificateNames
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         unread: Account,
         count_failure: Callable[[], None],
         note_served: Callable[[], None],
-        identity: Identity | None,
+        identity: CertificateNames | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._handler = handler

@@ -39,7 +39,7 @@ from trtmesh.chassis.http2.headers import MAX_HEADER_LIST_SIZE, HeaderBlock
 from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.http2.writer import SendStream
 from trtmesh.chassis.logs import Occasionally
-from trtmesh.chassis.tls.identity import Identity, identity_of
+from trtmesh.chassis.tls.identity import CertificateNames, identity_of
 
 log = logging.getLogger(__name__)
 occasionally = Occasionally(log)
@@ -93,7 +93,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         super().__init__(PREFACE, owner.turns, owner.budget)
         self._owner = owner
         self._lane = Lane(owner.pacing)
-        self._identity: Identity | None = None
+        self._identity: CertificateNames | None = None
         self._draining = False
         self._opened = False
         self._retiring = False
