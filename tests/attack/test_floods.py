@@ -55,9 +55,10 @@ async def attack(site: Site, name: str, connections: int, seconds: float, patien
     measuring.cancel()
     extra = await measuring - before
     control = max(control, await site.control_gap_ms())
+    # A row of the table in docs/security.md.
     print(
-        f"{name} x{connections}: gap {gap:.0f} ms, control {control:.0f} ms, memory +{extra / 2**20:.0f} MiB,"
-        f" sent {toll.sent / 2**20:.1f} MiB, {toll.goaways} GOAWAY, {toll.ends} ends"
+        f"\n| {name} | {connections} | {gap:.0f} ms | {control:.0f} ms | +{extra / 2**20:.0f} MiB"
+        f" | {toll.sent / 2**20:.1f} MiB | {toll.goaways} | {toll.ends} |"
     )
     slowness = max(1.0, control / QUIET_GAP_MS)
     return Run(gap - control - EXTRA_GAP_MS * slowness, extra, toll)
