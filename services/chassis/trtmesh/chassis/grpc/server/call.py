@@ -9,6 +9,8 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf.descriptor import Descriptor
+from trtmesh.chassis.grpc.field_check import LARGE_BYTES, FieldCheck
 from trtmesh.chassis.grpc.messages import (
     BadMessage,
     Message,
@@ -92,6 +94,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             line,
             account,
         )
+        self._line = line
+        self._account = account
+        self._checking = 0
+        """Bytes of a message whose fields are counted."""
         self._writer = writer
         self._lane = lane
         self._unread = unread
@@ -132,7 +138,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     @property
     def held(self) -> int:
-        return self._requests.held
+        return self._requests.held + self._checking
 
     @property
     def unread(self) -> int:
@@ -231,7 +237,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         """The next request message, or grpc.aio.EOF."""
         try:
             data = await self._requests.next()
-            return grpc.aio.EOF if data is None else self._deserialized(data)
+            return grpc.aio.EOF if data is None else await self._deserialized(data)
         except BadMessage as error:
             await self.abort(error.status, str(error))
 
@@ -457,7 +463,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     async def _iterate(self) -> AsyncIterator[Any]:
         try:
             while (data := await self._requests.next()) is not None:
-                yield self._deserialized(data)
+                yield await self._deserialized(data)
         except BadMessage as error:
             # For the handler it is the end of the call, not an error of its own.
             await self.abort(error.status, str(error))
@@ -465,10 +471,23 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     async def _single_request(self) -> Any:
         if (data := await self._requests.next()) is None:
             raise BadMessage(grpc.StatusCode.UNIMPLEMENTED, "the call has no request message")
-        return self._deserialized(data)
+        return await self._deserialized(data)
 
-    def _deserialized(self, data: Message) -> Any:
+    async def _check_fields(self, data: Message, descriptor: Descriptor) -> None:
+        """Raises BadMessage for a large message that would take long to parse. It counts as unread until then."""
+        self._checking = len(data)
+        self._account.add(self._checking)
+        try:
+            await FieldCheck(data, descriptor).run(self._line)
+        finally:
+            self._account.add(-self._checking)
+            self._checking = 0
+
+    async def _deserialized(self, data: Message) -> Any:
         read = self._handler.request_deserializer
+        parsed = getattr(read, "__self__", None)
+        if len(data) >= LARGE_BYTES and (descriptor := getattr(parsed, "DESCRIPTOR", None)):
+            await self._check_fields(data, descriptor)
         try:
             return data if read is None else read(bytes(data))
         except Exception as error:

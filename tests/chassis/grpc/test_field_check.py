@@ -1,0 +1,126 @@
+"""Large messages whose fields are counted before they are parsed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import DecodeError
+from trtmesh.chassis.grpc.field_check import MAX_FIELDS, MAX_NUMBERS, FieldCheck
+from trtmesh.chassis.grpc.messages import BadMessage
+from trtmesh.chassis.grpc.server import GrpcServer
+from trtmesh.chassis.http2.turns import Line, Turns
+from trtmesh.kserve import grpc_service_pb2 as kserve
+from trtmesh.v1 import router_pb2 as pb
+
+MOST_BYTES = 2**26
+
+
+async def check(data: bytes, kind: Any) -> None:
+    await FieldCheck(data, kind.DESCRIPTOR).run(Line(Turns()))
+
+
+def request(inputs: int = 0, ids: int = 0, texts: int = 0, raw: int = 0) -> Any:
+    made = kserve.ModelInferRequest(model_name="m", raw_input_contents=[bytes(raw)])
+    for _ in range(inputs):
+        made.inputs.add()
+    contents = made.inputs.add().contents
+    contents.int64_contents.extend([300] * ids)
+    contents.bytes_contents.extend([b""] * texts)
+    contents.fp32_contents.extend([1.0] * 1000)
+    made.parameters["a"].string_param = "x" * 200
+    return made
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "said"),
+    [
+        ({"inputs": 1000}, {"inputs": MAX_FIELDS}, f"more than {MAX_FIELDS} fields"),
+        ({"texts": 1000}, {"texts": MAX_FIELDS}, f"more than {MAX_FIELDS} fields"),
+        ({"ids": MAX_NUMBERS}, {"ids": MAX_NUMBERS + 1}, f"more than {MAX_NUMBERS} numbers"),
+    ],
+)
+async def test_fields_and_numbers_of_all_parts_count(
+    good: dict[str, int], bad: dict[str, int], said: str
+) -> None:
+    await check(request(**good, raw=2**20).SerializeToString(), kserve.ModelInferRequest)
+    with pytest.raises(BadMessage, match=said) as refused:
+        await check(request(**bad).SerializeToString(), kserve.ModelInferRequest)
+    assert refused.value.status is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff" * 2**20, b"\x0a" * 999, b"\x2a\xff\xff\xff\xff\x0f", b"\x2a", b"\x2b" * 99]
+)
+async def test_malformed_message_is_left_to_its_parser(data: bytes) -> None:
+    await check(data, kserve.ModelInferRequest)
+    with pytest.raises(DecodeError):
+        kserve.ModelInferRequest.FromString(data)
+
+
+async def test_other_connections_have_turns_in_between() -> None:
+    turns, turn = Turns(), 0
+    data = request(inputs=MAX_FIELDS - 10_000).SerializeToString()
+    checking = asyncio.create_task(
+        FieldCheck(data, kserve.ModelInferRequest.DESCRIPTOR).run(Line(turns))
+    )
+    while not checking.done():
+        await asyncio.sleep(0)
+        turn += 1
+    await checking
+    assert turn > 10
+
+
+async def test_server_refuses_a_message_of_too_many_fields() -> None:
+    server = GrpcServer(MOST_BYTES)
+
+    async def count(asked: Any, context: Any) -> pb.StopResponse:
+        return pb.StopResponse(stopped_items=len(asked.items))
+
+    async def count_all(asked: Any, context: Any) -> pb.StopResponse:
+        return pb.StopResponse(stopped_items=sum([len(each.items) async for each in asked]))
+
+    async def count_read(_: Any, context: Any) -> pb.StopResponse:
+        return await count(await context.read(), context)
+
+    kinds: dict[str, Any] = {
+        "read": pb.GenerateRequest.FromString,
+        "write": pb.StopResponse.SerializeToString,
+    }
+    reading: dict[str, Any] = {
+        "request_deserializer": kinds["read"],
+        "response_serializer": kinds["write"],
+    }
+    server.add_registered_method_handlers(
+        "a.B",
+        {
+            "One": grpc.unary_unary_rpc_method_handler(count, **reading),
+            "Read": grpc.stream_unary_rpc_method_handler(count_read, **reading),
+            "All": grpc.stream_unary_rpc_method_handler(count_all, **reading),
+        },
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    good = b"\x1a\x00" * (MAX_FIELDS // 2)
+    bad = b"\x1a\x00" * (MAX_FIELDS + 1)
+    items = len(pb.GenerateRequest.FromString(good).items)
+    assert items == MAX_FIELDS // 2, "the tag is that of an item"
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        one: Any = channel.unary_unary("/a.B/One", response_deserializer=pb.StopResponse.FromString)
+        read: Any = channel.stream_unary(
+            "/a.B/Read", response_deserializer=pb.StopResponse.FromString
+        )
+        every: Any = channel.stream_unary(
+            "/a.B/All", response_deserializer=pb.StopResponse.FromString
+        )
+        assert (await one(good)).stopped_items == items
+        assert (await every(iter([good, good]))).stopped_items == 2 * items
+        assert (await read(iter([good]))).stopped_items == items
+        for call in (one(bad), read(iter([bad])), every(iter([good, bad]))):
+            with pytest.raises(grpc.aio.AioRpcError, match="more than 262144 fields") as refused:
+                await call
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not server.budget.held
+    await server.stop(grace=None)
