@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import os
 import tracemalloc
 import zlib
@@ -15,7 +16,14 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.router.doors.triton.http.bodies import COMPRESSED_PIECE, Bodies, BodyLimits
+from trtmesh.router.doors.triton.http.bodies import (
+    COMPRESSED_PIECE,
+    PIECE_ELEMENTS,
+    Bodies,
+    BodyLimits,
+    to_json,
+    to_json_in_pieces,
+)
 from trtmesh.router.doors.triton.http.inference import coding_of
 
 MOST_BYTES = 64 * 2**20
@@ -76,6 +84,21 @@ async def test_bomb_is_counted_while_it_is_inflated(address: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * MOST_UNFINISHED
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "length", [0, 1, 2, PIECE_ELEMENTS, PIECE_ELEMENTS + 1, 3 * PIECE_ELEMENTS]
+)
+def test_pieces_of_json_are_the_whole(length: int) -> None:
+    numbers = [0.1 * number for number in range(length)]
+    value = {
+        "é": numbers,
+        "nested": [{"data": list(range(length)), "none": None}, [numbers, ["x"] * length], "y"],
+        "infinite": [math.inf, math.nan],
+        "empty": {"a": {}, "b": [], "c": [[]], "d": ""},
+    }
+    for each in (value, numbers, {}, [], "x", [[1], 2, {"a": 1}]):
+        assert to_json_in_pieces(each) == to_json(each)
 
 
 @pytest.mark.parametrize(

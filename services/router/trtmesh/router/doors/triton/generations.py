@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from trtmesh.chassis.error_wire import from_proto
@@ -21,7 +22,11 @@ from trtmesh.router.doors.triton.templates.generation import GenerationTemplate,
 from trtmesh.router.doors.triton.templates.outputs import RowOutput, SequenceOutput
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.texts import Texts
-from trtmesh.router.doors.triton.token_ids import fit_to_engines
+from trtmesh.router.doors.triton.token_ids import (
+    with_wrapped_prompt,
+    without_decoder_start,
+    wrap_size,
+)
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import RequestKey, Requests
@@ -29,6 +34,14 @@ from trtmesh.router.values.request import MAX_REQUEST_ID_LENGTH, GenerationReque
 from trtmesh.v1 import router_pb2 as router_pb
 
 T = TypeVar("T")
+
+
+def _read(
+    template: GenerationTemplate, call: Call, vocabulary_size: int, max_items: int
+) -> tuple[Call, GenerationRequest]:
+    """The call with its prompt wrapped, and its request."""
+    wrapped = with_wrapped_prompt(call, vocabulary_size)
+    return wrapped, template.request(wrapped, "", max_items)
 
 
 class Generations:
@@ -70,12 +83,13 @@ class Generations:
         self, counting: Counting, template: GenerationTemplate, caller: Caller
     ) -> AsyncIterator[AsyncIterator[Answer]]:
         """The answers of a call, while inside. Raises TrtmeshError."""
-        call = fit_to_engines(counting.call, self._engines)
+        call = without_decoder_start(counting.call, self._engines)
+        vocabulary_size = wrap_size(call, self._engines)
         max_items = self._requests.max_items_per_request
         with counted(self._metrics) as generation:
             owner = caller.identity
-            request = await self._parsing.run(
-                call.size_bytes, lambda: template.request(call, "", max_items)
+            call, request = await self._parsing.run(
+                call.size_bytes, partial(_read, template, call, vocabulary_size, max_items)
             )
             if name := self._mesh_name(owner, call.request_id):
                 request = replace(request, request_id=name)

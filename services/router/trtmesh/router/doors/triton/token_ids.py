@@ -13,17 +13,26 @@ DECODER_INPUTS = ("decoder_input_ids", "decoder_input_lengths")
 DECODER_FIELD = "encoder_decoder.decoder_prompt.token_ids"
 
 
-def fit_to_engines(call: Call, engines: Engines) -> Call:
-    """The call without the decoder start of a decoder-only model, its prompt wrapped where its model says so."""
-    if "input_ids" not in call.inputs:
+def without_decoder_start(call: Call, engines: Engines) -> Call:
+    """The call of a decoder-only model without the decoder start that clients of others send."""
+    if not _has_only_decoder_start(call) or engines.support(call.model, DECODER_FIELD):
         return call
-    inputs = dict(call.inputs)
-    if _has_only_decoder_start(call) and not engines.support(call.model, DECODER_FIELD):
-        for name in DECODER_INPUTS:
-            inputs.pop(name, None)
-    if _wraps(call):
-        inputs["input_ids"] = wrapped(inputs["input_ids"], engines.vocabulary_size(call.model))
-    return replace(call, inputs=inputs)
+    kept = {name: given for name, given in call.inputs.items() if name not in DECODER_INPUTS}
+    return replace(call, inputs=kept) if "input_ids" in kept else call
+
+
+def wrap_size(call: Call, engines: Engines) -> int:
+    """The size of the vocabulary that the prompt's ids are taken modulo; 0 to take them as they are."""
+    wraps = "input_ids" in call.inputs and _wraps(call)
+    return engines.vocabulary_size(call.model) if wraps else 0
+
+
+def with_wrapped_prompt(call: Call, vocabulary_size: int) -> Call:
+    """The call with its prompt's ids modulo the size, unless that is 0."""
+    if not vocabulary_size:
+        return call
+    ids = wrapped(call.inputs["input_ids"], vocabulary_size)
+    return replace(call, inputs={**call.inputs, "input_ids": ids})
 
 
 def _has_only_decoder_start(call: Call) -> bool:

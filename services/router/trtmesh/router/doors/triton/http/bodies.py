@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -22,6 +22,8 @@ MOST_SETTINGS_BYTES = 2**16
 """Largest body of a request about the server's settings."""
 FREE_BYTES = 2**16
 """Bytes of each body that do not count for the sum of all."""
+PIECE_ELEMENTS = 2**12
+"""Elements of a list that are encoded at once, in 3 ms."""
 COMPRESSED_PIECE, INFLATED_PIECE = 2**18, 2**20
 """Bytes that are decompressed at once, and most bytes that come of it at once."""
 JSON_COST = 16
@@ -167,7 +169,37 @@ def parse_json(
 
 def to_json(value: Any) -> bytes:
     """Compact JSON, with NaN and infinities as Triton writes them."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    return _compact(value).encode()
+
+
+def to_json_in_pieces(value: Any) -> bytes:
+    """As `to_json`, whose encoder holds the interpreter for a whole value. Other threads run between the pieces."""
+    return b"".join(piece.encode() for piece in _pieces(value))
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        opening = "{"
+        for key, each in value.items():
+            yield f"{opening}{_compact(key)}:"
+            yield from _pieces(each)
+            opening = ","
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value[:1]):
+        for place, each in enumerate(value):
+            yield "," if place else "["
+            yield from _pieces(each)
+        yield "]"
+    elif isinstance(value, list):
+        for at in range(0, len(value), PIECE_ELEMENTS):
+            yield ("," if at else "[") + _compact(value[at : at + PIECE_ELEMENTS])[1:-1]
+        yield "]" if value else "[]"
+    else:
+        yield _compact(value)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def json_response(value: Any, status: int = HTTPStatus.OK) -> web.Response:

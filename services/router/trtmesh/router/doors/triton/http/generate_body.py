@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.triton.http.bodies import parse_json
+from trtmesh.router.doors.parsing import LARGE_BYTES
+from trtmesh.router.doors.triton.http.bodies import parse_json, to_json, to_json_in_pieces
 from trtmesh.router.doors.triton.http.infer_body import (
     begin_request,
+    json_cost,
     response_parameters,
     set_parameter,
 )
@@ -39,8 +41,13 @@ def read_generate(model: Model, body: bytes, most_bytes: int) -> Any:
     return request
 
 
-def generate_response(model: Model, request_id: str, outputs: Sequence[Output]) -> dict[str, Any]:
+def write_generate(model: Model, request_id: str, outputs: Sequence[Output]) -> bytes:
     """A response: each output's value, as a list unless there is exactly one."""
+    encode = to_json if json_cost(outputs) < LARGE_BYTES else to_json_in_pieces
+    return encode(_response(model, request_id, outputs))
+
+
+def _response(model: Model, request_id: str, outputs: Sequence[Output]) -> dict[str, Any]:
     message = response_parameters(model)
     for output in outputs:
         elements = values(output)

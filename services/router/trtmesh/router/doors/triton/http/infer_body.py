@@ -12,7 +12,13 @@ from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.parsing import MAX_DIMENSIONS
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
-from trtmesh.router.doors.triton.http.bodies import parse_json, to_json
+from trtmesh.router.doors.parsing import LARGE_BYTES
+from trtmesh.router.doors.triton.http.bodies import (
+    JSON_COST,
+    parse_json,
+    to_json,
+    to_json_in_pieces,
+)
 from trtmesh.router.doors.triton.http.json_tensors import flatten, raw_data, values
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Model
@@ -91,8 +97,14 @@ def write_infer(
     message |= {"model_name": model.name, "model_version": MODEL_VERSION}
     if parameters := response_parameters(model):
         message["parameters"] = parameters
-    head = to_json(message | {"outputs": told})
+    encode = to_json if json_cost(outputs) < LARGE_BYTES else to_json_in_pieces
+    head = encode(message | {"outputs": told})
     return b"".join((head, *data)), len(head) if data else None
+
+
+def json_cost(outputs: Sequence[Output]) -> int:
+    """Bytes of a protobuf message that take as long as the JSON of outputs."""
+    return sum(len(output.data) for output in outputs) * JSON_COST
 
 
 def response_parameters(model: Model) -> dict[str, Any]:

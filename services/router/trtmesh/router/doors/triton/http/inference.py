@@ -13,10 +13,15 @@ from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.http.authorising import IDENTITY
-from trtmesh.router.doors.triton.http.bodies import JSON_COST, Bodies, json_response, to_json
+from trtmesh.router.doors.triton.http.bodies import JSON_COST, Bodies, to_json
 from trtmesh.router.doors.triton.http.errors import SPEECH, error_headers
-from trtmesh.router.doors.triton.http.generate_body import generate_response, read_generate
-from trtmesh.router.doors.triton.http.infer_body import HEADER_LENGTH, read_infer, write_infer
+from trtmesh.router.doors.triton.http.generate_body import read_generate, write_generate
+from trtmesh.router.doors.triton.http.infer_body import (
+    HEADER_LENGTH,
+    json_cost,
+    read_infer,
+    write_infer,
+)
 from trtmesh.router.doors.triton.server import TritonServer
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import Output
@@ -64,7 +69,11 @@ class Inference:
         # A large body was read in another context.
         rebind_request_id(asked.id)
         outputs = await self._only_response(request, model, asked, unary=True)
-        data, header_length = write_infer(model, asked.id, outputs, binary)
+        # Binary outputs are copied as they are.
+        told = [output for output in outputs if output.name not in binary]
+        data, header_length = await self._parsing.run(
+            json_cost(told), lambda: write_infer(model, asked.id, outputs, binary)
+        )
         response = web.Response(body=data, content_type="application/json")
         if header_length is not None and binary_type:
             response.headers[hdrs.CONTENT_TYPE] = f"{binary_type}{header_length}"
@@ -78,7 +87,8 @@ class Inference:
         asked = await self._read_generate(request, model)
         unary = not model.refuses_unary_calls
         outputs = await self._only_response(request, model, asked, unary=unary)
-        return _compressed(request, json_response(generate_response(model, asked.id, outputs)))
+        body = await self._written(model, asked, outputs)
+        return _compressed(request, web.Response(body=body, content_type="application/json"))
 
     async def generate_stream(self, request: web.Request, model: Model) -> web.StreamResponse:
         """Responses as server-sent events."""
@@ -91,7 +101,7 @@ class Inference:
                     if answer.error is not None:
                         await events.fail(answer.error)
                     elif not answer.only_end:
-                        await events.send(generate_response(model, asked.id, answer.outputs))
+                        await events.send(await self._written(model, asked, answer.outputs))
         except SlowClient:
             raise
         except TrtmeshError as error:
@@ -110,6 +120,12 @@ class Inference:
         # A large body was read in another context.
         rebind_request_id(asked.id)
         return asked
+
+    async def _written(self, model: Model, asked: Any, outputs: Sequence[Output]) -> bytes:
+        """A response of `generate` or `generate_stream`."""
+        return await self._parsing.run(
+            json_cost(outputs), lambda: write_generate(model, asked.id, outputs)
+        )
 
     async def _only_response(
         self, request: web.Request, model: Model, asked: Any, *, unary: bool
@@ -134,9 +150,9 @@ class _EventStream:
         """Whether there is an event."""
         return self._response is not None or bool(self._errors)
 
-    async def send(self, message: dict[str, Any]) -> None:
+    async def send(self, message: bytes) -> None:
         response = await self._begin(HTTPStatus.OK, {})
-        await response.write(b"data: " + to_json(message) + b"\n\n")
+        await response.write(b"data: " + message + b"\n\n")
         await self._write_errors(response)
 
     async def fail(self, error: TrtmeshError) -> None:
