@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import psutil
 import pytest
@@ -32,6 +33,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 ALICE, BOB, LATE, SLOW = "key-of-alice-1f", "key-of-bob-2e", "key-of-late-3d", "key-of-slow-4c"
 REVOKED = "key-of-revoked-5b"
 SECRETS = (ALICE, BOB, LATE, SLOW, REVOKED)
+PLATFORMS = (
+    *("--http-sagemaker-model", "ensemble", "--http-vertex-ai-model", "ensemble"),
+    *("--http-vertex-ai-predict-route", "/predict", "--http-vertex-ai-health-route", "/health"),
+)
 INFERENCE = "/inference.GRPCInferenceService/"
 ENSEMBLE = "/v2/models/ensemble"
 
@@ -71,7 +76,7 @@ class Keyed:
 async def keyed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Keyed]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(LINES)
-    flags = (*PATIENT, "--api-keys-file", str(file), "--log-level", "debug")
+    flags = (*PATIENT, "--api-keys-file", str(file), "--log-level", "debug", *PLATFORMS)
     async with running_mesh(engine_flags=SIMULATED, router_flags=flags) as mesh:
         first, admin = mesh.router, mesh.admin
         await mesh.start_router(*flags)
@@ -129,7 +134,17 @@ async def stream_infer(keyed: Keyed, key: str | None) -> None:
         call = inference(channel)(iter([infer_request()]), metadata=metadata_of(key))
         responses = [response async for response in call]
         assert responses
-        assert not any(response.error_message for response in responses)
+        if problem := responses[0].error_message:
+            raise RateLimited(problem)
+
+
+async def infer(keyed: Keyed, key: str | None) -> None:
+    async with grpc.aio.insecure_channel(keyed.address) as channel:
+        call: Any = channel.unary_unary(
+            f"{INFERENCE}ModelInfer",
+            request_serializer=kserve.ModelInferRequest.SerializeToString,
+        )
+        assert await call(infer_request(), metadata=metadata_of(key))
 
 
 def inference(channel: grpc.aio.Channel) -> Any:
@@ -185,25 +200,38 @@ def fetch(address: str, path: str, body: Any, key: str | None) -> bytes:
 
 
 PROMPT = {"text_input": "x", "max_tokens": 2}
+TENSORS = {
+    "inputs": [
+        {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["x"]},
+        {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [2]},
+    ]
+}
 DOORS: Mapping[str, Door] = {
     "Generate": native,
     "Stop": stop,
     "Resume": resume,
     "reflection": reflection,
     "ModelStreamInfer": stream_infer,
+    "ModelInfer": infer,
     **{
         method: unary(f"{INFERENCE}{method}")
         for method in ("ServerMetadata", "ModelStatistics", "RepositoryIndex", "LogSettings")
     },
     "HTTP generate": http(f"{ENSEMBLE}/generate", PROMPT),
     "HTTP generate_stream": http(f"{ENSEMBLE}/generate_stream", PROMPT),
+    "HTTP infer": http(f"{ENSEMBLE}/infer", TENSORS),
+    "SageMaker": http("/invocations", TENSORS),
+    "Vertex AI": http("/predict", TENSORS),
     **{
         f"HTTP {path}": http(path)
         for path in ("/v2", ENSEMBLE, f"{ENSEMBLE}/config", "/v2/models/stats", "/v2/logging")
     },
     "HTTP repository": http("/v2/repository/index", {}),
 }
-GENERATING = ("Generate", "Resume", "HTTP generate", "HTTP generate_stream")
+GENERATING = (
+    *("Generate", "Resume", "ModelStreamInfer", "ModelInfer"),
+    *("HTTP generate", "HTTP generate_stream", "HTTP infer", "SageMaker", "Vertex AI"),
+)
 UNKNOWN: Mapping[str, Door] = {
     "unknown method": unary("/trtmesh.v1.MeshService/NoSuchMethod"),
     "unknown path": http("/no/such/path"),
@@ -232,6 +260,25 @@ async def test_door_is_closed_without_a_valid_key(keyed: Keyed, door: str) -> No
     assert "no API key" in await refused(call, keyed, None)
     assert "not known" in await refused(call, keyed, f"{ALICE}x")
     assert "expired at" in await refused(call, keyed, LATE)
+
+
+async def test_call_with_two_keys_is_refused(keyed: Keyed) -> None:
+    """At both doors, whichever comes first."""
+    for keys in ((ALICE, BOB), (BOB, ALICE)):
+        async with grpc.aio.insecure_channel(keyed.address) as channel:
+            call: Any = channel.unary_unary(f"{INFERENCE}ServerMetadata")
+            with pytest.raises(grpc.aio.AioRpcError, match="several API keys") as failed:
+                await call(b"", metadata=[pair for key in keys for pair in metadata_of(key)])
+            assert failed.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        async with (
+            aiohttp.ClientSession() as client,
+            client.get(
+                f"http://{keyed.mesh.router.http_address}/v2",
+                headers=[("x-api-key", key) for key in keys],
+            ) as response,
+        ):
+            assert response.status == 401
+            assert "several API keys" in await response.text()
 
 
 async def test_health_is_open(keyed: Keyed) -> None:

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import numpy as np
 import pytest
@@ -26,8 +27,10 @@ from e2e.mesh import DEMO, PATIENT, SIMULATED, StreamReader, eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import ServiceProcess, run_to_exit, service_process
 from trtmesh.chassis.channels import open_channel
+from trtmesh.chassis.errors import NotFound
 from trtmesh.client import AdminClient, Client, ClientTls
 from trtmesh.v1 import router_admin_pb2 as admin_pb
+from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -198,6 +201,57 @@ async def test_keys_stand_in_no_log(mesh: SecureMesh) -> None:
     for process in mesh.processes:
         assert body not in process.stderr
         assert "Traceback" not in process.stderr
+
+
+async def test_request_belongs_to_the_certificate_of_its_client(mesh: SecureMesh) -> None:
+    """For bob, the id of alice's request is unknown and free."""
+    alice, bob = (mesh.shown(mesh.authority.issue(name)) for name in ("alice", "bob"))
+    async with (
+        Client(mesh.router.address, tls=alice) as hers,
+        Client(mesh.router.address, tls=bob) as his,
+        AdminClient(mesh.router.admin_address, tls=mesh.tls) as admin,
+    ):
+        reader = StreamReader(hers, ["x"], request_id="hers", max_tokens=20_000)
+        await reader.tokens_here(1)
+        (live,) = (await admin.list_requests("hers")).requests
+        assert live.owner == "certificate:alice"
+        assert await his.stop("hers") == await his.stop("nobody's") == 0
+        with pytest.raises(NotFound):
+            await admin.explain("hers", owner="certificate:bob")
+        async with open_channel(mesh.router.address, 2**20, 2.0, bob) as channel:
+            request = router_pb2.GenerateRequest(request_id="hers")
+            request.items.add().prompt.text = "y"
+            request.config.stopping.max_tokens = 3
+            stub = router_pb2_grpc.MeshServiceStub(channel)
+            call = stub.Resume(router_pb2.ResumeRequest(request=request))
+            events = [event async for response in call for event in response.events]
+            assert events[-1].item_finished.usage.generated_tokens == 3
+        assert not reader.is_over
+        assert await hers.stop("hers") == 1
+        await reader.result()
+
+
+async def test_owner_is_the_same_at_every_door(mesh: SecureMesh) -> None:
+    carol = mesh.shown(mesh.authority.issue("carol"))
+    context = ssl.create_default_context(cafile=str(carol.ca))
+    assert carol.certificate
+    context.load_cert_chain(carol.certificate, carol.key)
+    url = f"https://{mesh.router.http_address}/v2/models/ensemble/generate_stream"
+    body = {"text_input": "x", "max_tokens": 20_000, "stream": True, "id": "at the HTTP door"}
+    async with (
+        Client(mesh.router.address, tls=carol) as client,
+        AdminClient(mesh.router.admin_address, tls=mesh.tls) as admin,
+        aiohttp.ClientSession() as http,
+        http.post(url, json=body, ssl=context) as streaming,
+    ):
+        assert b"text_output" in await streaming.content.readline()
+        reader = StreamReader(client, ["y"], request_id="at the gRPC door", max_tokens=20_000)
+        await reader.tokens_here(1)
+        owners = {live.owner for live in (await admin.list_requests()).requests}
+        assert owners == {"certificate:carol"}
+        assert len((await admin.list_requests()).requests) == 2
+        assert await client.stop("at the gRPC door") == 1
+        await reader.result()
 
 
 async def test_items_are_handed_over_between_engines(mesh: SecureMesh) -> None:
