@@ -6,10 +6,12 @@ from hpack import Encoder
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from trtmesh.chassis.http2.frames import (
+    ACK,
     END_HEADERS,
     END_STREAM,
     MAX_WINDOW_SIZE,
     PADDED,
+    PRIORITY,
     FrameType,
     Setting,
     frame,
@@ -110,8 +112,26 @@ CONNECTION = st.one_of(
     st.builds(frame, st.just(FrameType.GOAWAY), st.just(0), st.just(0), FEW),
     st.builds(frame, st.just(FrameType.CONTINUATION), FLAGS, STREAMS, _blocks() | FEW),
 )
+SHORT = st.builds(
+    frame,
+    st.sampled_from([*FrameType]),
+    st.sampled_from([0, 0, ACK]),
+    st.sampled_from([0, *OPEN]),
+    st.binary(max_size=12),
+)
+"""Often of a wrong length, or on a wrong stream."""
+CUT = st.builds(
+    frame,
+    st.sampled_from([FrameType.DATA, FrameType.HEADERS]),
+    st.sampled_from([END_HEADERS | PADDED, END_HEADERS | PRIORITY]),
+    st.sampled_from(OPEN),
+    st.binary(max_size=8),
+)
+"""Often too short for what its flags promise."""
 ANY = st.builds(frame, st.integers(0, 12), FLAGS, STREAMS, FEW)
 
 FRAMES: SearchStrategy[list[bytes]] = st.lists(
-    st.one_of(CALL, DATA, DATA, DATA, HEADERS, CONNECTION, ANY), min_size=1, max_size=25
+    st.one_of(CALL, CALL, DATA, DATA, DATA, HEADERS, CONNECTION, SHORT, CUT, ANY),
+    min_size=1,
+    max_size=25,
 )

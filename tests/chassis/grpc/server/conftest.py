@@ -112,7 +112,10 @@ class Example:
 
     async def many(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         """`count,size`: so many messages of so many bytes."""
-        count, size = map(int, request.split(b","))
+        try:
+            count, size = map(int, request.split(b","))
+        except ValueError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not `count,size`")
         for number in range(count):
             yield bytes((number % 251,)) * size
             self.written += 1
