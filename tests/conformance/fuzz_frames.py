@@ -9,7 +9,9 @@ from trtmesh.chassis.http2.frames import (
     ACK,
     END_HEADERS,
     END_STREAM,
+    MAX_MAX_FRAME_SIZE,
     MAX_WINDOW_SIZE,
+    MIN_MAX_FRAME_SIZE,
     PADDED,
     PRIORITY,
     FrameType,
@@ -128,10 +130,27 @@ CUT = st.builds(
     st.binary(max_size=8),
 )
 """Often too short for what its flags promise."""
+WRONG = st.sampled_from(
+    [
+        frame(FrameType.PRIORITY, 0, 0, bytes(5)),
+        frame(FrameType.WINDOW_UPDATE, 0, 0, bytes(4)),
+        frame(FrameType.SETTINGS, ACK, 0, bytes(6)),
+        *(
+            frame(FrameType.SETTINGS, 0, 0, name.to_bytes(2) + value.to_bytes(4))
+            for name, value in [
+                (Setting.ENABLE_PUSH, 2),
+                (Setting.INITIAL_WINDOW_SIZE, MAX_WINDOW_SIZE + 1),
+                (Setting.MAX_FRAME_SIZE, MIN_MAX_FRAME_SIZE - 1),
+                (Setting.MAX_FRAME_SIZE, MAX_MAX_FRAME_SIZE + 1),
+            ]
+        ),
+    ]
+)
+"""Of the right length, with a wrong stream or value."""
 ANY = st.builds(frame, st.integers(0, 12), FLAGS, STREAMS, FEW)
 
 FRAMES: SearchStrategy[list[bytes]] = st.lists(
-    st.one_of(CALL, CALL, DATA, DATA, DATA, HEADERS, CONNECTION, SHORT, CUT, ANY),
+    st.one_of(CALL, CALL, DATA, DATA, DATA, HEADERS, CONNECTION, SHORT, CUT, WRONG, ANY),
     min_size=1,
     max_size=25,
 )
