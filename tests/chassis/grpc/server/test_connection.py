@@ -129,7 +129,9 @@ ENDS_CONNECTION: dict[str, tuple[Breach, ErrorCode]] = {
         ErrorCode.ENHANCE_YOUR_CALM,
     ),
     "flood of frames on closed streams": (
-        lambda wire: wire.call(3, "None", END_STREAM) + window_update(3, 1) * 8000,
+        lambda wire: (
+            wire.call(3, "Chat") + rst_stream(3, ErrorCode.CANCEL) + window_update(3, 1) * 30_000
+        ),
         ErrorCode.ENHANCE_YOUR_CALM,
     ),
     "flood of stream errors": (

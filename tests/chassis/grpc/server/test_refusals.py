@@ -18,8 +18,9 @@ from trtmesh.chassis.http2.frames import END_STREAM, ErrorCode, rst_stream
 async def test_clients_learn_status_and_metadata(example: Example, kind: str) -> None:
     async with grpc.aio.insecure_channel(example.address) as channel:
         call: Any = getattr(channel, kind)("/example.Service/Echo")
-        given = b"x" if kind == "unary_unary" else iter([b"x"] * 3)
-        made = call(given, metadata=tuple(GUEST.items()))
+        # grpcio's streaming calls may lose the status of a call that ends while they write.
+        given = (b"x",) if kind == "unary_unary" else ()
+        made = call(*given, metadata=tuple(GUEST.items()))
         assert (await made.code(), await made.details()) == (
             grpc.StatusCode.UNAUTHENTICATED,
             "no guests",
