@@ -255,15 +255,24 @@ async def test_owner_is_the_same_at_every_door(mesh: SecureMesh) -> None:
 
 
 async def test_items_are_handed_over_between_engines(mesh: SecureMesh) -> None:
-    async with Client(mesh.router.address, tls=mesh.tls) as client:
+    async with (
+        Client(mesh.router.address, tls=mesh.tls) as client,
+        AdminClient(mesh.router.admin_address, tls=mesh.tls) as admin,
+    ):
+
+        async def consumed() -> dict[str, int]:
+            workers = (await admin.list_workers()).workers
+            return {each.worker: each.load.received_handoffs.consumed for each in workers}
+
+        before = await consumed()
         (item,) = await client.complete([LONG], max_tokens=16, request_id="handed", seed=3)
-    assert item.error is None
-    assert len(item.sequences[0].token_ids) == 16
-    async with AdminClient(mesh.router.admin_address, tls=mesh.tls) as admin:
+        assert item.error is None
+        assert len(item.sequences[0].token_ids) == 16
         (placement,) = (await admin.explain("handed")).placements
         assert placement.prefill_worker == "p0"
-        workers = {w.worker: w for w in (await admin.list_workers()).workers}
-    assert workers[placement.worker].load.received_handoffs.consumed == 1
+        after = await consumed()
+    # Sequences of slow readers may move too.
+    assert after[placement.worker] > before[placement.worker]
 
 
 async def test_tritons_clients_connect_unchanged(mesh: SecureMesh) -> None:
