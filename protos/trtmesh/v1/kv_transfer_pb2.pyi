@@ -741,7 +741,7 @@ class HandoffCounts(google.protobuf.message.Message):
     bytes: builtins.int
     """Bytes of KV transferred."""
     transfer_ms: builtins.int
-    """Milliseconds from the first part to the last of all transfers."""
+    """Milliseconds from the first part to the last of all transfers that were consumed."""
     def __init__(
         self,
         *,

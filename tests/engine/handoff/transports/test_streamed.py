@@ -103,6 +103,14 @@ class TestMessageMemory:
         assert memory.take(100_000).obj is one.obj
         assert all(memory.take(9).obj is not each.obj for each in (one, other))
 
+    def test_closed_memory_keeps_nothing(self) -> None:
+        memory = MessageMemory()
+        early, late = memory.take(9), memory.take(9)
+        memory.give_back([early])
+        memory.close()
+        memory.give_back([late])
+        assert all(memory.take(9).obj is not each.obj for each in (early, late))
+
     def test_larger_messages_get_their_own(self) -> None:
         memory = MessageMemory()
         large = memory.take(MESSAGE_BYTES + 1)

@@ -15,6 +15,8 @@ class MessageMemory:
 
     def __init__(self) -> None:
         self._free: list[bytearray] = []
+        self.closed = False
+        """Whether nothing is kept any more."""
 
     def take(self, size: int) -> memoryview:
         """Memory for a message."""
@@ -25,7 +27,14 @@ class MessageMemory:
 
     def give_back(self, chunks: Iterable[Buffer]) -> None:
         """Takes the memory of chunks that nobody reads any more."""
+        if self.closed:
+            return
         for chunk in chunks:
             memory = chunk.obj if isinstance(chunk, memoryview) else None
             if isinstance(memory, bytearray) and len(memory) == MESSAGE_BYTES:
                 self._free.append(memory)
+
+    def close(self) -> None:
+        """Frees the memory, and what is given back later: a fetch is over long before its sequence."""
+        self.closed = True
+        self._free.clear()

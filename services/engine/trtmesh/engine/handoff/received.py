@@ -227,7 +227,7 @@ class ReceivedHandoff:
         self._timer.cancel()
         transfer = self._transfer
         kind, size, seconds = transfer.measured if transfer else (None, 0, 0.0)
-        self._table.transferred(size, seconds)
+        self._table.transferred(size, seconds if outcome is Outcome.CONSUMED else 0.0)
         self._table.end(outcome)
         self._metrics.ended("received", kind, outcome, size, seconds)
 
@@ -343,6 +343,7 @@ class Transfer:
         for _, streamed, _ in self._parts:
             if streamed:
                 streamed.abandon()
+        self.memory.close()
         if self.source:
             await self.source.close()
 
