@@ -172,6 +172,18 @@ class TestWholeHandoffs:
             await both.settled()
             assert both.sender.sent.consumed == both.receiver.received.consumed == len(prompts)
 
+    async def test_memory_of_messages_is_free_while_the_sequence_runs(self) -> None:
+        async with pair() as both:
+            _, receiver_lease = await both.attached()
+            handoff = both.receiver.handoffs.received.get(receiver_lease)
+            assert handoff
+            first = await both.sender.stream.end(1)
+            await both.receiver.stream.send(continuation(1, receiver_lease, first.token_ids[0]))
+            await eventually(lambda: both.receiver.received.consumed)
+            received = handoff._transfer
+            assert received
+            await eventually(lambda: received.memory.closed)
+
     async def test_context_only_lease_outlives_its_stream(self) -> None:
         config = pb.GenerationConfig()
         config.handoff.phase = pb.GENERATION_PHASE_CONTEXT_ONLY
@@ -181,6 +193,8 @@ class TestWholeHandoffs:
                 first = await stream.end(1)
                 assert first.end
                 descriptor = first.end.handoff
+            # All of its life, though the prefill took a part.
+            assert descriptor.expires_in_ms == LIFE_MS
             await eventually(lambda: both.sender.engine.service.metrics.open_streams == 1)
             assert both.sender.sent.held == 1
             receiver_lease = lease()

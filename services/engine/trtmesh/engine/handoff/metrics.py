@@ -25,7 +25,7 @@ class HandoffMetrics:
         self._prefix = prefix
         self.transfer = Histogram(
             prefix + "handoff_transfer_seconds",
-            "From the begin of a fetch to its last byte, on the receiver.",
+            "From the first part of a fetch to the end of its last read, on the receiver.",
             TRANSFER_BUCKETS,
         )
         self._load = epb.Load()

@@ -58,7 +58,7 @@ class SentHandoff:
         *,
         is_for_client: bool = False,
     ) -> None:
-        """`is_for_client` leaves the lease to a client from its commit on."""
+        """`is_for_client` leaves the lease to a client from its commit on, for `seconds`."""
         self.lease_id = lease_id
         self.owner: LeaseOwner | None = owner
         self.hash = own_hash
@@ -71,6 +71,7 @@ class SentHandoff:
         self._tokens = 0
         self._handed_over: HandedOver | None = None
         self._is_for_client = is_for_client
+        self._seconds = seconds
         self._problem: Problem | None = None
         self._is_released = False
         self._lease = sender.SenderLease()
@@ -128,6 +129,7 @@ class SentHandoff:
         self.blocks, self._tokens, self._handed_over = news.blocks, news.content.tokens, news
         if self._is_for_client:
             self._table.disown(self)
+            self._timer.renew(self._seconds)
         self._feed(sender.Commit(CommitMark(len(self.parts), news.content)))
         self._dial_timer = Timer(self._own.settings.dial_seconds, self._park)
 
@@ -191,7 +193,7 @@ class SentHandoff:
         fetch, seconds = self._fetch, time.monotonic() - self._fetch_began
         size = fetch.sent_bytes if fetch else 0
         if fetch:
-            self._table.transferred(size, seconds)
+            self._table.transferred(size, seconds if outcome is Outcome.CONSUMED else 0.0)
         self._table.end(outcome)
         self._metrics.ended("sent", fetch.transport if fetch else None, outcome, size, seconds)
         owner = self.owner

@@ -19,7 +19,7 @@ from trtmesh.v1 import kv_transfer_pb2 as pb
 
 MAX_IDLE_SENDERS = 16
 """Senders that stay connected between reads."""
-CLOSE_SECONDS = 0.5
+CLOSE_SECONDS = 2.0
 """Time for a read to end by itself when its source is closed. Then all reads from the sender are cut."""
 
 
@@ -52,12 +52,12 @@ class Nixl:
         except BaseException:
             await source.close()
             raise
-        self._senders.drop_idle()
+        finally:
+            self._senders.drop_idle()
         return source
 
     async def close(self) -> None:
-        for source in list(self._sources):
-            await source.close()
+        await asyncio.gather(*(source.close() for source in list(self._sources)))
         self._senders.clear()
         await asyncio.to_thread(self._offering.close)
 
