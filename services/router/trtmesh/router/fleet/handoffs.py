@@ -13,6 +13,8 @@ from trtmesh.router.placement.settings import HandoffSettings
 
 WAITING = frozenset({"paused", "context_only"})
 """Causes of handoffs whose KV waits for a client."""
+RESUMED = frozenset({"paused", "generation_only"})
+"""Causes of handoffs that go on when a client returns."""
 
 
 class Handoffs:
@@ -79,10 +81,16 @@ class Handoffs:
             self._given[handoff.lease_id] = handoff.committed_at + handoff.life_ms / 1000
         if result is Result.MOVED:
             self._metrics.handoff_tokens += max(0, handoff.tokens - handoff.present_tokens)
-            now = asyncio.get_running_loop().time()
-            self._metrics.handoff.observe(now - handoff.committed_at)
-            if handoff.cause == "disaggregated" and handoff.receiver is not None:
-                handoff.receiver.guard.rates.learn_handoff(now - handoff.committed_at)
+            self._note_duration(handoff)
         for worker in (handoff.sender, handoff.receiver):
             if worker is not None:
                 worker.move_on()
+
+    def _note_duration(self, handoff: LiveHandoff) -> None:
+        """Notes the time from the commit to the next token, unless a client took a part of it."""
+        if handoff.cause in RESUMED:
+            return
+        seconds = asyncio.get_running_loop().time() - handoff.committed_at
+        self._metrics.handoff.observe(seconds)
+        if handoff.cause == "disaggregated" and handoff.receiver is not None:
+            handoff.receiver.guard.rates.learn_handoff(seconds)

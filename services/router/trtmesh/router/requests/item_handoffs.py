@@ -174,7 +174,11 @@ class ItemHandoffs:
     # From workers and the client.
 
     def park(self, runs: Sequence[SequenceRun]) -> list[SequenceRun]:
-        """Has the workers stop sequences and keep their KV; returns those that leave without it."""
+        """Has the workers stop sequences and keep their KV; returns those that leave without it. A prefill that has not
+        begun waits for the client."""
+        for handoff in [*self._live]:
+            if not handoff.runs:
+                handoff.cancel()
         return [run for run in runs if not self._park(run)]
 
     def _park(self, run: SequenceRun) -> bool:
