@@ -235,6 +235,7 @@ async def test_a_paused_sequence_continues_from_its_parked_kv(*, parked: bool) -
             assert await rest_of(call) == wanted
         await on.quiet()
         assert (on.handoffs(cause="paused", result="moved") > before) is parked
+        assert not on.client.gauge("handoff_seconds_count"), "a pause is the client's time"
         if parked:
             # Each return computes the last token, and the tokens of an incomplete block.
             returns = on.handoffs(cause="paused", result="moved")
