@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar
 
-from chaos.handoff_mesh import ROLES
+from chaos.handoff_mesh import ROLES, ROUTERS
 from chaos.handoff_steps import MESSAGES_BEFORE, MOVING, PARKED, STEPS, Held
 from e2e.mesh import eventually
 from trtmesh.chassis.errors import TrtmeshError
@@ -93,7 +93,10 @@ class Role(Drain):
     """Running sequences whose worker gets another role."""
 
     async def _change(self, admin: AdminClient, worker: str) -> None:
-        await admin.set_worker_role(worker, "prefill")
+        # The links of the first router hold commands, the new role too.
+        address = self.held.mesh.routers[ROUTERS[1]].admin_address
+        async with AdminClient(address) as other:
+            await other.set_worker_role(worker, "prefill")
 
     async def _undo(self, admin: AdminClient, worker: str) -> None:
         await admin.set_worker_role(worker, ROLES[worker])
