@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import aiohttp
 
-PATIENCE = aiohttp.ClientTimeout(total=60)
+PATIENCE = aiohttp.ClientTimeout(total=240)
 
 
 @dataclass(frozen=True)

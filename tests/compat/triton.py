@@ -16,7 +16,7 @@ from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.values.request import GenerationRequest
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 240.0
 
 TYPES = {
     bool: np.bool_,
