@@ -226,6 +226,10 @@ async def proxy_to(target: str, dialer_of: DialerOf = nobody) -> AsyncIterator[P
     try:
         yield proxy
     finally:
+        # asyncio leaves a connection open that is accepted while its server closes.
+        for listening in server.sockets:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
+        await asyncio.sleep(0)
         server.close()
         await server.wait_closed()
         await proxy.close()
