@@ -119,11 +119,12 @@ async def end_by_client(held: Held, fault: str) -> None:
     match fault:
         case "stop":
             await reader.until(lambda reader: reader.events)
-            assert await held.mesh.client.stop(reader.request_id) == len(reader.items)
+            stopped = await held.mesh.client.stop(reader.request_id)
             # A paused client reads the end, too.
             held.client_proxy.mend()
-            items = await reader.result()
-            assert {item.reason for item in items} == {FinishReason.STOPPED}
+            reasons = [item.reason for item in await reader.result()]
+            # On a slow machine one of the items may be over.
+            assert 0 < stopped == reasons.count(FinishReason.STOPPED)
         case "cancel":
             await reader.cancel()
         case "disconnect":
