@@ -21,7 +21,7 @@ _PREFIX = struct.Struct(">BI")
 pack_prefix = _PREFIX.pack
 """Encodes the compressed flag and the length of a message."""
 
-Message: TypeAlias = "bytes | memoryview"
+Message: TypeAlias = "bytes | bytearray | memoryview"
 """A message; a memoryview if it was received into given memory."""
 
 Memory: TypeAlias = "Callable[[int], memoryview]"
@@ -189,17 +189,17 @@ class Inflation:
 
     @property
     def size(self) -> int:
-        """Bytes that are held."""
-        return len(self._compressed) + len(self._data)
+        """Bytes that are held, and those of the message that will be parsed from them."""
+        return len(self._compressed) + 2 * len(self._data)
 
-    async def run(self, line: Line) -> bytes:
+    async def run(self, line: Line) -> bytearray:
         """The decompressed message. Raises BadMessage."""
         line.take(self)
         try:
             await self._done
             if self._problem is not None:
                 raise self._problem
-            return bytes(self._data)
+            return self._data
         finally:
             self.clear()
 
@@ -347,7 +347,7 @@ class ReceivedMessages:
         self._update_window()
         return await self._inflated(body) if compressed else body
 
-    async def _inflated(self, body: Message) -> bytes:
+    async def _inflated(self, body: Message) -> bytearray:
         reader = self._reader
         self._inflation = Inflation(body, reader.encoding, reader.max_bytes, self._count)
         try:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NoReturn, TypeAlias
+from time import perf_counter
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 from google.protobuf.descriptor import Descriptor
@@ -38,6 +39,9 @@ from trtmesh.chassis.rpc import request_id_of
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME, CertificateNames
 
 log = logging.getLogger(__name__)
+
+READING_SECONDS = 0.001
+"""Time for the messages of one call that are there already; then other calls have their turn."""
 
 REQUEST_SECONDS = 60.0
 """Limit for a client to send a single request, looked at every few seconds."""
@@ -123,6 +127,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._reset_by_peer = False
         self._task: asyncio.Task[None] | None = None
         self._task_runs = False
+        self._turn: asyncio.Future[None] | None = None
+        """Done when the handler may read on."""
+        self._reads_since = 0.0
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailing = b""
@@ -201,10 +208,13 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             )
 
     def proceed(self) -> None:
-        """Starts the handler; cancels it after the end of the call."""
+        """Starts the handler, or lets it read on; cancels it after the end of the call."""
         if self._task is None:
             self._task = self._loop.create_task(self._run())
             self._task.add_done_callback(self._over)
+        elif self._turn is not None and not self._ended:
+            self._turn.set_result(None)
+            self._turn = None
         else:
             self._task.cancel()
 
@@ -236,7 +246,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     async def read(self) -> Any:
         """The next request message, or grpc.aio.EOF."""
         try:
-            data = await self._requests.next()
+            data = await self._next()
             return grpc.aio.EOF if data is None else await self._deserialized(data)
         except BadMessage as error:
             await self.abort(error.status, str(error))
@@ -382,6 +392,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         if self._ended:
             return
         self._task_runs = True
+        self._reads_since = perf_counter()
         try:
             await self._handle()
             self._end(self._code, self._details)
@@ -462,11 +473,33 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     async def _iterate(self) -> AsyncIterator[Any]:
         try:
-            while (data := await self._requests.next()) is not None:
+            while (data := await self._next()) is not None:
                 yield await self._deserialized(data)
         except BadMessage as error:
             # For the handler it is the end of the call, not an error of its own.
             await self.abort(error.status, str(error))
+
+    async def _next(self) -> Message | None:
+        """The next message, None after the last; in another turn after a while of messages that were there already."""
+        requests = self._requests
+        if not requests.waiting:
+            data = await requests.next()
+            self._reads_since = perf_counter()
+            return data
+        if perf_counter() - self._reads_since > READING_SECONDS:
+            await self._another_turn()
+            self._reads_since = perf_counter()
+        return await requests.next()
+
+    async def _another_turn(self) -> None:
+        self._turn = turn = self._loop.create_future()
+        self._lane.add(self)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._turn = None
+            self._lane.remove(self)
+            raise
 
     async def _single_request(self) -> Any:
         if (data := await self._requests.next()) is None:
@@ -489,7 +522,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         if len(data) >= LARGE_BYTES and (descriptor := getattr(parsed, "DESCRIPTOR", None)):
             await self._check_fields(data, descriptor)
         try:
-            return data if read is None else read(bytes(data))
+            if read is None:
+                return bytes(data)
+            # A copy of a large message would count nowhere; protobuf reads arrays, too.
+            return read(cast(bytes, data) if isinstance(data, bytes | bytearray) else bytes(data))
         except Exception as error:
             # Deserializers raise anything.
             raise BadMessage(

@@ -158,6 +158,8 @@ class _InferStream:
             task = asyncio.create_task(self._serve_one(request))
             self._tasks.add(task)
             task.add_done_callback(self._on_done)
+            # Its first step counts as time of this call, which then gives way to others.
+            await asyncio.sleep(0)
         while self._tasks:
             await asyncio.wait(self._tasks)
 
