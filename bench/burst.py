@@ -28,6 +28,12 @@ from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.v1 import router_pb2 as router_pb
 
 STEP_MS = 10
+KV_BLOCKS = 2**20
+"""Room for endless streams, whose sequences may become as long as the engine admits."""
+ENGINE = (
+    *("--simulated-timing-step-ms", str(STEP_MS)),
+    *("--simulated-kv-cache-total-blocks", str(KV_BLOCKS)),
+)
 CONNECTIONS = 4
 QUIET_SECONDS, AFTER_SECONDS = 1.0, 0.3
 CANCELLED = 500
@@ -126,7 +132,7 @@ async def measure(streams: int, bursts: list[int], runs: int) -> Figures:
     def note(name: str, value: float) -> None:
         found.setdefault(name, []).append(value)
 
-    with stack("--simulated-timing-step-ms", str(STEP_MS)) as mesh:
+    with stack(*ENGINE) as mesh:
         async with steady(mesh.address, streams) as gaps, AsyncExitStack() as open_until_end:
             connections = [
                 await open_until_end.enter_async_context(connected(mesh.address, 2**26, 30.0))
