@@ -16,6 +16,7 @@ import grpc
 import pytest
 from chassis.grpc.server.conftest import Example
 from chassis.grpc.server.wire import OPEN, Breach, Wire, message, raw_settings, wired
+from trtmesh.chassis.grpc.server import connection as server_connection
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.http2 import connection as http2_connection
 from trtmesh.chassis.http2 import rates, turns
@@ -271,6 +272,34 @@ async def test_connection_error_sends_goaway_and_closes(example: Example, breach
         await wire.closed()
         await example.cancelled.wait()
         await other.echoes(1)
+
+
+async def test_calls_of_a_lost_connection_end_in_turns(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand ends at once would hold the streams of other connections up."""
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    left: list[int] = []
+    go_on = server_connection._Disconnection.go_on
+
+    def observed(disconnection: server_connection._Disconnection, until: float) -> bool:
+        more = go_on(disconnection, until)
+        left.append(len(disconnection._left))
+        return more
+
+    monkeypatch.setattr(server_connection._Disconnection, "go_on", observed)
+    async with wired(example) as wire, wired(example) as other:
+        calls = range(1, 101, 2)
+        wire.send(*(wire.call(stream, "Tidy") + wire.data(stream, b"") for stream in calls))
+        # One that ends by itself in the meantime.
+        wire.send(wire.call(101, "Echo"), wire.data(101, b"x"))
+        await wire.answer(101)
+        await example.waiting.wait()
+        wire.writer.transport.abort()
+        await example.cancelled.wait()
+        example.may_end.set()
+        await other.echoes(1)
+    assert left == [*range(len(calls) - 1, -1, -1)]
 
 
 async def test_one_read_takes_several_turns_and_waits_for_no_more(

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import math
 import random
+from collections.abc import Mapping
 from functools import partial
+from time import perf_counter
 from typing import Protocol
 
 import grpc
@@ -162,6 +164,9 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             self._writer.send(_NOT_HTTP2)
         self.close()
 
+    def _disconnect_streams(self, reason: str) -> None:
+        self._turns.take(_Disconnection(self._streams, reason))
+
     def _greet(self) -> None:
         """Not before the client's preface: who speaks HTTP/1.1 is answered so."""
         if not self._opened:
@@ -288,3 +293,24 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
 
     def _receive_setting(self, name: int, value: int) -> None:
         """No other setting of a client concerns a server."""
+
+
+class _Disconnection:
+    """Ends the calls of a lost connection in turns: twenty connections may be lost at once, with a thousand each."""
+
+    def __init__(self, streams: Mapping[int, ServerCall | RefusedCall], reason: str) -> None:
+        self._streams, self._reason = streams, reason
+        self._left = [*streams.items()]
+
+    def go_on(self, until: float) -> bool:
+        while self._left:
+            stream_id, stream = self._left.pop()
+            # It may have ended by itself since.
+            if self._streams.get(stream_id) is stream:
+                stream.disconnect(self._reason)
+            if perf_counter() >= until:
+                break
+        return bool(self._left)
+
+    def completed(self) -> None:
+        """Nothing waits for it."""
