@@ -121,6 +121,14 @@ async def test_read_from_a_frozen_sender_ends_with_close(monkeypatch: pytest.Mon
 
 
 @installed
+async def test_a_worker_without_offers_polls_seldom() -> None:
+    async with transport_of(memory_of(BLOCKS, BLOCK_BYTES)) as transport:
+        assert not transport._offering.serves
+        transport.offer()
+        assert transport._offering.serves
+
+
+@installed
 async def test_killed_receivers_leave_the_sender_usable() -> None:
     memory = memory_of(BLOCKS, BLOCK_BYTES)
     async with (

@@ -38,6 +38,7 @@ class Nixl:
         return pb.KV_TRANSPORT_NIXL
 
     def offer(self) -> bytes:
+        self._offering.serve()
         return self._offer
 
     async def open(self, offer: bytes) -> NixlSource:
