@@ -7,6 +7,7 @@ import datetime as dt
 import shutil
 import signal
 import ssl
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -310,8 +311,11 @@ async def test_tritons_clients_connect_unchanged(mesh: SecureMesh) -> None:
 
 
 def _infer(client: Any, kind: Any) -> Sequence[int]:
-    """The token ids of `tensorrt_llm` for a prompt."""
-    assert client.is_server_ready()
+    """The token ids of `tensorrt_llm` for a prompt, once the mesh is ready: on a busy machine a worker may be late."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not client.is_server_ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     values: Mapping[str, Any] = {
         "input_ids": np.array([[5, 6, 7]], np.int32),
         "input_lengths": np.array([[3]], np.int32),
