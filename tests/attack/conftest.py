@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-from e2e.mesh import DEMO
+from e2e.mesh import DEMO, PATIENT
 from processes import ServiceProcess, service_process
 
 STREAMS = 8
@@ -91,11 +91,13 @@ async def _healthy_streams(address: str) -> AsyncIterator[asyncio.subprocess.Pro
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site() -> AsyncIterator[Site]:
     flags = ("--backend", "simulated", "--model", "demo", "--simulated-timing-step-ms", STEP_MS)
+    free = ("--port", "0")
     async with (
-        service_process("tokenizer", "--model-dir", str(DEMO)) as tokenizer,
-        service_process("engine", *flags) as engine,
+        service_process("tokenizer", *free, "--model-dir", str(DEMO)) as tokenizer,
+        service_process("engine", *free, *flags) as engine,
         service_process(
-            *("router", "--engines", engine.address, "--tokenizers", tokenizer.address)
+            *("router", *free, *PATIENT),
+            *("--engines", engine.address, "--tokenizers", tokenizer.address),
         ) as router,
         _healthy_streams(router.address) as healthy,
     ):

@@ -1,4 +1,5 @@
-"""The HTTP server's limits: what is no request, heads that do not end, answers that nobody reads."""
+"""The HTTP server's limits: connections, what is no request, heads that do not end, bytes that wait, answers that
+nobody reads."""
 
 from __future__ import annotations
 
@@ -6,32 +7,72 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from time import perf_counter
 
 import pytest
 from aiohttp import web
-from trtmesh.chassis.http_server import MAX_HEADERS, MAX_LINE_BYTES, HttpLimits, HttpServer
+from leaks import gone, without_collector
+from trtmesh.chassis.http_input import InputTransport
+from trtmesh.chassis.http_server import (
+    MAX_HEADERS,
+    MAX_LINE_BYTES,
+    MAX_SEGMENTS,
+    HttpLimits,
+    HttpServer,
+    _Connection,
+)
+from trtmesh.chassis.pacing import FIRST_GUESS_SECONDS, SLICE_SECONDS
 
 LARGE = b"x" * 2**24
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(100)
 TLS = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256))
 
 
-@asynccontextmanager
-async def serving(idle_seconds: float = 60, stall_seconds: float = 60) -> AsyncIterator[int]:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=LARGE if request.path == "/large" else b"small")
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
-    app = web.Application()
-    app.router.add_get("/{path:.*}", answer)
-    server = HttpServer(app, HttpLimits(8, idle_seconds, stall_seconds))
+
+def limits(
+    max_open: int = 64,
+    max_per_address: int = 64,
+    idle_seconds: float = 60,
+    stall_seconds: float = 60,
+) -> HttpLimits:
+    return HttpLimits(max_open, max_per_address, 2**30, idle_seconds, stall_seconds)
+
+
+@asynccontextmanager
+async def server_of(
+    handler: Handler, given: HttpLimits | None = None
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    app = web.Application(client_max_size=2**30)
+    app.router.add_route("*", "/{path:.*}", handler)
+    server = HttpServer(app, given or limits())
     _, port = server.listen("127.0.0.1", 0, "test")
     await server.open()
     try:
-        yield port
+        yield server, port
     finally:
         await server.close()
+
+
+@asynccontextmanager
+async def open_server(
+    idle_seconds: float = 60, stall_seconds: float = 60
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=LARGE if request.path == "/large" else b"small")
+
+    given = limits(idle_seconds=idle_seconds, stall_seconds=stall_seconds)
+    async with server_of(answer, given) as (server, port):
+        yield server, port
+
+
+@asynccontextmanager
+async def serving(idle_seconds: float = 60, stall_seconds: float = 60) -> AsyncIterator[int]:
+    async with open_server(idle_seconds, stall_seconds) as (_, port):
+        yield port
 
 
 async def answer_to(port: int, sent: bytes) -> bytes:
@@ -82,6 +123,19 @@ async def test_heads_are_limited() -> None:
         assert b" 400 Bad Request\r\n" in await answer_to(port, head_of(100, MAX_HEADERS + 1))
 
 
+async def test_paths_have_few_segments() -> None:
+    path = (
+        b"GET /"
+        + b"a/" * (MAX_SEGMENTS - 1)
+        + b"a HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    )
+    async with serving() as port:
+        assert b" 200 OK\r\n" in await answer_to(port, path)
+        answer = await answer_to(port, path.replace(b"/a ", b"/a/ "))
+    assert answer.startswith(b"HTTP/1.1 404 Not Found\r\n")
+    assert answer.endswith(b'{"error": "Not Found"}')
+
+
 async def test_head_must_arrive_in_time() -> None:
     async with serving(idle_seconds=0.5) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -109,24 +163,180 @@ async def bytes_left(client: socket.socket) -> int:
 
 
 async def test_client_that_reads_nothing_is_cut_off() -> None:
-    async with serving(stall_seconds=0.3) as port:
+    async with open_server(stall_seconds=0.3) as (server, port):
         loop = asyncio.get_running_loop()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
             await loop.sock_connect(client, ("127.0.0.1", port))
             await loop.sock_sendall(client, b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
-            await asyncio.sleep(1)
+            await until(lambda: bool(server.arrivals._open))
+            await until(lambda: not server.arrivals._open)
             assert await bytes_left(client) < len(LARGE)
 
 
 async def test_client_that_reads_slowly_gets_everything() -> None:
-    async with serving(stall_seconds=0.5) as port:
+    """Over a longer time than the limit, which lies far above its pauses."""
+    async with serving(stall_seconds=3) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        got = 0
-        while chunk := await reader.read(2**20):
+        got, began = 0, perf_counter()
+        while chunk := await reader.read(2**17):
             got += len(chunk)
-            await asyncio.sleep(0.01)
+            # Slowly for a while; the rest at once.
+            await asyncio.sleep(0.1 if perf_counter() < began + 4 else 0)
         writer.close()
         assert got > len(LARGE)
+
+
+async def length(request: web.Request) -> web.Response:
+    return web.Response(text=f"{request.path} {len(await request.read())}!")
+
+
+@asynccontextmanager
+async def connected(
+    port: int,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(60):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - what the server holds sets no event
+            await asyncio.sleep(0.01)
+
+
+GET = b"GET /get HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (limits(max_open=2), "the server has 2 connections, its limit"),
+        (limits(max_per_address=2), "127.0.0.1 has 2 connections, the limit of an address"),
+    ],
+)
+async def test_a_connection_beyond_the_limit_is_told_and_closed(
+    given: HttpLimits, reason: str
+) -> None:
+    async with server_of(length, given) as (server, port):
+        async with connected(port) as (first, write_first), connected(port) as (second, write):
+            for reader, writer in ((first, write_first), (second, write)):
+                writer.write(GET)
+                assert b"200 OK" in await reader.readuntil(b"!")
+            async with connected(port) as (third, _):
+                head, _, body = (await third.read()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert json.loads(body) == {"error": reason}
+            write_first.write(GET)
+            assert b"200 OK" in await first.readuntil(b"!")
+        await until(lambda: not server.arrivals._open)
+        async with connected(port) as (reader, writer):
+            writer.write(GET)
+            assert b"200 OK" in await reader.readuntil(b"!")
+
+
+def post(path: str, body: bytes) -> bytes:
+    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (
+        path.encode(),
+        len(body),
+        body,
+    )
+
+
+async def test_bodies_arrive_whole_and_in_order() -> None:
+    chunks = b"1\r\nx\r\n" * 5_000 + b"0\r\n\r\n"
+    chunked = b"POST /chunks HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+    async with server_of(length) as (server, port):
+        async with connected(port) as (reader, writer):
+            writer.write(post("/a", bytes(5_000_000)) + GET * 100 + chunked + post("/b", b"x"))
+            expected = ["/a 5000000!", *["/get 0!"] * 100, "/chunks 5000!", "/b 1!"]
+            for each in expected:
+                assert (await reader.readuntil(b"!")).endswith(b"\r\n\r\n" + each.encode())
+        assert server.budget.held == 0
+        await until(lambda: not server.arrivals._open)
+
+
+async def test_the_body_behind_a_running_request_waits_and_counts() -> None:
+    going_on = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/first":
+            await going_on.wait()
+        return await length(request)
+
+    async with server_of(answer) as (server, port), connected(port) as (reader, writer):
+        writer.write(post("/first", b"x"))
+        writer.write(post("/second", bytes(100_000)) + post("/third", bytes(100_000)))
+        await until(lambda: server.budget.held > 0)
+        going_on.set()
+        for each in (b"/first 1!", b"/second 100000!", b"/third 100000!"):
+            assert (await reader.readuntil(b"!")).endswith(each)
+        assert server.budget.held == 0
+
+
+async def test_a_head_that_does_not_end_counts() -> None:
+    async with server_of(length) as (server, port), connected(port) as (reader, writer):
+        writer.write(GET[:-2] + (b"X: " + b"x" * 5000 + b"\r\n") * 10)
+        await until(lambda: server.budget.held > 50_000)
+        writer.write(b"\r\n")
+        assert b"200 OK" in await reader.readuntil(b"!")
+        assert server.budget.held == 0
+
+
+async def test_what_a_lost_connection_held_counts_no_longer() -> None:
+    async with server_of(length) as (server, port):
+        async with connected(port) as (_, writer):
+            writer.write(GET[:-2] + (b"X: " + b"x" * 5000 + b"\r\n") * 10)
+            await until(lambda: server.budget.held > 50_000)
+        await until(lambda: server.budget.held == 0)
+
+
+BODY = post("/", bytes(100_000))
+
+
+@pytest.mark.parametrize(
+    ("sent", "answers"),
+    [(b"", 0), (GET, 1), (GET * 100, 100), (BODY, 1), (GET + BODY[:-1], 1), (GET + GET[:-1], 1)],
+    ids=["nothing", "one", "many", "body", "unfinished-body", "unfinished-head"],
+)
+async def test_lost_connections_are_freed_without_the_collector(sent: bytes, answers: int) -> None:
+    with without_collector():
+        async with server_of(length) as (server, port):
+            async with connected(port) as (reader, writer):
+                await until(lambda: server.arrivals._open.total() == 1)
+                writer.write(sent)
+                for _ in range(answers):
+                    await reader.readuntil(b"!")
+            del reader, writer
+            await gone(_Connection, InputTransport)
+
+
+async def test_few_of_many_requests_begin_in_a_pass() -> None:
+    """So that streams advance between them."""
+    begun = list[str]()
+
+    async def work(request: web.Request) -> web.Response:
+        begun.append(request.path)
+        ends = perf_counter() + FIRST_GUESS_SECONDS
+        while perf_counter() < ends:
+            pass
+        return web.Response(text="!")
+
+    async with server_of(work) as (_, port), AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(port)) for _ in range(50)]
+        for _, writer in clients:
+            writer.write(GET)
+        in_passes = list[int]()
+        while len(begun) < len(clients):
+            before = len(begun)
+            await asyncio.sleep(0)
+            in_passes.append(len(begun) - before)
+        assert max(in_passes) <= SLICE_SECONDS / FIRST_GUESS_SECONDS
+        for reader, _ in clients:
+            await reader.readuntil(b"!")

@@ -105,7 +105,7 @@ async def test_connections_are_limited_and_cost_no_thread() -> None:
     threads = threading.active_count()
     async with metrics_endpoint(counting(), "127.0.0.1", 0) as port:
         await scraped(port)
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(LIMITS.connections)]
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(LIMITS.max_open)]
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             async with asyncio.timeout(60):

@@ -1,14 +1,18 @@
-"""Items leave in order, merged while a write is in flight, within the limits of a message."""
+"""Items leave in order, merged over passes of the event loop, within the limits of a message."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TypeAlias
 
-from trtmesh.chassis.outbox import MAX_BYTES, MAX_ITEMS, Outbox
+from trtmesh.chassis.outbox import ENOUGH_ITEMS, MAX_BYTES, MAX_ITEMS, Outbox
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 Events: TypeAlias = "Outbox[pb.TokenizerServiceConnectResponse, pb.TokenizerEvent]"
+
+
+MANY = 20
+"""Passes of the event loop; no message waits for so many."""
 
 
 def new_outbox(max_waiting: int | None = None) -> Events:
@@ -41,6 +45,38 @@ async def test_consumer_waits_for_the_first_item() -> None:
     assert not consuming.done()
     add(outbox, 7)
     assert await consuming == [7]
+
+
+async def test_message_holds_what_the_next_few_passes_add() -> None:
+    outbox = new_outbox()
+    consuming = asyncio.create_task(next_handles(outbox))
+    for handle in range(MANY):
+        add(outbox, handle)
+        await asyncio.sleep(0)
+    first = await consuming
+    assert 3 < len(first) < MANY
+    assert first + await next_handles(outbox) == list(range(MANY))
+
+
+async def test_full_enough_message_does_not_wait() -> None:
+    outbox = new_outbox()
+    for handle in range(ENOUGH_ITEMS - 1):
+        add(outbox, handle)
+    consuming = asyncio.create_task(next_handles(outbox))
+    for handle in range(ENOUGH_ITEMS - 1, MANY):
+        await asyncio.sleep(0)
+        add(outbox, handle)
+    assert await consuming == list(range(ENOUGH_ITEMS))
+
+
+async def test_pass_that_adds_no_item_sends_a_message() -> None:
+    outbox = new_outbox()
+    add(outbox, 1)
+    consuming = asyncio.create_task(next_handles(outbox))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    add(outbox, 2)
+    assert await consuming == [1]
 
 
 async def test_message_is_bounded_by_bytes() -> None:

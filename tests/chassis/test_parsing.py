@@ -19,7 +19,7 @@ from trtmesh.chassis.parsing import (
     parse_prompt,
     refuse_unsupported,
 )
-from trtmesh.chassis.vocabulary import GenerationConfig, Tensor
+from trtmesh.chassis.vocabulary import GenerationConfig, Prompt, Tensor
 from trtmesh.v1 import generation_pb2 as pb
 
 
@@ -245,6 +245,15 @@ class TestPrompt:
         assert (
             parse_prompt(pb.Prompt(text="a", add_special_tokens=False)).add_special_tokens is False
         )
+
+    @pytest.mark.parametrize("content", [{"text": "a"}, {"token_ids": pb.TokenIds(ids=[1])}])
+    def test_every_field_of_a_prompt_is_read(self, content: dict[str, Any]) -> None:
+        prompt = pb.Prompt(add_special_tokens=False, **content)
+        parsed = parse_prompt(prompt)
+        read = {each.name for each in fields(Prompt) if getattr(parsed, each.name) != each.default}
+        assert read == {field.name for field, _ in prompt.ListFields()}
+        known = {"text", "token_ids", "add_special_tokens"}
+        assert {field.name for field in pb.Prompt.DESCRIPTOR.fields} == known
 
     def test_prompt_without_text_and_ids_is_refused(self) -> None:
         with pytest.raises(InvalidField) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 PROGRAM = textwrap.dedent(
     """
-    import asyncio, sys, threading
+    import asyncio, gc, sys, threading
     from typing import ClassVar
     from trtmesh.chassis.errors import ModelUnusable
     from trtmesh.chassis.service import run
@@ -52,6 +53,8 @@ PROGRAM = textwrap.dedent(
             print("draining", file=sys.stderr, flush=True)
             if self.settings.drain == "break":
                 self.runtime.fail(RuntimeError("broke while draining"))
+            if self.settings.drain == "grow":
+                return grow()
             if self.settings.drain != "well":
                 await asyncio.Event().wait()
             print("drained", file=sys.stderr, flush=True)
@@ -61,10 +64,25 @@ PROGRAM = textwrap.dedent(
             if self.settings.stop == "hang":
                 await asyncio.to_thread(threading.Event().wait)
 
+    def grow():
+        # Objects that stay, as those of thousands of calls.
+        examined = []
+
+        def record(phase, info):
+            if phase == "start":
+                young = range(info["generation"] + 1)
+                examined.append(sum(len(gc.get_objects(generation)) for generation in young))
+
+        gc.callbacks.append(record)
+        kept = [[] for _ in range(1_200_000)]
+        print(f"collections of {len(kept)} objects examined {examined} objects", file=sys.stderr)
+
     sys.exit(run(ExampleSettings, Example, sys.argv[1:]))
     """
 )
 PATIENCE_SECONDS = 60
+MOST_EXAMINED = 100_000
+"""Objects, of which a collection examines some three million a second."""
 SERVING = "trtmesh.chassis.health: serving"
 
 
@@ -250,3 +268,15 @@ async def test_failure_while_draining_fails_the_process(tmp_path: Path) -> None:
         process.process.terminate()
         assert await process.end() == 1
         assert "cannot continue: broke while draining" in process.seen
+
+
+async def test_collections_of_garbage_examine_few_objects(tmp_path: Path) -> None:
+    """A collection that examines a million objects stops every stream for a third of a second."""
+    async with example(tmp_path, "--drain", "grow") as process:
+        await process.until(SERVING)
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.end() == 0
+        found = re.search(r"examined \[(.*)\] objects", process.seen)
+        assert found, process.seen
+        examined = [int(count) for count in found[1].split(",")]
+        assert 0 < max(examined) <= MOST_EXAMINED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from time import perf_counter
 
-from trtmesh.chassis.http2.turns import PASS_SECONDS, TURN_SECONDS, Line, Turns
+from trtmesh.chassis.http2.turns import SLICE_SECONDS, TURN_SECONDS, Line, Turns
 
 
 class Heavy:
@@ -57,7 +57,7 @@ async def test_new_work_comes_before_the_rest_of_old_work() -> None:
     before, new = len(log), Heavy(1, log)
     if turns.take(new):
         await new.done.wait()
-    assert log.index(new) - before <= PASS_SECONDS / TURN_SECONDS + 1
+    assert log.index(new) - before <= SLICE_SECONDS / TURN_SECONDS + 1
     assert all(work.parts for work in old)
 
 
@@ -106,7 +106,28 @@ async def test_other_callbacks_run_between_passes() -> None:
         before = len(log)
         await asyncio.sleep(0)
         turns_between.append(len(log) - before)
-    assert max(turns_between) <= PASS_SECONDS / TURN_SECONDS + 1
+    assert max(turns_between) <= SLICE_SECONDS / TURN_SECONDS + 1
+
+
+async def test_other_callbacks_run_although_works_bring_others() -> None:
+    """A connection that ends in its turn brings the ends of its calls."""
+    turns, log = Turns(), list[Heavy]()
+
+    class Ending(Heavy):
+        def go_on(self, until: float) -> bool:
+            waits = super().go_on(until)
+            if not waits:
+                turns.take(Heavy(200, log))
+            return waits
+
+    for _ in range(20):
+        turns.take(Ending(20, log))
+    turns_between = []
+    while len(log) < 200:
+        before = len(log)
+        await asyncio.sleep(0)
+        turns_between.append(len(log) - before)
+    assert max(turns_between) <= SLICE_SECONDS / TURN_SECONDS + 2
 
 
 async def test_a_failing_work_does_not_stop_others() -> None:

@@ -130,7 +130,7 @@ async def test_takes_a_change_from_before_it_follows(paper: Paper) -> None:
     paper.authority.issue("server")
     following = asyncio.create_task(certificates.follow())
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while secure.context() is before:  # noqa: ASYNC110 - files set no event
                 await asyncio.sleep(0.01)
     finally:
@@ -148,7 +148,7 @@ async def test_a_certificate_waits_for_its_key(
     other = paper.authority.issue("other")
     following = asyncio.create_task(certificates.follow())
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             paper.server.certificate.write_bytes(other.certificate.read_bytes())
             while "stay in use" not in caplog.text:  # noqa: ASYNC110 - logs set no event
                 await asyncio.sleep(0.01)

@@ -26,7 +26,7 @@ from trtmesh.chassis.http2.frames import PREFACE, settings
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.chassis.tls.settings import TlsSettings
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 
 Ask = Callable[[str, ClientTls | None], Awaitable[bytes]]
 

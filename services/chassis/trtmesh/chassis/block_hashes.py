@@ -28,6 +28,8 @@ def root_hash(
     Of the adapter, id and version count. `prompt_table_digest` is the digest of the embeddings of the ids above the
     vocabulary. The model does not count, because a worker serves one model for its life.
     """
+    if salt is None and adapter is None and prompt_table_digest is None:
+        return ROOT_HASH
     parts = (
         (b"salt", None if salt is None else salt.encode()),
         (b"adapter", None if adapter is None else f"{adapter.id}:{adapter.version}".encode()),
@@ -37,7 +39,7 @@ def root_hash(
     content = b"".join(
         name + len(part).to_bytes(8, "little") + part for name, part in parts if part is not None
     )
-    return _number(blake2b(content, digest_size=8).digest()) if content else ROOT_HASH
+    return _number(blake2b(content, digest_size=8).digest())
 
 
 def chain(parent_hash: int, token_ids: Sequence[int], tokens_per_block: int) -> list[int]:

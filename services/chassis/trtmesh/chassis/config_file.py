@@ -17,7 +17,7 @@ SECTIONS = frozenset({"mesh", "router", "tokenizer", "engine"})
 def read_config_file(file: Path) -> dict[str, dict[str, object]]:
     """Reads the sections of a YAML configuration file. Raises SettingsError."""
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}  # noqa: S506 - it is a safe one
+        content = load_yaml(file.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise SettingsError(
             f"cannot read the configuration file {file}: {error.strerror}"
@@ -35,6 +35,11 @@ def read_config_file(file: Path) -> dict[str, dict[str, object]]:
         if not isinstance(section, dict):
             raise SettingsError(f"section {name!r} of {file} must be a mapping, not {section!r}")
     return content
+
+
+def load_yaml(text: str) -> Any:
+    """Parses YAML without objects; refuses duplicate keys. Raises yaml.YAMLError."""
+    return yaml.load(text, _Loader)  # noqa: S506 - it is a safe one
 
 
 class _Loader(yaml.SafeLoader):

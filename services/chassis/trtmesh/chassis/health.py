@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _Statuses(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped library
+    """Tells the statuses of services.
+
+    Unlike with the library's servicer, a watcher that reads nothing holds up no change, and one that leaves takes no
+    news from the others.
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        """Set at the next change."""
+
+    def set(self, service: str, status: int) -> None:
+        self._statuses[service] = status
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: Any, context: _Context) -> Any:
+        if (status := self._statuses.get(request.service)) is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: _Context) -> None:
+        told = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, _UNKNOWN)
+            if status != told:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                told = status
+            await changed.wait()
 
 
 class Health:
@@ -23,13 +61,13 @@ class Health:
     def __init__(self, service_names: Sequence[str]) -> None:
         # The empty name stands for the process as a whole.
         self._services = ("", *service_names)
-        self._servicer = health.aio.HealthServicer()
+        self._statuses = _Statuses()
         self._problems: dict[str, str] = {"start": "starting"}
         self._published: bool | None = None
         self._parts: dict[str, str] = {}
 
     async def register(self, server: grpc.aio.Server) -> None:
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._statuses, server)
         await self._publish()
 
     @property
@@ -52,7 +90,7 @@ class Health:
         """Publishes the state of a part as a service of its own name; the process serves with a problem there."""
         if self._parts.get(part) != problem:
             self._parts[part] = problem
-            await self._servicer.set(part, _NOT_SERVING if problem else _SERVING)
+            self._statuses.set(part, _NOT_SERVING if problem else _SERVING)
 
     async def _publish(self) -> None:
         serving = not self._problems
@@ -62,7 +100,7 @@ class Health:
             )
             self._published = serving
         for service in self._services:
-            await self._servicer.set(service, _SERVING if serving else _NOT_SERVING)
+            self._statuses.set(service, _SERVING if serving else _NOT_SERVING)
 
     def _text(self) -> str:
         return "; ".join(f"{component}: {problem}" for component, problem in self._problems.items())

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 server on the event loop, within limits of connections, heads and time."""
+"""An HTTP/1.1 server on the event loop, within limits of connections, heads, bytes and time."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import asyncio
 import json
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from trtmesh.chassis.addresses import bind
+from trtmesh.chassis.arrivals import Arrivals
+from trtmesh.chassis.http2.budget import Budget
+from trtmesh.chassis.http2.turns import Turns
+from trtmesh.chassis.http_input import InputTransport
 from trtmesh.chassis.logs import Occasionally
+from trtmesh.chassis.pacing import Lane, Pacing
 from trtmesh.chassis.quoting import cut
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.chassis.tls.listener import TlsListener, serve
 
 log = logging.getLogger(__name__)
+
+_Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 LINGER_SECONDS = 2.0
 """How long a client may keep sending after an early answer."""
@@ -28,6 +36,8 @@ MAX_LINE_BYTES = 8190
 """Longest request line, and longest header."""
 MAX_HEADERS = 128
 """Most headers of a request."""
+MAX_SEGMENTS = 32
+"""Most parts of a path. aiohttp looks for a handler by each beginning of it, 20 ms for a path of slashes."""
 MAX_PROBLEM_CHARACTERS = 128
 """Longest report of bytes that are no request."""
 
@@ -36,8 +46,12 @@ MAX_PROBLEM_CHARACTERS = 128
 class HttpLimits:
     """What one server gives to its clients."""
 
-    connections: int
+    max_open: int
     """Most open connections; further ones are answered with 503."""
+    max_per_address: int
+    """Most open connections of one IPv4 address or one /64 network of IPv6, likewise."""
+    held_bytes: int
+    """Most bytes that were received and not parsed, of all connections together."""
     idle_seconds: float
     """How long a connection may idle, or take to send the head of a request."""
     stall_seconds: float
@@ -52,7 +66,11 @@ class HttpServer:
     ) -> None:
         self.limits = limits
         self._tls = tls
-        self.connections = 0
+        self.arrivals = Arrivals(limits)
+        self.turns = Turns()
+        self.pacing = Pacing()
+        self.budget = Budget(limits.held_bytes)
+        """For handlers to count the bodies that they hold."""
         self.occasionally = Occasionally(log)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
@@ -68,6 +86,9 @@ class HttpServer:
     async def open(self) -> None:
         assert self._socket is not None
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        server.request_handler = _begun_in_turn(server.request_handler)
         self._listener = await serve(self._socket, self._connection, self._tls)
 
     async def close(self) -> None:
@@ -77,9 +98,31 @@ class HttpServer:
         if self._socket is not None:
             self._socket.close()
 
+    async def turn(self, request: web.BaseRequest) -> None:
+        """Waits for another turn of a handler, which has waited for its client: it no longer begins in its first."""
+        await _connection_of(request).turn()
+
     def _connection(self) -> _Connection:
         assert self._runner.server is not None
         return _Connection(self, self._runner.server)
+
+
+def _begun_in_turn(handle: _Handle) -> _Handle:
+    """Has each request begin when its connection lets it: to find a handler takes time, too."""
+
+    async def begin(request: web.BaseRequest) -> web.StreamResponse:
+        await _connection_of(request).begin(request)
+        if request.rel_url.raw_path.count("/") > MAX_SEGMENTS:
+            return _error(HTTPStatus.NOT_FOUND, HTTPStatus.NOT_FOUND.phrase)
+        return await handle(request)
+
+    return begin
+
+
+def _connection_of(request: web.BaseRequest) -> _Connection:
+    connection = request.protocol
+    assert isinstance(connection, _Connection)
+    return connection
 
 
 class _Connection(web.RequestHandler):
@@ -98,31 +141,75 @@ class _Connection(web.RequestHandler):
             auto_decompress=False,
         )
         self._server = server
-        self._admitted = False
+        self._host = ""
+        self._input: InputTransport | None = None
+        """None unless the connection is admitted and open."""
+        self._lane = Lane(server.pacing)
+        self._body: StreamReader | None = None
+        """Of the last request that has begun."""
+        self._length = 0
+        """Of this body; 0 if it comes in chunks."""
+        self.request_waits = False
+        """Whether a request was parsed that has not begun."""
         self._stalled: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._server.connections >= self._server.limits.connections:
-            self._refuse(cast(asyncio.Transport, transport))
+        server, below = self._server, cast(asyncio.Transport, transport)
+        self._host = str((below.get_extra_info("peername") or ("unknown",))[0])
+        if problem := server.arrivals.admit(self._host):
+            self._refuse(below, problem)
             return
-        self._server.connections += 1
-        self._admitted = True
-        super().connection_made(transport)
+        self._input = InputTransport(below, self, server.turns, server.budget)
+        super().connection_made(cast(asyncio.Transport, self._input))
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._admitted:
-            self._admitted = False
-            self._server.connections -= 1
+        if self._input is not None:
+            self._server.arrivals.leave(self._host)
+            self._input.drop()
+            self._input = self._body = None
         self._forget_stall()
         super().connection_lost(exc)
 
-    def _refuse(self, transport: asyncio.Transport) -> None:
+    def data_received(self, data: bytes) -> None:
+        if data and self._input is not None:
+            self._input.receive(data)
+        else:
+            # aiohttp goes on with what its parser has kept.
+            super().data_received(data)
+
+    def parse(self, piece: bytes) -> None:
+        super().data_received(piece)
+        self.request_waits = bool(self._messages)
+
+    @property
+    def in_head(self) -> bool:
+        """Whether what comes next belongs to no body."""
+        return not self.request_waits and (self._body is None or self._body.is_eof())
+
+    @property
+    def body_left(self) -> int:
+        """Bytes that belong to a body and are only copied; 0 for chunks."""
+        return self._length - self._body.total_bytes if self._body is not None else 0
+
+    async def turn(self) -> None:
+        """Waits for a turn of the request."""
+        await self._lane.turn_before_rest()
+
+    async def begin(self, request: web.BaseRequest) -> None:
+        """Waits for the turn of a request, then takes its body."""
+        await self.turn()
+        self._body, self._length = request.content, request.content_length or 0
+        self.request_waits = bool(self._messages)
+        if self._input is not None:
+            self._input.go_on_soon()
+
+    def _refuse(self, transport: asyncio.Transport, problem: str) -> None:
         """Answers before a request is read, which its parser would need memory for."""
         self._server.occasionally(
-            "full", logging.WARNING, "connection refused: %d are open", self._server.connections
+            "full", logging.WARNING, "connection of %s refused: %s", self._host, problem
         )
-        body = _error_body(f"the server has {self._server.connections} connections, its limit")
+        body = _error_body(problem)
         transport.write(
             b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
             b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
@@ -181,11 +268,13 @@ class _Connection(web.RequestHandler):
             "bytes", logging.INFO, "no request of HTTP/1.1 from %s: %s", request.remote, problem
         )
         sentence = f"the server expects a request of HTTP/1.1: {problem}"
-        response = web.Response(
-            status=status, body=_error_body(sentence), content_type="application/json"
-        )
+        response = _error(status, sentence)
         response.force_close()
         return response
+
+
+def _error(status: int, sentence: str) -> web.Response:
+    return web.Response(status=status, body=_error_body(sentence), content_type="application/json")
 
 
 def _error_body(sentence: str) -> bytes:

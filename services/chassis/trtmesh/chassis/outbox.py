@@ -1,4 +1,5 @@
-"""Output that waits for a stream: everything added while a write is in flight leaves in the next message."""
+"""Output that waits for a stream: what is added in the next passes of the event loop, or while a write is in flight,
+leaves in one message."""
 
 from __future__ import annotations
 
@@ -11,6 +12,12 @@ from typing import Generic, TypeVar
 MAX_ITEMS = 256
 MAX_BYTES = 2**20
 """Limits of one message; a larger item goes alone."""
+
+MAX_PASSES = 4
+"""Passes of the event loop that a message waits for more items."""
+
+ENOUGH_ITEMS = 20
+"""Items for which no message waits: the peer handles all of a message in one pass, and its streams wait meanwhile."""
 
 Message = TypeVar("Message")
 Item = TypeVar("Item")
@@ -74,6 +81,7 @@ class Outbox(Generic[Message, Item]):
         while not self._batches and not self._closed:
             self._changed.clear()
             await self._changed.wait()
+        await self._gather()
         if not self._batches:
             return None
         batch = self._batches.popleft()
@@ -81,3 +89,12 @@ class Outbox(Generic[Message, Item]):
         if self._max_waiting is None or self._waiting < self._max_waiting:
             self._room.set()
         return batch.message
+
+    async def _gather(self) -> None:
+        """Waits for the next pass of the event loop while each adds items, a few times. A burst adds a few in each
+        pass, and every message costs a write, and a pass of the peer."""
+        for _ in range(MAX_PASSES):
+            waiting = self._waiting
+            await asyncio.sleep(0)
+            if self._waiting == waiting or self._waiting >= ENOUGH_ITEMS:
+                break

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -37,6 +37,11 @@ DATACLASSES: dict[str, type] = {
     "Image": v.Image,
     "MultimodalConfig": v.Multimodal,
     "HandoffConfig": v.Handoff,
+}
+
+_DEFAULTS = {
+    name: {field.name: field.default for field in fields(kind)}
+    for name, kind in DATACLASSES.items()
 }
 
 # Inclusive limits by path.
@@ -147,26 +152,27 @@ LOGITS_DATA_TYPES = frozenset({0, pb.DATA_TYPE_FP32, pb.DATA_TYPE_FP16, pb.DATA_
 def parse_config(message: pb.GenerationConfig) -> v.GenerationConfig:
     """Parses a config. Raises InvalidField."""
     paths: set[str] = set()
-    config: v.GenerationConfig = _message(message, "", paths)
-    if config.beam_search.beam_width > 1 and message.sampling.HasField("num_return_sequences"):
+    values = _values(message, "", paths)
+    has_beams = "beam_search" in values and values["beam_search"].beam_width > 1
+    if has_beams and message.sampling.HasField("num_return_sequences"):
         # Beam search returns all beams by default, so 1 is not the default.
         paths.add("sampling.num_return_sequences")
-    config = replace(config, fields_set=frozenset(paths))
+    config = v.GenerationConfig(**values, fields_set=frozenset(paths))
     _check_combinations(config)
     return config
 
 
 def parse_prompt(message: pb.Prompt) -> v.Prompt:
-    """Parses a prompt. Raises InvalidField without text and token ids."""
-    if message.WhichOneof("content") is None:
-        raise InvalidField("has neither text nor token_ids; set one of them", field="prompt")
-    prompt: v.Prompt = _message(message, "prompt.", set())
-    # An empty TokenIds message parses like an unset one.
-    return (
-        replace(prompt, token_ids=())
-        if prompt.text is None and prompt.token_ids is None
-        else prompt
-    )
+    """Parses a prompt, field by field, since each item has one. Raises InvalidField without text and token ids."""
+    special = message.add_special_tokens if message.HasField("add_special_tokens") else True
+    match message.WhichOneof("content"):
+        case "text":
+            return v.Prompt(text=message.text, add_special_tokens=special)
+        case "token_ids":
+            ids = message.token_ids.ids
+            _check_count("prompt.token_ids", ids)
+            return v.Prompt(token_ids=tuple(ids), add_special_tokens=special)
+    raise InvalidField("has neither text nor token_ids; set one of them", field="prompt")
 
 
 def refuse_unsupported(config: v.GenerationConfig, supported: Iterable[str], who: str) -> None:
@@ -179,25 +185,29 @@ def refuse_unsupported(config: v.GenerationConfig, supported: Iterable[str], who
 
 
 def _message(message: Message, prefix: str, paths: set[str]) -> Any:
-    """Converts `message` to its dataclass and adds the paths of non-default leaves to `paths`.
+    """Converts `message` to its dataclass and adds the paths of non-default leaves to `paths`."""
+    values = _values(message, prefix, paths)
+    if isinstance(message, pb.Tensor):
+        tensor = v.Tensor(**{"data_type": 0, "shape": (), "data": b"", **values})
+        _check_tensor(prefix.rstrip("."), tensor)
+        return tensor
+    return DATACLASSES[message.DESCRIPTOR.name](**values)
+
+
+def _values(message: Message, prefix: str, paths: set[str]) -> dict[str, Any]:
+    """The set fields of `message`, converted.
 
     A field set to its default, such as a beam width of 1, needs no support by the backend.
     """
-    kind = DATACLASSES[message.DESCRIPTOR.name]
-    defaults = {field.name: field.default for field in fields(kind)}
+    defaults = _DEFAULTS[message.DESCRIPTOR.name]
     values = {}
     for field, value in message.ListFields():
-        path = prefix + field.name
-        parsed = values[field.name] = _field(field, value, path, paths)
-        if parsed == defaults[field.name]:
+        name = field.name
+        path = prefix + name
+        parsed = values[name] = _field(field, value, path, paths)
+        if parsed == defaults[name]:
             paths.discard(path)
-    result = kind(
-        **({"data_type": 0, "shape": (), "data": b""} if isinstance(message, pb.Tensor) else {})
-        | values
-    )
-    if isinstance(result, v.Tensor):
-        _check_tensor(prefix.rstrip("."), result)
-    return result
+    return values
 
 
 def _field(field: FieldDescriptor, value: Any, path: str, paths: set[str]) -> Any:

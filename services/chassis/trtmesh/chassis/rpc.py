@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -27,26 +27,44 @@ def request_id_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     return ""
 
 
-@asynccontextmanager
-async def answering(
+class Answering(AbstractAsyncContextManager[None]):
+    """The block of a handler's body. A class, because an asynchronous generator costs a call as much as its parsing."""
+
+    def __init__(
+        self,
+        context: grpc.aio.ServicerContext[Any, Any],
+        request_id: str,
+        sentence: Callable[[TrtmeshError], str],
+    ) -> None:
+        self._context, self._sentence = context, sentence
+        self._bound = request_id_bound(request_id or request_id_of(context))
+
+    async def __aenter__(self) -> None:
+        self._bound.__enter__()
+
+    async def __aexit__(
+        self, _: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if isinstance(error, TrtmeshError):
+                await _abort(self._context, error, self._sentence(error))
+            elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+                # A defect must reach the client as a status, not as a broken connection.
+                log.error("unexpected error in a call", exc_info=error)
+                defect = InternalError(f"{type(error).__name__}: {error}")
+                await _abort(self._context, defect, defect.message)
+        finally:
+            self._bound.__exit__()
+
+
+def answering(
     context: grpc.aio.ServicerContext[Any, Any],
     request_id: str = "",
     sentence: Callable[[TrtmeshError], str] = str,
-) -> AsyncIterator[None]:
+) -> Answering:
     """Wraps a handler's body. A TrtmeshError ends the call with its status, its sentence and its data; any other
     exception is logged with a traceback and ends the call with INTERNAL."""
-    with request_id_bound(request_id or request_id_of(context)):
-        try:
-            yield
-        except TrtmeshError as error:
-            await _abort(context, error, sentence(error))
-        except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
-            raise
-        except Exception as error:
-            # A defect must reach the client as a status, not as a broken connection.
-            log.exception("unexpected error in a call")
-            defect = InternalError(f"{type(error).__name__}: {error}")
-            await _abort(context, defect, defect.message)
+    return Answering(context, request_id, sentence)
 
 
 async def _abort(

@@ -22,6 +22,7 @@ from chassis.grpc.client.scripted_server import (
 )
 from chassis.grpc.server.conftest import MOST_BYTES
 from chassis.grpc.server.wire import Breach, Wire, message
+from chassis.withheld_turns import WithheldTurns
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc.client import ClientCall, connected
 from trtmesh.chassis.http2 import connection as http2_connection
@@ -136,6 +137,22 @@ async def test_max_concurrent_streams_is_kept(peer: Peer) -> None:
         call.cancel()
         assert await wire.error() == (3, ErrorCode.CANCEL)
         await echo(connection, wire, 5)
+
+
+async def test_a_connection_takes_the_turns_that_it_shares(peer: Peer) -> None:
+    turns = WithheldTurns()
+
+    async def connect() -> None:
+        async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS, turns=turns):
+            pass
+
+    connecting = asyncio.create_task(connect())
+    await peer.wire()
+    while not turns.asked:  # noqa: ASYNC110 - a list sets no event
+        await asyncio.sleep(0)
+    assert not connecting.done()
+    turns.give()
+    await connecting
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="an option of Linux")

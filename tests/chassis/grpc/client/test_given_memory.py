@@ -22,7 +22,7 @@ from chassis.grpc.client.scripted_server import (
 from chassis.grpc.server.conftest import MOST_BYTES, Example
 from chassis.grpc.server.wire import Wire, message
 from trtmesh.chassis.grpc.client import ClientCall, Method, connected
-from trtmesh.chassis.grpc.client.call import WINDOW_SIZE
+from trtmesh.chassis.grpc.client.connection import BULK_WINDOW_SIZE
 from trtmesh.chassis.grpc.messages import MIN_LARGE_BYTES, Message
 from trtmesh.chassis.http2.frames import END_STREAM, PADDED, ErrorCode, FrameType, frame
 
@@ -146,11 +146,11 @@ async def test_cancelled_call_takes_no_more_of_its_frame(peer: Peer) -> None:
 async def test_unread_messages_hold_one_window(peer: Peer) -> None:
     async with receiving(peer) as (wire, _, memory):
         body = message(bytes(2**18 - 5))
-        for _ in range(WINDOW_SIZE // 2**18):
+        for _ in range(BULK_WINDOW_SIZE // 2**18):
             wire.send(frame(FrameType.DATA, 0, 1, body))
         wire.send(frame(FrameType.DATA, 0, 1, b"\0"))
         assert await wire.error() == (1, ErrorCode.FLOW_CONTROL_ERROR)
-        assert sum(map(len, memory.given)) <= WINDOW_SIZE
+        assert sum(map(len, memory.given)) <= BULK_WINDOW_SIZE
 
 
 async def test_real_servers_send_into_the_memory(example: Example) -> None:

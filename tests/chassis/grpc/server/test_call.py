@@ -222,7 +222,7 @@ async def test_handler_in_cleanup_is_not_cancelled_again(example: Example) -> No
     async with wired(example) as wire:
         await wire.echoes(1)
     example.may_end.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await example.tidied.wait()
 
 

@@ -107,10 +107,10 @@ async def test_answer_that_nobody_reads_is_given_up(method: str) -> None:
 
 async def test_slow_reader_is_no_stalled_one() -> None:
     """It reads for longer than the limit, but something all the time."""
-    async with impatient(1.0) as example, wired(example) as wire:
+    async with impatient(4.0) as example, wired(example) as wire:
         wire.send(wire.call(1, "Whole"), wire.data(1, b"%d" % ANSWER_BYTES))
         wire.send(window_update(0, ANSWER_BYTES))
-        for _ in range(12):
+        for _ in range(30):
             await asyncio.sleep(0.15)
             wire.send(window_update(1, 100))
         wire.send(window_update(1, ANSWER_BYTES))

@@ -20,7 +20,7 @@ SERVICE = "/example.Service/"
 @asynccontextmanager
 async def channel_to(example: Example, **options: Any) -> AsyncIterator[Any]:
     async with (
-        asyncio.timeout(10),
+        asyncio.timeout(60),
         grpc.aio.insecure_channel(example.address, options=LIMITS, **options) as channel,
     ):
         yield channel
@@ -148,7 +148,7 @@ async def test_disconnect_cancels_the_handler(example: Example) -> None:
     async with channel_to(example) as channel:
         waiting = channel.unary_unary(SERVICE + "Wait")(b"")
         await example.waiting.wait()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await example.cancelled.wait()
     assert waiting.done()
 

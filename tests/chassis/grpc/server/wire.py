@@ -161,7 +161,7 @@ async def wired(
     receive_bytes: int = 2**20,
 ) -> AsyncIterator[Wire]:
     """A connection, with preface and SETTINGS if `greet`; the system buffers about `receive_bytes` unread."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         connected = socket.socket()
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         connected.setblocking(False)

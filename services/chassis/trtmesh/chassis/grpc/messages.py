@@ -22,7 +22,7 @@ pack_prefix = _PREFIX.pack
 """Encodes the compressed flag and the length of a message."""
 
 Message: TypeAlias = "bytes | bytearray | memoryview"
-"""A message; a memoryview if it was received into given memory."""
+"""A message; a memoryview if it was received into given memory, a bytearray if it was inflated."""
 
 Memory: TypeAlias = "Callable[[int], memoryview]"
 """Gives memory for a message of a size; it belongs to whoever reads the message."""
@@ -53,6 +53,14 @@ class MessageReader:
         self.encoding = encoding
         """The call's grpc-encoding."""
         self.max_bytes = max_bytes
+        self.complete = False
+        """Whether a whole message is there."""
+        self.missing = 0
+        """Bytes missing from the first message: negative if more follows, 0 if the length is unknown."""
+        self.size = 0
+        """Bytes that are held."""
+        self._message_size = 0
+        """Size of the first message in the buffer; 0 if it is unknown."""
         self._memory = memory
         self._large: memoryview | None = None
         """Memory of the first message, if it is large."""
@@ -77,9 +85,8 @@ class MessageReader:
         if self._large is not None and self._large_missing:
             data = data[self._fill(self._large, data) :]
         self._buffer += data
-        if self._large is None and len(self._buffer) >= _PREFIX.size:
-            self._check_size()
-            self._begin_large()
+        self._measure()
+        self._check_size()
 
     def _fill(self, large: memoryview, data: Buffer) -> int:
         """Takes the next bytes of the large message; returns their number."""
@@ -90,62 +97,61 @@ class MessageReader:
         self._large_missing -= size
         return size
 
-    def _begin_large(self) -> None:
-        """Moves the beginning of a large message to memory."""
-        if self._memory is None or len(self._buffer) < _PREFIX.size or self.missing <= 0:
-            return
-        compressed, size = _PREFIX.unpack_from(self._buffer)
-        if MIN_LARGE_BYTES <= size <= self.max_bytes and not compressed:
-            first = len(self._buffer) - _PREFIX.size
-            self._large_missing, large = size - first, self._memory(size)
-            large[:first] = self._buffer[_PREFIX.size :]
-            self._large = large
-            self._buffer.clear()
+    def _check_size(self) -> None:
+        if self._message_size > self.max_bytes:
+            raise too_large(self._message_size, self.max_bytes)
 
-    @property
-    def size(self) -> int:
-        """Bytes that are held."""
-        large = 0 if self._large is None else len(self._large) - self._large_missing
-        return large + len(self._buffer)
+    def _measure(self) -> None:
+        """Notes what is there, after every change."""
+        held = self.size = len(self._buffer)
+        self._message_size = 0
+        if self._large is not None:
+            self.size += len(self._large) - self._large_missing
+            self.missing = self._large_missing or -held
+            self.complete = not self._large_missing
+        elif held < _PREFIX.size:
+            self.missing, self.complete = 0, False
+        else:
+            compressed, size = _PREFIX.unpack_from(self._buffer)
+            self._message_size = size
+            self.missing = _PREFIX.size + size - held
+            self.complete = self.missing <= 0
+            if (
+                self._memory
+                and not (self.complete or compressed)
+                and (MIN_LARGE_BYTES <= size <= self.max_bytes)
+            ):
+                self._begin_large(size, self._memory)
+
+    def _begin_large(self, size: int, memory: Memory) -> None:
+        """Moves the beginning of a large message to memory."""
+        first = len(self._buffer) - _PREFIX.size
+        self._large, self._large_missing = memory(size), size - first
+        self._large[:first] = self._buffer[_PREFIX.size :]
+        self._buffer.clear()
+        self._measure()
 
     def clear(self) -> None:
         """Forgets everything."""
         self._buffer, self._large, self._large_missing = bytearray(), None, 0
-
-    def _check_size(self) -> int:
-        """The size of the first message, whose prefix is there. Raises BadMessage if it is too large."""
-        size = int.from_bytes(self._buffer[1 : _PREFIX.size])
-        if size > self.max_bytes:
-            raise too_large(size, self.max_bytes)
-        return size
-
-    @property
-    def missing(self) -> int:
-        """Bytes missing from the first message: negative if more follows, 0 if the length is unknown."""
-        if self._large is not None:
-            return self._large_missing or -len(self._buffer)
-        if len(self._buffer) < _PREFIX.size:
-            return 0
-        return _PREFIX.size + int.from_bytes(self._buffer[1 : _PREFIX.size]) - len(self._buffer)
-
-    @property
-    def complete(self) -> bool:
-        """Whether a whole message is there."""
-        if self._large is not None:
-            return not self._large_missing
-        return len(self._buffer) >= _PREFIX.size and self.missing <= 0
+        self._measure()
 
     def take(self) -> tuple[bool, Message]:
-        """Whether the first message, which is complete, is compressed, and the message. Raises BadMessage."""
+        """Whether the first message, which is complete, is compressed, and the message. Raises BadMessage for a
+        message that is too large."""
+        self._check_size()
+        compressed, body = self._large is None and self._buffer[0] != 0, self._take_body()
+        self._measure()
+        return compressed, body
+
+    def _take_body(self) -> Message:
         if self._large is not None:
             large, self._large = self._large, None
-            self._begin_large()
-            return False, large
-        end = _PREFIX.size + self._check_size()
-        compressed, body = self._buffer[0] != 0, bytes(self._buffer[_PREFIX.size : end])
+            return large
+        end = len(self._buffer) + self.missing
+        body = bytes(self._buffer[_PREFIX.size : end])
         del self._buffer[:end]
-        self._begin_large()
-        return compressed, body
+        return body
 
     def check_end(self) -> None:
         """Raises BadMessage if the data ended inside a message."""
@@ -280,10 +286,11 @@ class ReceivedMessages:
             raise Http2StreamError(
                 ErrorCode.FLOW_CONTROL_ERROR, "DATA exceeds the window of the stream"
             )
-        self._reader.add(data)
-        while self._reader.has_memory and self._reader.complete:
+        reader = self._reader
+        reader.add(data)
+        while reader.complete and reader.has_memory:
             # The next message needs memory before it arrives.
-            self._ready.append(self._reader.take())
+            self._ready.append(reader.take())
         self._count()
         if not self._dropped:
             self._wake()
@@ -302,8 +309,12 @@ class ReceivedMessages:
     @property
     def held(self) -> int:
         """Bytes received and not read."""
-        inflated = 0 if self._inflation is None else self._inflation.size
-        return self._reader.size + sum(len(body) for _, body in self._ready) + inflated
+        held = self._reader.size
+        if self._ready:
+            held += sum(len(body) for _, body in self._ready)
+        if self._inflation is not None:
+            held += self._inflation.size
+        return held
 
     def drop(self) -> None:
         """Frees everything: nobody reads it."""
@@ -323,7 +334,7 @@ class ReceivedMessages:
     @property
     def waiting(self) -> bool:
         """Whether `next` has not to wait for data."""
-        return self.ended or bool(self._ready) or self._reader.complete
+        return self.ended or self._reader.complete or bool(self._ready)
 
     @property
     def several(self) -> bool:
@@ -358,7 +369,7 @@ class ReceivedMessages:
 
     def _wake(self) -> None:
         changed = self._changed
-        if changed is not None and not changed.done() and self.waiting:
+        if changed is not None and self.waiting and not changed.done():
             changed.set_result(None)
 
     def _update_window(self) -> None:

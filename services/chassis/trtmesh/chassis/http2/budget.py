@@ -1,4 +1,4 @@
-"""Bytes that wait to be read, by this process or by its peers: bounded for all connections together.
+"""What waits for its peers, or for this process to read it: bounded for all connections together.
 
 Waiting for room would let those who never finish a message keep everyone else out. Beyond the limit, the connection
 that holds most gives way instead.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Budget:
-    """The bytes held for all connections of a server."""
+    """The bytes, or calls, held for all connections of a server, or for all clients of a router."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -18,7 +18,7 @@ class Budget:
         self.held = 0
 
     def account(self, give_way: Callable[[], None]) -> Account:
-        """The account of a new connection. `give_way` ends the call that holds most on it."""
+        """The account of a new connection or client. `give_way` makes it hold less."""
         account = Account(self, give_way)
         self._accounts.add(account)
         return account
@@ -34,7 +34,7 @@ class Budget:
 
 
 class Account:
-    """The bytes held for one connection."""
+    """What is held for one connection or client."""
 
     def __init__(self, budget: Budget, give_way: Callable[[], None]) -> None:
         self._budget = budget
@@ -43,7 +43,7 @@ class Account:
         self.held = 0
 
     def add(self, size: int) -> None:
-        """Counts bytes that are held from now on, or no longer if `size` is negative."""
+        """Counts what is held from now on, or no longer if `size` is negative."""
         if self._closed:
             return
         self.held += size
@@ -52,13 +52,13 @@ class Account:
             self._budget.relieve()
 
     def close(self) -> None:
-        """The connection is lost: what is held for it counts no longer, and is freed with its calls."""
+        """The connection or client is lost: what is held for it counts no longer, and is freed with its calls."""
         if not self._closed:
             self._closed = True
             self._budget.forget(self)
-            # It names the connection, which names this account.
+            # It names the owner, which names this account.
             self.give_way = _nothing_to_give
 
 
 def _nothing_to_give() -> None:
-    """The connection is lost."""
+    """Its owner is lost."""

@@ -68,7 +68,7 @@ FRAME_SECONDS = 10.0
 """How long a peer may take to send a frame that is kept until it is complete, or a header block."""
 
 MIN_COUNTED_BYTES = 2**14
-"""Incomplete frames of this size or more count as unread bytes."""
+"""Input of this size or more that waits for a turn or for the rest of its frame counts as unread bytes."""
 
 CLOSE_SECONDS = 0.5
 """How long a peer may take to read the last frames."""
@@ -150,7 +150,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._unfinished_since: float | None = None
         """When the incomplete frame or header block began."""
         self._counted = 0
-        """Bytes of an incomplete frame in the account."""
+        """Bytes in the account that wait for a turn or for the rest of their frame."""
         self._dropped = 0
         self._reader = FrameReader(MAX_FRAME_SIZE, expected_preface)
         self._header_decoder = HeaderDecoder()
@@ -184,10 +184,13 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             return
         # TLS may deliver what it holds after reading was paused.
         self._received = bytes(self._received) + data if self._received else data
-        if not self._waits_for_turn and self._turns.take(self):
+        if not self._waits_for_turn:
+            if not self._turns.take(self):
+                return
             self._waits_for_turn = True
             if not self._transport.is_closing():
                 self._transport.pause_reading()
+        self._count()
 
     def go_on(self, until: float) -> bool:
         """Acts on received frames, in one of the connection's turns."""
@@ -215,11 +218,17 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         return False
 
     def _note_unfinished(self, held: int, *, in_block: bool, progress: bool) -> None:
-        """Counts an incomplete frame, and the time since it or its header block began."""
+        """Notes since when a frame or header block is incomplete, and counts its bytes."""
         if not (held or in_block):
             self._unfinished_since = None
         elif self._unfinished_since is None or (progress and not in_block):
             self._unfinished_since = self._loop.time()
+        self._count()
+
+    def _count(self) -> None:
+        """Adjusts the account to what is held unparsed; to make room, it may end a call or the connection. A closed
+        connection frees it soon."""
+        held = 0 if self._closed else len(self._received) + self._reader.held
         counted = held if held >= MIN_COUNTED_BYTES else 0
         if counted != self._counted:
             change, self._counted = counted - self._counted, counted
@@ -228,6 +237,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     def completed(self) -> None:
         """Reads more, after the turns that the received bytes took."""
         self._waits_for_turn = False
+        self._count()
         if not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -261,6 +271,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         would reset the connection before the peer has read them."""
         if not self._closed:
             self._closed = True
+            self._count()
             self._writer.close()
             self._closing = self._loop.call_later(CLOSE_SECONDS, self._transport.abort)
             if not self._transport.can_write_eof():

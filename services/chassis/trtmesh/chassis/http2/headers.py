@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpack import Decoder, HPACKError
+from hpack.table import HeaderTable
 from trtmesh.chassis.http2.frames import (
     END_HEADERS,
     END_STREAM,
@@ -17,7 +18,7 @@ from trtmesh.chassis.http2.frames import (
     without_padding,
 )
 
-Fields = list[tuple[bytes, bytes]]
+Fields = tuple[tuple[bytes, bytes], ...]
 
 MAX_HEADER_LIST_SIZE = 2**14
 """Announced to peers."""
@@ -33,14 +34,19 @@ list fits, and decoding a block takes a few milliseconds at most."""
 MAX_SIZE_UPDATES = 2
 """Updates of the table's size before a block (RFC 7541, section 4.2)."""
 
+MAX_REMEMBERED = 4
+"""Blocks of a connection that are decoded once: a client's calls of one kind have equal headers."""
+
+MAX_REMEMBERED_SIZE = 2048
+"""Largest list that is remembered, as counted for MAX_HEADER_LIST_SIZE."""
+
 _PRIORITY_BYTES = 5
 
 # hpack logs every header at the level debug, and headers contain secrets.
 logging.getLogger("hpack").setLevel(logging.WARNING)
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderBlock:
+class HeaderBlock(NamedTuple):
     """Decoded headers or trailers of a stream."""
 
     stream_id: int
@@ -50,11 +56,24 @@ class HeaderBlock:
     """Size as counted for MAX_HEADER_LIST_SIZE."""
 
 
+class _WatchedTable(HeaderTable):
+    """A dynamic table that knows whether it has a new entry."""
+
+    has_grown = False
+
+    def add(self, name: bytes, value: bytes) -> None:
+        self.has_grown = True
+        super().add(name, value)
+
+
 class HeaderDecoder:
     """Decodes the header blocks of a connection, with their shared HPACK table."""
 
     def __init__(self) -> None:
         self._hpack = Decoder(max_header_list_size=MAX_LIST_BYTES)
+        self._table = self._hpack.header_table = _WatchedTable()
+        self._remembered: dict[bytes, tuple[Fields, int]] = {}
+        """Blocks and their lists with sizes, valid until the table changes."""
         self._first: Frame | None = None
         self._data = bytearray()
         self._size = 0
@@ -104,19 +123,29 @@ class HeaderDecoder:
             )
 
     def _decode(self, frame: Frame, data: bytes) -> HeaderBlock:
-        if _size_updates(data) > MAX_SIZE_UPDATES:
+        fields, size = self._remembered.get(data) or self._decoded(data)
+        return HeaderBlock(frame.stream_id, bool(frame.flags & END_STREAM), fields, size)
+
+    def _decoded(self, data: bytes) -> tuple[Fields, int]:
+        updates = _size_updates(data)
+        if updates > MAX_SIZE_UPDATES:
             raise Http2ConnectionError(
                 ErrorCode.COMPRESSION_ERROR, f"over {MAX_SIZE_UPDATES} updates of the table's size"
             )
+        self._table.has_grown = False
         try:
-            fields: Fields = [(name, value) for name, value in self._hpack.decode(data, raw=True)]
+            fields = tuple((name, value) for name, value in self._hpack.decode(data, raw=True))
         except HPACKError as error:
             # Without the text of the error: headers contain secrets.
             raise Http2ConnectionError(
                 ErrorCode.COMPRESSION_ERROR, f"invalid header block: {type(error).__name__}"
             ) from error
         size = sum(len(name) + len(value) + 32 for name, value in fields)
-        return HeaderBlock(frame.stream_id, bool(frame.flags & END_STREAM), fields, size)
+        if updates or self._table.has_grown or len(self._remembered) == MAX_REMEMBERED:
+            self._remembered.clear()
+        if not self._table.has_grown and size <= MAX_REMEMBERED_SIZE:
+            self._remembered[data] = fields, size
+        return fields, size
 
 
 def _size_updates(data: bytes) -> int:

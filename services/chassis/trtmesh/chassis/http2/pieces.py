@@ -18,9 +18,6 @@ class Pieces:
         self._pieces: deque[Buffer] = deque()
         self.size = 0
 
-    def __bool__(self) -> bool:
-        return self.size > 0
-
     def append(self, data: Buffer) -> None:
         """Adds bytes whose memory must not change until they are sent."""
         if data:

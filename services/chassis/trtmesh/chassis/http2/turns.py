@@ -1,22 +1,23 @@
 """Divides the time of the event loop between connections with unparsed input.
 
 One read may hold 256 KiB of the cheapest frames that a peer finds, and parsing them takes a second. Each connection
-parses for a short turn, all together for a limited time in each pass of the loop, and whoever has input left waits for
-the next pass without reading more. Between two passes runs everything else: streams, timers, other peers.
+parses for a short turn, all together for a limited time in a slice, and whoever has input left waits for the next slice
+without reading more. Between two slices, during a rest, runs everything else: streams, timers, other peers.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from time import perf_counter
 from typing import Protocol
 
-TURN_SECONDS = 0.001
-"""Time of a connection in a pass. A turn ends after the frame that reaches it; the size of frames bounds the excess."""
+from trtmesh.chassis.http2.rest import after_rest
 
-PASS_SECONDS = 0.002
-"""Time of all connections together in a pass; an excess is taken from the next passes."""
+TURN_SECONDS = 0.001
+"""Time of a connection in a slice. A turn ends after the frame that reaches it; a frame's size bounds the excess."""
+
+SLICE_SECONDS = 0.002
+"""Time of all connections together between two rests; an excess is taken from the next slices."""
 
 
 class Work(Protocol):
@@ -30,7 +31,7 @@ class Work(Protocol):
 
 
 class Turns:
-    """The turns of all connections of one server, or of all links of a process."""
+    """The turns of all connections of one server, or of all links of a router."""
 
     def __init__(self) -> None:
         self._fresh: deque[Work] = deque()
@@ -42,16 +43,16 @@ class Turns:
         self._planned = False
 
     def take(self, work: Work) -> bool:
-        """A turn now if this pass has time left; whether the work waits for another."""
-        if self._spent < PASS_SECONDS and not self._fresh:
+        """A turn now if this slice has time left; whether the work waits for another."""
+        if self._spent < SLICE_SECONDS and not self._fresh:
             waits = self._turn(work)
             if waits:
                 self._waiting.append(work)
         else:
             waits = True
             self._fresh.append(work)
-        # Short turns of several passes may add up: a callback in each pass would cost more than it saves.
-        if not self._planned and (waits or self._spent >= TURN_SECONDS):
+        # Short turns of several slices may add up: a rest after each would cost more than it saves.
+        if waits or self._spent >= TURN_SECONDS:
             self._plan()
         return waits
 
@@ -73,14 +74,16 @@ class Turns:
         return queue.popleft()
 
     def _plan(self) -> None:
-        self._planned = True
-        asyncio.get_running_loop().call_soon(self._pass)
+        """Plans the next slice, unless work that was taken during this one has done so."""
+        if not self._planned:
+            self._planned = True
+            after_rest(self._slice)
 
-    def _pass(self) -> None:
+    def _slice(self) -> None:
         self._planned = False
-        self._spent = max(0.0, self._spent - PASS_SECONDS)
+        self._spent = max(0.0, self._spent - SLICE_SECONDS)
         try:
-            while self._spent < PASS_SECONDS and (work := self._next()) is not None:
+            while self._spent < SLICE_SECONDS and (work := self._next()) is not None:
                 if self._turn(work):
                     self._waiting.append(work)
                 else:

@@ -115,7 +115,7 @@ class FrameWriter:
             and size <= self._max_frame_size
             and size <= MAX_DATA_SIZE
             and self._bytes < MAX_PASS_BYTES
-            and not (self.paused or self._sendable or stream.unsent or self._closed)
+            and not (self.paused or self._sendable or stream.unsent.size or self._closed)
         ):
             # Every token passes here: `send` is inlined, and the type DATA is 0.
             stream.window -= size
@@ -148,7 +148,7 @@ class FrameWriter:
         self._finish(stream, frame(FrameType.DATA, END_STREAM, stream.stream_id))
 
     def _finish(self, stream: SendStream, trailing: bytes) -> None:
-        if stream.unsent:
+        if stream.unsent.size:
             stream.trailing = trailing
         else:
             self.send(trailing)
@@ -167,7 +167,7 @@ class FrameWriter:
 
     async def drain(self, stream: SendStream) -> None:
         """Returns when no data is unsent. Several tasks may wait; cancelling one keeps the data."""
-        while stream.unsent:
+        while stream.unsent.size:
             if stream.drained is None:
                 stream.drained = self._loop.create_future()
             await asyncio.shield(stream.drained)
@@ -197,7 +197,7 @@ class FrameWriter:
         stream.full_window = stream.window
         if stream.window > MAX_WINDOW_SIZE:
             raise Http2StreamError(ErrorCode.FLOW_CONTROL_ERROR, "window exceeds 2^31 - 1")
-        if stream.unsent and stream.window > 0:
+        if stream.unsent.size and stream.window > 0:
             self._sendable[stream] = None
             self._pump()
         return needed
@@ -273,7 +273,7 @@ class FrameWriter:
             self._window -= size
             header = frame_header(FrameType.DATA, 0, stream.stream_id, size)
             self._queue((header, *stream.unsent.take(size)), len(header) + size)
-            if not stream.unsent:
+            if not stream.unsent.size:
                 if stream.trailing is not None:
                     self.send(stream.trailing)
                 stream.wake_drained()

@@ -65,6 +65,7 @@ class ClientCall(Generic[Request, Response]):
         max_message_bytes: int,
         line: Line,
         account: Account,
+        window_size: int,
         memory: Memory | None = None,
     ) -> None:
         self._method = method
@@ -73,7 +74,7 @@ class ClientCall(Generic[Request, Response]):
         self._max_message_bytes = max_message_bytes
         self._reader = MessageReader("identity", max_message_bytes, memory)
         self._responses = ReceivedMessages(
-            self._reader, WINDOW_SIZE, send_window_update, line, account
+            self._reader, window_size, send_window_update, line, account
         )
         self.headers_received = False
         self.ended_by_peer = False
@@ -93,11 +94,11 @@ class ClientCall(Generic[Request, Response]):
                 )
             )
         writer, stream = self._writer, self.stream
-        if stream.unsent:
+        if stream.unsent.size:
             await writer.drain(stream)
         self._check_open()
         writer.send_data(stream, pack_prefix(0, len(data)), data)
-        if stream.unsent:
+        if stream.unsent.size:
             await writer.drain(stream)
             self._check_open()
 

@@ -45,18 +45,19 @@ BETWEEN_BYTES = 2**16
 HELD_MESSAGES = 4
 """Messages of the largest size that may be held unread for all calls together."""
 
-_OPENING = PREFACE + initial_settings(Setting.ENABLE_PUSH, 0, WINDOW_SIZE)
+BULK_WINDOW_SIZE = 2**22
+"""Flow-control window of a call with large messages: while one is copied, others arrive."""
 
 
 class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
     """Opens calls on one server until either side closes the connection."""
 
     _memory: Memory | None = None
+    _window_size = WINDOW_SIZE
+    """Of each call."""
 
-    def __init__(self, address: str, max_message_bytes: int) -> None:
-        # A process has few connections as a client, each to a peer that it chose: each takes turns alone.
-        budget = Budget(HELD_MESSAGES * max_message_bytes)
-        super().__init__(b"", Turns(), budget)
+    def __init__(self, address: str, max_message_bytes: int, turns: Turns) -> None:
+        super().__init__(b"", turns, Budget(HELD_MESSAGES * max_message_bytes))
         self._address = address
         self._max_message_bytes = max_message_bytes
         self._max_concurrent_streams: int | None = None
@@ -70,7 +71,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._writer.send(_OPENING)
+        self._writer.send(PREFACE + initial_settings(Setting.ENABLE_PUSH, 0, self._window_size))
         self.established = True
         secured: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if secured is not None:
@@ -123,6 +124,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
             self._max_message_bytes,
             self._line,
             self._account,
+            self._window_size,
             self._memory,
         )
         headers = request_headers(method.path, self._address, timeout_seconds)
@@ -202,8 +204,10 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
 class BulkConnection(ClientConnection, asyncio.BufferedProtocol):
     """Receives large messages straight into given memory."""
 
-    def __init__(self, address: str, max_message_bytes: int, memory: Memory) -> None:
-        super().__init__(address, max_message_bytes)
+    _window_size = BULK_WINDOW_SIZE
+
+    def __init__(self, address: str, max_message_bytes: int, turns: Turns, memory: Memory) -> None:
+        super().__init__(address, max_message_bytes, turns)
         self._memory = memory
         self._between = memoryview(bytearray(BETWEEN_BYTES))
         """Memory for what comes between the bytes of large messages."""
@@ -229,14 +233,16 @@ async def connected(
     tls: PeerTls | None = None,
     memory: Memory | None = None,
     check: AddressCheck | None = None,
+    turns: Turns | None = None,
 ) -> AsyncIterator[ClientConnection]:
     """Connects to `address` (host:port), over TLS if given, and closes the connection in the end. Large messages are
-    received into `memory`, if given; `check` refuses IP addresses. Raises Unavailable if connecting and handshake take
-    too long or fail."""
+    received into `memory`, if given; `check` refuses IP addresses; `turns` are shared with other connections, if given.
+    Raises Unavailable if connecting and handshake take too long or fail."""
+    turns = turns or Turns()
     connection = (
-        BulkConnection(address, max_message_bytes, memory)
+        BulkConnection(address, max_message_bytes, turns, memory)
         if memory
-        else ClientConnection(address, max_message_bytes)
+        else ClientConnection(address, max_message_bytes, turns)
     )
     try:
         await _connect(connection, address, timeout_seconds, tls, check)

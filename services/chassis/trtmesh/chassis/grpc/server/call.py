@@ -27,7 +27,6 @@ from trtmesh.chassis.grpc.server.headers import (
     response_headers,
     trailers,
 )
-from trtmesh.chassis.grpc.server.pacing import Lane
 from trtmesh.chassis.http2.budget import Account
 from trtmesh.chassis.http2.frames import INITIAL_WINDOW_SIZE, ErrorCode, Http2StreamError
 from trtmesh.chassis.http2.headers import HeaderBlock
@@ -35,6 +34,7 @@ from trtmesh.chassis.http2.pieces import Buffer
 from trtmesh.chassis.http2.turns import Line
 from trtmesh.chassis.http2.writer import MAX_BULK_DATA_SIZE, FrameWriter, SendStream
 from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.pacing import Lane
 from trtmesh.chassis.rpc import request_id_of
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME, CertificateNames
 
@@ -58,6 +58,9 @@ CLIENTS_FAULTS = frozenset(
 )
 """Statuses of calls that their client should not have made. A server without room is not its clients' fault."""
 
+HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+"""Its calls run as long as their clients like."""
+
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
@@ -67,6 +70,47 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     Its handler starts in its turn, and not before a single request is complete: a call that is reset until then costs
     no more than its headers.
     """
+
+    # More attributes than a dictionary shares between objects.
+    __slots__ = (
+        "_account",
+        "_checking",
+        "_code",
+        "_compressing",
+        "_compressor",
+        "_content_missing",
+        "_count_failure",
+        "_deadline",
+        "_details",
+        "_encoding",
+        "_ended",
+        "_forget",
+        "_handler",
+        "_headers_sent",
+        "_identity",
+        "_lane",
+        "_line",
+        "_loop",
+        "_max_message_bytes",
+        "_max_plain_bytes",
+        "_metadata",
+        "_note_served",
+        "_opened_at",
+        "_peer",
+        "_reads_since",
+        "_requests",
+        "_reset_by_peer",
+        "_task",
+        "_task_runs",
+        "_timer",
+        "_trailing",
+        "_turn",
+        "_unread",
+        "_unread_counted",
+        "_unread_seconds",
+        "_writer",
+        "stream",
+    )
 
     def __init__(
         self,
@@ -84,6 +128,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         line: Line,
         account: Account,
         unread: Account,
+        idle: Account,
         count_failure: Callable[[], None],
         note_served: Callable[[], None],
         identity: CertificateNames | None,
@@ -107,6 +152,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._unread = unread
         self._unread_seconds = unread_seconds
         self._unread_counted = 0
+        self._only_listens = headers.path == HEALTH_WATCH
+        self._idle = idle
+        self.idle = False
+        """Whether it counts among the calls that wait for their clients."""
         self._count_failure = count_failure
         self._note_served = note_served
         self._forget = forget
@@ -178,6 +227,16 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
                 )
             self._start_when_complete()
 
+    def wait_for_client(self) -> None:
+        """Counts the call as idle until its request is complete, be it one message or a stream."""
+        self.idle = True
+        self._idle.add(1)
+
+    def _be_busy(self) -> None:
+        if self.idle:
+            self.idle = False
+            self._idle.add(-1)
+
     def receive_trailers(self, block: HeaderBlock) -> None:
         """Takes a second header block, which ends the request. Raises Http2StreamError."""
         if self.ended_by_peer:
@@ -194,7 +253,11 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._start_when_complete()
 
     def _start_when_complete(self) -> None:
-        if self._task is None and not self._ended and self._requests.waiting:
+        requests = self._requests
+        is_complete = requests.ended or (requests.waiting and not self._handler.request_streaming)
+        if is_complete and not self._only_listens:
+            self._be_busy()
+        if self._task is None and not self._ended and requests.waiting:
             self._lane.add(self)
 
     def end_if_overdue(self) -> None:
@@ -240,8 +303,13 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._writer.drop_unsent(self.stream)
         if not self._ended:
             self._ended = True
-            self._requests.drop()
+            self._forget_requests()
             self._stop_handler()
+
+    def _forget_requests(self) -> None:
+        """Nobody reads them after the end of the call."""
+        self._be_busy()
+        self._requests.drop()
 
     async def read(self) -> Any:
         """The next request message, or grpc.aio.EOF."""
@@ -260,13 +328,13 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             await self._write_large(data)
             return
         writer, stream = self._writer, self.stream
-        if stream.unsent:
+        if stream.unsent.size:
             await writer.drain(stream)
             self._check_open()
         if not self._headers_sent:
             self._send_headers()
         writer.send_data(stream, pack_prefix(0, len(data)), data)
-        if stream.unsent:
+        if stream.unsent.size:
             await self._drain()
 
     async def _write_large(self, data: bytes) -> None:
@@ -276,7 +344,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         pieces = await self._compressed(data)
         writer, stream = self._writer, self.stream
         self._check_open()
-        if stream.unsent:
+        if stream.unsent.size:
             await writer.drain(stream)
             self._check_open()
         if not self._headers_sent:
@@ -285,7 +353,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             writer.send_data(stream, pack_prefix(0, len(data)), data)
         else:
             writer.send_pieces(stream, (pack_prefix(1, sum(map(len, pieces))), *pieces))
-        if stream.unsent:
+        if stream.unsent.size:
             await self._drain()
 
     async def _compressed(self, data: bytes) -> list[bytes] | None:
@@ -302,20 +370,20 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     async def write_pieces(self, *pieces: Buffer) -> None:
         """Sends a large serialized message in pieces, neither joined nor compressed, and in frames as large as the peer
-        admits. Nobody may change their memory any more. Otherwise like `write`."""
+        admits. What changes in their memory before the peer has received it may arrive. Otherwise like `write`."""
         self._check_open()
         size = sum(map(len, pieces))
         if size > self._max_message_bytes:
             await self._refuse_size(size)
         writer, stream = self._writer, self.stream
-        if stream.unsent:
+        if stream.unsent.size:
             await writer.drain(stream)
             self._check_open()
         if not self._headers_sent:
             self._send_headers()
         stream.max_data_size = MAX_BULK_DATA_SIZE
         writer.send_pieces(stream, (pack_prefix(0, size), *pieces))
-        if stream.unsent:
+        if stream.unsent.size:
             await self._drain()
 
     async def _refuse_size(self, size: int) -> None:
@@ -428,8 +496,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         """Waits until the client reads the rest, after which nothing comes. Resets the stream of a client that reads
         nothing for long."""
         unsent = self.stream.unsent
-        while unsent:
-            size = unsent.size
+        while size := unsent.size:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._unread_seconds):
                     await self._writer.drain(self.stream)
@@ -525,7 +592,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             if read is None:
                 return bytes(data)
             # A copy of a large message would count nowhere; protobuf reads arrays, too.
-            return read(cast(bytes, data) if isinstance(data, bytes | bytearray) else bytes(data))
+            return read(bytes(data) if isinstance(data, memoryview) else cast(bytes, data))
         except Exception as error:
             # Deserializers raise anything.
             raise BadMessage(
@@ -548,7 +615,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             return
         block = trailers(status, details, self._trailing)
         self._ended = True
-        self._requests.drop()
+        self._forget_requests()
         if not self._headers_sent:
             block = response_headers() + block
         self._writer.send_trailers(self.stream, block, reset=not self._requests.ended)

@@ -35,6 +35,8 @@ class Compressor:
 
     def encoding_of(self, request: RequestHeaders) -> str:
         """The grpc-encoding of the answers to a request; identity if they are not compressed."""
+        if request.encoding == "identity" and not self._unasked:
+            return "identity"
         wanted = [each for each in (request.encoding, *self._unasked) if each in WINDOW_BITS]
         if self._never or not wanted:
             return "identity"

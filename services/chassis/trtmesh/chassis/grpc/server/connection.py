@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Protocol
 
 import grpc
-from trtmesh.chassis.grpc.server.arrivals import Arrivals
+from trtmesh.chassis.arrivals import Arrivals
 from trtmesh.chassis.grpc.server.call import Handler, ServerCall
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.headers import (
@@ -23,7 +23,6 @@ from trtmesh.chassis.grpc.server.headers import (
     response_headers,
     trailers,
 )
-from trtmesh.chassis.grpc.server.pacing import Lane, Pacing
 from trtmesh.chassis.grpc.server.refusals import Refusal, RefusedCall
 from trtmesh.chassis.http2 import rates
 from trtmesh.chassis.http2.budget import Budget
@@ -37,10 +36,17 @@ from trtmesh.chassis.http2.frames import (
     Setting,
     goaway,
 )
-from trtmesh.chassis.http2.headers import MAX_HEADER_LIST_SIZE, HeaderBlock
+from trtmesh.chassis.http2.headers import (
+    MAX_HEADER_LIST_SIZE,
+    MAX_REMEMBERED,
+    MAX_REMEMBERED_SIZE,
+    Fields,
+    HeaderBlock,
+)
 from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.http2.writer import SendStream
 from trtmesh.chassis.logs import Occasionally
+from trtmesh.chassis.pacing import Lane, Pacing
 from trtmesh.chassis.tls.identity import CertificateNames, identity_of
 
 log = logging.getLogger(__name__)
@@ -70,6 +76,8 @@ class Owner(Protocol):
     budget: Budget
     answers: Budget
     """Bytes that clients have not read."""
+    idle: Budget
+    """Calls that wait for their clients."""
     arrivals: Arrivals
     max_age_seconds: float
     """0 without a limit."""
@@ -96,6 +104,8 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self._owner = owner
         self._lane = Lane(owner.pacing)
         self._identity: CertificateNames | None = None
+        self._parsed_headers: dict[Fields, RequestHeaders] = {}
+        """Of the latest calls: most calls of a client have the same."""
         self._draining = False
         self._opened = False
         self._retiring = False
@@ -105,6 +115,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._unread = self._owner.answers.account(self._end_least_read)
+        self._idle = self._owner.idle.account(self._end_idle)
         if problem := self._owner.arrivals.admit(self._host):
             self._turn_away(problem)
             return
@@ -126,6 +137,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         self._unread.close()
+        self._idle.close()
         if self._admitted:
             self._owner.arrivals.leave(self._host)
             self._owner.connection_closed(self)
@@ -204,7 +216,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             raise Http2StreamError(ErrorCode.REFUSED_STREAM, "too many calls, or draining")
         stream = self._writer.open_stream(stream_id)
         try:
-            headers = parse_request_headers(block.fields)
+            headers = self._headers_of(block)
         except NotGrpc as error:
             self._rates.count(rates.REFUSED_CALL)
             response = http_response(error.status)
@@ -244,12 +256,26 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             self._line,
             self._account,
             self._unread,
+            self._idle,
             self._count_failure,
             self._rates.note_served,
             self._identity,
         )
+        call.wait_for_client()
         if block.end_stream:
             call.receive_end_stream()
+
+    def _headers_of(self, block: HeaderBlock) -> RequestHeaders:
+        """The parsed headers of a call. Raises Http2StreamError and NotGrpc."""
+        fields = block.fields
+        if (known := self._parsed_headers.get(fields)) is not None:
+            return known
+        headers = parse_request_headers(fields)
+        if block.size <= MAX_REMEMBERED_SIZE:
+            if len(self._parsed_headers) == MAX_REMEMBERED:
+                self._parsed_headers.clear()
+            self._parsed_headers[fields] = headers
+        return headers
 
     def _refuse(
         self, stream: SendStream, block: HeaderBlock, status: grpc.StatusCode, details: str
@@ -274,6 +300,17 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
                 "unread", logging.WARNING, "%s reads too little of its answers", self._peer
             )
             call.fail(ErrorCode.ENHANCE_YOUR_CALM)
+
+    def _end_idle(self) -> None:
+        """Ends the latest call that waits for the client, to make room for other connections."""
+        for call in reversed(self._streams.values()):
+            if call.idle:
+                occasionally("idle", logging.WARNING, "%s has too many idle calls", self._peer)
+                call.end_with(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    "too many calls wait for their clients; finish some before you open others",
+                )
+                return
 
     def _look_at_streams(self) -> None:
         if self._loop.time() >= self._retire_at and not self._retiring:

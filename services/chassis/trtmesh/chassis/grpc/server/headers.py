@@ -117,8 +117,7 @@ def response_headers(metadata: Metadata = (), encoding: str = "identity") -> byt
 
 def trailers(status: grpc.StatusCode, details: str = "", metadata: bytes = b"") -> bytes:
     """The header block that ends a response; `metadata` is an encoded header block."""
-    code: int = status.value[0]
-    block = literal_field(b"grpc-status", b"%d" % code)
+    block = _STATUS_FIELDS[status]
     if details:
         block += literal_field(b"grpc-message", _percent_encoded(details))
     return block + metadata
@@ -140,6 +139,10 @@ def _percent_encoded(details: str) -> bytes:
 
 _PRINTABLE = "".join(map(chr, [*range(0x20, 0x25), *range(0x26, 0x7F)]))
 
+
+_STATUS_FIELDS = {
+    status: literal_field(b"grpc-status", b"%d" % status.value[0]) for status in grpc.StatusCode
+}
 
 _RESPONSE_HEADERS = (
     _OK_STATUS

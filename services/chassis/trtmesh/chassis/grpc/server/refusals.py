@@ -68,6 +68,11 @@ class RefusedCall:
     def unread(self) -> int:
         return 0
 
+    @property
+    def idle(self) -> bool:
+        """A timer ends it."""
+        return False
+
     def receive_data(self, data: Buffer, flow_size: int) -> None:
         if not self._message_begun:
             self._message_begun = True

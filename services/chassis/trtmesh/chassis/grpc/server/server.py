@@ -11,18 +11,18 @@ from typing import Any, TypeAlias
 
 import grpc
 from trtmesh.chassis.addresses import listeners
+from trtmesh.chassis.arrivals import Arrivals
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
-from trtmesh.chassis.grpc.server.arrivals import Arrivals
 from trtmesh.chassis.grpc.server.call import Handler
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.grpc.server.headers import RequestHeaders
-from trtmesh.chassis.grpc.server.pacing import Pacing
 from trtmesh.chassis.grpc.server.refusals import Refusal
 from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.http2.connection import set_user_timeout
 from trtmesh.chassis.http2.turns import Turns
+from trtmesh.chassis.pacing import Pacing
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.chassis.tls.listener import TlsListener, serve
 
@@ -31,6 +31,9 @@ HELD_MESSAGES = 2
 
 HELD_ANSWERS = 4
 """Messages of the largest size that may wait for all clients together to read them."""
+
+IDLE_CALLS = 2
+"""Calls of each admitted connection on average that may wait for their clients."""
 
 CANCELLATION_SECONDS = 0.5
 """How long cancelled handlers may take to end."""
@@ -69,6 +72,7 @@ class GrpcServer(grpc.aio.Server):
         self.pacing = Pacing()
         self.budget = Budget(HELD_MESSAGES * max_message_bytes)
         self.answers = Budget(HELD_ANSWERS * max_message_bytes)
+        self.idle = Budget(IDLE_CALLS * connections.max_open)
         self.arrivals = Arrivals(connections)
         self._guard = guard
         self._tls = tls

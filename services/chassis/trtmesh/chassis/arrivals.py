@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections import Counter
 from ipaddress import IPv6Address, ip_address
-
-from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
+from typing import Protocol
 
 NETWORK_BITS = 64
 """Leading bits of an IPv6 address that name one customer: the rest is theirs to choose."""
 
 
+class ArrivalLimits(Protocol):
+    """How many connections a server takes."""
+
+    @property
+    def max_open(self) -> int:
+        """Most open connections."""
+
+    @property
+    def max_per_address(self) -> int:
+        """Most open connections of one IPv4 address or one network of IPv6."""
+
+
 class Arrivals:
     """The open connections of a server, by address."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
-        self._settings = settings
+    def __init__(self, limits: ArrivalLimits) -> None:
+        self._limits = limits
         self._open: Counter[str] = Counter()
 
     def admit(self, host: str) -> str:
         """Counts a connection, for `leave` to forget; '' or why it may not stay, which counts nothing."""
-        settings, origin = self._settings, origin_of(host)
-        if self._open.total() >= settings.max_open:
-            return f"the server has {settings.max_open} connections, its limit"
-        if self._open[origin] >= settings.max_per_address:
-            return f"{origin} has {settings.max_per_address} connections, the limit of an address"
+        limits, origin = self._limits, origin_of(host)
+        if self._open.total() >= limits.max_open:
+            return f"the server has {limits.max_open} connections, its limit"
+        if self._open[origin] >= limits.max_per_address:
+            return f"{origin} has {limits.max_per_address} connections, the limit of an address"
         self._open[origin] += 1
         return ""
 

@@ -1,0 +1,145 @@
+"""What a client sends over HTTP/1.1, on its way to aiohttp: in turns, one request at a time, and counted.
+
+aiohttp parses whatever a read brings, and keeps 32 requests with their bodies while one is served. Behind this
+transport it gets small pieces, each connection in its turns, and nothing behind a request that has not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from time import perf_counter
+from typing import Any, Protocol
+
+from trtmesh.chassis.http2.budget import Budget
+from trtmesh.chassis.http2.pieces import Pieces
+from trtmesh.chassis.http2.turns import Turns
+from trtmesh.chassis.logs import Occasionally
+
+log = logging.getLogger(__name__)
+occasionally = Occasionally(log)
+
+PIECE_BYTES = 2**12
+"""Bytes that are parsed at once: as chunks of a single byte they take aiohttp a millisecond, most of it in the handler
+that reads them. Of a body that is only copied, all that is there."""
+
+
+class Reader(Protocol):
+    """Parses what a client sends."""
+
+    @property
+    def request_waits(self) -> bool:
+        """Whether a request was parsed that has not begun."""
+
+    @property
+    def in_head(self) -> bool:
+        """Whether what comes next belongs to no body."""
+
+    @property
+    def body_left(self) -> int:
+        """Bytes that belong to a body and are only copied."""
+
+    def parse(self, piece: bytes) -> None:
+        """Takes the next bytes."""
+
+
+class InputTransport:
+    """A client's transport, whose input reaches its reader in turns. All else is the transport's own."""
+
+    def __init__(
+        self, transport: asyncio.Transport, reader: Reader, turns: Turns, budget: Budget
+    ) -> None:
+        self._transport = transport
+        self._reader = reader
+        self._turns = turns
+        self._account = budget.account(self._give_way)
+        self._waiting = Pieces()
+        self._head_bytes = 0
+        """Bytes of a head that is not complete."""
+        self._wanted = True
+        """Whether aiohttp has room for more."""
+        self._has_turns = False
+        """Whether a turn is under way, or planned."""
+        self._is_read = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def receive(self, data: bytes) -> None:
+        """Takes what was read."""
+        self._waiting.append(data)
+        self._take_turns()
+        self._settle()
+
+    def pause_reading(self) -> None:
+        self._wanted = False
+        self._settle()
+
+    def resume_reading(self) -> None:
+        # aiohttp says so at each chunk that is read.
+        if not self._wanted:
+            self._wanted = True
+            self.go_on_soon()
+
+    def go_on_soon(self) -> None:
+        """Has what waits parsed after this callback, in which the parser may be at work."""
+        if self._waiting.size:
+            asyncio.get_running_loop().call_soon(self._take_turns)
+        self._settle()
+
+    def drop(self) -> None:
+        """Forgets what waits: the connection is lost."""
+        self._waiting.clear()
+        self._account.close()
+
+    def go_on(self, until: float) -> bool:
+        """Parses pieces, in one of the connection's turns."""
+        late = False
+        try:
+            while self._has_work and not late:
+                self._parse_piece()
+                late = perf_counter() >= until
+        except Exception:
+            # A defect must not keep other connections from their turns.
+            log.exception("input over HTTP could not be processed")
+            self._transport.abort()
+            return False
+        self._settle()
+        return late and self._has_work
+
+    def completed(self) -> None:
+        self._has_turns = False
+
+    @property
+    def _has_work(self) -> bool:
+        return self._waiting.size > 0 and self._wanted and not self._reader.request_waits
+
+    def _parse_piece(self) -> None:
+        size = max(PIECE_BYTES, self._reader.body_left)
+        piece = b"".join(self._waiting.take(min(size, self._waiting.size)))
+        was_in_head = self._reader.in_head
+        self._reader.parse(piece)
+        goes_on = was_in_head and self._reader.in_head
+        self._head_bytes = self._head_bytes + len(piece) if goes_on else 0
+
+    def _take_turns(self) -> None:
+        if self._has_work and not self._has_turns:
+            self._has_turns = True
+            if not self._turns.take(self):
+                self.completed()
+
+    def _settle(self) -> None:
+        """Counts what waits, and reads on if nothing does."""
+        change = self._waiting.size + self._head_bytes - self._account.held
+        if change:
+            self._account.add(change)
+        is_read = self._wanted and not self._waiting.size
+        if is_read != self._is_read and not self._transport.is_closing():
+            self._is_read = is_read
+            (self._transport.resume_reading if is_read else self._transport.pause_reading)()
+
+    def _give_way(self) -> None:
+        """Ends the connection, to make room for others."""
+        self.drop()
+        occasionally("held", logging.WARNING, "connection ended: too much of what it sent waits")
+        self._transport.abort()

@@ -1,0 +1,35 @@
+"""Rest: passes of the loop between two slices of work that may wait, unless the passes are long."""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+
+from trtmesh.chassis.http2.rest import MOST_SECONDS, REST_PASSES, after_rest
+
+
+async def test_a_chain_of_callbacks_advances_during_a_rest() -> None:
+    loop, passes = asyncio.get_running_loop(), 0
+    rested = loop.create_future()
+
+    def hop() -> None:
+        nonlocal passes
+        passes += 1
+        if not rested.done():
+            loop.call_soon(hop)
+
+    loop.call_soon(hop)
+    after_rest(lambda: rested.set_result(passes))
+    assert await rested >= REST_PASSES
+
+
+async def test_a_long_pass_ends_a_rest() -> None:
+    log: list[str] = []
+    after_rest(lambda: log.append("rested"))
+    await asyncio.sleep(0)
+    until = perf_counter() + MOST_SECONDS
+    while perf_counter() < until:
+        pass
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert log == ["rested"]
