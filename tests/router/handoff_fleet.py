@@ -45,6 +45,9 @@ CALM = {
 
 NO_LIMITS: Mapping[str, Any] = {}
 
+BY_STATE: Mapping[str, Any] = {"handoff": {"by": "state"}}
+"""Simulated workers that move KV themselves."""
+
 ZERO = ("live_handoffs", "worker_leases", "worker_bookings", "worker_sequences", "live_items")
 
 
@@ -124,17 +127,22 @@ async def workers(
     grace_seconds: float = 30.0,
     tokenizers: Sequence[str] = (),
     handoff: Mapping[str, Any] = NO_LIMITS,
+    of_worker: Mapping[str, Mapping[str, Any]] = NO_LIMITS,
+    by_state: bool = False,
     **simulated: Any,
 ) -> AsyncIterator[Workers]:
-    """Workers named by role and number, such as prefill-0; `handoff` has their settings of handoffs."""
-    backend = merged(SIMULATED, simulated)
+    """Workers named by role and number, such as prefill-0; `handoff` has their settings of handoffs, `of_worker` their
+    own settings of the backend."""
+    backend = merged(merged(SIMULATED, simulated), BY_STATE if by_state else {})
     async with AsyncExitStack() as stack:
         engines, proxies = {}, {}
         for number, role in enumerate(roles):
             name = f"{role}-{number}"
             engines[name] = await stack.enter_async_context(
                 serving(
-                    SimulatedBackend(SimulatedSettings.model_validate(backend)),
+                    SimulatedBackend(
+                        SimulatedSettings.model_validate(merged(backend, of_worker.get(name, {})))
+                    ),
                     worker=name,
                     role=role,
                     load_interval_seconds=0.02,

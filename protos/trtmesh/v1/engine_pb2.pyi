@@ -128,6 +128,7 @@ class SubmitCommand(google.protobuf.message.Message):
     SENDER_LEASE_ID_FIELD_NUMBER: builtins.int
     RECEIVER_LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
+    HANDOFF_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Handle of the item's first sequence, assigned by the router; the other sequences have the next numbers. Reusable
     after SequenceEnd.
@@ -149,7 +150,8 @@ class SubmitCommand(google.protobuf.message.Message):
     sender_lease_id: builtins.str
     """Lease under which the item is handed over (HandoffOffered); empty means no handoff. A single sequence is handed over
     after its first token, unless it ends with it; several sequences, or beams, before it, with the KV of all tokens but
-    the last.
+    the last. With a `handoff_kind` only a single sequence is handed over: its SequenceEnd has the backend's state, and
+    HandoffOffered is not sent.
     """
     receiver_lease_id: builtins.str
     """Reservation with the KV of all tokens but the last; empty means none. The item fails with HANDOFF_FAILED if the KV
@@ -169,6 +171,13 @@ class SubmitCommand(google.protobuf.message.Message):
     def stop_vocabulary(self) -> trtmesh.v1.generation_pb2.StopVocabulary:
         """Stop texts of a beam search: a beam whose text completes one is complete."""
 
+    @property
+    def handoff(self) -> trtmesh.v1.kv_transfer_pb2.HandoffDescriptor:
+        """Descriptor with the `backend_state` that another worker's single sequence ended with, for a worker of the same
+        `handoff_kind`; excludes both leases. The last of `token_ids` is the token that the other worker chose last, and has
+        no KV. The item fails with HANDOFF_FAILED if the state cannot be used.
+        """
+
     def __init__(
         self,
         *,
@@ -185,9 +194,10 @@ class SubmitCommand(google.protobuf.message.Message):
         sender_lease_id: builtins.str = ...,
         receiver_lease_id: builtins.str = ...,
         lease_expires_in_ms: builtins.int = ...,
+        handoff: trtmesh.v1.kv_transfer_pb2.HandoffDescriptor | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "config", b"config", "draw_index", b"draw_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "handle", b"handle", "lease_expires_in_ms", b"lease_expires_in_ms", "receiver_lease_id", b"receiver_lease_id", "request_id", b"request_id", "sender_lease_id", b"sender_lease_id", "sequence_index", b"sequence_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "config", b"config", "draw_index", b"draw_index", "handoff", b"handoff", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "handle", b"handle", "handoff", b"handoff", "lease_expires_in_ms", b"lease_expires_in_ms", "receiver_lease_id", b"receiver_lease_id", "request_id", b"request_id", "sender_lease_id", b"sender_lease_id", "sequence_index", b"sequence_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draw_index", b"_draw_index"]) -> typing.Literal["draw_index"] | None: ...
     @typing.overload
@@ -1191,10 +1201,11 @@ class GetEngineResponse(google.protobuf.message.Message):
     KV_TRANSPORTS_FIELD_NUMBER: builtins.int
     MAX_LEASE_MS_FIELD_NUMBER: builtins.int
     MAX_QUARANTINED_BLOCKS_FIELD_NUMBER: builtins.int
+    HANDOFF_KIND_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
-    """The backend: torch, tensorrt_llm or simulated."""
+    """The backend: torch, tensorrt_llm or simulated; of a foreign worker its engine, vllm, sglang or trtllm."""
     model: builtins.str
     """Name of the model."""
     model_fingerprint: builtins.str
@@ -1241,6 +1252,10 @@ class GetEngineResponse(google.protobuf.message.Message):
     """Longest life of a lease without a renewal in milliseconds; 0 means unknown."""
     max_quarantined_blocks: builtins.int
     """Most blocks in quarantine with which the worker reserves blocks."""
+    handoff_kind: builtins.str
+    """Kind of the state by which the backend hands KV over itself, such as `vllm-nixl`: `kv_transports` is
+    KV_TRANSPORT_BACKEND alone, and `kv_shapes` is empty. Empty means handoffs by leases of blocks, or none.
+    """
     @property
     def supported_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Supported config fields, as paths from GenerationConfig such as `sampling.top_k`. Any other set field is refused
@@ -1299,7 +1314,8 @@ class GetEngineResponse(google.protobuf.message.Message):
         kv_transports: collections.abc.Iterable[trtmesh.v1.kv_transfer_pb2.KvTransport.ValueType] | None = ...,
         max_lease_ms: builtins.int = ...,
         max_quarantined_blocks: builtins.int = ...,
+        handoff_kind: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "handoff_kind", b"handoff_kind", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
 
 Global___GetEngineResponse: typing_extensions.TypeAlias = GetEngineResponse

@@ -34,6 +34,8 @@ class _KvTransportEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The receiver maps the sender's memory, on one host."""
     KV_TRANSPORT_NIXL: _KvTransport.ValueType  # 3
     """The receiver reads the sender's memory through NIXL."""
+    KV_TRANSPORT_BACKEND: _KvTransport.ValueType  # 4
+    """The backends of both workers move the KV themselves; see GetEngineResponse.handoff_kind."""
 
 class KvTransport(_KvTransport, metaclass=_KvTransportEnumTypeWrapper):
     """Transport of KV data."""
@@ -46,6 +48,8 @@ KV_TRANSPORT_SHARED_MEMORY: KvTransport.ValueType  # 2
 """The receiver maps the sender's memory, on one host."""
 KV_TRANSPORT_NIXL: KvTransport.ValueType  # 3
 """The receiver reads the sender's memory through NIXL."""
+KV_TRANSPORT_BACKEND: KvTransport.ValueType  # 4
+"""The backends of both workers move the KV themselves; see GetEngineResponse.handoff_kind."""
 Global___KvTransport: typing_extensions.TypeAlias = KvTransport
 
 class _KvLayout:
@@ -171,7 +175,7 @@ class HandoffDescriptor(google.protobuf.message.Message):
     expires_in_ms: builtins.int
     """Time until the lease expires, in milliseconds."""
     backend_state: builtins.bytes
-    """Opaque state of the backend, passed through."""
+    """Opaque state of the sender's backend, at most 1 MiB, passed through. Set with KV_TRANSPORT_BACKEND."""
     transport_state: builtins.bytes
     """Connection data of a faster transport, opaque to the router. Unused: see `transports`."""
     protocol_version: builtins.int
@@ -675,14 +679,18 @@ class ReleaseLeaseCommand(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: builtins.int
+    CONSUMED_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     """The lease."""
+    consumed: builtins.bool
+    """Whether the receiver used the KV. Unset where the workers tell each other: all but KV_TRANSPORT_BACKEND."""
     def __init__(
         self,
         *,
         lease_id: builtins.str = ...,
+        consumed: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["consumed", b"consumed", "lease_id", b"lease_id"]) -> None: ...
 
 Global___ReleaseLeaseCommand: typing_extensions.TypeAlias = ReleaseLeaseCommand
 

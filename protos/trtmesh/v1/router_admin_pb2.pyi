@@ -509,7 +509,7 @@ Global___ListHandoffsRequest: typing_extensions.TypeAlias = ListHandoffsRequest
 
 @typing.final
 class Handoff(google.protobuf.message.Message):
-    """A live handoff."""
+    """A live handoff, or KV whose state a client has."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -525,6 +525,7 @@ class Handoff(google.protobuf.message.Message):
     PRESENT_TOKENS_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     """Lease of the sender's blocks, and of the receiver's unless the item was parked."""
     request_id: builtins.str
@@ -536,9 +537,11 @@ class Handoff(google.protobuf.message.Message):
     sender: builtins.str
     """Name of the worker with the KV; empty while unknown."""
     receiver: builtins.str
-    """Name of the worker that will continue; empty for a parked item."""
+    """Name of the worker that will continue; empty for a parked item, and for KV given to a client."""
     stage: builtins.str
-    """Stage: reserving, prefilling, transferring or parked."""
+    """Stage: reserving, prefilling, transferring or parked; given once a client has the state, until its second half comes
+    to this router, or the lease expires.
+    """
     cause: builtins.str
     """Cause: disaggregated, drain, role, paused, context_only or generation_only."""
     tokens: builtins.int
@@ -549,6 +552,8 @@ class Handoff(google.protobuf.message.Message):
     """Age in milliseconds."""
     expires_in_ms: builtins.int
     """Time until the leases expire unless they are renewed, in milliseconds."""
+    transport: builtins.str
+    """`backend` if the backends of both workers move the KV themselves; empty if the receiver chooses a transport."""
     def __init__(
         self,
         *,
@@ -564,8 +569,9 @@ class Handoff(google.protobuf.message.Message):
         present_tokens: builtins.int = ...,
         age_ms: builtins.int = ...,
         expires_in_ms: builtins.int = ...,
+        transport: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "batch_index", b"batch_index", "cause", b"cause", "expires_in_ms", b"expires_in_ms", "lease_id", b"lease_id", "present_tokens", b"present_tokens", "receiver", b"receiver", "request_id", b"request_id", "sender", b"sender", "sequence_index", b"sequence_index", "stage", b"stage", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "batch_index", b"batch_index", "cause", b"cause", "expires_in_ms", b"expires_in_ms", "lease_id", b"lease_id", "present_tokens", b"present_tokens", "receiver", b"receiver", "request_id", b"request_id", "sender", b"sender", "sequence_index", b"sequence_index", "stage", b"stage", "tokens", b"tokens", "transport", b"transport"]) -> None: ...
 
 Global___Handoff: typing_extensions.TypeAlias = Handoff
 
@@ -1418,6 +1424,7 @@ class Placement(google.protobuf.message.Message):
     SPLIT_REASON_FIELD_NUMBER: builtins.int
     SPLIT_SECONDS_FIELD_NUMBER: builtins.int
     WHOLE_SECONDS_FIELD_NUMBER: builtins.int
+    HANDOFF_KIND_FIELD_NUMBER: builtins.int
     batch_index: builtins.int
     """Item of the request."""
     policy: builtins.str
@@ -1446,6 +1453,8 @@ class Placement(google.protobuf.message.Message):
     """Predicted cost with two workers, of the same terms as `whole_seconds`; 0 means none was possible or considered."""
     whole_seconds: builtins.float
     """Predicted cost with one worker: time to the first decode step, time that other sequences lose, and decode."""
+    handoff_kind: builtins.str
+    """Kind of the state by which the backends of both workers hand over; empty means leases, or a single worker."""
     @property
     def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
         """All workers: considered ones before excluded ones, best first."""
@@ -1468,8 +1477,9 @@ class Placement(google.protobuf.message.Message):
         split_reason: builtins.str = ...,
         split_seconds: builtins.float = ...,
         whole_seconds: builtins.float = ...,
+        handoff_kind: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_rank", b"adapter_rank", "adapter_replicas", b"adapter_replicas", "adapter_version", b"adapter_version", "batch_index", b"batch_index", "candidates", b"candidates", "cause", b"cause", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "regret_tokens", b"regret_tokens", "split_reason", b"split_reason", "split_seconds", b"split_seconds", "whole_seconds", b"whole_seconds", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_rank", b"adapter_rank", "adapter_replicas", b"adapter_replicas", "adapter_version", b"adapter_version", "batch_index", b"batch_index", "candidates", b"candidates", "cause", b"cause", "handoff_kind", b"handoff_kind", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "regret_tokens", b"regret_tokens", "split_reason", b"split_reason", "split_seconds", b"split_seconds", "whole_seconds", b"whole_seconds", "worker", b"worker"]) -> None: ...
 
 Global___Placement: typing_extensions.TypeAlias = Placement
 

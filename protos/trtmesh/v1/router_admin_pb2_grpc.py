@@ -186,7 +186,7 @@ class RouterAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListHandoffs(self, request, context):
-        """Lists the live handoffs of this router.
+        """Lists the live handoffs of this router, and the KV whose state it gave to clients.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

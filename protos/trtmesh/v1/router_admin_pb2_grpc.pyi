@@ -514,7 +514,7 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
     """Changes the role of a worker. Sequences that no longer fit the role are handed over."""
 
     ListHandoffs: _RouterAdminServiceListHandoffsType
-    """Lists the live handoffs of this router."""
+    """Lists the live handoffs of this router, and the KV whose state it gave to clients."""
 
     ListRequests: _RouterAdminServiceListRequestsType
     """Lists live requests."""
@@ -695,7 +695,7 @@ class RouterAdminServiceServicer(metaclass=abc.ABCMeta):
         request: trtmesh.v1.router_admin_pb2.ListHandoffsRequest,
         context: _ServicerContext,
     ) -> typing.Union[trtmesh.v1.router_admin_pb2.ListHandoffsResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.ListHandoffsResponse]]:
-        """Lists the live handoffs of this router."""
+        """Lists the live handoffs of this router, and the KV whose state it gave to clients."""
 
     @abc.abstractmethod
     def ListRequests(

@@ -130,3 +130,24 @@ async def test_key_without_tokens_left_is_refused_with_a_hint(tmp_path: Path) ->
         second = asyncio.create_task(ask("two"))
         await finish(engine, 1)
         await second
+
+
+async def test_large_requests_have_a_sum_until_they_end() -> None:
+    limits = {"max_request_bytes": 2**20}
+    async with door(admission=limits, triton={"enabled": False}) as (engine, client):
+        held = client.router._admission.request_bytes
+        tokens = [2**20] * 200_000
+        first = asyncio.create_task(client.complete([tokens], text=False, max_tokens=9))
+        await engine.submitted()
+        assert held.held > 3 * len(tokens)
+        with pytest.raises(QueueFull, match="max_request_bytes"):
+            await client.complete([tokens], text=False, max_tokens=9)
+        small = asyncio.create_task(client.complete([[1]], text=False, max_tokens=9))
+        await finish(engine, 1)
+        await small
+        await finish(engine, 0)
+        await first
+        assert held.held == 0
+        again = asyncio.create_task(client.complete([tokens], text=False, max_tokens=9))
+        await finish(engine, 2)
+        await again

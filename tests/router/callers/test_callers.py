@@ -234,6 +234,6 @@ async def test_file_that_is_being_written_is_not_read(file: Path) -> None:
             write(file, f"{alice}# {number}\n")
             await asyncio.sleep(0.05)
             assert known(callers, BOB)(), "a file was read between two writes"
-        write(file, f"{alice}{bob}# the end\n")
-        await asyncio.sleep(1.2)
+        write(file, f"{bob}# the end\n")
+        await eventually(lambda: not known(callers, ALICE)())
         assert known(callers, BOB)()

@@ -16,8 +16,14 @@ from e2e.mesh import SIMULATED, StreamReader
 from processes import service_process
 from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.foreign_address import parse_engine
 from trtmesh.router.fleet import discovery
-from trtmesh.router.fleet.discovery import FORGET_AFTER_FAILED_RESOLUTIONS, Discovery, check_entries
+from trtmesh.router.fleet.discovery import (
+    FORGET_AFTER_FAILED_RESOLUTIONS,
+    Discovery,
+    check_engines,
+    check_entries,
+)
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 
@@ -275,3 +281,28 @@ def test_entry_is_an_address_or_a_file(entry: str) -> None:
 
 def test_addresses_and_files_are_entries() -> None:
     check_entries("engines", ["good:1", "[::1]:1", "file:/etc/trtmesh/engines", "file:x:1"])
+
+
+def test_foreign_engines_are_entries_of_engines_alone() -> None:
+    entries = ["vllm://engine:50051", "127.0.0.1:9101", "file:engines.txt"]
+    check_engines("router.engines", entries)
+    with pytest.raises(SettingsError, match="vllm://engine:50051"):
+        check_entries("router.tokenizers", entries)
+    with pytest.raises(SettingsError, match="vlm://engine:50051"):
+        check_engines("router.engines", ["vlm://engine:50051"])
+
+
+async def test_names_of_foreign_engines_resolve(names: Names, tmp_path: Path) -> None:
+    names.answers = {"many": ["10.0.0.2", "10.0.0.1"]}
+    file = tmp_path / "engines.txt"
+    file.write_text("sglang://many:2  # two of them\n10.0.0.9:3\n", encoding="utf-8")
+    told: list[str] = []
+    found = Discovery(
+        ["vllm://many:1", f"file:{file}"], 1.0, told.append, told.append, parse_engine
+    )
+    await found.resolve()
+    assert told == [
+        "10.0.0.9:3",
+        *("sglang://10.0.0.1:2", "sglang://10.0.0.2:2"),
+        *("vllm://10.0.0.1:1", "vllm://10.0.0.2:1"),
+    ]

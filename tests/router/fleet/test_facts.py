@@ -72,6 +72,17 @@ def test_worker_without_handoffs_has_no_kv_facts(
     assert Facts.of(engine).kv is None
 
 
+def test_worker_with_a_handoff_kind_needs_no_shapes_and_has_no_leases() -> None:
+    engine = engine_with_kv()
+    assert Facts.of(engine).has_leases
+    engine.ClearField("kv_shapes")
+    engine.handoff_kind = "vllm-nixl"
+    facts = Facts.of(engine)
+    assert facts.kv is not None
+    assert facts.kv.state_kind == "vllm-nixl"
+    assert not facts.has_leases
+
+
 @pytest.mark.parametrize(("quarantined", "refuses"), [(5, False), (6, True)])
 def test_worker_refuses_handoffs_at_its_own_limit_of_quarantine(
     quarantined: int, refuses: bool

@@ -221,3 +221,12 @@ async def test_adapter_is_found_as_its_workers_report_it(asked: Lora, found: boo
     (snapshot,) = fleet.snapshot()
     assert snapshot.adapters.holds(held)
     assert not snapshot.adapters.holds(Adapter(3, "a", "v1"))
+
+
+async def test_change_before_the_wait_begins_is_not_missed() -> None:
+    """An item finds no worker, and one becomes ready before the task that waits has run."""
+    fleet = RouterFleet(PlacementSettings(), RouterMetrics(), HandoffSettings())
+    waiting = asyncio.create_task(fleet.change(3600))
+    fleet.changed()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await waiting

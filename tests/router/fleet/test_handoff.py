@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from trtmesh.router.fleet.handoff import (
     Action,
@@ -22,6 +24,7 @@ from trtmesh.router.fleet.handoff import (
     adopt,
     advance,
     begin,
+    begin_by_state,
     park,
 )
 
@@ -100,3 +103,65 @@ def test_an_ended_handoff_ignores_everything() -> None:
     handoff, actions = after(Late(), Reserved(), SenderCommitted(), ReceiverStarted(), Cancelled())
     assert actions == [Action.RESERVE, Action.RELEASE_RECEIVER, Action.MIGRATE]
     assert handoff.result is Result.MIGRATED
+
+
+class TestByState:
+    """The receiver has no lease: it gets the sender's state with its sequence."""
+
+    def after(self, *events: Event) -> tuple[Result | None, list[Action]]:
+        handoff, first = begin_by_state()
+        done = list(first)
+        for event in events:
+            handoff, actions = advance(handoff, event)
+            done += actions
+        return handoff.result, done
+
+    def test_prefill_starts_at_once_and_the_receiver_after_it(self) -> None:
+        assert self.after()[1] == [Action.START_SENDER]
+        assert self.after(SenderCommitted())[1] == [Action.START_SENDER, Action.SUBMIT]
+
+    def test_sender_is_told_that_its_state_was_used(self) -> None:
+        result, actions = self.after(SenderCommitted(), ReceiverStarted())
+        assert result is Result.MOVED
+        assert actions[-1] is Action.CONFIRM_SENDER
+
+    @pytest.mark.parametrize("before", [[], [SenderCommitted()]])
+    @pytest.mark.parametrize("fault", [Late(), ReceiverFailed()])
+    def test_fault_releases_the_sender_alone(self, before: list[Event], fault: Event) -> None:
+        result, actions = self.after(*before, fault)
+        assert result is Result.MIGRATED
+        assert actions[-2:] == [Action.RELEASE_SENDER, Action.MIGRATE]
+        assert Action.RELEASE_RECEIVER not in actions
+
+    def test_sender_that_fails_before_its_handoff_is_left(self) -> None:
+        assert self.after(SenderFailed()) == (
+            Result.MIGRATED,
+            [Action.START_SENDER, Action.MIGRATE],
+        )
+
+    def test_receiver_may_have_pulled_before_the_sender_failed(self) -> None:
+        assert self.after(SenderCommitted(), SenderFailed())[0] is None
+
+    def test_client_that_leaves_releases_the_sender(self) -> None:
+        for before in ([], [SenderCommitted()]):
+            result, actions = self.after(*before, Cancelled())
+            assert result is Result.CANCELLED
+            assert actions[-1] is Action.RELEASE_SENDER
+
+    def test_every_order_of_events_ends_what_it_began(self) -> None:
+        events: list[Event] = [
+            *(Offered(), SenderCommitted(), SenderFinished(), SenderFailed()),
+            *(ReceiverFailed(), ReceiverStarted(), Cancelled(), Late()),
+        ]
+        for order in product(events, repeat=5):
+            result, actions = self.after(*order)
+            ends = [each for each in actions if each in _ENDS_OF_SENDER]
+            assert actions.count(Action.SUBMIT) <= 1
+            assert not {Action.RESERVE, Action.ATTACH, Action.RELEASE_RECEIVER} & {*actions}
+            assert (Action.MIGRATE in actions) is (result is Result.MIGRATED)
+            if result in (Result.MOVED, Result.CANCELLED):
+                assert len(ends) == 1
+            assert len(ends) <= (result is not None)
+
+
+_ENDS_OF_SENDER = (Action.CONFIRM_SENDER, Action.RELEASE_SENDER)

@@ -143,13 +143,18 @@ async def test_ambiguous_name_is_refused() -> None:
         assert (await admin.drain_worker("same")).worker.address == addresses[1]
 
 
-@pytest.mark.parametrize("address", ["file:/etc/passwd", "file:x:1", "nowhere", ""])
+@pytest.mark.parametrize(
+    "address",
+    ["file:/etc/passwd", "file:x:1", "nowhere", "", "vlm://a:1", "vllm://a", "http://a:1"],
+)
 async def test_only_an_address_is_added(address: str) -> None:
     async with serving_router([]) as client:
         with pytest.raises(InvalidField) as refused:
             await client.admin.add_worker(address)
         assert (refused.value.field, refused.value.value) == ("address", repr(address))
-        assert refused.value.limit == "host:port, with an IPv6 host in brackets"
+        assert refused.value.limit.startswith(
+            "host:port, with an IPv6 host in brackets, or that after"
+        )
         await until_states(client, [], [])
 
 
@@ -199,10 +204,14 @@ async def test_name_is_checked_again_when_it_is_dialled(monkeypatch: pytest.Monk
     monkeypatch.setattr(addresses, "resolved", named(hosts))
     reached = asyncio.Event()
     async with (
-        await asyncio.start_server(lambda *_: reached.set(), "127.0.0.2") as secret,
+        # Held, so that no worker of another test has this port and answers at the first address.
+        await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1") as plain,
+        await asyncio.start_server(
+            lambda *_: reached.set(), "127.0.0.2", port := plain.sockets[0].getsockname()[1]
+        ),
         serving_router([]) as client,
     ):
-        address = f"rebinding.test:{secret.sockets[0].getsockname()[1]}"
+        address = f"rebinding.test:{port}"
         await client.admin.add_worker(address, wait_seconds=0)
         hosts["rebinding.test"] = ["127.0.0.1", "127.0.0.2"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,7 +96,7 @@ async def test_item_that_must_not_split_stays_whole() -> None:
         pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_MIXED
     )
     for _ in range(4):
-        with fleet.place(replace(QUERY, may_split=False), BLOCKS) as plan:
+        with fleet.place(QUERY._replace(may_split=False), BLOCKS) as plan:
             assert not plan.is_split
             assert plan.last.worker in (decode, mixed)
 
@@ -142,7 +141,7 @@ async def test_receiver_fits_the_sender() -> None:
     fleet, (sender, other, fitting) = fleet_of(*[pb.WORKER_ROLE_DECODE] * 3)
     other._on_welcome(engine(pb.WORKER_ROLE_DECODE, kv_compatibility_hash=b"another"))
     assert sender.facts.kv is not None
-    query = replace(QUERY, exclude={sender.address: "it is left"})
+    query = QUERY._replace(exclude={sender.address: "it is left"})
     leg = fleet.place_receiver(query, BLOCKS, sender.facts.kv)
     assert (leg.worker, leg.phases) == (fitting, DECODE_PHASE)
     assert (booked(fitting), booked(other)) == ((1, 2, 0), (0, 0, 0))

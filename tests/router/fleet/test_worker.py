@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
+from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.settings import AdapterSettings
@@ -24,6 +25,7 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
     return worker.Worker(
         address,
         max_message_bytes=2**20,
+        turns=Turns(),
         router_name="router",
         tokenizers_known=known,
         fingerprint_of=lambda _: "",
@@ -33,6 +35,7 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
         adapters=Adapters(AdapterSettings(), RouterMetrics()),
         on_change=lambda: None,
         on_touch=lambda _: None,
+        on_load=lambda _: None,
     )
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from router.scene import scene
 from router.scripted import (
     LENGTH,
     READY,
     ScriptedEngine,
+    serving_engine,
+    serving_router,
     until_states,
 )
+from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
+from trtmesh.chassis.grpc.client import connected
+from trtmesh.chassis.http2.turns import Turns
+from trtmesh.router.links import replica
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 
@@ -67,3 +76,23 @@ async def test_draining_worker_finishes_without_new_items() -> None:
         assert late.error.reason == "NO_WORKER"
         await on.engine.step((submit.handle, 0, [65]), ends=[(submit.handle, LENGTH)])
         assert (await asked)[0].text == "A."
+
+
+async def test_all_links_share_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many bad workers and tokenizers take no more time of the router than one."""
+    dialled: list[tuple[str, Turns]] = []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        dialled.append((given[0], named["turns"]))
+        return connected(*given, **named)
+
+    monkeypatch.setattr(replica, "connected", noted)
+    async with (
+        serving_engine(ScriptedEngine(worker="a")) as first,
+        serving_engine(ScriptedEngine(worker="b")) as second,
+        serving_tokenizer(ScriptedTokenizer()) as tokenizer,
+        serving_router([first, second], [tokenizer]) as client,
+    ):
+        await until_states(client, [READY, READY], [READY])
+    assert {address for address, _ in dialled} == {first, second, tokenizer}
+    assert len({id(turns) for _, turns in dialled}) == 1

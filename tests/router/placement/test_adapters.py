@@ -199,7 +199,7 @@ def test_decision_tells_what_the_adapter_contributed() -> None:
     assert (best.worker, best.adapter_place) == ("w2", epb.ADAPTER_PLACE_DEVICE)
     assert message.candidates[-1].adapter_place == epb.ADAPTER_PLACE_ABSENT
     assert message.candidates[-1].adapter_seconds == 2.0
-    without = place("lora_aware", fleet, replace(query(wanted), adapter=None))
+    without = place("lora_aware", fleet, query(wanted)._replace(adapter=None))
     message = describe_decision(DecisionRecord("anonymous", "r", 0, "first", without))
     assert not message.adapter
     assert {c.adapter_place for c in message.candidates} == {epb.ADAPTER_PLACE_UNSPECIFIED}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import groupby
 from random import Random
 from typing import Any
@@ -137,7 +136,7 @@ def test_too_many_sequences_for_all_workers_are_refused(
 
 
 def query(**changes: Any) -> PlacementQuery:
-    return replace(QUERY, **changes)
+    return QUERY._replace(**changes)
 
 
 PREFIX_POLICIES = [name for name, policy in POLICIES.items() if policy.looks_at_prefixes]

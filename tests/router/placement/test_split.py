@@ -399,3 +399,32 @@ def test_slow_start_does_not_count_against_a_pair() -> None:
     # Chosen as if it had the load of the other, but compared with its own.
     assert decision.split.pair == Pair(cold, busy)
     assert decision.split.split_seconds == pair_seconds(Pair(cold, busy), query(), AUTO)
+
+
+def by_state(compatibility: bytes, kind: str = "vllm-nixl") -> KvFacts:
+    return KvFacts(compatibility, frozenset(), 0, frozenset({4}), kind)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_workers_with_states_pair_with_their_kind_alone(policy: str) -> None:
+    kinds = {"a": by_state(b"a"), "b": by_state(b"b"), "lease": KV}
+    fleet = [
+        *(prefill(f"p-{name}", kv=kv) for name, kv in kinds.items()),
+        *(decode(f"d-{name}", kv=kv) for name, kv in kinds.items()),
+    ]
+    for draw in range(16):
+        computes, continues = chosen(place_split(policy, fleet, query(draw=draw << 24), ALL))
+        assert computes.removeprefix("p-") == continues.removeprefix("d-")
+    other = place_split(policy, [fleet[0], fleet[4]], query(), ALL)
+    assert (chosen(other), reason(other)) == (("d-b", "d-b"), INCOMPATIBLE)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sequences": 2, "item_sequences": 2}, {"beams": 2, "sequences": 2}]
+)
+def test_several_sequences_have_no_state(changes: dict[str, int]) -> None:
+    fleet = [prefill("p-state", kv=by_state(b"a")), decode("d-state", kv=by_state(b"a"))]
+    alone = place_split("auto", fleet, query(**changes), ALL)
+    assert (chosen(alone), reason(alone)) == (("d-state", "d-state"), NO_PREFILL)
+    beside = [*fleet, prefill("p-lease"), decode("d-lease")]
+    assert chosen(place_split("auto", beside, query(**changes), ALL)) == ("p-lease", "d-lease")

@@ -41,6 +41,9 @@ def _of_item(item: ItemResult) -> Any:
     ]
 
 
+either = pytest.mark.parametrize("by_state", [False, True], ids=["leases", "state"])
+"""By leases, and by workers that move the KV themselves."""
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "seed": 7},
@@ -85,7 +88,12 @@ ENDLESS = 6000
 
 @asynccontextmanager
 async def in_stage(
-    stage: str, *, settings: Any = None, prefill_rate: float = 150.0, **options: Any
+    stage: str,
+    *,
+    settings: Any = None,
+    prefill_rate: float = 150.0,
+    by_state: bool = False,
+    **options: Any,
 ) -> AsyncIterator[tuple[Workers, asyncio.Task[Any]]]:
     """Two workers, and an item whose handoff stays in a stage."""
     simulated: dict[str, Any] = {}
@@ -93,7 +101,9 @@ async def in_stage(
         simulated = {"timing": {"prefill_tokens_per_second": prefill_rate}}
     if stage == "transferring":
         simulated = {"limits": {"max_batch_size": 1}}
-    async with workers("prefill", "decode", settings=settings, **simulated) as on:
+    async with workers(
+        "prefill", "decode", settings=settings, by_state=by_state, **simulated
+    ) as on:
         if stage == "transferring":
             # Its sequence occupies the decode worker.
             _ = on.ask(list(range(300, 340)), request_id="first", max_tokens=ENDLESS)
@@ -154,6 +164,11 @@ async def test_first_halves_beyond_the_quota_keep_no_kv(most: int) -> None:
         (whole,) = await on.ask(PROMPT)
         first, second = [(await on.ask(PROMPT, handoff=CONTEXT_ONLY))[0] for _ in range(2)]
         assert on.handoffs(result="given") == on.load("prefill-0").sent_handoffs.held == most
+        listed = (await on.client.admin.list_handoffs()).handoffs
+        assert [(each.stage, each.sender, each.tokens) for each in listed] == [
+            ("given", "prefill-0", len(PROMPT))
+        ] * most
+        assert all(0 < each.expires_in_ms <= 60_000 for each in listed)
         for half in (second, first):
             assert half.token_ids == whole.token_ids[:1]
             finished = half.sequences[0].finished
@@ -161,6 +176,7 @@ async def test_first_halves_beyond_the_quota_keep_no_kv(most: int) -> None:
             (item,) = await on.ask(PROMPT, handoff=generation_only(finished.handoff_state))
             assert item.error is None
             assert item.token_ids == whole.token_ids
+        assert not (await on.client.admin.list_handoffs()).handoffs
         # The second half has come, so another first half keeps its KV.
         (third,) = await on.ask(PROMPT, handoff=CONTEXT_ONLY)
         finished = third.sequences[0].finished
@@ -219,10 +235,11 @@ ADAPTER = admin_pb.AddAdapterRequest(name="a", id=7)
 ADAPTERS: dict[str, Any] = {"adapters": {"slots": 2}}
 
 
-async def test_an_adapter_is_used_by_both_workers() -> None:
+@either
+async def test_an_adapter_is_used_by_both_workers(by_state: bool) -> None:
     items = []
     for roles in (("prefill", "decode"), ("mixed",)):
-        async with workers(*roles, **ADAPTERS) as on:
+        async with workers(*roles, by_state=by_state, **ADAPTERS) as on:
             await on.client.admin.upload_adapter(ADAPTER, CONTENT)
             items.append(content(await on.ask(adapter=pb.LoraConfig(name="a"))))
             assert on.handoffs(result="moved") == len(roles) - 1
@@ -268,12 +285,15 @@ async def test_a_client_that_leaves_ends_both_loads_of_an_adapter() -> None:
         await asyncio.gather(asked, return_exceptions=True)
 
 
-async def test_a_stop_text_ends_a_split_item(tmp_path: Path) -> None:
+@either
+async def test_a_stop_text_ends_a_split_item(tmp_path: Path, by_state: bool) -> None:
     directory = save_model_dir(byte_level_bpe(), tmp_path / "simulated")
     letters: dict[str, Any] = {"vocabulary": {"last_token_id": 90}}
     async with (
         served(directory) as tokenizer,
-        workers("prefill", "decode", tokenizers=[tokenizer.address], **letters) as on,
+        workers(
+            "prefill", "decode", tokenizers=[tokenizer.address], by_state=by_state, **letters
+        ) as on,
     ):
         (whole,) = await on.ask(text=True)
         (generated,) = whole.sequences
@@ -315,9 +335,13 @@ async def test_a_silent_receiver_is_left_after_the_deadline_of_the_reservation()
         assert content(await asked) == content(await expected(PROMPT))
 
 
-async def test_leases_are_renewed_while_a_prefill_lasts() -> None:
-    settings = {"handoff": {"enabled": "always", "lease_seconds": 0.3}}
-    async with in_stage("prefilling", settings=settings) as (on, asked):
+@either
+async def test_leases_are_renewed_while_a_prefill_lasts(by_state: bool) -> None:
+    # A crowded machine may hold up a renewal, but not for a second.
+    settings = {"handoff": {"enabled": "always", "lease_seconds": 1.5}}
+    rate = len(PROMPT) / 4
+    stage = in_stage("prefilling", settings=settings, prefill_rate=rate, by_state=by_state)
+    async with stage as (on, asked):
         assert content(await asked) == content(await expected(PROMPT))
         assert on.handoffs(result="moved") == 1
 
@@ -337,16 +361,18 @@ async def test_a_worker_s_longest_lease_bounds_the_lives_of_leases(name: str) ->
         await on.quiet()
 
 
-async def test_many_items_leave_nothing_behind() -> None:
-    async with workers("prefill", "decode", "prefill", "decode") as on:
+@either
+async def test_many_items_leave_nothing_behind(by_state: bool) -> None:
+    async with workers("prefill", "decode", "prefill", "decode", by_state=by_state) as on:
         prompts = [list(range(start, start + 30 + start % 50)) for start in range(100, 600)]
         items = await on.ask(*prompts, max_tokens=8)
         assert content(items) == content(await expected(*prompts, max_tokens=8))
         await on.quiet()
 
 
-async def test_usage_counts_the_prefill_worker_s_cache() -> None:
-    async with workers("prefill", "decode") as on:
+@either
+async def test_usage_counts_the_prefill_worker_s_cache(by_state: bool) -> None:
+    async with workers("prefill", "decode", by_state=by_state) as on:
         (first,) = await on.ask(PROMPT)
         (second,) = await on.ask(PROMPT, perf_metrics=True)
         assert first.usage.cached_prompt_tokens == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from router.scripted import (
@@ -17,6 +19,8 @@ from router.scripted import (
 )
 from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
 from trtmesh.chassis.errors import Draining, NoWorker, QueueFull, WorkerLost
+from trtmesh.chassis.pacing import MAX_IN_SLICE
+from trtmesh.router.requests.placer import Placer
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -322,6 +326,40 @@ async def test_stopped_item_does_not_move() -> None:
         assert item.reason == "stopped"
         assert item.token_ids == (7,)
         assert not on.other(one).submits
+
+
+async def test_items_of_a_lost_worker_are_placed_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Running streams would wait for all of them."""
+    placed: Counter[int] = Counter()
+    passes, place = 0, Placer.place
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            await asyncio.sleep(0)
+            passes += 1
+
+    def counted(placer: Placer, *arguments: Any) -> Any:
+        placed[passes] += 1
+        return place(placer, *arguments)
+
+    monkeypatch.setattr(Placer, "place", counted)
+    only = ScriptedEngine(worker="one", supported_fields=FIELDS)
+    # The items wait until it is back.
+    async with fleet(only, retries={"worker_wait_seconds": 60}) as on:
+        (one,) = on.engines
+        counting = asyncio.create_task(count())
+        on.start(*[[5, 6]] * 300)
+        await on.submitted(300)
+        assert sum(placed.values()) == 300
+        assert max(placed.values()) <= 2 * MAX_IN_SLICE
+        placed.clear()
+        await one.hang_up()
+        await on.submitted(600)
+        assert max(placed.values()) <= 2 * MAX_IN_SLICE
+        counting.cancel()
 
 
 async def test_no_ready_worker_fails_an_item_after_its_wait() -> None:

@@ -188,7 +188,7 @@ async def test_deadline_during_the_last_write_leaves_nothing(
     worker = engine()
     async with router_of(worker) as client:
         # Long enough for the earlier steps on any machine.
-        asked = Asked(client, items=1, timeout=3.0)
+        asked = Asked(client, items=1, timeout=10.0)
         (submit,) = await worker.submitted()
         await worker.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
         await last_write.begun.wait()

@@ -340,9 +340,11 @@ async def test_a_worker_that_leaves_waits_for_no_paused_client(how: str) -> None
             if how == "remove":
                 await on.client.admin.remove_worker(live.sender)
                 await until_states(on.client, [READY], [])
+                # The worker learns of it from the end of the router's stream.
+                await eventually(lambda: not on.load(live.sender).sent_handoffs.held)
             else:
                 await on.engines[live.sender].service.drain()
-            assert not on.load(live.sender).sent_handoffs.held
+                assert not on.load(live.sender).sent_handoffs.held
             assert on.handoffs(cause="paused", result="cancelled") == 1
             assert await rest_of(call) == wanted
         await on.quiet()

@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.router.streams.client_stream import (
+    LOOK_BYTES,
     MOST_MESSAGE_BYTES,
+    OBJECT_BYTES,
+    TOKEN_BYTES,
     ClientStream,
     Credit,
     as_response,
@@ -133,6 +136,34 @@ async def test_opening_event_shares_the_first_message() -> None:
     ]
 
 
+STARTED = router_pb.GenerateEvent(item_started=router_pb.ItemStarted(worker="w"))
+
+
+async def test_an_announcement_shares_the_message_of_the_first_tokens() -> None:
+    put, stream = opened()
+    taking = asyncio.create_task(stream.next_entries())
+    stream.announce(STARTED)
+    await asyncio.sleep(0)
+    put.tokens((0, 0), 1)
+    put.other((0, 0))
+    waiting = await taking
+    assert waiting
+    assert [event.WhichOneof("event") for event in as_response(waiting).events] == [
+        *("accepted", "item_started", "tokens", "sequence_finished"),
+    ]
+
+
+async def test_an_announcement_leaves_without_tokens_after_a_while() -> None:
+    _, stream = opened()
+    stream.announce(STARTED)
+    waiting = await stream.next_entries()
+    assert waiting
+    assert [event.WhichOneof("event") for event in as_response(waiting).events] == [
+        "accepted",
+        "item_started",
+    ]
+
+
 async def test_details_follow_a_text_without_tokens() -> None:
     _, stream = opened()
     stream.put_tokens(0, 0, 0, [], "a", None)
@@ -232,6 +263,10 @@ class Heard:
 
     def __init__(self) -> None:
         self.words: list[str] = []
+        self.held: list[int] = []
+
+    def on_waiting(self, held: int) -> None:
+        self.held.append(held)
 
     def on_full(self) -> None:
         self.words.append("full")
@@ -258,3 +293,38 @@ async def test_credit_counts_tokens_and_bytes_and_returns_after_the_write(
     stream.put_tokens(0, 0, 15, [7], "", None)
     await stream.next_entries()
     assert heard.words == ["full", "read"]
+
+
+async def test_watcher_hears_of_output_that_a_client_leaves_and_of_its_end() -> None:
+    stream, heard = ClientStream(OPENING, Turns()), Heard()
+    stream.watcher = heard
+    for number in range(LOOK_BYTES):
+        stream.put_tokens(0, 0, number, [7], "text", None)
+        await stream.next_entries()
+    assert heard.held == []
+    for number in range(LOOK_BYTES):
+        stream.put_tokens(0, 0, number, [7], "text", None)
+    size = TOKEN_BYTES + len("text")
+    reports = LOOK_BYTES * size // (LOOK_BYTES + size)
+    assert len(heard.held) == reports
+    assert heard.held == sorted(heard.held)
+    unreported = LOOK_BYTES * (size + OBJECT_BYTES) - heard.held[-1]
+    assert 0 <= unreported <= (LOOK_BYTES // size + 1) * (size + OBJECT_BYTES)
+    await stream.next_entries()
+    assert heard.held[reports:] == [0]
+    stream.put_tokens(0, 0, LOOK_BYTES, [7], "text", None)
+    await stream.next_entries()
+    assert heard.held[reports:] == [0]
+
+
+async def test_watcher_hears_what_remains_after_a_message() -> None:
+    stream, heard = ClientStream(OPENING, Turns()), Heard()
+    stream.watcher = heard
+    for number in range(3):
+        logits = pb.Tensor(data=bytes(MOST_MESSAGE_BYTES))
+        details = pb.TokenDetails(generation_logits=logits)
+        stream.put_tokens(0, 0, number, [7], "", details)
+    await stream.next_entries()
+    while heard.held[-1]:
+        assert heard.held[-1] == stream.waiting_bytes + OBJECT_BYTES * stream.waiting_tokens
+        await stream.next_entries()

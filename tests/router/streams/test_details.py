@@ -6,6 +6,7 @@ import struct
 
 from hypothesis import given
 from hypothesis import strategies as st
+from trtmesh.chassis.log_prob_sums import sums
 from trtmesh.router.streams.details import TokenDetailBuffer, unheard
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -61,6 +62,26 @@ def test_any_cut_gives_each_token_its_own(
         terms = [-value if normalized else value for value in range(taken)]
         assert details.cumulative_log_prob == buffer.told_sum == sum(terms)
         assert list(details.model_log_probs) == (terms[-count:] if normalized else [])
+
+
+@given(
+    st.lists(st.lists(st.floats(-20, 0, width=32), min_size=1, max_size=4), min_size=1, max_size=8),
+    st.data(),
+)
+def test_sum_does_not_depend_on_messages(runs: list[list[float]], data: st.DataObject) -> None:
+    """Tokens may come one by one or in runs, and from a second worker, which knows no sum."""
+    log_probs = [log_prob for run in runs for log_prob in run]
+    after = list(sums(log_probs))
+    moved = data.draw(st.integers(0, len(runs)))
+    buffer, count = TokenDetailBuffer(), 0
+    for index, run in enumerate(runs):
+        count += len(run)
+        told = after[count - 1] if index < moved else None
+        buffer.add(pb.TokenDetails(log_probs=run, cumulative_log_prob=told))
+    for each in after:
+        details = buffer.pop(1)
+        assert details
+        assert details.cumulative_log_prob == buffer.told_sum == each
 
 
 def test_nothing_asked_gives_nothing() -> None:

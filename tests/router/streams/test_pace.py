@@ -1,7 +1,8 @@
-"""Unread beams stay on the worker, and only their latest state waits."""
+"""Unread beams stay on the worker, only their latest state waits, and all that waits has a sum."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +20,12 @@ from router.scripted import (
     until_states,
 )
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
+from trtmesh.chassis.errors import SlowClient
+from trtmesh.chassis.http2.budget import Budget
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.streams.client_stream import ClientStream
+from trtmesh.router.streams.pace import ClientLimits, Pace
+from trtmesh.router.streams.turns import Turns
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -100,3 +107,54 @@ async def test_sixteen_credits_waiting_end_the_request() -> None:
                 pass
         assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(told.value.trailing_metadata())[REASON_METADATA_KEY] == "SLOW_CLIENT"
+
+
+async def test_waiting_output_of_all_clients_has_a_sum() -> None:
+    async with unread_search(client={"total_bytes": 100_000}) as (engine, call):
+        number = 0
+        while not engine.stops:
+            await rewrite(engine, number := number + 1)
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            async for _ in call:
+                pass
+        assert dict(told.value.trailing_metadata())[REASON_METADATA_KEY] == "SLOW_CLIENT"
+        assert "100000 bytes of all clients (client.total_bytes)" in str(told.value.details())
+
+
+class Reader:
+    """A client of a request, and why the request ended."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.stream = ClientStream(router_pb2.GenerateEvent(), Turns())
+        self.ends: list[SlowClient] = []
+        self.pace = Pace(
+            ClientLimits(), budget, self.stream, RouterMetrics(), lambda: None, self.ends.append
+        )
+        self.stream.watcher = self.pace
+        self._offset = 0
+
+    def put_logits(self, size: int) -> None:
+        details = pb.TokenDetails(generation_logits=pb.Tensor(data=bytes(size)))
+        self.stream.put_tokens(0, 0, self._offset, [7], "", details)
+        self._offset += 1
+
+
+async def test_the_client_that_leaves_most_is_ended() -> None:
+    budget = Budget(100_000)
+    small, large = Reader(budget), Reader(budget)
+    for _ in range(2):
+        large.put_logits(30_000)
+    small.put_logits(35_000)
+    await asyncio.sleep(0)
+    assert (small.ends, large.ends) == ([], [])
+    small.put_logits(5_000)
+    # Room is made at once: what follows ends no other.
+    assert budget.held < 50_000
+    small.put_logits(5_000)
+    await asyncio.sleep(0)
+    assert (small.ends, len(large.ends)) == ([], 1)
+    await small.stream.next_entries()
+    assert budget.held == 0
+    small.put_logits(5_000)
+    small.pace.close()
+    assert budget.held == 0

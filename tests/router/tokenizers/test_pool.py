@@ -19,10 +19,11 @@ from trtmesh.chassis.errors import (
     QueueTimeout,
     TokenizerLost,
 )
+from trtmesh.chassis.http2.turns import Turns
 from trtmesh.client import FinishReason
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.tokenizers.decoding import TextOptions
+from trtmesh.router.tokenizers.decoding import TextOptions, WholeText
 from trtmesh.router.tokenizers.pool import EncodeLimits, TokenizerPool
 from trtmesh.router.tokenizers.tokenizer import Tokenizer
 from trtmesh.v1 import generation_pb2 as pb
@@ -195,6 +196,20 @@ async def test_stopped_item_withdraws_its_job() -> None:
         await eventually(lambda: tokenizer.cancelled == [tokenizer.encodes[0].handle])
 
 
+async def test_a_sequence_opens_with_its_first_tokens_and_closes_soon_after_its_end() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with pool_of(tokenizer) as pool:
+        whole = WholeText("m", TextOptions(), [])
+        pool.attach(whole)
+        whole.close()
+        assert await pool.decode("m", [65], TextOptions()) == "A."
+        kinds = [command.WhichOneof("command") for command in tokenizer.commands]
+        assert kinds == ["open_decode", "decode"]
+        await eventually(lambda: tokenizer.commands[-1].HasField("close_decode"))
+        (closed,) = tokenizer.commands[-1].close_decode.handles
+        assert closed == tokenizer.commands[0].open_decode.handle
+
+
 @asynccontextmanager
 async def pool_of(
     *tokenizers: ScriptedTokenizer, recovery_seconds: float = 0.0
@@ -208,7 +223,13 @@ async def pool_of(
         for tokenizer in tokenizers:
             address = await stack.enter_async_context(serving_tokenizer(tokenizer))
             deadlines = Deadlines(decode_seconds=10.0)
-            link = Tokenizer(address, deadlines=deadlines, max_message_bytes=2**20, pool=pool)
+            link = Tokenizer(
+                address,
+                deadlines=deadlines,
+                max_message_bytes=2**20,
+                turns=Turns(),
+                pool=pool,
+            )
             pool.tokenizers[address] = link
             links.append(asyncio.create_task(link.run()))
         await eventually(lambda: all(link.ready for link in pool.tokenizers.values()))

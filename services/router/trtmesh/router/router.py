@@ -10,11 +10,14 @@ from contextlib import suppress
 from contextvars import Context
 
 import grpc
+from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.foreign_address import ForeignAddress, is_foreign, parse_engine
+from trtmesh.chassis.http2.turns import Turns as LinkTurns
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
-from trtmesh.chassis.tls.client import H2, PeerTls
+from trtmesh.chassis.tls.client import H2, PeerTls, plain_text
 from trtmesh.kserve import grpc_service_pb2
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.following import Followed
@@ -26,7 +29,8 @@ from trtmesh.router.doors.guard import CallerGuard
 from trtmesh.router.doors.native import MeshService
 from trtmesh.router.doors.triton.front import TritonFront
 from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
-from trtmesh.router.fleet.discovery import Discovery, check_entries
+from trtmesh.router.fleet.bridge import Bridge
+from trtmesh.router.fleet.discovery import Discovery, check_engines, check_entries
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.pins import Pins
@@ -50,7 +54,7 @@ class Router:
     """A router as a service of the chassis."""
 
     def __init__(self, settings: RouterSettings, runtime: Runtime) -> None:
-        check_entries("router.engines", settings.engines)
+        check_engines("router.engines", settings.engines)
         check_entries("router.tokenizers", settings.tokenizers)
         self._settings = settings
         self._runtime = runtime
@@ -91,6 +95,8 @@ class Router:
         )
         self._requests = Requests(mesh, settings.client)
         self._links: dict[Replica, asyncio.Task[None]] = {}
+        self._link_turns = LinkTurns()
+        """Of all workers and tokenizers: many bad ones take no more time than one."""
         self._keepers: list[asyncio.Task[None]] = []
         self._members = Membership(
             self._fleet,
@@ -160,11 +166,11 @@ class Router:
         await self._tell_health()
         settings = self._settings
         # Tokenizers first: a connecting worker is told the mesh's tokenizer.
-        for entries, join, leave in (
-            (settings.tokenizers, self._join_tokenizer, self._leave_tokenizer),
-            (settings.engines, self._members.join, self._members.leave),
+        for entries, join, leave, parse in (
+            (settings.tokenizers, self._join_tokenizer, self._leave_tokenizer, Address.parse),
+            (settings.engines, self._members.join, self._members.leave, parse_engine),
         ):
-            discovery = Discovery(entries, settings.resolve_seconds, join, leave)
+            discovery = Discovery(entries, settings.resolve_seconds, join, leave, parse)
             await discovery.resolve()
             self._keepers.append(asyncio.create_task(discovery.follow()))
         for keep in (
@@ -209,6 +215,7 @@ class Router:
             address,
             deadlines=self._settings.deadlines,
             max_message_bytes=self._settings.max_message_bytes,
+            turns=self._link_turns,
             tls_of_peers=self._tls_of_peers,
             pool=self._tokenizers,
         )
@@ -223,11 +230,15 @@ class Router:
         return self._runtime.certificates.peers
 
     def _make_worker(self, address: str) -> Worker:
+        bridge = self._bridge_of(address)
         return Worker(
             address,
             deadlines=self._settings.deadlines,
             max_message_bytes=self._settings.max_message_bytes,
-            tls_of_peers=self._tls_of_peers,
+            turns=self._link_turns,
+            # A bridge listens on the loopback.
+            tls_of_peers=plain_text if bridge else self._tls_of_peers,
+            bridge=bridge,
             router_name=self._name,
             tokenizers_known=self._tokenizers.known,
             fingerprint_of=self._tokenizers.fingerprint_of,
@@ -236,7 +247,16 @@ class Router:
             adapters=self._adapters,
             on_change=self._fleet.changed,
             on_touch=self._fleet.touch,
+            on_load=self._fleet.touch_load,
         )
+
+    def _bridge_of(self, address: str) -> Bridge | None:
+        """The bridge to a foreign engine; None for an engine of ours."""
+        if not is_foreign(address):
+            return None
+        settings = self._settings
+        engine = ForeignAddress.parse(address)
+        return Bridge(engine, settings.foreign, settings.max_message_bytes)
 
     def _link(self, replica: Replica) -> None:
         # Outside the context of an admin's call, since a link's log lines belong to no request.

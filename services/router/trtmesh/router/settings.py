@@ -16,6 +16,7 @@ from trtmesh.router.callers.limits import RateLimit
 from trtmesh.router.doors.admin.door import AdminSettings
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.doors.triton.settings import TritonSettings
+from trtmesh.router.fleet.bridge import ForeignWorkerSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.replay import RecordSettings
@@ -69,10 +70,11 @@ class RouterSettings(SecuredSettings):
     port: Port = 8001
     """Port of the gRPC server for clients."""
     engines: CommaList
-    """Addresses of engines as host:port. A host name with several addresses means several engines; file:PATH names a
-    file with one address a line, read again every `resolve_seconds`."""
+    """Addresses of engines as host:port, or vllm://host:port, sglang://host:port or trtllm://host:port for those with a
+    contract of their own. A host name with several addresses means several engines; file:PATH names a file with one
+    address a line, read again every `resolve_seconds`."""
     tokenizers: CommaList = ()
-    """Addresses of tokenizers, in the same form."""
+    """Addresses of tokenizers as host:port or file:PATH, likewise."""
     resolve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
     """Interval at which host names are resolved and files of addresses read again."""
     http: HttpSettings = HttpSettings()
@@ -84,6 +86,7 @@ class RouterSettings(SecuredSettings):
     encoding: EncodeLimits = EncodeLimits()
     placement: PlacementSettings = PlacementSettings()
     handoff: HandoffSettings = HandoffSettings()
+    foreign: ForeignWorkerSettings = ForeignWorkerSettings()
     adapters: AdapterSettings = AdapterSettings()
     siblings: SiblingRules = SiblingRules()
     deadlines: Deadlines = Deadlines()

@@ -521,8 +521,8 @@ async def test_follower_serves_the_followed_registry_and_changes_nothing() -> No
         await leader.admin.upload_adapter(asked(canary_share=0.5), NEW)
         (told,) = await until_listed(follower, lambda known: known and len(known[0].versions) == 2)
         assert [version.share for version in told.versions] == [0.5, 0.5]
-        await eventually(lambda: {(7, OLD.version), (7, NEW.version)} <= one.contents.keys())
-        assert one.contents[7, NEW.version] == NEW.config + NEW.weights
+        wanted = {(7, content.version): content.config + content.weights for content in (OLD, NEW)}
+        await eventually(lambda: one.contents == wanted)
         for change in (
             follower.admin.upload_adapter(asked("b"), NEW),
             follower.admin.remove_adapter(7),

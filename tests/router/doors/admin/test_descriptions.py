@@ -1,11 +1,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from trtmesh.router.doors.admin.descriptions import ITEMS_AT_ONCE, describe_requests
+from router.fleet.test_worker import link
+from trtmesh.router.adapters.adapters import Adapters
+from trtmesh.router.adapters.registry import Entry, Registry, Version
+from trtmesh.router.adapters.settings import AdapterSettings
+from trtmesh.router.doors.admin.descriptions import (
+    ITEMS_AT_ONCE,
+    RUNS_PER_ITEM,
+    WORKER_ITEMS,
+    describe_handoffs,
+    describe_requests,
+    describe_workers,
+)
+from trtmesh.router.doors.admin.service import RouterAdminService
+from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.fleet.membership import Membership
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.requests.requests import Requests
+from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 
 def sequence(**values: Any) -> Any:
@@ -56,7 +76,8 @@ async def test_live_request_shows_the_state_of_each_sequence() -> None:
     assert ended.reason == pb.FINISH_REASON_STOP_WORD
 
 
-async def test_long_list_yields_to_the_event_loop() -> None:
+async def passes_during(describing: Coroutine[Any, Any, Sequence[Any]]) -> tuple[int, int]:
+    """Descriptions, and passes of the event loop meanwhile."""
     turns = 0
 
     async def stream() -> None:
@@ -66,7 +87,61 @@ async def test_long_list_yields_to_the_event_loop() -> None:
             await asyncio.sleep(0)
 
     streaming = asyncio.create_task(stream())
-    described = await describe_requests([request(ITEMS_AT_ONCE // 2)] * 20, str)
+    described = await describing
     streaming.cancel()
-    assert len(described) == 20
-    assert turns == 10
+    return len(described), turns
+
+
+async def test_long_list_yields_to_the_event_loop() -> None:
+    requests = [request(ITEMS_AT_ONCE // 2)] * 20
+    assert await passes_during(describe_requests(requests, str)) == (20, 10)
+
+
+async def test_many_workers_yield_to_the_event_loop() -> None:
+    count = 10 * ITEMS_AT_ONCE // WORKER_ITEMS
+    workers = [link(f"h:{number}") for number in range(count)]
+    assert await passes_during(describe_workers(workers)) == (count, 10)
+    busy = link("h:1")
+    run = cast(SequenceRun, SimpleNamespace(owner=1))
+    busy._assignments.sequences.update(dict.fromkeys(range(RUNS_PER_ITEM * ITEMS_AT_ONCE), run))
+    assert await passes_during(describe_workers([busy] * 10)) == (10, 10)
+
+
+async def test_many_handoffs_yield_to_the_event_loop() -> None:
+    handoff: Any = SimpleNamespace(
+        lease_id="l",
+        item=SimpleNamespace(request_id="r", batch_index=0, sequence_index=0),
+        sender=None,
+        receiver=None,
+        stage="offered",
+        cause="split",
+        tokens=1,
+        present_tokens=0,
+        opened_at=0.0,
+        renewed_at=0.0,
+        life_ms=1000,
+        state=SimpleNamespace(by_state=False),
+    )
+    count = 10 * ITEMS_AT_ONCE
+    assert await passes_during(describe_handoffs([handoff] * count, [])) == (count, 10)
+
+
+async def test_many_adapters_yield_to_the_event_loop() -> None:
+    adapters, count = Adapters(AdapterSettings(), RouterMetrics()), 10 * ITEMS_AT_ONCE
+    entries = [
+        Entry(number, f"a{number}", "", (Version("d", 0, 1),)) for number in range(1, count + 1)
+    ]
+    adapters.registry = Registry({entry.key: entry for entry in entries})
+    service = RouterAdminService(
+        cast(Fleet, SimpleNamespace(workers={})),
+        adapters,
+        cast(Membership, None),
+        cast(TokenizerPool, None),
+        cast(Requests, None),
+    )
+
+    async def listed() -> Sequence[Any]:
+        context: Any = SimpleNamespace(invocation_metadata=tuple)
+        return (await service.ListAdapters(admin_pb.ListAdaptersRequest(), context)).adapters
+
+    assert await passes_during(listed()) == (count, 10)

@@ -16,6 +16,7 @@ from typing import Annotated
 from pydantic import Field
 from trtmesh.chassis.errors import InvalidField, QueueFull, QueueTimeout
 from trtmesh.chassis.settings import Settings
+from trtmesh.router.admission.request_bytes import RequestBytes
 from trtmesh.router.placement.rates import Ewma
 
 SHORTEST_RETRY_MS, LONGEST_RETRY_MS = 100, 60_000
@@ -36,6 +37,9 @@ class AdmissionLimits(Settings):
     """Longest wait of an item in its model's queue, then QUEUE_TIMEOUT."""
     max_items_per_request: Annotated[int, Field(ge=1, le=65536)] = 1024
     """Most prompts of one request."""
+    max_request_bytes: Annotated[int, Field(ge=1)] = 2**30
+    """Most bytes of all requests of 128 KiB or more, from their arrival to their end; a request over the limit is
+    refused with QUEUE_FULL."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +119,10 @@ class ModelQueue:
     async def wait(self, permit: Permit, priority: int) -> None:
         if permit.running:
             return
+        if not self._waiting and self.running < self._limits.max_running_items:
+            permit.running = True
+            self.running += 1
+            return
         heapq.heappush(self._waiting, (-priority, self._arrivals, permit))
         self._arrivals += 1
         self._grant()
@@ -175,6 +183,7 @@ class Admission:
         self.limits = limits
         self._queues: dict[str, ModelQueue] = {}
         self.live_items = 0
+        self.request_bytes = RequestBytes(limits.max_request_bytes)
 
     @property
     def queued_items(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -171,20 +171,25 @@ class Callers:
         return Identity(key.name, self._limits.model_copy(update=changes))
 
 
-def shown_keys(headers: Headers) -> frozenset[str]:
+def shown_keys(headers: Headers) -> set[str]:
     """The API keys in headers: those of `x-api-key`, else those of `authorization`."""
-    shown = [(name.lower(), _text(value)) for name, value in headers]
-    own = frozenset(value for name, value in shown if name == "x-api-key" and value)
-    return own or frozenset(
-        _bearer_tokens(value for name, value in shown if name == "authorization")
-    )
+    own: set[str] = set()
+    bearer: set[str] = set()
+    for spelt, value in headers:
+        name = spelt.lower()
+        if name == "x-api-key":
+            own.add(_text(value))
+        elif name == "authorization":
+            bearer.add(_bearer_token(_text(value)))
+    own.discard("")
+    bearer.discard("")
+    return own or bearer
 
 
-def _bearer_tokens(values: Iterable[str]) -> Iterator[str]:
-    for value in values:
-        scheme, _, token = value.partition(" ")
-        if scheme.lower() == "bearer" and (token := token.strip()):
-            yield token
+def _bearer_token(value: str) -> str:
+    """The token of an `authorization`; '' for another scheme."""
+    scheme, _, token = value.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _of_certificate(name: str) -> str:

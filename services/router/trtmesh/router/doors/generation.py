@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from trtmesh.chassis.logs import rebind_caller
@@ -15,6 +14,7 @@ from trtmesh.router.callers.callers import Callers
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
+from trtmesh.router.requests.requests import RunningRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +48,40 @@ def caller_of(callers: Callers, context: grpc.aio.ServicerContext[Any, Any]) -> 
     return Caller(identity_of(callers, context), context.time_remaining())
 
 
-class GenerationCall:
-    """A client's call from its arrival to its outcome."""
+class GenerationCall(AbstractContextManager["GenerationCall"]):
+    """The block of a client's call, counted by its outcome: refused, cancelled or complete."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
         self.outcome = "refused"
 
-    @asynccontextmanager
-    async def running(
-        self, opening: AbstractAsyncContextManager[LiveRequest]
-    ) -> AsyncIterator[LiveRequest]:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.requests[self.outcome] += 1
+
+    def running(self, opening: RunningRequest) -> RunningCall:
         """Runs the call's request inside the block. Raises the error if the router ends the request."""
-        async with opening as live:
-            self.outcome = "cancelled"
-            try:
-                yield live
-            except asyncio.CancelledError:
-                if live.ended is None:
-                    raise
-                raise live.ended from None
-            self.outcome = "complete"
+        return RunningCall(self, opening)
 
 
-@contextmanager
-def counted(metrics: RouterMetrics) -> Iterator[GenerationCall]:
-    """Counts a call by its outcome: refused, cancelled or complete."""
-    call = GenerationCall()
-    try:
-        yield call
-    finally:
-        metrics.requests[call.outcome] += 1
+class RunningCall(AbstractAsyncContextManager[LiveRequest]):
+    """The block in which a call's request lives."""
+
+    def __init__(self, call: GenerationCall, opening: RunningRequest) -> None:
+        self._call, self._opening = call, opening
+
+    async def __aenter__(self) -> LiveRequest:
+        self._live = await self._opening.__aenter__()
+        self._call.outcome = "cancelled"
+        return self._live
+
+    async def __aexit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self._call.outcome = "complete"
+        # Its end forgets why.
+        ended = self._live.ended if isinstance(error, asyncio.CancelledError) else None
+        await self._opening.__aexit__()
+        if ended is not None:
+            raise ended from None

@@ -9,7 +9,7 @@ import grpc
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import answering, request_id_of
 from trtmesh.router.callers.callers import Callers
-from trtmesh.router.doors.generation import caller_of, counted, identity_of
+from trtmesh.router.doors.generation import GenerationCall, caller_of, identity_of
 from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
@@ -34,37 +34,41 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
-        with counted(self._metrics) as call:
+        with GenerationCall(self._metrics) as call:
             async with answering(context, request.request_id):
                 caller = caller_of(self._callers, context)
-                valid = await self._parsed(request, request_id_of(context))
-                rebind_request_id(valid.request_id)
-                opening = self._requests.open(valid, caller.remaining_seconds, caller.identity)
-                async with call.running(opening) as live:
-                    await self._forward(live, context.write)
+                size = request.ByteSize()
+                with self._requests.holding(size):
+                    valid = await self._parsed(request, size, request_id_of(context))
+                    rebind_request_id(valid.request_id)
+                    opening = self._requests.open(valid, caller.remaining_seconds, caller.identity)
+                    async with call.running(opening) as live:
+                        await self._forward(live, context.write)
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Resume(self, request: pb.ResumeRequest, context: _Context) -> None:  # type: ignore[override]
         async def write(response: pb.GenerateResponse) -> None:
             await context.write(pb.ResumeResponse(events=response.events))
 
-        with counted(self._metrics) as call:
+        with GenerationCall(self._metrics) as call:
             async with answering(context, request.request.request_id):
                 caller = caller_of(self._callers, context)
-                valid = await self._parsed(request.request, "")
-                received = parse_received(request, valid)
-                opening = self._requests.resume(
-                    valid, received, caller.remaining_seconds, caller.identity
-                )
-                async with call.running(opening) as live:
-                    self._metrics.resumed += 1
-                    await self._forward(live, write)
+                size = request.request.ByteSize()
+                with self._requests.holding(size):
+                    valid = await self._parsed(request.request, size, "")
+                    received = parse_received(request, valid)
+                    opening = self._requests.resume(
+                        valid, received, caller.remaining_seconds, caller.identity
+                    )
+                    async with call.running(opening) as live:
+                        self._metrics.resumed += 1
+                        await self._forward(live, write)
 
-    async def _parsed(self, request: pb.GenerateRequest, request_id: str) -> GenerationRequest:
+    async def _parsed(
+        self, request: pb.GenerateRequest, size: int, request_id: str
+    ) -> GenerationRequest:
         most = self._requests.max_items_per_request
-        return await self._parsing.run(
-            request.ByteSize(), lambda: parse_request(request, request_id, most)
-        )
+        return await self._parsing.run(size, lambda: parse_request(request, request_id, most))
 
     async def _forward(
         self, live: LiveRequest, write: Callable[[pb.GenerateResponse], Awaitable[None]]

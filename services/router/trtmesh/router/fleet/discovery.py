@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.foreign_address import ForeignAddress, host_of, parse_engine
 
 log = logging.getLogger(__name__)
 
@@ -28,16 +29,29 @@ PATIENCE_SECONDS = 1.0
 LARGEST_FILE = 2**20
 
 
+Parse = Callable[[str], Address | ForeignAddress]
+"""Parses an address. Raises ValueError."""
+
+
+def check_engines(field: str, entries: Iterable[str]) -> None:
+    """Raises SettingsError unless every entry is host:port, engine://host:port or file:PATH."""
+    _check(field, entries, parse_engine, "host:port, vllm://host:port and its like, nor file:PATH")
+
+
 def check_entries(field: str, entries: Iterable[str]) -> None:
     """Raises SettingsError unless every entry is host:port or file:PATH."""
+    _check(field, entries, Address.parse, "host:port nor file:PATH")
+
+
+def _check(field: str, entries: Iterable[str], parse: Parse, forms: str) -> None:
     for entry in entries:
         if entry.startswith(FILE) and len(entry) > len(FILE):
             continue
         try:
-            Address.parse(entry)
+            parse(entry)
         except ValueError as error:
             raise SettingsError(
-                f"has the entry {entry!r}, which is neither host:port nor file:PATH", setting=field
+                f"has the entry {entry!r}, which is neither {forms}", setting=field
             ) from error
 
 
@@ -52,6 +66,7 @@ class Discovery:
     _interval_seconds: float
     _on_join: Callable[[str], object]
     _on_leave: Callable[[str], object]
+    _parse: Parse = Address.parse
     _found: dict[str, frozenset[str]] = field(default_factory=dict)
     """Addresses by entry."""
     _told: set[str] = field(default_factory=set)
@@ -88,7 +103,7 @@ class Discovery:
     async def _look_up(self, entries: frozenset[str]) -> None:
         """Looks every entry up. A slow lookup is read in a later round: an unknown name may take DNS many seconds."""
         for entry in entries - self._lookups.keys():
-            self._lookups[entry] = asyncio.create_task(_addresses_of(entry))
+            self._lookups[entry] = asyncio.create_task(_addresses_of(entry, self._parse))
         if self._lookups:
             await asyncio.wait(self._lookups.values(), timeout=PATIENCE_SECONDS)
         for entry, lookup in [*self._lookups.items()]:
@@ -132,7 +147,7 @@ class Discovery:
 
     async def _read(self, path: str) -> list[str]:
         try:
-            lines = await asyncio.to_thread(_addresses_in, path)
+            lines = await asyncio.to_thread(_addresses_in, path, self._parse)
         except (OSError, ValueError) as error:
             if self._file_problems.get(path) != str(error):
                 log.warning("cannot use %s: %s", path, error)
@@ -143,9 +158,10 @@ class Discovery:
         return self._files.get(path, [])
 
 
-async def _addresses_of(entry: str) -> frozenset[str]:
+async def _addresses_of(entry: str, parse: Parse) -> frozenset[str]:
     """Resolves an entry. Raises OSError or UnicodeError."""
-    host, port = Address.parse(entry)
+    parsed = parse(entry)
+    host, port = host_of(parsed)
     with suppress(ValueError):
         ipaddress.ip_address(host)
         return frozenset((entry,))
@@ -153,14 +169,19 @@ async def _addresses_of(entry: str) -> frozenset[str]:
     # A single family, so that a dual-stack host counts once.
     family = min(family for family, *_ in found)
     return frozenset(
-        str(Address(str(address[0]), int(address[1])))
+        _at(parsed, Address(str(address[0]), int(address[1])))
         for kind, *_, address in found
         if kind == family
     )
 
 
-def _addresses_in(path: str) -> list[str]:
-    """Reads a file's addresses, skipping comments. Raises OSError, or ValueError for a line other than host:port."""
+def _at(parsed: Address | ForeignAddress, found: Address) -> str:
+    """An entry at one of its addresses."""
+    return str(parsed._replace(address=found) if isinstance(parsed, ForeignAddress) else found)
+
+
+def _addresses_in(path: str, parse: Parse) -> list[str]:
+    """Reads a file's addresses, skipping comments. Raises OSError, or ValueError for a line that is none."""
     with Path(path).open(encoding="utf-8") as file:
         text = file.read(LARGEST_FILE + 1)
     if len(text) > LARGEST_FILE:
@@ -168,5 +189,5 @@ def _addresses_in(path: str) -> list[str]:
     stripped = (line.partition("#")[0].strip() for line in text.splitlines())
     lines = [line for line in stripped if line]
     for line in lines:
-        Address.parse(line)
+        parse(line)
     return lines

@@ -73,6 +73,11 @@ class Facts:
             engine.max_quarantined_blocks,
         )
 
+    @property
+    def has_leases(self) -> bool:
+        """Whether KV of running sequences moves, and waits for clients: under leases of blocks."""
+        return self.kv is not None and not self.kv.state_kind
+
     def refuses_handoffs(self, load: pb.Load) -> bool:
         """Whether the worker reserves no blocks, because too many wait for reads of ended handoffs."""
         return self.kv is not None and load.quarantined_blocks > self.max_quarantined_blocks
@@ -89,13 +94,15 @@ def capabilities_of(engine: pb.GetEngineResponse) -> frozenset[Capability]:
 def kv_facts(engine: pb.GetEngineResponse) -> KvFacts | None:
     """What a transfer of KV needs to know; None for a worker without handoffs."""
     shapes = engine.kv_shapes
-    if not (shapes and engine.kv_compatibility_hash and engine.kv_transports):
+    has_kv = shapes or engine.handoff_kind
+    if not (has_kv and engine.kv_compatibility_hash and engine.kv_transports):
         return None
     return KvFacts(
         engine.kv_compatibility_hash,
         frozenset(shape.data_type for shape in shapes),
         sum(map(_token_bytes, shapes)),
         frozenset(engine.kv_transports),
+        engine.handoff_kind,
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, Lora
@@ -44,6 +45,8 @@ from trtmesh.router.placement.snapshot import DECODE_PHASE, PREFILL_PHASE, Serve
 UNKNOWN = Typical()
 """Rates of a model before its workers have shown any."""
 
+NO_SIZES: frozenset[int] = frozenset()
+
 
 class Fleet:
     """All workers by address."""
@@ -59,12 +62,16 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self._snapshots: dict[str, WorkerSnapshot] = {}
         self._snapshot: tuple[WorkerSnapshot, ...] = ()
-        self._served: frozenset[Served] = frozenset()
-        """Models, block sizes and roles of the snapshots."""
+        self._models: frozenset[str] = frozenset()
+        """Models of the snapshots."""
+        self._block_sizes: dict[str, frozenset[int]] = {}
+        """Block sizes of a model's workers with KV events."""
         self._with_roles: frozenset[str] = frozenset()
         """Models with workers that are not mixed."""
         self._touched: set[str] = set()
         """Addresses, because a worker may be replaced at its address between two placements."""
+        self._loaded: set[str] = set()
+        """Addresses of workers of which only the load changed, as it does several times in an item's life."""
         self.decisions = DecisionLog(settings.explained_decisions)
         self.kv_index = KvIndex(settings.kv_index_blocks)
         self._metrics = metrics
@@ -81,7 +88,8 @@ class Fleet:
 
     def models(self) -> frozenset[str]:
         """Models of all known workers, even lost ones."""
-        return frozenset(model for model, _, _ in self._all_served() if model)
+        self._with_former_loads()
+        return self._models
 
     def why_no_models(self) -> str:
         """Why no model is known, with advice."""
@@ -117,17 +125,35 @@ class Fleet:
         """Marks a worker's snapshot as stale."""
         self._touched.add(worker.address)
 
+    def touch_load(self, worker: Worker) -> None:
+        """Marks the load in a worker's snapshot as stale."""
+        self._loaded.add(worker.address)
+
     def snapshot(self) -> tuple[WorkerSnapshot, ...]:
         """Every worker at this moment. Only workers touched since the last call are read again."""
-        if self._touched:
-            served = [self._read(address) for address in self._touched]
+        if self._loaded or self._touched:
+            served = [self._read(address) for address in self._loaded | self._touched]
+            self._loaded.clear()
             self._touched.clear()
             self._snapshot = tuple(self._snapshots.values())
             if not all(served):
-                self._served = frozenset(worker.served for worker in self._snapshot)
-                with_role = (each for each in self._served if each[2] is not Role.MIXED)
-                self._with_roles = frozenset(model for model, _, _ in with_role)
+                self._note_served()
         return self._snapshot
+
+    def _with_former_loads(self) -> tuple[WorkerSnapshot, ...]:
+        """Every worker at this moment, but for its load, for questions that do not depend on it."""
+        return self.snapshot() if self._touched else self._snapshot
+
+    def _note_served(self) -> None:
+        served: frozenset[Served] = frozenset(worker.served for worker in self._snapshot)
+        self._models = frozenset(model for model, _, _ in served if model)
+        with_role = (each for each in served if each[2] is not Role.MIXED)
+        self._with_roles = frozenset(model for model, _, _ in with_role)
+        sizes: dict[str, set[int]] = {}
+        for model, size, _ in served:
+            if size:
+                sizes.setdefault(model, set()).add(size)
+        self._block_sizes = {model: frozenset(each) for model, each in sizes.items()}
 
     def _read(self, address: str) -> bool:
         """Reads a worker; whether it serves the same as before."""
@@ -141,7 +167,7 @@ class Fleet:
 
     def check_fields(self, model: str, fields: frozenset[str]) -> None:
         """Raises UnsupportedField if the model has usable workers and none supports all of `fields`."""
-        check_fields(self.snapshot(), PlacementQuery(model, fields))
+        check_fields(self._with_former_loads(), model, fields)
 
     def place(self, query: PlacementQuery, blocks: PromptBlocks) -> Plan:
         """Books a worker for an item, or two. Raises NoWorker, PromptTooLong or UnsupportedField."""
@@ -157,9 +183,9 @@ class Fleet:
     def place_receiver(self, query: PlacementQuery, blocks: PromptBlocks, kv: KvFacts) -> Leg:
         """Books a worker to continue a sequence from `kv` of another. Raises as `place`."""
         now = asyncio.get_running_loop().time()
-        query = replace(self._completed(query, blocks, now), phases=DECODE_PHASE)
+        query = self._completed(query, blocks, now)._replace(phases=DECODE_PHASE)
         fleet = self.snapshot()
-        query = replace(query, exclude=receiver_exclusions(fleet, query, kv))
+        query = query._replace(exclude=receiver_exclusions(fleet, query, kv))
         decision = place(self.policy, fleet, query)
         return self._book_decode(decision, blocks, now)
 
@@ -190,7 +216,7 @@ class Fleet:
 
     def block_hashes(self, model: str, blocks: PromptBlocks) -> list[int]:
         """Names of a prompt's blocks on the model's workers; empty if the policy ignores prefixes."""
-        return blocks.hashes(min(self._block_sizes(model), default=0))
+        return blocks.hashes(min(self._block_sizes_of(model), default=0))
 
     def has_blocks(self, hashes: Sequence[int]) -> bool:
         """Whether any worker holds all the blocks."""
@@ -251,9 +277,8 @@ class Fleet:
         self.snapshot()
         typical = self._typical.get(query.model, UNKNOWN)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
-        sizes = self._block_sizes(query.model)
-        return replace(
-            query,
+        sizes = self._block_sizes_of(query.model)
+        return query._replace(
             cached_tokens=self._cached_tokens(query, blocks, sizes, now),
             prefix=next(iter(blocks.hashes(min(sizes, default=0))), None),
             has_roles=query.model in self._with_roles,
@@ -271,18 +296,15 @@ class Fleet:
         need = replace(need, rank=rank)
         return replace(need, outlook=shares.outlook(need, typical))
 
-    def _block_sizes(self, model: str) -> set[int]:
+    def _block_sizes_of(self, model: str) -> frozenset[int]:
         """Block sizes of the model's workers with KV events; empty if the policy ignores prefixes."""
         if not POLICIES[self.policy].looks_at_prefixes:
-            return set()
-        return {size for name, size, _ in self._all_served() if size and name == model}
-
-    def _all_served(self) -> frozenset[Served]:
-        self.snapshot()
-        return self._served
+            return NO_SIZES
+        self._with_former_loads()
+        return self._block_sizes.get(model, NO_SIZES)
 
     def _cached_tokens(
-        self, query: PlacementQuery, blocks: PromptBlocks, sizes: set[int], now: float
+        self, query: PlacementQuery, blocks: PromptBlocks, sizes: Collection[int], now: float
     ) -> dict[str, int]:
         """Prompt tokens with reusable KV on each worker."""
         # The last token is always computed, for the logits.
@@ -335,11 +357,15 @@ class Fleet:
         for worker in self.workers.values():
             worker.move_on()
 
-    async def change(self, seconds: float) -> None:
-        """Waits at most `seconds` for the next change."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._change.wait()
+    def change(self, seconds: float) -> Coroutine[Any, Any, None]:
+        """Waits at most `seconds` for the next change after this call, even if it comes before the wait begins."""
+        return _set_within(self._change, seconds)
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 def _names(asked: Lora, adapter: Adapter) -> bool:

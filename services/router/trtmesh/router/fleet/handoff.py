@@ -53,6 +53,9 @@ class Handoff:
     is_offered: bool = False
     """Whether the sender's descriptor is known."""
     result: Result | None = None
+    by_state: bool = False
+    """Whether the backends move the KV themselves: the receiver has no lease, and gets the sender's state with its
+    sequence."""
 
     @property
     def is_live(self) -> bool:
@@ -146,6 +149,8 @@ class Action(Enum):
     """Sends the descriptor to the receiver."""
     SUBMIT = "submit"
     """Submits the rest of the sequence to the receiver, with the lease."""
+    CONFIRM_SENDER = "confirm_sender"
+    """Releases the lease, because the receiver used the state."""
     RELEASE_SENDER = "release_sender"
     """Releases the lease and stops the sequence."""
     RELEASE_RECEIVER = "release_receiver"
@@ -160,6 +165,12 @@ Transition = tuple[Handoff, tuple[Action, ...]]
 def begin() -> Transition:
     """Starts a handoff to a chosen receiver."""
     return Handoff(receiver=Receiver.RESERVING), (Action.RESERVE,)
+
+
+def begin_by_state() -> Transition:
+    """Starts a handoff to a chosen receiver, by a state of the sender's backend."""
+    handoff = Handoff(Sender.RUNNING, Receiver.RESERVED, by_state=True)
+    return handoff, (Action.START_SENDER,)
 
 
 def park() -> Transition:
@@ -222,7 +233,8 @@ def _on_receiver(handoff: Handoff, event: Reserved | ReceiverStarted | Resumed) 
             return _progress(replace(handoff, receiver=Receiver.RESERVED))
         case ReceiverStarted(), Receiver.SUBMITTED:
             # Released again in case the receiver's word to the sender was lost.
-            return replace(handoff, result=Result.MOVED), (Action.RELEASE_SENDER,)
+            word = Action.CONFIRM_SENDER if handoff.by_state else Action.RELEASE_SENDER
+            return replace(handoff, result=Result.MOVED), (word,)
     return handoff, ()
 
 
@@ -234,7 +246,8 @@ def _progress(handoff: Handoff) -> Transition:
         actions.append(Action.START_SENDER)
     if handoff.receiver is Receiver.RESERVED and handoff.is_offered:
         handoff = replace(handoff, receiver=Receiver.ATTACHED)
-        actions.append(Action.ATTACH)
+        if not handoff.by_state:
+            actions.append(Action.ATTACH)
     if handoff.receiver is Receiver.ATTACHED and handoff.sender is Sender.COMMITTED:
         handoff = replace(handoff, receiver=Receiver.SUBMITTED)
         actions.append(Action.SUBMIT)
@@ -246,7 +259,7 @@ def _end(handoff: Handoff, result: Result) -> Transition:
     actions: list[Action] = []
     if handoff.sender is not Sender.IDLE:
         actions.append(Action.RELEASE_SENDER)
-    if handoff.receiver is not Receiver.NONE:
+    if handoff.receiver is not Receiver.NONE and not handoff.by_state:
         actions.append(Action.RELEASE_RECEIVER)
     if result is Result.MIGRATED:
         actions.append(Action.MIGRATE)

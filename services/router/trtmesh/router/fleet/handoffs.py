@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from dataclasses import dataclass
 
 from trtmesh.router.fleet.handoff import Result
 from trtmesh.router.fleet.live_handoff import HandoffItem, HandoffOwner, LiveHandoff
@@ -17,6 +18,20 @@ RESUMED = frozenset({"paused", "generation_only"})
 """Causes of handoffs that go on when a client returns."""
 
 
+@dataclass(frozen=True, slots=True)
+class GivenKv:
+    """KV whose state a client has, as far as this router knows: the second half may have come to another."""
+
+    lease_id: str
+    request_id: str
+    batch_index: int
+    sender: str
+    """Name of the worker with the KV."""
+    tokens: int
+    opened_at: float
+    ends_at: float
+
+
 class Handoffs:
     """All live handoffs by lease id."""
 
@@ -25,8 +40,8 @@ class Handoffs:
         self.live: dict[str, LiveHandoff] = {}
         self._waiting = 0
         """Live handoffs that wait for a client."""
-        self._given: dict[str, float] = {}
-        """End of each lease of a client by id, unless the second half came to this router."""
+        self.given: dict[str, GivenKv] = {}
+        """By lease id, unless the second half came to this router."""
         self._metrics = metrics
 
     def open(
@@ -36,17 +51,17 @@ class Handoffs:
         handoff = LiveHandoff(owner, item, cause, self.settings, self._on_over, lease_id)
         self.live[handoff.lease_id] = handoff
         self._waiting += cause in WAITING
-        self._given.pop(lease_id, None)
+        self.given.pop(lease_id, None)
         return handoff
 
     @property
     def may_park(self) -> bool:
         """Whether more KV may wait on a worker for a client."""
-        return self._waiting + len(self._given) < self.settings.max_parked
+        return self._waiting + len(self.given) < self.settings.max_parked
 
     def discard(self, sender: Worker, lease_id: str) -> None:
         """Ends a client's lease whose KV nothing continues from."""
-        self._given.pop(lease_id, None)
+        self.given.pop(lease_id, None)
         sender.leases.release(lease_id)
 
     def tick(self, now: float) -> None:
@@ -57,8 +72,8 @@ class Handoffs:
             elif handoff.sender_leaves:
                 handoff.cancel()
         self._renew(now)
-        for lease_id in [each for each, end in self._given.items() if end <= now]:
-            del self._given[lease_id]
+        for lease_id in [each for each, given in self.given.items() if given.ends_at <= now]:
+            del self.given[lease_id]
 
     def _renew(self, now: float) -> None:
         by_worker: defaultdict[tuple[Worker, int], list[str]] = defaultdict(list)
@@ -78,7 +93,7 @@ class Handoffs:
         assert result is not None
         self._metrics.handoffs[handoff.cause, result.value] += 1
         if result is Result.GIVEN:
-            self._given[handoff.lease_id] = handoff.committed_at + handoff.life_ms / 1000
+            self.given[handoff.lease_id] = _given_of(handoff)
         if result is Result.MOVED:
             self._metrics.handoff_tokens += max(0, handoff.tokens - handoff.present_tokens)
             self._note_duration(handoff)
@@ -94,3 +109,16 @@ class Handoffs:
         self._metrics.handoff.observe(seconds)
         if handoff.cause == "disaggregated" and handoff.receiver is not None:
             handoff.receiver.guard.rates.learn_handoff(seconds)
+
+
+def _given_of(handoff: LiveHandoff) -> GivenKv:
+    item = handoff.item
+    return GivenKv(
+        handoff.lease_id,
+        item.request_id,
+        item.batch_index,
+        handoff.sender.name if handoff.sender else "",
+        handoff.tokens,
+        handoff.opened_at,
+        handoff.committed_at + handoff.life_ms / 1000,
+    )

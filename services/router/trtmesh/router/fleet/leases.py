@@ -55,8 +55,8 @@ class Leases:
         )
         self._send(pb.EngineCommand(reserve_blocks=command))
 
-    def expect_offer(self, holder: LeaseHolder, lease_id: str) -> None:
-        """Passes the answers about a sender's lease to `holder`."""
+    def expect_answers(self, holder: LeaseHolder, lease_id: str) -> None:
+        """Passes the answers about a sender's lease, or the loss of the worker, to `holder`."""
         self._holders[lease_id] = holder
 
     def attach(self, command: kv_pb.AttachSenderCommand) -> None:
@@ -66,6 +66,11 @@ class Leases:
     def release(self, lease_id: str) -> None:
         """Ends a lease, whatever the worker knows of it."""
         command = kv_pb.ReleaseLeaseCommand(lease_id=lease_id)
+        self._send(pb.EngineCommand(release_lease=command))
+
+    def confirm(self, lease_id: str) -> None:
+        """Ends a sender's lease whose KV was used."""
+        command = kv_pb.ReleaseLeaseCommand(lease_id=lease_id, consumed=True)
         self._send(pb.EngineCommand(release_lease=command))
 
     def forget(self, lease_id: str) -> None:

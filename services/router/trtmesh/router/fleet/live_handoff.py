@@ -116,7 +116,11 @@ class LiveHandoff:
         self._prefill = plan.first
         self._send_from(plan.first.worker)
         self._receive_at(plan.last, tokens)
-        self._follow(machine.begin())
+        if plan.first.worker.facts.has_leases:
+            self._follow(machine.begin())
+        else:
+            plan.last.worker.leases.expect_answers(self, self.lease_id)
+            self._follow(machine.begin_by_state())
 
     def move(self, run: SequenceRun, sender: Worker, leg: Leg, tokens: int) -> None:
         """Begins to move a running sequence to `leg`."""
@@ -170,10 +174,15 @@ class LiveHandoff:
 
     def _send_from(self, sender: Worker) -> None:
         self.sender = sender
-        sender.leases.expect_offer(self, self.lease_id)
+        sender.leases.expect_answers(self, self.lease_id)
 
     def _receive_at(self, leg: Leg, tokens: int) -> None:
         self._decode, self.receiver, self.tokens = leg, leg.worker, tokens
+
+    @property
+    def backend_state(self) -> kv_pb.HandoffDescriptor | None:
+        """The descriptor that the receiver gets with its sequence; None where it has a lease."""
+        return self._descriptor if self.state.by_state else None
 
     @property
     def runs(self) -> Sequence[SequenceRun]:
@@ -234,7 +243,8 @@ class LiveHandoff:
         """The leases to renew. A client's lease, from its commit on, has a fixed life."""
         is_clients = self.is_for_client and self.state.sender is Sender.COMMITTED
         sender = self.sender if self.is_started and not is_clients else None
-        sides = ((sender, self.lease_id), (self.receiver, self.receiver_lease_id))
+        receiver = None if self.state.by_state else self.receiver
+        sides = ((sender, self.lease_id), (receiver, self.receiver_lease_id))
         return [(worker, lease_id) for worker, lease_id in sides if worker is not None]
 
     # Events.
@@ -324,6 +334,9 @@ class LiveHandoff:
                 self._attach()
             case Action.SUBMIT:
                 self._submit()
+            case Action.CONFIRM_SENDER:
+                assert self.sender
+                self.sender.leases.confirm(self.lease_id)
             case Action.RELEASE_SENDER:
                 assert self.sender
                 self.sender.leases.release(self.lease_id)

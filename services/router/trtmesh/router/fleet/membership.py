@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.errors import InvalidField, NotFound, WorkerLost
+from trtmesh.chassis.foreign_address import host_of, parse_engine
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.link_local import check_dialled, refuse_link_local
 from trtmesh.router.fleet.worker import Worker
@@ -128,13 +128,13 @@ class Membership:
     async def add(self, address: str, wait_seconds: float) -> Worker:
         """Adds a worker for an admin, and waits for its answer unless `wait_seconds` is 0.
 
-        Raises InvalidField unless `address` is host:port and allowed, or WorkerLost without an answer: a new worker is
-        then removed again.
+        Raises InvalidField unless `address` is an engine's and allowed, or WorkerLost without an answer: a new worker
+        is then removed again.
         """
         try:
-            parsed = Address.parse(address)
+            parsed = host_of(parse_engine(address))
         except ValueError as error:
-            limit = "host:port, with an IPv6 host in brackets"
+            limit = "host:port, with an IPv6 host in brackets, or that after vllm://, sglang:// or trtllm://"
             raise InvalidField.of("address", address, limit) from error
         if not self._allow_link_local:
             await refuse_link_local(parsed)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import Draining, InvalidRequest, QueueTimeout, TrtmeshError, WorkerLost
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
+from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
 from trtmesh.router.fleet.assignments import Assignments
+from trtmesh.router.fleet.bridge import Bridge
 from trtmesh.router.fleet.deliveries import Deliveries
 from trtmesh.router.fleet.facts import (
     Facts,
@@ -64,6 +68,7 @@ class Worker(Replica):
         *,
         deadlines: Deadlines,
         max_message_bytes: int,
+        turns: Turns,
         router_name: str,
         tokenizers_known: Callable[[], Awaitable[None]],
         fingerprint_of: Callable[[str], str],
@@ -72,9 +77,13 @@ class Worker(Replica):
         adapters: Adapters,
         on_change: Callable[[], None],
         on_touch: Callable[[Worker], None],
+        on_load: Callable[[Worker], None],
         tls_of_peers: TlsOfPeers = plain_text,
+        bridge: Bridge | None = None,
     ) -> None:
-        super().__init__(address, deadlines, max_message_bytes, tls_of_peers)
+        """`bridge` is the process in front of a foreign engine, None for an engine of ours."""
+        super().__init__(address, deadlines, max_message_bytes, turns, tls_of_peers)
+        self._bridge = bridge
         self._on_change = on_change
         self._on_touch = on_touch
         self._pulse = Pulse(deadlines)
@@ -95,7 +104,7 @@ class Worker(Replica):
         """Number of streams so far."""
         self.last_turn = 0
         """Number of the last placement on the worker."""
-        self.guard = LoadGuard(self.touch)
+        self.guard = LoadGuard(partial(on_load, self))
         self._assignments = Assignments(address, self.guard, self._send)
         self._steps = Steps(self._assignments, self.guard, metrics, self._send)
         self.leases = Leases(address, self._send)
@@ -105,6 +114,17 @@ class Worker(Replica):
             self._new_command, adapters.delivery_seconds, adapters.usages, metrics
         )
         self._outbox = _new_outbox()
+
+    async def run(self) -> None:
+        """Keeps a stream open, and the bridge running, until cancelled."""
+        if self._bridge is None:
+            await super().run()
+        else:
+            bridging = self._bridge.run(lambda: self.check_dialled)
+            await until_first_ends(super().run(), bridging)
+
+    def _dialled(self) -> str:
+        return self._bridge.address() if self._bridge else self.address
 
     @property
     def name(self) -> str:
@@ -353,6 +373,7 @@ class Worker(Replica):
 
     def _on_role(self) -> None:
         """The role changed: sequences that do not fit it leave for workers with room."""
+        self.touch()
         if self.role is not Role.PREFILL:
             if self._handing_over == "role":
                 self._handing_over = ""

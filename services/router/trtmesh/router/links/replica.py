@@ -16,6 +16,7 @@ from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
+from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.deadlines import Deadlines
@@ -60,6 +61,7 @@ class Replica(ABC):
         address: str,
         deadlines: Deadlines,
         max_message_bytes: int,
+        turns: Turns,
         tls_of_peers: TlsOfPeers = plain_text,
     ) -> None:
         self.address = address
@@ -69,6 +71,7 @@ class Replica(ABC):
         self._drained = False
         self._deadlines = deadlines
         self._max_message_bytes = max_message_bytes
+        self._turns = turns
         self._tls_of_peers = tls_of_peers
         self._silent_checks = 0
         self.check_dialled: AddressCheck | None = None
@@ -100,7 +103,7 @@ class Replica(ABC):
 
     @property
     def ready(self) -> bool:
-        return self.state == ReplicaState.READY and not (self.leaving or self.drained)
+        return self.state is ReplicaState.READY and not (self._leaving or self._drained)
 
     @property
     def answered(self) -> bool:
@@ -122,15 +125,20 @@ class Replica(ABC):
         finally:
             self._become(ReplicaState.GONE, "removed")
 
+    def _dialled(self) -> str:
+        """The address to connect to. Raises a TrtmeshError while there is none."""
+        return self.address
+
     async def _talk_once(self) -> None:
         state, problem = ReplicaState.CONNECTING, ENDED
         try:
             async with connected(
-                self.address,
+                self._dialled(),
                 self._max_message_bytes,
                 GREETING_SECONDS,
                 self._tls_of_peers(),
                 check=self.check_dialled,
+                turns=self._turns,
             ) as connection:
                 await self.talk(connection)
         except Mismatch as error:

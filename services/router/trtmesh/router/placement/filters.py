@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 from trtmesh.router.placement.residency import AdapterNeed
@@ -75,6 +74,7 @@ def legs(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[int]:
     """
     unsuited, model = UNSUITED[query.phases], query.model
     receives = query.phases is DECODE_PHASE
+    single = query.sequences == query.beams == 1
     # First what leaves out most workers.
     suited = [
         index
@@ -84,9 +84,10 @@ def legs(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[int]:
         and not w.problem
         and not w.breaker_open
         and w.kv
+        and (single or not w.kv.state_kind)
         and not (receives and w.refuses_handoffs)
     ]
-    excluded = exclusions([fleet[index] for index in suited], replace(query, has_roles=False))
+    excluded = exclusions([fleet[index] for index in suited], query._replace(has_roles=False))
     return [index for index, why in zip(suited, excluded, strict=True) if not why]
 
 

@@ -26,6 +26,9 @@ def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -
     eligible = [index for index, why in enumerate(excluded) if not why]
     if not eligible:
         raise _refusal(fleet, excluded, query)
+    if len(eligible) == 1:
+        # Nothing to weigh up, as for every item of a model with one worker.
+        return Decision(policy, fleet[eligible[0]], query, fleet)
     rules = POLICIES[policy]
     seen = lift_cold(fleet, eligible)
     shortlist = rules.shortlist(eligible, seen, query)
@@ -46,22 +49,24 @@ def place_split(
     return replace(decision, chosen=chosen, split=split)
 
 
-def check_fields(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> None:
-    """Raises UnsupportedField if the model has usable workers and none of them supports the query's fields."""
+def check_fields(fleet: Sequence[WorkerSnapshot], model: str, fields: frozenset[str]) -> None:
+    """Raises UnsupportedField if the model has usable workers and none of them supports all fields."""
     lacking = []
     for worker in fleet:
-        if not unfit(worker, query):
-            if query.fields <= worker.supported_fields:
+        if not worker.problem and worker.model == model:
+            if fields <= worker.supported_fields:
                 return
             lacking.append(worker)
     if lacking:
-        raise _unsupported(lacking, query)
+        raise _unsupported(lacking, model, fields)
 
 
-def _unsupported(fit: Sequence[WorkerSnapshot], query: PlacementQuery) -> UnsupportedField:
+def _unsupported(
+    fit: Sequence[WorkerSnapshot], model: str, fields: frozenset[str]
+) -> UnsupportedField:
     return UnsupportedField(
-        f"not supported by any worker of model {query.model}; leave it out",
-        fields=tuple(sorted(query.fields - fit[0].supported_fields)),
+        f"not supported by any worker of model {model}; leave it out",
+        fields=tuple(sorted(fields - fit[0].supported_fields)),
     )
 
 
@@ -85,7 +90,7 @@ def _refusal(
     if able and all(too_many(worker, query) for worker in able):
         return _too_many(able, query)
     if long_enough and not able:
-        return _unsupported(long_enough, query)
+        return _unsupported(long_enough, query.model, query.fields)
     if fit and not long_enough:
         most = max(worker.max_sequence_tokens for worker in fit)
         return PromptTooLong(

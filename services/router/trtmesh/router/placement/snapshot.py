@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 from trtmesh.router.placement.residency import NO_ADAPTERS, AdapterNeed, WorkerAdapters
 
@@ -49,6 +49,9 @@ class KvFacts(NamedTuple):
     token_bytes: int
     """Bytes of a token's KV, of all layers and heads."""
     transports: frozenset[int]
+    state_kind: str = ""
+    """Kind of the state by which the backends move the KV themselves, of a single sequence after its prefill; '' with
+    leases."""
 
     @property
     def kind(self) -> tuple[bytes, frozenset[int]]:
@@ -59,6 +62,8 @@ class KvFacts(NamedTuple):
         """Whether KV moves between the workers."""
         return self.kind == other.kind and not self.transports.isdisjoint(other.transports)
 
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Served: TypeAlias = tuple[str, int, Role]
 """Model, block size and role: few values in a fleet, and they seldom change."""
@@ -118,9 +123,8 @@ class WorkerSnapshot(NamedTuple):
         return self.model, self.tokens_per_block, self.role
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementQuery:
-    """The needs of an item, or of the rest of an item, on a worker.
+class PlacementQuery(NamedTuple):
+    """The needs of an item, or of the rest of an item, on a worker. A tuple, as a snapshot is.
 
     Query and fleet determine the decision, chance included, so that a decision can be repeated. The fleet adds
     `has_roles`, `handoff_seconds`, `new_tokens`, `cached_tokens`, `prefix` and `draw` to the item's needs.
@@ -146,13 +150,13 @@ class PlacementQuery:
     """Limit on new tokens per sequence."""
     new_tokens: int = 0
     """Expected new tokens of all sequences."""
-    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    cached_tokens: Mapping[str, int] = NOTHING
     """Prompt tokens with reusable KV, by address of the worker."""
     prefix: int | None = None
     """Name of the prompt's first block; None without reusable KV."""
-    exclude: Mapping[str, str] = field(default_factory=dict)
+    exclude: Mapping[str, str] = NOTHING
     """Addresses of excluded workers, with the reason."""
-    refused_by: Mapping[str, str] = field(default_factory=dict)
+    refused_by: Mapping[str, str] = NOTHING
     """Addresses of workers that refused to reserve for the decode phase, with the reason."""
     avoid: frozenset[str] = frozenset()
     """Addresses with enough siblings of the item: a last resort."""

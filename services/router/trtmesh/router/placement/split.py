@@ -30,7 +30,7 @@ The cost is linear in the number of workers: each side is narrowed down first, b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import nsmallest
 
 from trtmesh.router.placement.adapters import adapter_seconds
@@ -174,10 +174,9 @@ def best_pair(
 
     Policies by predicted cost compare pairs; the others choose each worker by their own rule.
     """
-    of_prefill = replace(query, phases=PREFILL_PHASE)
+    of_prefill = query._replace(phases=PREFILL_PHASE)
     # Siblings share prefixes where prompts are computed; the decode phase continues tokens of another worker.
-    of_decode = replace(
-        query,
+    of_decode = query._replace(
         phases=DECODE_PHASE,
         exclude={**query.exclude, **query.refused_by},
         prefer="",

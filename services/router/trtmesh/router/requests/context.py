@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from trtmesh.chassis.pacing import Lane, Pacing
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.admission import Admission, Bucket, RateLimiter
 from trtmesh.router.fleet.fleet import Fleet
@@ -33,6 +34,10 @@ class Mesh:
     retries: Retries
     siblings: SiblingRules
     recorder: Recorder | None = None
+    starts: Pacing = field(default_factory=Pacing)
+    """Placements of items that no worker took yet."""
+    continuations: Pacing = field(default_factory=Pacing)
+    """Further placements, and ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +55,15 @@ class RequestContext:
     """Output received by the client in another call."""
     client: ClientStream
     pace: Pace
-    siblings: Siblings
+    siblings: Siblings | None
+    """None for a request of a single item."""
     bucket: Bucket | None
     """Token bucket of the owner; None without a rate limit."""
     arrival_time: float
     deadline: float | None
+    starting: Lane
+    running: Lane
+    """Turns of items before and after their first dispatch."""
 
     def age_seconds(self) -> float:
         return asyncio.get_running_loop().time() - self.arrival_time

@@ -12,6 +12,7 @@ from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest, worker_config
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
 Submit = tuple[list[SequenceRun], engine_pb.SubmitCommand]
 
@@ -24,6 +25,8 @@ class Lease:
     receiver: str = ""
     life_ms: int = 0
     """Life of the sender's lease."""
+    state: kv_pb.HandoffDescriptor | None = None
+    """The descriptor with the state of the sender's backend, in place of a receiver's lease."""
 
 
 NO_LEASE = Lease()
@@ -48,6 +51,8 @@ def dispatch(
         if lease is not NO_LEASE:
             command.sender_lease_id, command.receiver_lease_id = lease.sender, lease.receiver
             command.lease_expires_in_ms = lease.life_ms
+        if lease.state is not None:
+            command.handoff.CopyFrom(lease.state)
         leg.worker.submit(runs, command, leg.booking)
 
 

@@ -63,7 +63,7 @@ def _digest(encoded: EncodedItem) -> bytes:
 def _worker_named(fleet: Fleet, model: str, name: str) -> Worker | None:
     """The only worker of a name, if it hands KV over."""
     named = [worker for worker in fleet.workers.values() if worker.name == name]
-    able = [w for w in named if w.ready and w.facts.kv is not None and w.engine.model == model]
+    able = [w for w in named if w.ready and w.facts.has_leases and w.engine.model == model]
     return able[0] if len(named) == len(able) == 1 else None
 
 

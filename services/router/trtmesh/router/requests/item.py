@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from trtmesh.chassis.errors import AdapterNotFound, HandoffFailed, NoWorker, TrtmeshError
-from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.tasks import until_all_end, until_first_ends
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.admission import Permit
@@ -73,23 +73,23 @@ class ItemRun:
     async def live(self) -> None:
         """Runs the item from admission to the terminal event."""
         self._task = asyncio.current_task()
-        with request_id_bound(self._context.request_id):
-            try:
-                await self._admit()
-                await self._encode()
-                await self._open()
-                while not self._settled:
-                    await self._place()
-                    await self._generate()
-                self._finish()
-            except TrtmeshError as error:
-                self._events.failed(error, self.usage())
-            except asyncio.CancelledError:
-                self._cancelled()
-            except Exception as error:  # noqa: BLE001 - a defect ends the affected item alone, visibly
-                self._events.broke(error, self.usage())
-            finally:
-                self._abandon()
+        rebind_request_id(self._context.request_id)
+        try:
+            await self._admit()
+            await self._encode()
+            await self._open()
+            while not self._settled:
+                await self._place()
+                await self._generate()
+            await self._finish()
+        except TrtmeshError as error:
+            self._events.failed(error, self.usage())
+        except asyncio.CancelledError:
+            self._cancelled()
+        except Exception as error:  # noqa: BLE001 - a defect ends the affected item alone, visibly
+            self._events.broke(error, self.usage())
+        finally:
+            self._abandon()
 
     async def _admit(self) -> None:
         if self._stop_asked:
@@ -127,22 +127,30 @@ class ItemRun:
                 await self._news.wait()
                 continue
             self.stage = "place"
-            if self._handoffs.resume(self._waiting):
+            await self._turn()
+            # Everything may have changed meanwhile.
+            if not self._may_be_placed or self._handoffs.resume(waiting := self._waiting):
                 continue
             try:
-                plan = self._placer.place(self._encoded, self._waiting)
+                plan = self._placer.place(self._encoded, waiting)
             except NoWorker as error:
                 await self._wait_for_worker(error)
             else:
                 with plan:
-                    if self._encoded.adapter is None or await self._deliver(plan):
-                        self._dispatch(plan)
+                    if self._encoded.adapter is None or await self._deliver(plan, waiting):
+                        self._dispatch(plan, waiting)
                     else:
                         plan.release()
 
-    async def _deliver(self, plan: Plan) -> bool:
+    async def _turn(self) -> None:
+        """Waits for a turn, so that a burst of starts, ends or losses does not hold up running streams; what runs goes
+        before what starts."""
+        context = self._context
+        await (context.running if self._runs else context.starting).turn()
+
+    async def _deliver(self, plan: Plan, waiting: Sequence[SequenceRun]) -> bool:
         """Has the plan's workers load the item's adapter; False if the item must be placed again."""
-        adapter, waiting = self._encoded.adapter, self._waiting
+        adapter = self._encoded.adapter
         assert adapter is not None
         workers = [leg.worker for leg in plan.legs]
         lacking = [worker for worker in workers if not worker.adapters.holds(adapter.identity)]
@@ -184,8 +192,9 @@ class ItemRun:
         if self._error is not None:
             raise self._error
 
-    def _finish(self) -> None:
+    async def _finish(self) -> None:
         self.over_ns = time.monotonic_ns()
+        await self._turn()
         self._events.finished(self._runs, self.usage())
         if self._item.is_context_only:
             self._handoffs.give()
@@ -315,9 +324,8 @@ class ItemRun:
         for run in self._waiting:
             run.give_up(final)
 
-    def _dispatch(self, plan: Plan) -> None:
+    def _dispatch(self, plan: Plan, waiting: Sequence[SequenceRun]) -> None:
         """Submits the item to the plan's worker; a handoff does so where the plan or the client asks for one."""
-        waiting = self._waiting
         if self._item.is_context_only:
             self._handoffs.begin_half(plan, waiting)
         elif plan.is_split:

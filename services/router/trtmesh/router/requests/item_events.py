@@ -49,7 +49,8 @@ class ItemEvents:
         started = router_pb.ItemStarted(
             seed=seed, prompt_tokens=len(token_ids), worker=worker, prompt_token_ids=echo
         )
-        self._put(router_pb.GenerateEvent(item_started=started))
+        event = router_pb.GenerateEvent(batch_index=self._batch_index, item_started=started)
+        self._client.announce(event)
 
     def sequence_finished(self, run: SequenceRun, state: bytes | None = None) -> None:
         """A sequence ended; `state` is that of a first half."""

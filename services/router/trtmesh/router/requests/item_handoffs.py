@@ -23,6 +23,7 @@ from trtmesh.router.streams.sequence import End, SequenceRun
 from trtmesh.router.values.handoff_state import HandoffState
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
 SLACK_TOKENS = 64
 """Tokens that a running sequence may gain before it stops for its handoff."""
@@ -105,6 +106,7 @@ class ItemHandoffs:
                 run.on_end(End(pb.FINISH_REASON_HANDOFF))
         elif (
             self._handoffs.may_park
+            and plan.first.worker.facts.has_leases
             and self._placer.may_hand_over
             and self._placer.has_kv_to_share(self._item.encoded)
         ):
@@ -224,7 +226,7 @@ class ItemHandoffs:
 
     def _keeps_kv(self, run: SequenceRun, sender: Worker) -> bool:
         """Whether a running sequence may leave with its KV: a worker hands over none that were submitted together."""
-        if sender.facts.kv is None or not self._placer.may_hand_over or not run.token_ids:
+        if not (sender.facts.has_leases and self._placer.may_hand_over) or not run.token_ids:
             return False
         is_alone = self._request.config.sequences == 1 or run.moved
         return is_alone and not run.is_beam and not self._request.is_context_only
@@ -264,9 +266,22 @@ class ItemHandoffs:
         self._item.wake()
 
     def submit_rest(self, handoff: LiveHandoff, leg: Leg) -> None:
-        """Dispatches the rest to the worker with the reservation."""
+        """Dispatches the rest to the worker with the reservation, or with the state of the sender's backend."""
+        if (state := handoff.backend_state) is not None:
+            self._submit_with_state(handoff, leg, state)
+            return
         with self._failing(leg):
             self._item.submit(leg, handoff.runs, Lease(receiver=handoff.receiver_lease_id))
+
+    def _submit_with_state(
+        self, handoff: LiveHandoff, leg: Leg, state: kv_pb.HandoffDescriptor
+    ) -> None:
+        """A state may be too large to travel with its item, which then goes on without."""
+        try:
+            self._item.submit(leg, handoff.runs, Lease(state=state))
+        except TrtmeshError as error:
+            leg.booking.release(asyncio.get_running_loop().time())
+            handoff.fail(leg.worker.address, error)
 
     def on_handoff_over(self, handoff: LiveHandoff) -> None:
         """Places the sequences again after a failure."""

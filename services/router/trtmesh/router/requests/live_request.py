@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.http2.budget import Budget
+from trtmesh.chassis.pacing import Lane
 from trtmesh.router.admission import Account, Permit
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.requests.context import Mesh, RequestContext
@@ -43,8 +45,11 @@ class LiveRequest:
         received: Received,
         remaining_seconds: float | None,
         client_limits: ClientLimits,
+        waiting: Budget,
     ) -> None:
         now = asyncio.get_running_loop().time()
+        self.owner = admitted.owner
+        self.permits = admitted.permits
         seed = request.default_seed
         if seed is None:
             seed = secrets.randbits(64)
@@ -54,7 +59,7 @@ class LiveRequest:
         self.client = ClientStream(
             router_pb.GenerateEvent(accepted=accepted), mesh.turns, client_limits.credit
         )
-        self.pace = Pace(client_limits, self.client, mesh.metrics, self._on_pace, self.end)
+        self.pace = Pace(client_limits, waiting, self.client, mesh.metrics, self._on_pace, self.end)
         self.client.watcher = self.pace
         self.context = RequestContext(
             mesh=mesh,
@@ -64,14 +69,14 @@ class LiveRequest:
             received=received,
             client=self.client,
             pace=self.pace,
-            siblings=Siblings(mesh.siblings),
+            siblings=Siblings(mesh.siblings) if len(self.permits) > 1 else None,
             owner=admitted.owner.name,
             bucket=admitted.account.tokens,
             arrival_time=now,
             deadline=None if remaining_seconds is None else now + remaining_seconds,
+            starting=Lane(mesh.starts),
+            running=Lane(mesh.continuations),
         )
-        self.owner = admitted.owner
-        self.permits = admitted.permits
         self.ended: TrtmeshError | None = None
         """The error, if this router ended the call."""
         self.gone = asyncio.Event()

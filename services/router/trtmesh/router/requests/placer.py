@@ -55,8 +55,10 @@ class Placer:
 
     async def meet_siblings(self, encoded: EncodedItem) -> None:
         """Waits for the leading sibling with the same prefix, unless a worker holds the prefix already."""
-        hashes = self._fleet.block_hashes(self._context.model, encoded.blocks)
         siblings = self._context.siblings
+        if siblings is None:
+            return
+        hashes = self._fleet.block_hashes(self._context.model, encoded.blocks)
         self._seat = siblings.find(hashes)
         if self._seat is None and not self._fleet.has_blocks(hashes[:LEAST_SHARED_BLOCKS]):
             self._seat = siblings.lead(hashes)
@@ -81,8 +83,7 @@ class Placer:
         assert sender.facts.kv
         query = self._query(encoded, runs, self.attempts.failures)
         left = {} if stays else {sender.address: "it hands the sequence over"}
-        query = replace(
-            query,
+        query = query._replace(
             # The sender works meanwhile, so nothing waits for a delivery.
             adapter=query.adapter and replace(query.adapter, deliverable=False),
             exclude={**query.exclude, **query.refused_by, **left},

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import TypeAlias
 
 from trtmesh.chassis.errors import (
@@ -15,6 +15,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     Unavailable,
 )
+from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.quoting import quoted
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.requests.context import Mesh
@@ -27,12 +28,54 @@ RequestKey: TypeAlias = tuple[str, str]
 """Name of the owner, and id. Another caller's request is not found, as if it did not exist."""
 
 
+class RunningRequest(AbstractAsyncContextManager[LiveRequest]):
+    """The block in which a request lives. A class, because an asynchronous generator costs a start a tenth more."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        request: GenerationRequest,
+        received: Received,
+        remaining_seconds: float | None,
+        admission: Callable[[], Awaitable[Admitted]],
+    ) -> None:
+        self._requests, self._request, self._received = requests, request, received
+        self._remaining_seconds, self._admission = remaining_seconds, admission
+
+    async def __aenter__(self) -> LiveRequest:
+        """Starts the items. Raises the refusal."""
+        admitted = await self._admission()
+        self._live = live = self._requests.begin(
+            self._request, admitted, self._received, self._remaining_seconds
+        )
+        self._tasks = [asyncio.create_task(live.run(item)) for item in live.items]
+        for task, permit in zip(self._tasks, admitted.permits, strict=True):
+            # A callback, because a task cancelled before the first step runs no code.
+            task.add_done_callback(permit.give_back)
+            task.add_done_callback(admitted.account.item_ended)
+        return live
+
+    async def __aexit__(self, *_: object) -> None:
+        """Ends the items that run."""
+        live, running = self._live, [task for task in self._tasks if not task.done()]
+        for task in running:
+            task.cancel()
+        # Before any await, since a cancellation by the client could interrupt the await.
+        self._requests.ended(live)
+        live.pace.close()
+        if running:
+            # The end of an item never waits, but only queues stop commands.
+            await asyncio.gather(*running, return_exceptions=True)
+        live.dissolve()
+
+
 class Requests:
     """All live requests."""
 
     def __init__(self, mesh: Mesh, client_limits: ClientLimits) -> None:
         self._mesh = mesh
         self._client_limits = client_limits
+        self._waiting = Budget(client_limits.total_bytes)
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -42,73 +85,75 @@ class Requests:
     def max_items_per_request(self) -> int:
         return self._mesh.admission.limits.max_items_per_request
 
-    @asynccontextmanager
-    async def open(
-        self, request: GenerationRequest, remaining_seconds: float | None, owner: Identity
-    ) -> AsyncIterator[LiveRequest]:
-        """Runs a request's items inside the context and stops the rest on exit."""
-        if self.find(owner, request.request_id) is not None:
-            raise AlreadyExists(
-                f"{request.request_id!r} is live; choose another", field="request_id"
-            )
-        admitted = self._admit(request, NOTHING, owner)
-        async with self._run(request, admitted, NOTHING, remaining_seconds) as live:
-            yield live
+    def holding(self, size: int) -> AbstractContextManager[None]:
+        """The block in which a request of so many bytes is read and runs. Entering raises QueueFull."""
+        return self._mesh.admission.request_bytes.holding(size)
 
-    @asynccontextmanager
-    async def resume(
+    def open(
+        self, request: GenerationRequest, remaining_seconds: float | None, owner: Identity
+    ) -> RunningRequest:
+        """Runs a request's items inside the block and stops the rest on exit."""
+
+        async def admitted() -> Admitted:
+            if self.find(owner, request.request_id) is not None:
+                raise AlreadyExists(
+                    f"{request.request_id!r} is live; choose another", field="request_id"
+                )
+            return self._admit(request, NOTHING, owner)
+
+        return RunningRequest(self, request, NOTHING, remaining_seconds, admitted)
+
+    def resume(
         self,
         request: GenerationRequest,
         received: Received,
         remaining_seconds: float | None,
         owner: Identity,
-    ) -> AsyncIterator[LiveRequest]:
+    ) -> RunningRequest:
         """Runs the rest of a request as `open` does. Admission ends the owner's live call of that id, if any."""
-        admitted = self._admit(request, received, owner, self.find(owner, request.request_id))
-        try:
-            await self._end_former_calls(request.request_id, owner)
-        except BaseException:
-            # The client may be gone by now.
-            for permit in admitted.permits:
-                permit.give_back()
-                admitted.account.item_ended()
-            raise
-        async with self._run(request, admitted, received, remaining_seconds) as live:
-            yield live
 
-    @asynccontextmanager
-    async def _run(
+        async def admitted() -> Admitted:
+            former = self.find(owner, request.request_id)
+            admitted = self._admit(request, received, owner, former)
+            try:
+                await self._end_former_calls(request.request_id, owner)
+            except BaseException:
+                # The client may be gone by now.
+                for permit in admitted.permits:
+                    permit.give_back()
+                    admitted.account.item_ended()
+                raise
+            return admitted
+
+        return RunningRequest(self, request, received, remaining_seconds, admitted)
+
+    def begin(
         self,
         request: GenerationRequest,
         admitted: Admitted,
         received: Received,
         remaining_seconds: float | None,
-    ) -> AsyncIterator[LiveRequest]:
+    ) -> LiveRequest:
+        """Makes an admitted request live; `ended` follows."""
         live = LiveRequest(
-            self._mesh, request, admitted, received, remaining_seconds, self._client_limits
+            self._mesh,
+            request,
+            admitted,
+            received,
+            remaining_seconds,
+            self._client_limits,
+            self._waiting,
         )
-        key = (admitted.owner.name, request.request_id)
-        self.live[key] = live
+        self.live[admitted.owner.name, request.request_id] = live
         self._empty.clear()
-        tasks = [asyncio.create_task(live.run(item)) for item in live.items]
-        for task, permit in zip(tasks, admitted.permits, strict=True):
-            # A callback, because a task cancelled before the first step runs no code.
-            task.add_done_callback(permit.give_back)
-            task.add_done_callback(admitted.account.item_ended)
-        try:
-            yield live
-        finally:
-            for task in tasks:
-                task.cancel()
-            # Before any await, since a cancellation by the client could interrupt the await.
-            del self.live[key]
-            live.gone.set()
-            live.pace.close()
-            if not self.live:
-                self._empty.set()
-            # The end of an item never waits, but only queues stop commands.
-            await asyncio.gather(*tasks, return_exceptions=True)
-            live.dissolve()
+        return live
+
+    def ended(self, live: LiveRequest) -> None:
+        """Forgets a live request."""
+        del self.live[live.owner.name, live.context.request_id]
+        live.gone.set()
+        if not self.live:
+            self._empty.set()
 
     def find(self, owner: Identity, request_id: str) -> LiveRequest | None:
         """The owner's live request of this id."""

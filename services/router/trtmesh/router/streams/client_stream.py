@@ -16,8 +16,17 @@ from trtmesh.v1 import router_pb2 as router_pb
 MOST_MESSAGE_BYTES = 2 * 2**20
 """Most bytes of a message with several tokens, below the default limit of gRPC clients, 4 MiB."""
 
+ANNOUNCED_SECONDS = 0.02
+"""Longest wait of an announcement for the first tokens. These take longer for a long prompt or in a queue."""
+
 TOKEN_BYTES = 4
 """Bytes counted for an id beside text and data."""
+
+OBJECT_BYTES = 96
+"""Memory of a waiting token beside what is counted for it: id and text are objects."""
+
+LOOK_BYTES = 2**10
+"""Growth of the waiting bytes between two reports: a client that keeps up causes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,9 @@ UNLIMITED = Credit(sys.maxsize, sys.maxsize)
 
 class Watcher(Protocol):
     """Acts on a slow client."""
+
+    def on_waiting(self, held: int) -> None:
+        """So many bytes of memory wait, about; called only for a client that leaves some waiting."""
 
     def on_full(self) -> None:
         """The credit is exceeded. Called once until `on_read`."""
@@ -79,7 +91,8 @@ class ClientStream:
     """The queue from the data path, the producer, to the RPC handler, the consumer.
 
     Merging uses no timer: a fast client gets a message per step, and a slow client gets everything queued during the
-    last write. Deltas ready together share a message within the limit. The opening event waits for the next event.
+    last write. Deltas ready together share a message within the limit. The opening event waits for the next event, and
+    an announcement for a short time, so that a short answer is a single message.
     """
 
     def __init__(
@@ -89,6 +102,8 @@ class ClientStream:
         self._credit = credit
         self._entries: list[Waiting] = [WaitingEvent(opening, 0)]
         self._followed = False
+        """Whether anything waits that is worth a message."""
+        self._announcing: asyncio.TimerHandle | None = None
         self._growing: dict[tuple[int, int], WaitingTokens] = {}
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
@@ -96,6 +111,9 @@ class ClientStream:
         self.full = False
         self.waiting_tokens = 0
         self.waiting_bytes = 0
+        self._reported = False
+        self._look_at = self._next_look()
+        """Waiting bytes at which the watcher hears of them."""
         self.merged_tokens = 0
         self._taken_at: float | None = None
 
@@ -141,6 +159,23 @@ class ClientStream:
         self._growing.pop((event.batch_index, event.sequence_index), None)
         self._append(WaitingEvent(event, event.ByteSize()))
 
+    def announce(self, event: router_pb.GenerateEvent) -> None:
+        """Queues an event of which the client need not know before the next; soon it is sent without."""
+        if self._followed:
+            self.put(event)
+            return
+        entry = WaitingEvent(event, event.ByteSize())
+        self._entries.append(entry)
+        self._count(entry.size)
+        if self._announcing is None:
+            loop = asyncio.get_running_loop()
+            self._announcing = loop.call_later(ANNOUNCED_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        """Sends what was announced without anything else."""
+        self._followed = True
+        self._wake()
+
     def close(self) -> None:
         """Ends the queue: `next_entries` returns the rest, even the opening event alone, then None."""
         self._closed = True
@@ -157,6 +192,8 @@ class ClientStream:
             self._taker = asyncio.get_running_loop().create_future()
             await self._taker
         entries = self._take_entries()
+        if self._reported:
+            self._report()
         self._taken_at = asyncio.get_running_loop().time()
         return entries
 
@@ -193,11 +230,29 @@ class ClientStream:
 
     def _count(self, size: int) -> None:
         self.waiting_bytes += size
-        credit = self._credit
+        if self.waiting_bytes > self._look_at or self.waiting_tokens > self._credit.tokens:
+            self._look()
+
+    def _look(self) -> None:
+        """Tells the watcher what waits, and once that it is too much."""
+        credit, watcher = self._credit, self.watcher
+        if watcher is None:
+            return
+        self._report()
         over = self.waiting_tokens > credit.tokens or self.waiting_bytes > credit.bytes
-        if over and not self.full and self.watcher is not None:
+        if over and not self.full:
             self.full = True
-            self.watcher.on_full()
+            watcher.on_full()
+
+    def _report(self) -> None:
+        if self.watcher is not None:
+            self._reported = bool(self.waiting_bytes)
+            self._look_at = self._next_look()
+            self.watcher.on_waiting(self.waiting_bytes + OBJECT_BYTES * self.waiting_tokens)
+
+    def _next_look(self) -> int:
+        growth = self.waiting_bytes + LOOK_BYTES
+        return growth if self.full else min(growth, self._credit.bytes)
 
     def _tell_room(self) -> None:
         credit = self._credit
@@ -211,6 +266,9 @@ class ClientStream:
             self.watcher.on_read()
 
     def _wake(self) -> None:
+        if self._announcing is not None:
+            self._announcing.cancel()
+            self._announcing = None
         if self._taker is not None:
             self._turns.ask(self._taker)
             self._taker = None

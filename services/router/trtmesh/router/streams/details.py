@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TypeVar
 
+from trtmesh.chassis.log_prob_sums import sums
 from trtmesh.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -39,11 +39,10 @@ class TokenDetailBuffer:
         if log_probs:
             terms = details.model_log_probs[known:]
             self._model_log_probs.extend(terms)
-            sums = list(accumulate(terms or log_probs, initial=self._sum))[1:]
+            self._sums.extend(sums(terms or log_probs, self._sum))
             if details.HasField("cumulative_log_prob"):
-                sums[-1] = details.cumulative_log_prob
-            self._sums += sums
-            self._sum = sums[-1]
+                self._sums[-1] = details.cumulative_log_prob
+            self._sum = self._sums[-1]
         if details.HasField("generation_logits"):
             logits = details.generation_logits
             rows = logits.shape[0]
@@ -68,8 +67,8 @@ class TokenDetailBuffer:
             top_log_probs=_pop(self._top, count),
             model_log_probs=_pop(self._model_log_probs, count),
         )
-        if sums := _pop(self._sums, count):
-            details.cumulative_log_prob = self.told_sum = sums[-1]
+        if taken := _pop(self._sums, count):
+            details.cumulative_log_prob = self.told_sum = taken[-1]
         rows = _pop(self._rows, count)
         if rows:
             data_type, shape = self._row_shape

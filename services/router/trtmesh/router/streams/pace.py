@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
 from trtmesh.chassis.errors import SlowClient
+from trtmesh.chassis.http2.budget import Account, Budget
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.streams.client_stream import ClientStream, Credit
@@ -24,13 +26,16 @@ class ClientLimits(Settings):
     """Most waiting tokens before `at_limit` applies."""
     buffer_bytes: Annotated[int, Field(ge=1)] = 64 * 2**20
     """Most waiting bytes of tokens, texts, log-probabilities and logits before `at_limit` applies."""
+    total_bytes: Annotated[int, Field(ge=1)] = 512 * 2**20
+    """Most memory of the output that waits for all clients together; beyond it the request with the largest part ends
+    with SLOW_CLIENT."""
     at_limit: Literal["pause", "cancel"] = "pause"
     """Action on a full buffer: `pause` takes the request's sequences off their workers and continues them, on any
     worker, once the client has read; `cancel` ends the request with SLOW_CLIENT."""
     stall_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """Longest time that a message may stay unread, paused or not, then SLOW_CLIENT."""
 
-    @property
+    @cached_property
     def credit(self) -> Credit:
         return Credit(self.buffer_tokens, self.buffer_bytes)
 
@@ -40,12 +45,22 @@ class Pace:
     """Watches the client of a request. Calls `_change` when `paused` changes, and `_end` at most once."""
 
     _limits: ClientLimits
+    _waiting: Budget
+    """Memory of the output that waits for all clients."""
     _client: ClientStream
     _metrics: RouterMetrics
     _change: Callable[[], None]
     _end: Callable[[SlowClient], None]
     _ended: bool = False
     paused: bool = False
+    _account: Account = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._account = self._waiting.account(self._give_way)
+
+    def on_waiting(self, held: int) -> None:
+        """Counts what waits; to make room, it may end a request."""
+        self._account.add(held - self._account.held)
 
     def on_full(self) -> None:
         """The credit is exceeded. Called while a step is distributed, so the action is deferred."""
@@ -70,6 +85,7 @@ class Pace:
     def close(self) -> None:
         """The request is over: counts merged tokens and drops the callbacks."""
         self._ended = True
+        self._account.close()
         self._change = lambda: None
         self._end = lambda _: None
         self._metrics.merged_tokens += self._client.merged_tokens
@@ -86,6 +102,13 @@ class Pace:
             self._metrics.slow_clients["paused"] += 1
             self._change()
 
+    def _give_way(self) -> None:
+        """Ends the request, to make room for other clients."""
+        # It is freed with the request: meanwhile no other has to give way.
+        self._account.close()
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._cancel, loop.time())
+
     def _cancel(self, now: float) -> None:
         if self._ended:
             return
@@ -96,7 +119,8 @@ class Pace:
             SlowClient(
                 f"the client left {client.waiting_tokens} tokens and {client.waiting_bytes} bytes unread for"
                 f" {client.unread_seconds(now):.1f} s; limits are {limits.buffer_tokens} tokens"
-                f" (client.buffer_tokens), {limits.buffer_bytes} bytes (client.buffer_bytes) and"
-                f" {limits.stall_seconds:g} s (client.stall_seconds)"
+                f" (client.buffer_tokens), {limits.buffer_bytes} bytes (client.buffer_bytes),"
+                f" {limits.stall_seconds:g} s (client.stall_seconds), and {limits.total_bytes} bytes of"
+                " all clients (client.total_bytes)"
             )
         )

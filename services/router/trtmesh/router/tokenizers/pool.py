@@ -84,6 +84,9 @@ class TokenizerPool:
             self._seen.set()
         self.tokenizers: dict[str, Tokenizer] = {}
         self._fingerprints: dict[str, str] = {}
+        self._able_of: dict[str, list[Tokenizer]] = {}
+        self._most_bytes_of: dict[str, int] = {}
+        """Answers by model, until a tokenizer changes."""
         self._waiting_sequences = WaitingRoom[DecodedSequence](wait_seconds, self._fail_sequence)
         self._waiting_jobs = WaitingRoom[EncodeJob](wait_seconds, self._fail_job)
         self._queues: dict[str, WaitingRoom[EncodeJob]] = {}
@@ -135,13 +138,8 @@ class TokenizerPool:
 
     def check_size(self, model: str, *texts: str) -> None:
         """Raises InvalidField for texts that every tokenizer of `model` would refuse, before they travel there."""
-        limits = [
-            tokenizer.description.max_text_bytes
-            for tokenizer in self.tokenizers.values()
-            if tokenizer.description.model == self._tokenizer_model(model)
-        ]
-        most = max(limits, default=0)
-        if most and all(limits) and (size := _least_bytes(texts, most)) > most:
+        most = self._most_bytes(model)
+        if most and (size := _least_bytes(texts, most)) > most:
             raise InvalidField(
                 f"has {size} bytes with its words but must have at most {most} (encoding.max_text_bytes)",
                 field="text",
@@ -151,16 +149,16 @@ class TokenizerPool:
 
     async def encode(self, model: str, command: pb.EncodeCommand) -> pb.Encoded:
         """Ids of texts. Raises NoTokenizer, QueueFull, QueueTimeout, TokenizerLost, or the tokenizer's own error."""
-        rooms = (self._waiting_jobs, self._queue_of(model))
-        if sum(map(len, rooms)) >= self._limits.max_queued:
+        waiting, queue = self._waiting_jobs, self._queue_of(model)
+        if len(waiting) + len(queue) >= self._limits.max_queued:
             raise self._queue_full()
-        job = EncodeJob(model, command)
+        job = EncodeJob(model, command, asyncio.get_running_loop().create_future())
         self._place_job(job)
         try:
             return await job.done
         finally:
-            for room in rooms:
-                room.dismiss(job)
+            waiting.dismiss(job)
+            queue.dismiss(job)
             if job.tokenizer is not None:
                 job.tokenizer.withdraw(job)
 
@@ -188,7 +186,13 @@ class TokenizerPool:
         gone = [t for t in self.tokenizers.values() if t.leaving and not t.busy]
         for tokenizer in gone:
             del self.tokenizers[tokenizer.address]
+        self.on_change()
         return gone
+
+    def on_change(self) -> None:
+        """The state of a tokenizer may have changed."""
+        self._able_of.clear()
+        self._most_bytes_of.clear()
 
     def on_ready(self, tokenizer: Tokenizer) -> None:
         """A tokenizer became ready: waiting work goes to it."""
@@ -201,6 +205,7 @@ class TokenizerPool:
         ):
             # No ready tokenizer disagrees: a restart of all tokenizers may change a model's files.
             self._fingerprints[model] = fingerprint
+        self.on_change()
         self._move_queues()
         for job in self._waiting_jobs.leave():
             self._place_job(job)
@@ -240,29 +245,37 @@ class TokenizerPool:
         return len(self._waiting_jobs) + sum(map(len, self._queues.values()))
 
     def _place_job(self, job: EncodeJob) -> None:
+        """Gives a job to a tokenizer with room, or queues it behind the others."""
         queue = self._queue_of(job.model)
-        queue.admit(job)
-        self._move_queue(job.model, queue)
+        try:
+            tokenizer = None if queue else self._roomy(job.model)
+        except NoTokenizer:
+            self._waiting_jobs.admit(job)
+            return
+        if tokenizer is None:
+            queue.admit(job)
+        else:
+            tokenizer.encode(job)
 
     def _move_queues(self) -> None:
         for model, queue in [*self._queues.items()]:
-            self._move_queue(model, queue)
+            if queue:
+                self._move_queue(model, queue)
 
     def _move_queue(self, model: str, queue: WaitingRoom[EncodeJob]) -> None:
         """Gives jobs to tokenizers with room, oldest first."""
-        if not queue:
-            return
         try:
-            able = self._able(model)
+            while queue and (tokenizer := self._roomy(model)) is not None:
+                tokenizer.encode(queue.leave_first())
         except NoTokenizer:
             for job in queue.leave():
                 self._waiting_jobs.admit(job)
-            return
-        while queue:
-            roomy = [t for t in able if t.encodes < self._limits.max_per_tokenizer]
-            if not roomy:
-                return
-            _least_busy(roomy).encode(queue.leave_first())
+
+    def _roomy(self, model: str) -> Tokenizer | None:
+        """The least busy tokenizer with room for a job; None if all are full. Raises NoTokenizer."""
+        most = self._limits.max_per_tokenizer
+        roomy = [t for t in self._able(model) if t.encodes < most]
+        return _least_busy(roomy) if roomy else None
 
     def _queue_of(self, model: str) -> WaitingRoom[EncodeJob]:
         """The queue of a model; bounded in number by the models of the workers."""
@@ -273,15 +286,27 @@ class TokenizerPool:
 
     def _able(self, model: str) -> list[Tokenizer]:
         """The tokenizers that serve `model`, at least one. Raises NoTokenizer."""
-        wanted = self._tokenizer_model(model)
-        able = [
-            tokenizer
-            for tokenizer in self.tokenizers.values()
-            if tokenizer.description.model == wanted and not self.problem(tokenizer)
-        ]
+        if (known := self._able_of.get(model)) is not None:
+            return known
+        able = [each for each in self._of(model) if not self.problem(each)]
         if not able:
             raise self._none_ready(model)
+        self._able_of[model] = able
         return able
+
+    def _most_bytes(self, model: str) -> int:
+        """Most bytes of a text that a tokenizer of `model` takes; 0 without a limit."""
+        if (known := self._most_bytes_of.get(model)) is not None:
+            return known
+        limits = [each.description.max_text_bytes for each in self._of(model)]
+        most = max(limits) if limits and all(limits) else 0
+        self._most_bytes_of[model] = most
+        return most
+
+    def _of(self, model: str) -> list[Tokenizer]:
+        """The tokenizers of `model`, able or not."""
+        wanted = self._tokenizer_model(model)
+        return [each for each in self.tokenizers.values() if each.description.model == wanted]
 
     def _tokenizer_model(self, model: str) -> str:
         if model in self._fingerprints or len(self._fingerprints) != 1:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
+from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
@@ -22,6 +23,15 @@ from trtmesh.v1 import tokenizer_pb2 as pb
 
 UNANSWERED_DECODES = 2
 """Decode commands in flight: under load they grow, since more of them would only add latency."""
+
+ID_BYTES = 4
+"""About the size of an id in a message."""
+
+CLOSE_SECONDS = 0.05
+"""Longest wait of handles to close for a message that takes them along."""
+
+MOST_CLOSED = 1024
+"""Handles to close for which no message waits."""
 
 DESCRIBE_SECONDS = 5.0
 
@@ -46,17 +56,18 @@ class EncodeJob:
 
     model: str
     command: pb.EncodeCommand
+    done: asyncio.Future[pb.Encoded]
     tokenizer: Tokenizer | None = None
     """The current tokenizer; None in the first queue."""
     losses: int = 0
     """Tokenizers lost with the job."""
-    done: asyncio.Future[pb.Encoded] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
 
 
 class Pool(Protocol):
     """The owner of all tokenizers, which assigns jobs and sequences to them."""
+
+    def on_change(self) -> None:
+        """The state of a tokenizer may have changed."""
 
     def on_ready(self, tokenizer: Tokenizer) -> None:
         """The tokenizer accepts jobs and sequences."""
@@ -83,10 +94,11 @@ class Tokenizer(Replica):
         *,
         deadlines: Deadlines,
         max_message_bytes: int,
+        turns: Turns,
         pool: Pool,
         tls_of_peers: TlsOfPeers = plain_text,
     ) -> None:
-        super().__init__(address, deadlines, max_message_bytes, tls_of_peers)
+        super().__init__(address, deadlines, max_message_bytes, turns, tls_of_peers)
         self._pool = pool
         self.description = pb.GetTokenizerResponse()
         self._jobs: dict[int, EncodeJob] = {}
@@ -95,11 +107,16 @@ class Tokenizer(Replica):
         self._outbox = _new_outbox()
         self._waiting: dict[int, list[int]] = {}
         self._finished: list[int] = []
+        self._unopened: set[int] = set()
+        """Handles of which the tokenizer learns with their first tokens."""
+        self._dropped: list[int] = []
+        """Handles to close."""
+        self._close_planned = False
         self._unanswered = Unanswered()
         self._flush_planned = False
 
     def touch(self) -> None:
-        """Nothing: the pool reads the state of a tokenizer at each use."""
+        self._pool.on_change()
 
     @property
     def encodes(self) -> int:
@@ -136,6 +153,7 @@ class Tokenizer(Replica):
         handle = job.command.handle = self._free_handle(self._jobs)
         self._jobs[handle] = job
         job.tokenizer = self
+        self._close_dropped()
         self._outbox.add(job.command.ByteSize()).encode.CopyFrom(job.command)
 
     def withdraw(self, job: EncodeJob) -> None:
@@ -150,17 +168,8 @@ class Tokenizer(Replica):
         """Takes over the decoding of a sequence, from the first token without text."""
         handle = sequence.decode_handle = self._free_handle(self._sequences)
         self._sequences[handle] = sequence
+        self._unopened.add(handle)
         sequence.decoder = self
-        options = sequence.text_options
-        command = pb.OpenDecodeCommand(
-            handle=handle,
-            request_id=sequence.request_id,
-            skip_special_tokens=options.skip_special_tokens,
-            stop_texts=options.stop_texts,
-            include_stop_text=options.include_stop_text,
-            delivered_token_ids=sequence.token_ids[: sequence.decoded],
-        )
-        self._outbox.add(command.ByteSize()).open_decode.CopyFrom(command)
         if sequence.decoded < len(sequence.token_ids):
             self.decode(sequence, sequence.token_ids[sequence.decoded :])
         if sequence.ended:
@@ -191,7 +200,28 @@ class Tokenizer(Replica):
         self._waiting.pop(handle, None)
         if handle in self._finished:
             self._finished.remove(handle)
-        self._outbox.add().close_decode.handles.append(handle)
+        if handle in self._unopened:
+            self._unopened.remove(handle)
+        else:
+            self._close(handle)
+
+    def _close(self, handle: int) -> None:
+        """Closes a handle on the tokenizer, with the next message if one follows soon."""
+        self._dropped.append(handle)
+        if len(self._dropped) >= MOST_CLOSED:
+            self._close_dropped()
+        elif not self._close_planned:
+            self._close_planned = True
+            asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._close_late)
+
+    def _close_late(self) -> None:
+        self._close_planned = False
+        self._close_dropped()
+
+    def _close_dropped(self) -> None:
+        if self._dropped:
+            self._outbox.add().close_decode.handles.extend(self._dropped)
+            self._dropped.clear()
 
     def _free_handle(self, used: dict[int, DecodedSequence] | dict[int, EncodeJob]) -> int:
         while True:
@@ -216,6 +246,9 @@ class Tokenizer(Replica):
         counts = [(sequences[handle], len(ids)) for handle, ids in waiting.items()]
         finished = [sequences[handle] for handle in self._finished]
         self._unanswered.add(DecodeBatch(counts, finished))
+        self._close_dropped()
+        for handle in self._unopened & waiting.keys():
+            self._open_late(sequences[handle])
         decode = self._outbox.add().decode
         decode.handles.extend(waiting)
         decode.token_counts.extend(map(len, waiting.values()))
@@ -223,6 +256,18 @@ class Tokenizer(Replica):
         decode.finished_handles.extend(self._finished)
         self._waiting = {}
         self._finished = []
+
+    def _open_late(self, sequence: DecodedSequence) -> None:
+        """Opens a sequence on the tokenizer, before its first tokens."""
+        self._unopened.remove(sequence.decode_handle)
+        options, delivered = sequence.text_options, sequence.token_ids[: sequence.decoded]
+        size = ID_BYTES * len(delivered) + sum(map(len, options.stop_texts))
+        command = self._outbox.add(size).open_decode
+        command.handle, command.request_id = sequence.decode_handle, sequence.request_id
+        command.skip_special_tokens = options.skip_special_tokens
+        command.stop_texts.extend(options.stop_texts)
+        command.include_stop_text = options.include_stop_text
+        command.delivered_token_ids.extend(delivered)
 
     async def talk(self, connection: ClientConnection) -> None:
         self._outbox = _new_outbox()
@@ -332,6 +377,8 @@ class Tokenizer(Replica):
         self._sequences.clear()
         self._waiting.clear()
         self._finished.clear()
+        self._unopened.clear()
+        self._dropped.clear()
         self._unanswered.clear()
         self._pool.on_lost(jobs, sequences)
 

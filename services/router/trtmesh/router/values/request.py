@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
@@ -18,6 +19,8 @@ MAX_REQUEST_ID_LENGTH = 256
 MAX_MODEL_CHARACTERS = 1024
 MAX_REQUEST_TOKENS = 2**21
 """Limit for the token ids of all prompts of a request together."""
+MEMO_ENTRIES, MEMO_BYTES = 256, 256
+"""Parsed configs kept, and the size of the largest: most requests of a client have the options of the one before."""
 NONE_REFUSED: Mapping[int, TrtmeshError] = MappingProxyType({})
 
 PHASE, STATE = "handoff.phase", "handoff.state"
@@ -153,15 +156,10 @@ def parse_request(
             value=str(len(message.items)),
             limit=f"1 to {max_items}",
         )
-    tokens = sum(len(item.prompt.token_ids.ids) for item in message.items)
-    if tokens > MAX_REQUEST_TOKENS:
-        raise InvalidField(
-            f"have {tokens} token ids together but must have at most {MAX_REQUEST_TOKENS}",
-            field="items",
-            value=f"{tokens} token ids",
-            limit=f"at most {MAX_REQUEST_TOKENS}",
-        )
-    shared = parse_config(message.config)
+    # A token takes a byte or more, so few requests need to be counted.
+    if message.ByteSize() > MAX_REQUEST_TOKENS:
+        _check_tokens(message.items)
+    shared = _config_of(message.config)
     errors = dict(refused)
     items: list[ItemRequest] = []
     for batch_index, item in enumerate(message.items):
@@ -174,6 +172,29 @@ def parse_request(
         raise errors[0].of_item(0)
     invalid = tuple(RefusedItem(index, error) for index, error in sorted(errors.items()))
     return GenerationRequest(request_id, message.model, tuple(items), invalid)
+
+
+def _config_of(message: pb.GenerationConfig) -> GenerationConfig:
+    """Parses a config: once for all requests of a client with one set of options."""
+    if message.ByteSize() > MEMO_BYTES:
+        return parse_config(message)
+    return _parsed(message.SerializeToString())
+
+
+@lru_cache(maxsize=MEMO_ENTRIES)
+def _parsed(serialized: bytes) -> GenerationConfig:
+    return parse_config(pb.GenerationConfig.FromString(serialized))
+
+
+def _check_tokens(items: Sequence[router_pb.GenerateItem]) -> None:
+    tokens = sum(len(item.prompt.token_ids.ids) for item in items)
+    if tokens > MAX_REQUEST_TOKENS:
+        raise InvalidField(
+            f"have {tokens} token ids together but must have at most {MAX_REQUEST_TOKENS}",
+            field="items",
+            value=f"{tokens} token ids",
+            limit=f"at most {MAX_REQUEST_TOKENS}",
+        )
 
 
 def parse_stopped(message: router_pb.StopRequest, max_items: int) -> frozenset[int]:
@@ -197,7 +218,7 @@ def _parse_item(
     prompt = parse_prompt(item.prompt)
     config, message = shared, shared_message
     if item.HasField("config"):
-        config, message = parse_config(item.config), item.config
+        config, message = _config_of(item.config), item.config
     handoff = config.handoff
     if handoff is None or handoff.state is None:
         return ItemRequest(batch_index, prompt, config, message)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import math
 import os
 import tracemalloc
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.http2.budget import Budget
+from trtmesh.chassis.http_server import HttpLimits, HttpServer
+from trtmesh.chassis.pacing import MAX_IN_SLICE
 from trtmesh.router.doors.triton.http.bodies import (
     COMPRESSED_PIECE,
     PIECE_ELEMENTS,
@@ -25,34 +30,64 @@ from trtmesh.router.doors.triton.http.bodies import (
     to_json_in_pieces,
 )
 from trtmesh.router.doors.triton.http.inference import coding_of
+from yarl import URL
 
 MOST_BYTES = 64 * 2**20
 MOST_UNFINISHED = 8 * 2**20
+MANY = 60
+
+
+@dataclass
+class Measuring:
+    """A server of bodies."""
+
+    address: str
+    budget: Budget
+
+
+Handler = Callable[[web.Request, Bodies], Awaitable[web.Response]]
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[Measuring]:
+    app = web.Application(client_max_size=MOST_BYTES)
+    server = HttpServer(app, HttpLimits(64, 64, MOST_UNFINISHED, 60.0, 60.0))
+    bodies = Bodies(BodyLimits(MOST_BYTES, MOST_BYTES, 60.0), server)
+
+    async def handle(request: web.Request) -> web.Response:
+        return await handler(request, bodies)
+
+    app.router.add_route("*", "/", handle)
+    _, port = server.listen("127.0.0.1", 0, "test")
+    await server.open()
+    try:
+        yield Measuring(f"http://127.0.0.1:{port}/", server.budget)
+    finally:
+        await server.close()
+    assert server.budget.held == 0
+
+
+async def measure(request: web.Request, bodies: Bodies) -> web.Response:
+    try:
+        async with bodies.of(request, MOST_BYTES) as body:
+            return web.Response(text=f"{len(body)} {zlib.crc32(body)}")
+    except TrtmeshError as error:
+        return web.Response(text=error.reason)
+
+
+async def choose(request: web.Request, _: Bodies) -> web.Response:
+    return web.Response(text=str(coding_of(request)))
 
 
 @pytest_asyncio.fixture
-async def address() -> AsyncIterator[str]:
-    """A server that answers with the length of each body, or the error."""
-    bodies = Bodies(BodyLimits(MOST_BYTES, MOST_BYTES, MOST_UNFINISHED, 60.0))
+async def measuring() -> AsyncIterator[Measuring]:
+    async with serving(measure) as measuring:
+        yield measuring
 
-    async def measure(request: web.Request) -> web.Response:
-        try:
-            async with bodies.of(request, MOST_BYTES) as body:
-                return web.Response(text=f"{len(body)} {zlib.crc32(body)}")
-        except TrtmeshError as error:
-            return web.Response(text=error.reason)
-        finally:
-            assert not bodies.unfinished_bytes
 
-    async def choose(request: web.Request) -> web.Response:
-        return web.Response(text=str(coding_of(request)))
-
-    app = web.Application(client_max_size=MOST_BYTES)
-    app.add_routes([web.post("/", measure), web.get("/", choose)])
-    server = TestServer(app)
-    await server.start_server(auto_decompress=False)
-    yield str(server.make_url("/"))
-    await server.close()
+@pytest.fixture
+def address(measuring: Measuring) -> str:
+    return measuring.address
 
 
 async def sent(address: str, body: bytes) -> str:
@@ -86,6 +121,70 @@ async def test_bomb_is_counted_while_it_is_inflated(address: str) -> None:
         tracemalloc.stop()
 
 
+async def test_few_of_many_late_bodies_are_used_in_a_pass() -> None:
+    """Their requests have begun long ago, in turns."""
+    used = list[bytes]()
+
+    async def use(request: web.Request, bodies: Bodies) -> web.Response:
+        async with bodies.of(request, MOST_BYTES) as body:
+            used.append(body)
+        return web.Response()
+
+    async with serving(use) as server, AsyncExitStack() as stack:
+        writers = []
+        for _ in range(MANY):
+            _, writer = await stack.enter_async_context(unfinished(server.address, 1000, 1001))
+            writers.append(writer)
+        await until_held(server.budget, MANY * 1000)
+        for writer in writers:
+            writer.write(b"x")
+        in_passes = []
+        while len(used) < MANY:
+            before = len(used)
+            await asyncio.sleep(0)
+            in_passes.append(len(used) - before)
+        assert max(in_passes) <= MAX_IN_SLICE
+
+
+async def until_held(budget: Budget, size: int) -> None:
+    async with asyncio.timeout(60):
+        while budget.held < size:  # noqa: ASYNC110 - a sum sets no event
+            await asyncio.sleep(0.01)
+
+
+async def test_the_largest_body_gives_way(measuring: Measuring) -> None:
+    """Whoever sends the most of what does not end keeps nobody out."""
+    address, budget = measuring.address, measuring.budget
+    large, small = 5 * 2**20, 2 * 2**20
+    async with (
+        unfinished(address, large, MOST_BYTES) as (largest, _),
+        unfinished(address, small, MOST_BYTES) as (other, _),
+    ):
+        await until_held(budget, large + small)
+        whole = os.urandom(2 * 2**20)
+        assert await sent(address, gzip.compress(whole)) == f"{len(whole)} {zlib.crc32(whole)}"
+        async with asyncio.timeout(60):
+            assert b"EXHAUSTED" in await largest.read()
+        assert budget.held == small
+        assert not other.at_eof()
+
+
+@asynccontextmanager
+async def unfinished(
+    address: str, sent: int, size: int
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """The connection of a body, of which so much was sent."""
+    url = URL(address)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % size + bytes(sent))
+        await writer.drain()
+        yield reader, writer
+    finally:
+        writer.close()
+
+
 @pytest.mark.parametrize(
     "length", [0, 1, 2, PIECE_ELEMENTS, PIECE_ELEMENTS + 1, 3 * PIECE_ELEMENTS]
 )
@@ -114,10 +213,11 @@ def test_pieces_of_json_are_the_whole(length: int) -> None:
         (["br, gzip;q=x, nonsense;;=,"], "None"),
     ],
 )
-async def test_client_chooses_the_coding(address: str, accepted: list[str], coding: str) -> None:
+async def test_client_chooses_the_coding(accepted: list[str], coding: str) -> None:
     headers = [("accept-encoding", each) for each in accepted]
     async with (
+        serving(choose) as choosing,
         aiohttp.ClientSession(skip_auto_headers=["accept-encoding"]) as client,
-        client.get(address, headers=headers) as response,
+        client.get(choosing.address, headers=headers) as response,
     ):
         assert await response.text() == coding

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
@@ -138,23 +137,19 @@ def test_repeated_keys_are_refused() -> None:
 
 
 async def test_loop_runs_while_a_large_body_is_parsed() -> None:
-    """A ticker's longest gap, as a share of the whole: parsed on the loop it would be all of it."""
+    """Parsed on the loop, it would let the ticker run once. A thread gives way every 5 ms of its own time."""
     body = ('{"a": [' + ",".join(['[1, "x"]'] * 15_000) + "]}").encode()
-    gaps = [0.0]
+    ticks = 0
 
     async def tick() -> None:
-        last = time.monotonic()
+        nonlocal ticks
         while True:
             await asyncio.sleep(0)
-            now = time.monotonic()
-            gaps.append(now - last)
-            last = now
+            ticks += 1
 
     ticking = asyncio.create_task(tick())
     try:
-        began = time.monotonic()
         await Parsing().run(max(len(body), LARGE_BYTES), lambda: parsed(body))
-        whole = time.monotonic() - began
     finally:
         ticking.cancel()
-    assert max(gaps) < whole / 2
+    assert ticks > 3

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import NamedTuple
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.error_wire import to_proto
@@ -12,7 +21,7 @@ from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.assembly import Assembly
 from trtmesh.router.adapters.registry import Entry, Registration, Version, VersionKey
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.placement import Place
+from trtmesh.router.placement import Place, WorkerAdapters
 from trtmesh.v1 import engine_pb2, generation_pb2
 from trtmesh.v1 import router_admin_pb2 as pb
 
@@ -71,7 +80,28 @@ def parts_of(content: AdapterContent) -> Iterator[pb.FetchAdapterResponse]:
         yield pb.FetchAdapterResponse(data=content.weights[offset : offset + PART_BYTES])
 
 
-def describe_adapter(entry: Entry, adapters: Adapters, workers: Sequence[Worker]) -> pb.Adapter:
+WORKERS_PER_ITEM = 64
+"""Workers that are asked for an adapter as fast as an item of a request is described."""
+
+
+def items_of_adapter(entry: Entry, workers: int) -> int:
+    """Items of requests that are described as fast as an adapter."""
+    return len(entry.versions) * (1 + workers // WORKERS_PER_ITEM)
+
+
+class Holder(NamedTuple):
+    """A worker and what it holds at one moment, the same for all adapters of a list."""
+
+    name: str
+    model: str
+    adapters: WorkerAdapters
+
+    @classmethod
+    def each_of(cls, workers: Iterable[Worker]) -> list[Holder]:
+        return [cls(worker.name, worker.engine.model, worker.adapters) for worker in workers]
+
+
+def describe_adapter(entry: Entry, adapters: Adapters, workers: Sequence[Holder]) -> pb.Adapter:
     versions = [_describe_version(entry, version, adapters, workers) for version in entry.versions]
     return pb.Adapter(
         id=entry.id,
@@ -87,7 +117,7 @@ def describe_adapter(entry: Entry, adapters: Adapters, workers: Sequence[Worker]
 
 
 def _describe_version(
-    entry: Entry, version: Version, adapters: Adapters, workers: Sequence[Worker]
+    entry: Entry, version: Version, adapters: Adapters, workers: Sequence[Holder]
 ) -> pb.AdapterVersion:
     key = (entry.id, version.digest)
     usage = adapters.usages.of_key(key)
@@ -108,11 +138,11 @@ def _describe_version(
 
 
 def _describe_residencies(
-    key: VersionKey, model: str, workers: Sequence[Worker]
+    key: VersionKey, model: str, workers: Sequence[Holder]
 ) -> Iterator[pb.AdapterResidency]:
     for worker in workers:
         residency = worker.adapters.held.get(key)
-        if residency is not None and model in ("", worker.engine.model):
+        if residency is not None and model in ("", worker.model):
             use = worker.adapters.in_use.get(key)
             yield pb.AdapterResidency(
                 worker=worker.name,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
+from trtmesh.router.fleet.handoffs import GivenKv
 from trtmesh.router.fleet.live_handoff import LiveHandoff
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.links.replica import Replica, ReplicaState
@@ -28,13 +30,42 @@ NameOf = Callable[[str], str]
 """Name of the worker at an address."""
 
 ITEMS_AT_ONCE = 64
-"""Items described between two passes of the event loop: about a millisecond of work."""
+"""Items described between two passes of the event loop, or as much other work: about a millisecond."""
+
+WORKER_ITEMS = 2
+"""Items that take as long as a worker."""
+
+RUNS_PER_ITEM = 256
+"""Running sequences that are counted as fast as an item is described."""
+
+T = TypeVar("T")
+D = TypeVar("D")
 
 
-def describe_workers(workers: Iterable[Worker]) -> list[pb.Worker]:
+async def describe_each(
+    each: Sequence[T], describe: Callable[[T], D], items_of: Callable[[T], int]
+) -> list[D]:
+    """Descriptions in order; a long list yields to the event loop, so states may differ in age. `items_of` says how
+    many items take as long."""
+    described: list[D] = []
+    items = 0
+    for one in each:
+        described.append(describe(one))
+        items += items_of(one)
+        if items >= ITEMS_AT_ONCE:
+            items = 0
+            await asyncio.sleep(0)
+    return described
+
+
+async def describe_workers(workers: Iterable[Worker]) -> list[pb.Worker]:
     """Workers by name; `engine-10` follows `engine-9`."""
-    described = map(describe_worker, workers)
+    described = await describe_each([*workers], describe_worker, _items_of_worker)
     return sorted(described, key=lambda w: (_numbered(w.worker), _numbered(w.address)))
+
+
+def _items_of_worker(worker: Worker) -> int:
+    return WORKER_ITEMS + len(worker.sequences) // RUNS_PER_ITEM
 
 
 def describe_worker(worker: Worker) -> pb.Worker:
@@ -54,7 +85,17 @@ def describe_worker(worker: Worker) -> pb.Worker:
     )
 
 
-def describe_handoff(handoff: LiveHandoff) -> pb.Handoff:
+async def describe_handoffs(
+    live: Iterable[LiveHandoff], given: Iterable[GivenKv]
+) -> list[pb.Handoff]:
+    """Live handoffs, and KV that clients have, by age."""
+    kept = [*given]
+    described = await describe_each([*live], _describe_live, lambda _: 1)
+    described += await describe_each(kept, _describe_given, lambda _: 1)
+    return sorted(described, key=lambda each: each.age_ms, reverse=True)
+
+
+def _describe_live(handoff: LiveHandoff) -> pb.Handoff:
     now = asyncio.get_running_loop().time()
     item = handoff.item
     return pb.Handoff(
@@ -70,6 +111,22 @@ def describe_handoff(handoff: LiveHandoff) -> pb.Handoff:
         present_tokens=handoff.present_tokens,
         age_ms=int((now - handoff.opened_at) * 1000),
         expires_in_ms=max(0, int((handoff.renewed_at - now) * 1000) + handoff.life_ms),
+        transport="backend" if handoff.state.by_state else "",
+    )
+
+
+def _describe_given(given: GivenKv) -> pb.Handoff:
+    now = asyncio.get_running_loop().time()
+    return pb.Handoff(
+        lease_id=given.lease_id,
+        request_id=given.request_id,
+        batch_index=given.batch_index,
+        sender=given.sender,
+        stage="given",
+        cause="context_only",
+        tokens=given.tokens,
+        age_ms=int((now - given.opened_at) * 1000),
+        expires_in_ms=max(0, int((given.ends_at - now) * 1000)),
     )
 
 
@@ -100,19 +157,12 @@ def _numbered(name: str) -> list[int | str]:
     ]
 
 
-async def describe_requests(live: Iterable[LiveRequest], name_of: NameOf) -> list[pb.LiveRequest]:
-    """Live requests; a long list yields to the event loop, so states may differ in age."""
-    described, items = [], 0
-    for each in live:
-        described.append(_describe_request(each, name_of))
-        items += len(each.items)
-        if items >= ITEMS_AT_ONCE:
-            items = 0
-            await asyncio.sleep(0)
-    return described
+async def describe_requests(live: Sequence[LiveRequest], name_of: NameOf) -> list[pb.LiveRequest]:
+    describe = partial(_describe_request, name_of)
+    return await describe_each(live, describe, lambda each: len(each.items))
 
 
-def _describe_request(live: LiveRequest, name_of: NameOf) -> pb.LiveRequest:
+def _describe_request(name_of: NameOf, live: LiveRequest) -> pb.LiveRequest:
     client, now = live.client, asyncio.get_running_loop().time()
     return pb.LiveRequest(
         request_id=live.context.request_id,
@@ -170,8 +220,10 @@ def _describe_split(decision: Decision) -> dict[str, Any]:
     split = decision.split
     if split is None:
         return {}
+    kv = split.pair.prefill.kv if split.pair else None
     return {
         "prefill_worker": split.pair.prefill.worker if split.pair else "",
+        "handoff_kind": kv.state_kind if kv else "",
         "split_reason": split.reason,
         "split_seconds": split.split_seconds,
         "whole_seconds": split.whole_seconds,

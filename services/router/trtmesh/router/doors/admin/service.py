@@ -15,14 +15,17 @@ from trtmesh.chassis.rpc import answering
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.registry import Entry
 from trtmesh.router.doors.admin.adapters import (
+    Holder,
     describe_adapter,
+    items_of_adapter,
     parts_of,
     read_upload,
     registration_of,
 )
 from trtmesh.router.doors.admin.descriptions import (
     describe_decision,
-    describe_handoff,
+    describe_each,
+    describe_handoffs,
     describe_requests,
     describe_tokenizer,
     describe_worker,
@@ -67,7 +70,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.ListWorkersResponse:
         async with answering(context):
             return pb.ListWorkersResponse(
-                workers=describe_workers(self._fleet.workers.values()),
+                workers=await describe_workers(self._fleet.workers.values()),
                 tokenizers=self._describe_tokenizers(),
                 policy=self._fleet.policy,
                 live_requests=len(self._requests.live),
@@ -151,7 +154,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             written = None
             while True:
                 now = pb.WatchWorkersResponse(
-                    workers=describe_workers(self._fleet.workers.values()),
+                    workers=await describe_workers(self._fleet.workers.values()),
                     tokenizers=self._describe_tokenizers(),
                 )
                 if now != written:
@@ -199,7 +202,12 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.ListAdaptersResponse:
         async with answering(context):
             adapters = self._adapters
-            described = [self._describe_adapter(entry) for entry in adapters.entries()]
+            holders = Holder.each_of(self._fleet.workers.values())
+            described = await describe_each(
+                [*adapters.entries()],
+                partial(describe_adapter, adapters=adapters, workers=holders),
+                partial(items_of_adapter, workers=len(holders)),
+            )
             return pb.ListAdaptersResponse(
                 adapters=sorted(described, key=lambda adapter: (adapter.name, adapter.id)),
                 revision=adapters.registry.revision,
@@ -267,11 +275,13 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self, request: pb.ListHandoffsRequest, context: _Context
     ) -> pb.ListHandoffsResponse:
         async with answering(context):
-            live = self._fleet.handoffs.live.values()
-            return pb.ListHandoffsResponse(handoffs=map(describe_handoff, live))
+            handoffs = self._fleet.handoffs
+            found = await describe_handoffs(handoffs.live.values(), handoffs.given.values())
+            return pb.ListHandoffsResponse(handoffs=found)
 
     def _describe_adapter(self, entry: Entry) -> pb.Adapter:
-        return describe_adapter(entry, self._adapters, [*self._fleet.workers.values()])
+        holders = Holder.each_of(self._fleet.workers.values())
+        return describe_adapter(entry, self._adapters, holders)
 
     def _check_model(self, model: str) -> None:
         """Raises InvalidField if a model must be named: a fleet may have several."""

@@ -173,13 +173,11 @@ def _read_inputs(request: Any, model: Model) -> tuple[dict[str, InputTensor], in
 
 
 def _check_complete(names: Iterable[str], model: Model) -> None:
-    required = [spec.name for spec in model.inputs.values() if spec.required]
-    missing = sorted(set(required).difference(names))
-    if missing:
+    if missing := sorted(model.required.difference(names)):
         got = sorted(names)
         raise InvalidRequest(
-            f"expected number of inputs between {len(required)} and {len(model.inputs)} but got {len(got)} inputs for"
-            f" model '{model.name}'. Got input(s) {_listed(got)}, but missing required input(s) {_listed(missing)}."
+            f"expected number of inputs between {len(model.required)} and {len(model.inputs)} but got {len(got)} inputs"
+            f" for model '{model.name}'. Got input(s) {_listed(got)}, but missing required input(s) {_listed(missing)}."
             " Please provide all required input(s)."
         )
 
@@ -200,7 +198,9 @@ def _check(given: Any, spec: InputSpec, model: Model) -> None:
             " send its contents"
         )
     expected, shape = (*model.batch_dims, *spec.dims), tuple(given.shape)
-    fits = any(_fits(shape, (*model.batch_dims, *dims)) for dims in (spec.dims, *spec.former_dims))
+    fits = _fits(shape, expected) or any(
+        _fits(shape, (*model.batch_dims, *dims)) for dims in spec.former_dims
+    )
     batched = model.max_batch_size > 0
     if not fits or (batched and shape[0] < 1):
         raise InvalidRequest(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
-from trtmesh.router.doors.generation import Caller, counted
+from trtmesh.router.doors.generation import Caller, GenerationCall
 from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.doors.triton.answers import Answer, Answers, PlainText
 from trtmesh.router.doors.triton.engines import Engines
@@ -62,6 +62,10 @@ class Generations:
         self._parsing = parsing
         self._named: dict[RequestKey, LiveRequest] = {}
 
+    def holding(self, size: int) -> AbstractContextManager[None]:
+        """The block in which a request of so many bytes is read and runs. Entering raises QueueFull."""
+        return self._requests.holding(size)
+
     def problem(self, model: Model, template: GenerationTemplate) -> str:
         """Why a model takes no requests now, or ''."""
         try:
@@ -86,7 +90,7 @@ class Generations:
         call = without_decoder_start(counting.call, self._engines)
         vocabulary_size = wrap_size(call, self._engines)
         max_items = self._requests.max_items_per_request
-        with counted(self._metrics) as generation:
+        with GenerationCall(self._metrics) as generation:
             owner = caller.identity
             call, request = await self._parsing.run(
                 call.size_bytes, partial(_read, template, call, vocabulary_size, max_items)

@@ -40,6 +40,7 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         template=template,
         inputs={spec.name: spec for spec in template.inputs},
         outputs={spec.name: spec for spec in template.all_outputs(logits_data_type)},
+        required=frozenset(spec.name for spec in template.inputs if spec.required),
         mesh_model=_own(own.model, door.model),
         decoupled=template.decoupled and _own(own.decoupled, own.template in door.decoupled),
         strict_transaction_policy=_own(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -31,7 +31,7 @@ from trtmesh.router.doors.triton.models import (
 )
 from trtmesh.router.doors.triton.parameters import Parameters
 from trtmesh.router.doors.triton.settings import TritonSettings
-from trtmesh.router.doors.triton.statistics import Counting, Statistics
+from trtmesh.router.doors.triton.statistics import Statistics
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.texts import Texts
@@ -111,13 +111,23 @@ class TritonServer:
             raise ModelNotFound(f"Request for unknown model: {unknown} is not found")
         return model
 
+    def holding(self, size: int) -> AbstractContextManager[None]:
+        """The block in which a request of so many bytes is read and served. Entering raises QueueFull."""
+        return self._generations.holding(size)
+
     async def read(
-        self, request: Any, speech: Speech, model: Model | None = None, *, unary: bool = False
+        self,
+        request: Any,
+        size: int,
+        speech: Speech,
+        model: Model | None = None,
+        *,
+        unary: bool = False,
     ) -> Call:
-        """Reads a ModelInferRequest, for `speech` too. Raises ModelNotFound or InvalidRequest."""
+        """Reads a ModelInferRequest of `size` bytes, for `speech` too. Raises ModelNotFound or InvalidRequest."""
         served = model or self.find_model(request.model_name, request.model_version)
         call = speech.call = await self._parsing.run(
-            request.ByteSize(), lambda: read_call(served, request, unary=unary)
+            size, lambda: read_call(served, request, unary=unary)
         )
         self._parameters.check(call)
         return call
@@ -204,21 +214,13 @@ class TritonServer:
             if isinstance(template, TokenizerTemplate):
                 outputs = await template.outputs_of(call, self._texts)
                 yield _only(Answer(outputs, final=True))
+            elif isinstance(template, GenerationTemplate) and call.stops:
+                self._generations.stop(call, template, caller.identity)
+                template.check_stopped()
+                yield _only(Answer(final=True))
             elif isinstance(template, GenerationTemplate):
-                async with self._generate(counting, template, caller) as answers:
+                async with self._generations.run(counting, template, caller) as answers:
                     yield answers
-
-    @asynccontextmanager
-    async def _generate(
-        self, counting: Counting, template: GenerationTemplate, caller: Caller
-    ) -> AsyncIterator[AsyncIterator[Answer]]:
-        if counting.call.stops:
-            self._generations.stop(counting.call, template, caller.identity)
-            template.check_stopped()
-            yield _only(Answer(final=True))
-        else:
-            async with self._generations.run(counting, template, caller) as answers:
-                yield answers
 
 
 async def _only(answer: Answer) -> AsyncIterator[Answer]:

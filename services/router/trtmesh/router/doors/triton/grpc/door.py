@@ -14,7 +14,6 @@ from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, Unsu
 from trtmesh.chassis.logs import Occasionally, request_id_bound
 from trtmesh.chassis.quoting import cut
 from trtmesh.chassis.rpc import answering
-from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import caller_of
@@ -105,11 +104,13 @@ class TritonDoor:
                 raise UnsupportedCall(
                     "ModelInfer RPC doesn't support models with decoupled transaction policy"
                 )
-            call = await self._server.read(request, speech, model, unary=True)
-            async with self._server.serve(call, caller_of(self._callers, context)) as answers:
-                (answer,) = [answer async for answer in answers]
-                if answer.error is not None:
-                    raise answer.error
+            size = request.ByteSize()
+            with self._server.holding(size):
+                call = await self._server.read(request, size, speech, model, unary=True)
+                async with self._server.serve(call, caller_of(self._callers, context)) as answers:
+                    (answer,) = [answer async for answer in answers]
+                    if answer.error is not None:
+                        raise answer.error
             return ResponseWriter(model.name, request.id).unary(answer.outputs)
         raise AssertionError("answering ends the call")
 
@@ -136,7 +137,10 @@ class _InferStream:
         """Whether a write was cancelled half-way: the stream must end."""
         self._room = asyncio.Semaphore(MOST_REQUESTS_OF_A_STREAM)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._one_is_over = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        """What ended the stream."""
         self._speech = Speech()
         """Speech of the request that ended the stream."""
 
@@ -145,33 +149,41 @@ class _InferStream:
 
     async def run(self, requests: AsyncIterator[Any]) -> None:
         """Serves until all requests are over and the client has half-closed, or until a failure ends the stream."""
+        self._reader = asyncio.current_task()
         try:
-            await until_first_ends(self._serve_all(requests), self._failure)
+            await self._serve_all(requests)
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+            raise self._failure from None
         finally:
+            self._reader = None
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve_all(self, requests: AsyncIterator[Any]) -> None:
+        # Before a request is read: meanwhile it counts as unread bytes.
+        await self._room.acquire()
         async for request in requests:
-            await self._room.acquire()
             task = asyncio.create_task(self._serve_one(request))
             self._tasks.add(task)
             task.add_done_callback(self._on_done)
             # Its first step counts as time of this call, which then gives way to others.
             await asyncio.sleep(0)
+            await self._room.acquire()
         while self._tasks:
-            await asyncio.wait(self._tasks)
+            self._one_is_over.clear()
+            await self._one_is_over.wait()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._one_is_over.set()
         self._room.release()
-        if (
-            not task.cancelled()
-            and (error := task.exception()) is not None
-            and not self._failure.done()
-        ):
-            self._failure.set_exception(error)
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None and self._failure is None and self._reader is not None:
+            self._failure = failure
+            self._reader.cancel()
 
     async def _serve_one(self, request: Any) -> None:
         """Serves a request. Errors become responses; only a slow client ends the stream."""
@@ -180,19 +192,21 @@ class _InferStream:
         writer, speech = ResponseWriter(name, own_id), Speech()
         parameter = request.parameters.get("triton_enable_empty_final_response")
         empty_final = parameter is not None and parameter.bool_param
+        size = request.ByteSize()
         with request_id_bound(request.id):
             try:
-                call = await self._server.read(request, speech)
-                async with self._server.serve(
-                    call, caller_of(self._callers, self._context)
-                ) as answers:
-                    async for answer in answers:
-                        if answer.error is not None:
-                            await self._write_error(
-                                writer, speech, answer.error, final=answer.final
-                            )
-                        elif empty_final or not answer.only_end:
-                            await self._write(writer.streamed(answer.outputs, final=answer.final))
+                with self._server.holding(size):
+                    call = await self._server.read(request, size, speech)
+                    caller = caller_of(self._callers, self._context)
+                    async with self._server.serve(call, caller) as answers:
+                        async for answer in answers:
+                            if answer.error is not None:
+                                await self._write_error(
+                                    writer, speech, answer.error, final=answer.final
+                                )
+                            elif empty_final or not answer.only_end:
+                                told = writer.streamed(answer.outputs, final=answer.final)
+                                await self._write(told)
             except SlowClient:
                 raise
             except TrtmeshError as error:

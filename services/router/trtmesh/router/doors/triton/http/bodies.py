@@ -14,14 +14,14 @@ from typing import Any
 from aiohttp import hdrs, web
 from google.protobuf.descriptor import FieldDescriptor
 from trtmesh.chassis.errors import Exhausted, InvalidRequest, UnsupportedCall
+from trtmesh.chassis.http2.budget import Account, Budget
+from trtmesh.chassis.http_server import HttpServer
 from trtmesh.chassis.quoting import cut
 from trtmesh.router.doors.triton.http.json_parser import parse
 
 COMPRESSED = ("gzip", "deflate")
 MOST_SETTINGS_BYTES = 2**16
 """Largest body of a request about the server's settings."""
-FREE_BYTES = 2**16
-"""Bytes of each body that do not count for the sum of all."""
 PIECE_ELEMENTS = 2**12
 """Elements of a list that are encoded at once, in 3 ms."""
 COMPRESSED_PIECE, INFLATED_PIECE = 2**18, 2**20
@@ -38,41 +38,41 @@ class BodyLimits:
     """Largest body, before and after decompression."""
     most_json_bytes: int
     """Largest JSON in a body."""
-    most_unfinished_bytes: int
-    """Most bytes of all bodies that are received and not yet parsed, small parts apart."""
     receive_seconds: float
 
 
 class Bodies:
     """Receives the bodies of all requests."""
 
-    def __init__(self, limits: BodyLimits) -> None:
+    def __init__(self, limits: BodyLimits, server: HttpServer) -> None:
         self.limits = limits
-        self.unfinished_bytes = 0
+        self._server = server
 
     @asynccontextmanager
     async def of(self, request: web.Request, most_bytes: int) -> AsyncIterator[bytes]:
-        """A body, decompressed. It counts as unfinished inside. Raises TrtmeshError or an HTTPException."""
+        """A body, decompressed. It counts as unfinished inside, and gives way there if it is the largest. Raises
+        TrtmeshError or an HTTPException."""
         encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").lower()
         if encoding not in (*COMPRESSED, "", "identity"):
             raise UnsupportedCall(
                 f"Unsupported compression type '{cut(encoding)}'; send the body as gzip, as deflate or as it is"
             )
-        held = _Held(self)
-        try:
-            body = await self._receive(request, most_bytes, held)
+        # Small bodies mostly come with their heads, whose turn is theirs.
+        is_whole = request.content.is_eof() and not encoding
+        async with _account(self._server.budget) as account:
+            body = await self._receive(request, most_bytes, account)
             if encoding in COMPRESSED:
-                body = await _decompressed(body, most_bytes, held)
+                body = await _decompressed(body, most_bytes, account)
+            if not is_whole:
+                await self._server.turn(request)
             yield body
-        finally:
-            held.give_back()
 
     async def json_of(self, request: web.Request) -> dict[str, Any]:
         """A small body as a JSON object, {} for an empty one. Raises TrtmeshError or an HTTPException."""
         async with self.of(request, MOST_SETTINGS_BYTES) as body:
             return parse_json(body, MOST_SETTINGS_BYTES) if body else {}
 
-    async def _receive(self, request: web.Request, most_bytes: int, held: _Held) -> bytes:
+    async def _receive(self, request: web.Request, most_bytes: int, account: Account) -> bytes:
         if (request.content_length or 0) > most_bytes:
             raise _too_large(most_bytes)
         seconds = self.limits.receive_seconds
@@ -82,7 +82,7 @@ class Bodies:
                 async for part in request.content.iter_any():
                     if len(body) + len(part) > most_bytes:
                         raise _too_large(most_bytes)
-                    held.grow(len(part))
+                    account.add(len(part))
                     body += part
         except TimeoutError:
             raise web.HTTPRequestTimeout(
@@ -91,34 +91,32 @@ class Bodies:
         return bytes(body)
 
 
-class _Held:
-    """The bytes that one body holds. The first of them are free: small requests are served beside any others."""
+@asynccontextmanager
+async def _account(budget: Budget) -> AsyncIterator[Account]:
+    """The account of one body. Raises Exhausted if it has to give way."""
 
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
-        self._bytes = 0
-        self._counted = 0
+    def give_way() -> None:
+        account.close()
+        ending.reschedule(asyncio.get_running_loop().time())
 
-    def grow(self, more: int) -> None:
-        """Raises Exhausted."""
-        self._bytes += more
-        counted = max(0, self._bytes - FREE_BYTES) - self._counted
-        most = self._bodies.limits.most_unfinished_bytes
-        if self._bodies.unfinished_bytes + counted > most:
-            raise Exhausted(
-                f"unfinished requests hold {most} bytes together (http.max_unfinished_bytes); try again later",
-                limit=f"at most {most}",
-                retry_after_ms=1000,
-            )
-        self._counted += counted
-        self._bodies.unfinished_bytes += counted
-
-    def give_back(self) -> None:
-        self._bodies.unfinished_bytes -= self._counted
-        self._counted = 0
+    try:
+        async with asyncio.timeout(None) as ending:
+            account = budget.account(give_way)
+            try:
+                yield account
+            finally:
+                account.close()
+    except TimeoutError:
+        if not ending.expired():
+            raise
+        raise Exhausted(
+            "unfinished requests hold too many bytes together, and this one most (http.max_unfinished_bytes); try again"
+            " later",
+            retry_after_ms=1000,
+        ) from None
 
 
-async def _decompressed(body: bytes, most_bytes: int, held: _Held) -> bytes:
+async def _decompressed(body: bytes, most_bytes: int, account: Account) -> bytes:
     """Decompresses gzip or deflate, whichever the header says, in pieces that count before the next is made."""
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
     data = bytearray()
@@ -136,7 +134,7 @@ async def _decompressed(body: bytes, most_bytes: int, held: _Held) -> bytes:
         rest = decompressor.unconsumed_tail
         if len(data) + len(piece) > most_bytes:
             raise _too_large(most_bytes)
-        held.grow(len(piece))
+        account.add(len(piece))
         data += piece
     if not decompressor.eof or decompressor.unused_data or at < len(body):
         raise InvalidRequest("the body of the request is not one whole compressed stream")

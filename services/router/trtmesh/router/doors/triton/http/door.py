@@ -69,12 +69,17 @@ class HttpSettings(Settings):
     """Port to listen on; `none` serves no HTTP."""
     max_connections: Annotated[int, Field(ge=1, le=2**20)] = 8192
     """Most open connections; further ones are answered with 503."""
+    max_per_address: Annotated[int, Field(ge=1, le=2**20)] = 1024
+    """Most open connections of one IPv4 address or one /64 network of IPv6, with the same answer beyond. A proxy is one
+    for all behind it, and needs a connection for each request at a time."""
     max_json_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 16 * 2**20
     """Largest JSON in a body; binary tensors behind it count for `max_message_bytes` alone."""
     max_unfinished_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 256 * 2**20
-    """Most bytes of bodies that are not parsed yet, all requests together; beyond, requests are answered with 429."""
+    """Most bytes of requests that are not parsed yet, of all connections together; beyond, the largest body is answered
+    with 429."""
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
-    """Origins of web pages, such as `https://chat.example`, whose browsers may send requests; `*` allows all."""
+    """Origins of web pages, such as `https://chat.example`, whose browsers may send requests; `*` allows all. Pages of
+    this port itself are allowed under `localhost` and under an IP address."""
     receive_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Time for a client to send the body of a request."""
     sagemaker: SageMakerSettings = SageMakerSettings()
@@ -97,25 +102,25 @@ class HttpDoor:
         self._server = server
         self._settings = settings
         self._host = host
-        json_bytes = min(settings.max_json_bytes, max_body_bytes)
-        self._bodies = Bodies(
-            BodyLimits(
-                max_body_bytes,
-                json_bytes,
-                settings.max_unfinished_bytes,
-                settings.receive_seconds,
-            )
-        )
         authorise = authorising(callers, (self._live, self._ready, self._model_ready))
         app = web.Application(
             middlewares=[answering, only_from(settings.allowed_origins), authorise],
             client_max_size=max_body_bytes,
         )
-        self._add_routes(app, Inference(server, self._bodies))
-        # A stream ends by the limit of its request, which tells why.
-        unread_seconds = stall_seconds + STALL_MARGIN_SECONDS
-        limits = HttpLimits(settings.max_connections, IDLE_SECONDS, unread_seconds)
+        limits = HttpLimits(
+            max_open=settings.max_connections,
+            max_per_address=settings.max_per_address,
+            held_bytes=settings.max_unfinished_bytes,
+            idle_seconds=IDLE_SECONDS,
+            # A stream ends by the limit of its request, which tells why.
+            stall_seconds=stall_seconds + STALL_MARGIN_SECONDS,
+        )
         self._http = HttpServer(app, limits, tls)
+        json_bytes = min(settings.max_json_bytes, max_body_bytes)
+        self._bodies = Bodies(
+            BodyLimits(max_body_bytes, json_bytes, settings.receive_seconds), self._http
+        )
+        self._add_routes(app, Inference(server, self._bodies))
 
     def listen(self) -> str:
         """Takes the address and returns it. Raises StartupError."""

@@ -95,13 +95,15 @@ class Inference:
         asked = await self._read_generate(request, model)
         events = _EventStream(request)
         try:
-            call = await self._server.read(asked, request[SPEECH], model)
-            async with self._server.serve(call, _caller_of(request)) as answers:
-                async for answer in answers:
-                    if answer.error is not None:
-                        await events.fail(answer.error)
-                    elif not answer.only_end:
-                        await events.send(await self._written(model, asked, answer.outputs))
+            size = asked.ByteSize()
+            with self._server.holding(size):
+                call = await self._server.read(asked, size, request[SPEECH], model)
+                async with self._server.serve(call, _caller_of(request)) as answers:
+                    async for answer in answers:
+                        if answer.error is not None:
+                            await events.fail(answer.error)
+                        elif not answer.only_end:
+                            await events.send(await self._written(model, asked, answer.outputs))
         except SlowClient:
             raise
         except TrtmeshError as error:
@@ -131,9 +133,11 @@ class Inference:
         self, request: web.Request, model: Model, asked: Any, *, unary: bool
     ) -> Sequence[Output]:
         """The outputs of the only response. Raises TrtmeshError."""
-        call = await self._server.read(asked, request[SPEECH], model, unary=unary)
-        async with self._server.serve(call, _caller_of(request)) as answers:
-            return await _only_outputs(answers)
+        size = asked.ByteSize()
+        with self._server.holding(size):
+            call = await self._server.read(asked, size, request[SPEECH], model, unary=unary)
+            async with self._server.serve(call, _caller_of(request)) as answers:
+                return await _only_outputs(answers)
 
 
 class _EventStream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -10,6 +11,7 @@ from aiohttp.typedefs import Middleware
 from trtmesh.chassis.quoting import cut
 
 ANY = "*"
+LOCALHOST = "localhost"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -18,7 +20,8 @@ def only_from(allowed: Collection[str]) -> Middleware:
     """Refuses requests of web pages whose origin is neither this server nor in `allowed`.
 
     Browsers name the origin with every POST, and ask nobody before they send plain text or a form, which is all that a
-    request here needs. What is not a browser sends no origin.
+    request here needs. What is not a browser sends no origin. That the origin is the host of the request shows little:
+    whoever owns a name can have it point here (DNS rebinding). Nobody can do so with an address, or with localhost.
     """
 
     @web.middleware
@@ -31,13 +34,18 @@ def only_from(allowed: Collection[str]) -> Middleware:
         return await handler(request)
 
     def _is_allowed(origin: str, host: str) -> bool:
-        return ANY in allowed or origin in allowed or _host_of(origin) == host
+        return ANY in allowed or origin in allowed or _is_own(origin, host)
 
     return check
 
 
-def _host_of(origin: str) -> str:
+def _is_own(origin: str, host: str) -> bool:
+    """Whether a page has the address of the request, and no name that may point anywhere."""
     try:
-        return urlsplit(origin).netloc
+        parts = urlsplit(origin)
+        name = parts.hostname or ""
+        if name != LOCALHOST:
+            ip_address(name)
     except ValueError:
-        return ""
+        return False
+    return parts.netloc == host

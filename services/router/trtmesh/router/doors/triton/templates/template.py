@@ -93,6 +93,8 @@ class Model:
     template: Template
     inputs: Mapping[str, InputSpec]
     outputs: Mapping[str, TensorSpec]
+    required: frozenset[str]
+    """Inputs of every request."""
     mesh_model: str
     """The serving model of the mesh; '' if the mesh has only one."""
     decoupled: bool
