@@ -1,5 +1,7 @@
 # The engine: `docker build -t trtmesh/engine -f deploy/engine.Dockerfile .` at the root of the repository.
 ARG BASE=python:3.11-slim-bookworm
+# cpu, or cuda for NVIDIA's GPUs.
+ARG DEVICE=cpu
 
 FROM ${BASE} AS base
 # A base for CUDA, such as nvidia/cuda:13.0.1-base-ubuntu24.04, brings no Python.
@@ -9,18 +11,27 @@ RUN command -v python3 >/dev/null || { apt-get update -q \
 FROM base AS requirements
 WORKDIR /build
 COPY pyproject.toml deploy/requirements.py ./
-RUN python3 requirements.py engine > requirements.txt
+RUN python3 requirements.py engine foreign > requirements.txt
 
 FROM base AS dependencies
-# The CPU build of torch. For a GPU: --build-arg PIP_ARGS="", which takes the CUDA build of PyPI.
-ARG PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+ARG DEVICE
+# Options of pip, in place of the index that has torch for CPUs.
+ARG PIP_ARGS
 RUN python3 -m venv /venv
 COPY constraints.txt ./
 COPY --from=requirements /build/requirements.txt ./
-RUN /venv/bin/pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -c constraints.txt -r requirements.txt \
+# PyPI's torch has the libraries of CUDA and Triton.
+RUN case ${DEVICE} in cpu) index="--extra-index-url https://download.pytorch.org/whl/cpu" ;; cuda) index="" ;; \
+    *) echo "DEVICE is ${DEVICE} but must be cpu or cuda" >&2; exit 1 ;; esac \
+    && /venv/bin/pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS-${index}} -c constraints.txt -r requirements.txt \
     && /venv/bin/pip uninstall -q -y pip
 
 FROM base
+ARG DEVICE
+# Triton compiles the code that starts kernels, against Python's headers, when the engine starts.
+RUN test ${DEVICE} != cuda || { apt-get update -q && apt-get install -yq --no-install-recommends gcc libc6-dev \
+    $(python3 -c 'import os, sysconfig as s; print("" if os.path.exists(s.get_path("include") + "/Python.h") else "python3-dev")') \
+    && rm -rf /var/lib/apt/lists/*; }
 RUN useradd --system --uid 10001 --home-dir /tmp trtmesh
 COPY --from=dependencies /venv /venv
 COPY protos/trtmesh /app/trtmesh

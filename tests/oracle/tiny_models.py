@@ -113,11 +113,11 @@ def save_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
-def reference_model(folder: Path) -> PreTrainedModel:
-    """The model as transformers runs it, in float32."""
+def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model as transformers runs it."""
     loader: Any = AutoModelForCausalLM
     model: PreTrainedModel = loader.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=dtype, attn_implementation="eager"
     )
     torch.nn.Module.eval(model)
     return model

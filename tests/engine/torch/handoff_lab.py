@@ -55,9 +55,9 @@ class SplitMemory:
             for first in range(0, len(shard.kv_heads), heads)
         )
 
-    def read(self, shard: int, blocks: Sequence[int], span: Span) -> Bytes:
+    def read(self, shard: int, blocks: Sequence[int], span: Span, into: Bytes) -> None:
         rows = self._rows(blocks)[:, :, self._heads(shard)]
-        return rows.reshape(len(blocks), -1)[:, span[0] : span[1]]
+        into[:] = rows.reshape(len(blocks), -1)[:, span[0] : span[1]]
 
     def write(self, shard: int, blocks: Sequence[int], span: Span, data: Bytes) -> None:
         everything = self._rows(blocks)
@@ -75,8 +75,9 @@ class SplitMemory:
     def _rows(self, blocks: Sequence[int]) -> Bytes:
         """[blocks, layers * 2, kv_heads, bytes]"""
         (shard,) = self._whole.shards
-        rows = self._whole.read(0, blocks, (0, shard.block_bytes))
-        return rows.reshape(len(blocks), 2 * len(shard.layers), len(shard.kv_heads), -1).copy()
+        rows = np.empty((len(blocks), shard.block_bytes), dtype=np.uint8)
+        self._whole.read(0, blocks, (0, shard.block_bytes), rows)
+        return rows.reshape(len(blocks), 2 * len(shard.layers), len(shard.kv_heads), -1)
 
 
 Memory = KvMemory | SplitMemory
@@ -145,7 +146,8 @@ class Transfer:
                     assert all(to_blocks)
                     for run in copy.runs:
                         span = (run.source, run.source + run.size)
-                        data = self.source.read(number, from_blocks, span)
+                        data = np.empty((len(from_blocks), run.size), dtype=np.uint8)
+                        self.source.read(number, from_blocks, span, data)
                         span = (run.target, run.target + run.size)
                         self.target.write(place, to_blocks, span, data)
 

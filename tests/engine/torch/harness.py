@@ -182,6 +182,13 @@ class Harness:
         self._changed.set()
 
 
+def module_of(engine: Harness) -> Any:
+    """The model's module."""
+    compute: Any = engine.backend._loaded.engine._compute
+    # Where steps are captured, what no graph computes is left to another.
+    return getattr(compute, "_runner", compute)._model.module
+
+
 @asynccontextmanager
 async def running(model_dir: Path, **settings: Any) -> AsyncIterator[Harness]:
     """A started backend; a single thread avoids contention between tests."""

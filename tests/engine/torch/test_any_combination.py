@@ -2,7 +2,7 @@
 
 A round is made of its number alone: a model, a worker with settings, items with configs, and what befalls them. Some
 are cancelled, some go on from their tokens as after a migration, and in the last rounds a tiny pool pauses many. Alone
-means on a worker with room for all, whole steps and no reuse, one item after another.
+means on a CPU's worker with room for all, whole steps and no reuse, one item after another.
 `pytest tests/engine/torch/test_any_combination.py --combinations 500` plays more rounds.
 """
 
@@ -29,7 +29,7 @@ from engine.torch.combinations import (
     result_of,
     some_tokens,
 )
-from engine.torch.conftest import ModelDir
+from engine.torch.conftest import Device, ModelDir
 from engine.torch.harness import Harness, running
 from trtmesh.engine.backend import BackendStats
 from trtmesh.v1 import generation_pb2 as pb
@@ -79,12 +79,12 @@ async def lonely(model: Path) -> AsyncIterator[Harness]:
 
 
 async def test_any_combination_equals_each_item_alone(
-    number: int, model_dir: ModelDir, happened: Happened
+    number: int, device: Device, model_dir: ModelDir, happened: Happened
 ) -> None:
     model = model_dir(FAMILIES[number % len(FAMILIES)])
     async with lonely(model) as engine:
         maker = Maker(number, await frequent(engine))
-        settings = maker.settings()
+        settings = device | maker.settings()
         items = [maker.item(index) for index in range(ITEMS)]
         stats = await check(items, settings, model, engine)
     happened.rounds += 1
@@ -93,12 +93,14 @@ async def test_any_combination_equals_each_item_alone(
 
 @pytest.mark.parametrize("tiny", range(PAUSING_ROUNDS))
 async def test_any_combination_equals_each_item_alone_under_preemption(
-    tiny: int, model_dir: ModelDir, happened: Happened
+    tiny: int, device: Device, model_dir: ModelDir, happened: Happened
 ) -> None:
     model = model_dir(FAMILIES[tiny % len(FAMILIES)])
     async with lonely(model) as engine:
         maker = Maker(tiny, await frequent(engine))
-        settings = maker.settings() | {
+        settings = {
+            **device,
+            **maker.settings(),
             "kv_cache_tokens": TINY_POOL_TOKENS,
             "tokens_per_block": TINY_POOL_BLOCK,
             "max_step_tokens": 64,

@@ -15,6 +15,7 @@ from oracle import tiny_models
 from oracle.adapters import BASE, NUMBERS, ON, Adapted, load_all
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.engine.backends.torch import loading
 
 NEW_TOKENS = 16
 SAMPLED = [
@@ -25,6 +26,30 @@ SAMPLED = [
 ]
 
 Result = tuple[list[int], list[float]]
+
+CPU: dict[str, Any] = {"batch_invariant": True, "threads": 2}
+GPU: dict[str, Any] = {"batch_invariant": True, "device": "cuda:0"}
+BOTH = ["float32", "bfloat16"]
+
+
+def on_devices(**families: list[str]) -> pytest.MarkDecorator:
+    """The types of each family on a CPU, and half precision on a GPU, where float32 is compared at load."""
+    cases = [
+        pytest.param(family, {**CPU, "dtype": dtype}, id=f"{family}-{dtype}-cpu")
+        for family, dtypes in families.items()
+        for dtype in dtypes
+    ]
+    cases += [
+        pytest.param(
+            family,
+            {**GPU, "dtype": dtype},
+            id=f"{family}-{dtype}-gpu",
+            marks=[pytest.mark.gpu, pytest.mark.slow],
+        )
+        for family in families
+        for dtype in ("bfloat16", "float16")
+    ]
+    return pytest.mark.parametrize(("family", "settings"), cases)
 
 
 def configs(count: int, adapted: Adapted | None = None) -> list[GenerationConfig]:
@@ -55,7 +80,7 @@ async def result_of(engine: Harness, keys: list[int]) -> Result:
 async def alone(
     folder: Path, given: list[list[int]], adapted: Adapted | None = None, **settings: Any
 ) -> list[Result]:
-    async with running(folder, prefix_reuse=False, **settings) as engine:
+    async with running(folder, prefix_reuse=False, max_batch_size=2, **settings) as engine:
         if adapted:
             await load_all(engine, adapted)
         return [
@@ -97,40 +122,47 @@ async def in_traffic(
         return found
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        ("llama", "float32"),
-        ("llama", "bfloat16"),
-        ("gemma2", "float32"),
-        ("mistral", "float32"),
-        ("gpt2", "float32"),
-    ],
+@on_devices(
+    llama=BOTH, gemma2=["float32"], mistral=["float32"], gpt2=["float32"], qwen3=["bfloat16"]
 )
 async def test_tokens_and_log_probs_are_those_of_the_sequence_alone(
-    family: str, dtype: str, model_dir: ModelDir
+    family: str, settings: dict[str, Any], model_dir: ModelDir
 ) -> None:
     folder = model_dir(family)
-    settings: dict[str, Any] = {"batch_invariant": True, "dtype": dtype, "threads": 2}
     given = prompts(Random(family))
     expected = await alone(folder, given, **settings)
     for seed in range(2):
         assert await in_traffic(folder, given, expected, Random(seed), **settings) == expected
 
 
+@on_devices(llama=BOTH)
+async def test_mates_change_no_bit(
+    family: str, settings: dict[str, Any], model_dir: ModelDir
+) -> None:
+    folder = model_dir(family)
+    dice = Random(family)
+    given = [[dice.randrange(2, 320) for _ in range(dice.randrange(1, 60))] for _ in range(18)]
+    expected = await alone(folder, given, **settings)
+    async with running(folder, max_batch_size=18, prefix_reuse=False, **settings) as engine:
+        for mates in (1, 3, 17):
+            with engine.gate.held():
+                asked = zip(given[: mates + 1], configs(mates + 1), strict=True)
+                keys = [engine.submit(prompt, config) for prompt, config in asked]
+            found = [await result_of(engine, list(each)) for each in keys]
+            assert found == expected[: mates + 1]
+
+
 # PEFT reads a name that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gpt2", "float32")]
-)
+@on_devices(llama=BOTH, gpt2=["float32"])
 async def test_tokens_and_log_probs_with_adapters_are_those_of_the_sequence_alone(
-    family: str, dtype: str, model_dir: ModelDir, tmp_path: Path
+    family: str, settings: dict[str, Any], model_dir: ModelDir, tmp_path: Path
 ) -> None:
     """Each with the base or an adapter of another rank."""
     adapted = Adapted(model_dir(family), family, tmp_path)
-    settings: dict[str, Any] = {"batch_invariant": True, "dtype": dtype, "threads": 2, **ON}
+    settings = {**settings, **ON}
     # Twice, so that sequences share an adapter.
-    given = [*prompts(Random(family)), *prompts(Random(dtype))]
+    given = [*prompts(Random(family)), *prompts(Random(1))]
     expected = await alone(adapted.model_dir, given, adapted, **settings)
     assert expected != await alone(adapted.model_dir, given, **settings)
     for seed in range(2):
@@ -149,30 +181,44 @@ async def test_without_it_the_last_bits_depend_on_the_traffic(llama: Path) -> No
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
 
 
+devices = pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, pytest.mark.slow])],
+)
+
+
+@devices
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", "qwen3"])
-async def test_tokens_are_those_of_generate(family: str, model_dir: ModelDir) -> None:
+async def test_tokens_are_those_of_generate(family: str, device: str, model_dir: ModelDir) -> None:
     folder = model_dir(family)
     model = tiny_models.reference_model(folder)
     given = tiny_models.prompts(4)
     expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in given]
-    async with running(folder, batch_invariant=True) as engine:
+    settings: dict[str, Any] = {"batch_invariant": True, "dtype": "float32", "device": device}
+    async with running(folder, max_batch_size=8, **settings) as engine:
         assert engine.info.capabilities.deterministic
         assert engine.info.capabilities.resumes_exactly
         free = configure(max_tokens=NEW_TOKENS, ignore_end_id=True)
         assert await engine.run(given, free) == expected
 
 
-async def test_a_model_whose_layers_look_at_the_whole_batch_is_refused(model_dir: ModelDir) -> None:
+@devices
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+async def test_a_model_whose_layers_look_at_the_whole_batch_is_refused(
+    family: str, device: str, model_dir: ModelDir
+) -> None:
     """The experts of a mixture multiply as many rows as tokens chose them."""
     with pytest.raises(ModelUnusable, match="batch_invariant is refused"):
-        async with running(model_dir("gpt_oss"), batch_invariant=True):
+        async with running(model_dir(family), batch_invariant=True, device=device):
             pass
 
 
-async def test_a_device_other_than_a_cpu_is_refused(
+async def test_a_gpu_without_the_kernels_is_refused(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SettingsError, match="batch_invariant"):
+    monkeypatch.setattr(loading, "_with_kernels", lambda *_: None)
+    with pytest.raises(SettingsError, match="do not run on cuda:0") as caught:
         async with running(llama, batch_invariant=True, device="cuda:0"):
             pass
+    assert caught.value.setting == "engine.torch.batch_invariant"

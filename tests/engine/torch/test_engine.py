@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.torch.harness import Harness, Stream, configure, running
+from engine.torch.conftest import Device
+from engine.torch.harness import Harness, Stream, configure, module_of, running
 from oracle import tiny_models
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.chassis.vocabulary import GenerationConfig
@@ -107,10 +108,10 @@ async def test_close_ends_every_sequence(llama: Path) -> None:
     ids=["greedy", "sampled", "penalised"],
 )
 async def test_migrated_sequence_continues_bit_for_bit(
-    llama: Path, config: GenerationConfig
+    llama: Path, config: GenerationConfig, device: Device
 ) -> None:
     prompt = tiny_models.prompts(2)[1]
-    async with running(llama) as engine:
+    async with running(llama, **device) as engine:
         (whole,) = await engine.ended(engine.submit(prompt, config, batch_index=3))
         for emitted in (1, 7, 19):
             before = whole.token_ids[:emitted]
@@ -137,9 +138,8 @@ async def test_complete_migrated_sequence_ends_at_once(llama: Path) -> None:
 
 def poison(engine: Harness, token: int) -> None:
     """From now on the token's embedding is not a number."""
-    model = internals(engine)._compute._model.module
     with torch.no_grad():
-        model.get_input_embeddings().weight[token] = torch.nan
+        module_of(engine).get_input_embeddings().weight[token] = torch.nan
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,12 @@ def poison(engine: Harness, token: int) -> None:
         {"top_log_probs": 3, "prompt_log_probs": True, "context_logits": True},
     ],
 )
-async def test_non_finite_logits_fail_their_item_alone(llama: Path, values: dict[str, Any]) -> None:
+async def test_non_finite_logits_fail_their_item_alone(
+    llama: Path, values: dict[str, Any], device: Device
+) -> None:
     good = tiny_models.prompts(4)
     config = configure(max_tokens=6, ignore_end_id=True, **values)
-    async with running(llama, kv_cache_tokens=512) as engine:
+    async with running(llama, kv_cache_tokens=512, **device) as engine:
         expected = await engine.run(good, SHORT)
         met = {token for tokens in [*good, *expected] for token in tokens}
         bad = next(token for token in range(250, 320) if token not in met)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.torch.harness import Harness, configure, running
+from engine.torch.conftest import Device
+from engine.torch.harness import Harness, configure, module_of, running
 from log_lines import LogLine
 from oracle import tiny_models
 from trtmesh.chassis.errors import BackendFailed, WorkerLost
@@ -26,6 +27,8 @@ from trtmesh.v1 import generation_pb2 as pb
 
 MARKED = 250
 SHORT = configure(max_tokens=6, ignore_end_id=True)
+READ = configure(max_tokens=6, ignore_end_id=True, prompt_log_probs=True)
+"""On every device, a prompt that is read is computed operation by operation, where the faults of `raising` are met."""
 PROMPTS = [[token for token in prompt if token != MARKED] for prompt in tiny_models.prompts(5)]
 
 
@@ -36,7 +39,7 @@ def internals(engine: Harness) -> Any:
 @contextmanager
 def raising(engine: Harness, fault: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Lets `fault` see the token ids of every forward before they are embedded."""
-    module = internals(engine)._compute._model.module.get_input_embeddings()
+    module = module_of(engine).get_input_embeddings()
 
     def hook(_: Any, positional: tuple[torch.Tensor]) -> None:
         fault(positional[0])
@@ -66,7 +69,7 @@ def refuse_marked(ids: torch.Tensor) -> None:
 
 def take_all_memory(ids: torch.Tensor) -> None:
     if (ids == MARKED).any():
-        torch.empty(2**61, dtype=torch.uint8)
+        torch.empty(2**61, dtype=torch.uint8, device=ids.device)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +77,14 @@ def take_all_memory(ids: torch.Tensor) -> None:
 )
 @pytest.mark.parametrize("position", [0, 3])
 async def test_a_fault_of_one_input_ends_that_item_alone(
-    llama: Path, fault: Callable[[torch.Tensor], None], words: str, position: int
+    llama: Path, fault: Callable[[torch.Tensor], None], words: str, position: int, device: Device
 ) -> None:
     bad = [7] * position + [MARKED, 5]
-    async with running(llama, max_step_tokens=12, kv_cache_tokens=512) as engine:
+    async with running(llama, max_step_tokens=12, kv_cache_tokens=512, **device) as engine:
         expected = await engine.run(PROMPTS, SHORT)
         with raising(engine, fault):
             keys = [engine.submit(prompt, SHORT)[0] for prompt in PROMPTS[:3]]
-            (failing,) = engine.submit(bad, SHORT)
+            (failing,) = engine.submit(bad, READ)
             keys += [engine.submit(prompt, SHORT)[0] for prompt in PROMPTS[3:]]
             assert [stream.token_ids for stream in await engine.ended(keys)] == expected
             (failed,) = await engine.ended([failing])
@@ -228,11 +231,11 @@ async def test_broken_model_ends_all_sequences_and_reports_once(
         assert all_is_free(engine)
 
 
-async def test_weights_turned_nan_end_all_sequences(llama: Path) -> None:
-    async with running(llama) as engine:
+async def test_weights_turned_nan_end_all_sequences(llama: Path, device: Device) -> None:
+    async with running(llama, **device) as engine:
         await engine.run(PROMPTS[:2], SHORT)
         with torch.inference_mode():
-            internals(engine)._compute._model.module.get_input_embeddings().weight.fill_(torch.nan)
+            module_of(engine).get_input_embeddings().weight.fill_(torch.nan)
         with engine.gate.held():
             keys = [engine.submit(prompt, SHORT)[0] for prompt in PROMPTS]
         for stream in await engine.ended(keys):

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.short_names import by_short_names
-from engine.torch.harness import configure
+from engine.torch.harness import configure, running
 from oracle import tiny_models
+from torch import Tensor
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.admission import admit
 from trtmesh.engine.backend import PromptDetails, StepOutput, Submission
+from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
 from trtmesh.engine.backends.torch.engine import Launched
 from trtmesh.engine.backends.torch.loading import load_engine
 from trtmesh.engine.backends.torch.model.weights import weight_files
+from trtmesh.engine.backends.torch.sampling.choice import LogitsChoice, TokenChoice
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.sequence import sequences_of
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence, sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
 
 GREEDY = configure(max_tokens=12, ignore_end_id=True)
+LONGER = configure(max_tokens=20, ignore_end_id=True)
 CONFIGS = [
     GREEDY,
     configure(max_tokens=15, ignore_end_id=True, temperature=1.5, top_k=20, seed=3),
@@ -31,6 +39,9 @@ CONFIGS = [
 ]
 AMPLE: dict[str, Any] = {"kv_cache_tokens": 2048}
 TIGHT: dict[str, Any] = {"kv_cache_tokens": 64, "max_sequence_tokens": 60}
+
+MOST_AGAIN = 38
+"""Tokens of a prompt that goes on; a tight pool has room for 20 more."""
 
 
 class Driver:
@@ -159,3 +170,184 @@ def test_token_of_a_sequence_stopped_in_flight_is_dropped(llama: Path) -> None:
     assert running_ahead.ends[1] == pb.FINISH_REASON_STOPPED
     for key in (2, 3):
         assert running_ahead.tokens[key] == alternating.tokens[key]
+
+
+class Following:
+    """Implements Compute: a CPU that hides the tokens of the last step from the host, as a GPU does."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self.may_follow = False
+        self.followed = 0
+        self.fails_at: set[int] = set()
+        self.needless = 0
+        """Tokens computed after the last of their sequence."""
+        self._hidden: list[tuple[Sequence, int]] = []
+        self._ids: list[int] = []
+        self.move, self.prepare, self.rank = compute.move, compute.prepare, compute.rank
+        self.synchronize, self.check = compute.synchronize, compute.check
+        self.release_memory = compute.release_memory
+
+    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
+        self._hidden, self.may_follow = [], False
+        return self._compute.forward(batch, written)
+
+    def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
+        pairs = zip(chunks, rows, strict=True)
+        self._hidden, self.may_follow = [(c.sequence, self._ids[row]) for c, row in pairs], False
+        self.needless += sum(len(each.tokens) + 1 >= each.rule.limit for each, _ in self._hidden)
+        self.followed += 1
+        if self.followed in self.fails_at:
+            self._hidden = []
+            raise RuntimeError("the device has no memory")
+        with self._known():
+            return self._compute.forward(self._compute.prepare(chunks))
+
+    def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
+        with self._known():
+            choice = self._compute.choose(sequences, logits)
+        assert isinstance(choice, LogitsChoice)
+        self._ids = choice.ids.tolist()
+        self.may_follow = not any(each.token_rules.wants_details for each in sequences)
+        return choice
+
+    @contextmanager
+    def _known(self) -> Iterator[None]:
+        for sequence, token in self._hidden:
+            sequence.tokens.append(token)
+        try:
+            yield
+        finally:
+            for sequence, _ in self._hidden:
+                sequence.tokens.pop()
+
+
+class FollowingDriver(Driver):
+    """Launches the next step before it collects the last, wherever it can."""
+
+    def __init__(self, model_dir: Path, **settings: Any) -> None:
+        super().__init__(model_dir, 1, **settings)
+        self.compute = Following(self.engine._compute)
+        self.engine._compute = self.compute
+
+    def run(self) -> None:
+        while self.engine.scheduler.has_work:
+            step: Launched | None = self.launched.pop() if self.launched else self.engine.launch()
+            while step:
+                following = self.engine.launch_next(step)
+                self.take(self.engine.collect(step))
+                step = following
+        super().run()
+
+
+PLAIN = [
+    configure(max_tokens=12, ignore_end_id=True),
+    configure(max_tokens=29, ignore_end_id=True, temperature=1.5, seed=3),
+    configure(max_tokens=17, ignore_end_id=True),
+    configure(max_tokens=1, ignore_end_id=True),
+    configure(max_tokens=40, ignore_end_id=True, temperature=0.7, seed=4),
+]
+
+
+@pytest.mark.parametrize("configs", [PLAIN, CONFIGS], ids=["plain", "mixed"])
+@pytest.mark.parametrize("pool", [AMPLE, TIGHT], ids=["ample", "tight"])
+def test_steps_of_unknown_tokens_give_the_same_tokens(
+    llama: Path, pool: dict[str, Any], configs: list[GenerationConfig]
+) -> None:
+    """And the same KV is found again."""
+    drivers = [Driver(llama, 1, **pool), FollowingDriver(llama, **pool)]
+    for driver in drivers:
+        for key, (prompt, config) in enumerate(
+            zip(tiny_models.prompts(5), configs, strict=True), start=1
+        ):
+            driver.add(key, prompt, config)
+        driver.run()
+        for key, prompt in enumerate(tiny_models.prompts(5), start=1):
+            driver.add(10 + key, (prompt + driver.tokens[key])[:MOST_AGAIN], LONGER)
+        driver.run()
+    known, unknown = drivers
+    assert unknown.tokens == known.tokens
+    assert unknown.ends == known.ends
+    assert isinstance(unknown, FollowingDriver)
+    assert unknown.compute.followed > (0 if pool is TIGHT or configs is CONFIGS else 40)
+    assert not unknown.compute.needless
+    reused = [driver.engine.scheduler.reused_prompt_tokens for driver in drivers]
+    assert reused[0] == reused[1] or pool is TIGHT
+
+
+def test_token_after_an_end_that_the_host_did_not_know_is_dropped(llama: Path) -> None:
+    """Of three sequences one ends by a stop word, whose blocks another takes at once."""
+    prompts = tiny_models.prompts(4)
+    alone = Driver(llama, 1, **AMPLE)
+    for key, prompt in enumerate(prompts):
+        alone.add(key, prompt, LONGER)
+    alone.run()
+    word = tuple(alone.tokens[1][4:6])
+    ending = configure(max_tokens=20, ignore_end_id=True, stop_token_ids=[word])
+    driver = FollowingDriver(llama, **AMPLE | {"max_batch_size": 3})
+    for key, prompt in enumerate(prompts):
+        driver.add(key, prompt, ending if key == 1 else LONGER)
+    driver.run()
+    end = next(i for i in range(2, 21) if tuple(alone.tokens[1][i - 2 : i]) == word)
+    assert driver.tokens == alone.tokens | {1: alone.tokens[1][:end]}
+    assert driver.ends[1] == pb.FINISH_REASON_STOP_WORD
+    assert driver.compute.followed > 10
+
+
+def test_nothing_follows_a_step_after_which_a_newcomer_could_start(llama: Path) -> None:
+    driver = FollowingDriver(llama, **AMPLE)
+    driver.add(1, [5, 6, 7], GREEDY)
+    first = driver.engine.launch()
+    second = driver.engine.launch_next(first)
+    assert second
+    assert [sequence.in_flight for sequence in second.awaited] == [True]
+    driver.add(2, [8, 9], GREEDY)
+    assert driver.engine.launch_next(second) is None
+    driver.take(driver.engine.collect(first))
+    assert [sequence.in_flight for sequence in second.awaited] == [True]
+    driver.launched.append(second)
+    driver.run()
+    assert driver.ends.keys() == {1, 2}
+
+
+def test_nothing_follows_while_a_sequence_is_handed_over(llama: Path) -> None:
+    driver = FollowingDriver(llama, **AMPLE)
+    driver.add(1, [5, 6, 7], GREEDY)
+    driver.take(driver.engine.collect(driver.engine.launch()))
+    driver.engine.hand_over(1, "lease")
+    step = driver.engine.launch()
+    assert driver.compute.may_follow
+    assert driver.engine.launch_next(step) is None
+    driver.take(driver.engine.collect(step))
+    assert driver.ends[1] == pb.FINISH_REASON_HANDOFF
+    driver.engine.drop("lease")
+
+
+def test_step_that_cannot_be_launched_ahead_is_launched_later(llama: Path) -> None:
+    drivers = [Driver(llama, 1, **AMPLE), FollowingDriver(llama, **AMPLE)]
+    for driver in drivers:
+        for key, prompt in enumerate(tiny_models.prompts(3)):
+            driver.add(key, prompt, LONGER)
+    known, failing = drivers
+    assert isinstance(failing, FollowingDriver)
+    failing.compute.fails_at = {2, 5}
+    for driver in drivers:
+        driver.run()
+    assert failing.compute.followed > 6
+    assert failing.tokens == known.tokens
+
+
+async def test_backend_launches_ahead_and_gives_the_same_tokens(llama: Path) -> None:
+    """While commands come."""
+    prompts = tiny_models.prompts(6)
+    async with running(llama) as engine:
+        expected = await engine.run(prompts, LONGER)
+    async with running(llama) as engine:
+        loaded = engine.backend._loaded.engine
+        following = loaded._compute = Following(loaded._compute)
+        endless = engine.submit(prompts[0], configure(max_tokens=200, ignore_end_id=True))
+        assert await engine.run(prompts, LONGER) == expected
+        engine.backend.stop(endless, pb.FINISH_REASON_STOPPED)
+        (stream,) = await engine.ended(endless)
+        assert stream.token_ids[: len(expected[0])] == expected[0]
+        assert following.followed > 0

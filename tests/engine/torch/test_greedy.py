@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.torch.conftest import Device
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 
@@ -22,23 +23,23 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
 async def test_families_equal_generate_with_1_3_and_17_requests(
-    family: str, model_dir: Callable[[str], Path]
+    family: str, model_dir: Callable[[str], Path], device: Device
 ) -> None:
     folder = model_dir(family)
     prompts = tiny_models.prompts(17)
     model = tiny_models.reference_model(folder)
     expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
     assert len({tuple(ids) for ids in expected}) > 8, "the oracle has nothing to say"
-    async with running(folder) as engine:
+    async with running(folder, **device) as engine:
         for count in (1, 3, 17):
             assert await engine.run(prompts[:count], FREE) == expected[:count]
 
 
-async def test_the_demo_model_equals_generate() -> None:
+async def test_the_demo_model_equals_generate(device: Device) -> None:
     prompts = tiny_models.prompts(17, vocabulary_size=6144)
     model = tiny_models.reference_model(DEMO)
     expected = [tiny_models.greedy(model, prompt, 8) for prompt in prompts]
-    async with running(DEMO, kv_cache_tokens=4096) as engine:
+    async with running(DEMO, kv_cache_tokens=4096, **device) as engine:
         for count in (1, 3, 17):
             config = configure(max_tokens=8, ignore_end_id=True)
             assert await engine.run(prompts[:count], config) == expected[:count]
@@ -47,23 +48,25 @@ async def test_the_demo_model_equals_generate() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("max_step_tokens", [1, 7, 100_000])
 async def test_the_size_of_chunks_changes_nothing(
-    family: str, max_step_tokens: int, model_dir: Callable[[str], Path]
+    family: str, max_step_tokens: int, model_dir: Callable[[str], Path], device: Device
 ) -> None:
     folder = model_dir(family)
     prompts = tiny_models.prompts(6)
     model = tiny_models.reference_model(folder)
     expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
-    async with running(folder, max_step_tokens=max_step_tokens) as engine:
+    async with running(folder, max_step_tokens=max_step_tokens, **device) as engine:
         assert await engine.run(prompts, FREE) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-async def test_preemption_changes_nothing(family: str, model_dir: Callable[[str], Path]) -> None:
+async def test_preemption_changes_nothing(
+    family: str, model_dir: Callable[[str], Path], device: Device
+) -> None:
     folder = model_dir(family)
     prompts = [prompt[:8] for prompt in tiny_models.prompts(9)]
     model = tiny_models.reference_model(folder)
     expected = [tiny_models.greedy(model, prompt, 40) for prompt in prompts]
-    async with running(folder, kv_cache_tokens=64, tokens_per_block=4) as engine:
+    async with running(folder, kv_cache_tokens=64, tokens_per_block=4, **device) as engine:
         got = await engine.run(prompts, configure(max_tokens=40, ignore_end_id=True))
         scheduler = engine.backend._loaded.engine.scheduler
         assert scheduler.preemptions > 0
@@ -72,15 +75,17 @@ async def test_preemption_changes_nothing(family: str, model_dir: Callable[[str]
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 5, 64])
-async def test_the_size_of_blocks_changes_nothing(llama: Path, tokens_per_block: int) -> None:
+async def test_the_size_of_blocks_changes_nothing(
+    llama: Path, tokens_per_block: int, device: Device
+) -> None:
     prompts = tiny_models.prompts(5)
     model = tiny_models.reference_model(llama)
     expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
-    async with running(llama, tokens_per_block=tokens_per_block) as engine:
+    async with running(llama, tokens_per_block=tokens_per_block, **device) as engine:
         assert await engine.run(prompts, FREE) == expected
 
 
-async def test_the_end_id_ends_as_in_generate(llama: Path) -> None:
+async def test_the_end_id_ends_as_in_generate(llama: Path, device: Device) -> None:
     prompts = tiny_models.prompts(6)
     model = tiny_models.reference_model(llama)
     free = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
@@ -89,7 +94,7 @@ async def test_the_end_id_ends_as_in_generate(llama: Path) -> None:
         tiny_models.greedy(model, prompt, NEW_TOKENS, eos_token_id=end_id) for prompt in prompts
     ]
     assert expected != free
-    async with running(llama) as engine:
+    async with running(llama, **device) as engine:
         config = configure(max_tokens=NEW_TOKENS, end_id=end_id)
         assert await engine.run(prompts, config) == expected
 

@@ -7,13 +7,25 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+from engine.torch.conftest import Device
+
 SOAK = Path(__file__).parents[3] / "bench" / "soak.py"
-REQUESTS = 2500
+REQUESTS, SECONDS = 2500, 90.0
+GPU_REQUESTS, GPU_MINUTES = 10_000, 5.0
 
 
-async def test_soak_leaves_no_blocks_and_no_memory() -> None:
+async def test_soak_leaves_no_blocks_and_no_memory(
+    device: Device, pytestconfig: pytest.Config
+) -> None:
+    requests, seconds = REQUESTS, SECONDS
+    if device:
+        requests = pytestconfig.getoption("--soak-requests", default=None) or GPU_REQUESTS
+        minutes = pytestconfig.getoption("--soak-minutes", default=None) or GPU_MINUTES
+        seconds = 60 * minutes
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(SOAK), "--requests", str(REQUESTS), "--seconds", "90",
+        sys.executable, str(SOAK), "--requests", str(requests), "--seconds", str(seconds),
+        "--device", device.get("device", "cpu"),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:

@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.engine.backends.torch.cpu.invariance import (
-    TILE_ROWS,
-    agreeing_sizes,
-    cancelling_trial,
-)
+from trtmesh.engine.backends.torch.compute.cancelling import cancelling_trial
+from trtmesh.engine.backends.torch.cpu.invariance import TILE_ROWS, agreeing_sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 64), (64, 8), (8, 64), (65, 3), (1024, 16))
@@ -32,7 +29,7 @@ def added(rows: Tensor, matrix: Tensor, *, backwards: bool) -> Tensor:
 def test_numbers_of_rows_with_another_order_are_left_out(
     inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
-    rows, matrix = cancelling_trial(inputs, outputs, dtype)
+    rows, matrix = cancelling_trial(TILE_ROWS, inputs, outputs, dtype)
 
     def product(tile: Tensor) -> Tensor:
         return added(tile, matrix, backwards=len(tile) in (2, 8))
@@ -42,7 +39,7 @@ def test_numbers_of_rows_with_another_order_are_left_out(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_that_depend_on_the_place_of_a_row_are_refused(dtype: torch.dtype) -> None:
-    rows, matrix = cancelling_trial(64, 8, dtype)
+    rows, matrix = cancelling_trial(TILE_ROWS, 64, 8, dtype)
 
     def product(tile: Tensor) -> Tensor:
         first = added(tile[:1], matrix, backwards=True)

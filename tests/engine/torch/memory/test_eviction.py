@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from engine.torch.harness import configure
 from engine.torch.paper_engine import BLOCK, PaperEngine, continued
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from trtmesh.chassis.block_hashes import ROOT_HASH
 from trtmesh.chassis.vocabulary import TokenRangeRetention
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored
+from trtmesh.engine.backends.torch.memory.block_copies import copy_blocks
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Move, Prefix
 from trtmesh.engine.backends.torch.memory.eviction import DEFAULT, EvictionOrder, Retention
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
@@ -345,6 +348,15 @@ def test_a_beginning_that_waits_on_the_host_needs_a_block_for_each() -> None:
     assert sorted(pool.begin(Prefix(away, 2))) == [1, 2]
 
 
+def copy_in_any_order(
+    source: Tensor, target: Tensor, sources: Sequence[int], targets: Sequence[int]
+) -> None:
+    """Implements CopiesBlocks; the copies must not depend on each other."""
+    assert len(set(targets)) == len(targets)
+    assert source is not target or not {*sources} & {*targets}
+    copy_blocks(source, target, sources, targets)
+
+
 @given(st.integers(0, 2**32))
 @settings(max_examples=50, deadline=None)
 def test_moves_in_runs_are_moves_one_by_one(seed: int) -> None:
@@ -357,6 +369,7 @@ def test_moves_in_runs_are_moves_one_by_one(seed: int) -> None:
         tokens_per_block=2,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        copies_blocks=copy_in_any_order,
     )
     content = [float(number) for number in range(blocks + 1 + host)]
     for number in range(1, blocks + 1 + host):

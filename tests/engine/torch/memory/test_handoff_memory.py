@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from trtmesh.engine.backends.torch.memory.block_copies import copy_blocks
 from trtmesh.engine.backends.torch.memory.handoff_memory import DeviceKvMemory, kv_memory_of
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
 from trtmesh.engine.kv_memory import HostMemory
@@ -47,16 +48,28 @@ def test_shard_says_where_each_token_is(dtype: torch.dtype) -> None:
         assert found == own
 
 
+def no_memory(size: int) -> memoryview:
+    raise AssertionError(size)
+
+
 def test_a_device_reads_and_writes_as_host_memory_does() -> None:
     one, other = cache(), cache()
     host = kv_memory_of(one)
-    device = DeviceKvMemory(host.shards[0], other.pool)
+    device = DeviceKvMemory(host.shards[0], other.pool, copy_blocks)
     span = (host.shards[0].offset(1, 0, 0, 0), host.shards[0].offset(2, 0, 0, 0))
-    assert (device.read(0, [4, 1], span) == host.read(0, [4, 1], span)).all()
     data = np.random.default_rng(0).integers(0, 120, (2, span[1] - span[0]), dtype=np.uint8)
+    of_host, of_device = np.zeros_like(data), np.zeros_like(data)
+    host.read(0, [4, 1], span, of_host)
+    device.read(0, [4, 1], span, of_device)
+    assert of_host.any()
+    assert (of_device == of_host).all()
     for memory in (host, device):
         memory.write(0, [2, 5], span, data)
-    assert (device.read(0, [2, 5], span) == data).all()
+    device.read(0, [2, 5], span, of_device)
+    assert (of_device == data).all()
+    (copy,) = device.pieces(0, [2, 5], span, no_memory)
+    assert len(copy) == data.size
+    assert bytes(copy) == b"".join(host.pieces(0, [2, 5], span, no_memory)) == data.tobytes()
     assert torch.equal(one.pool, other.pool)
     assert device.memory(0).address == other.pool.data_ptr()
     assert device.memory(0).size == other.pool.nbytes

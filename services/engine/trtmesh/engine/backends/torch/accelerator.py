@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
+from trtmesh.engine.backends.torch.compute.rehearsal import StepSize, rehearse
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.compute.slot_products import SlotProducts
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP
 from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 
+log = logging.getLogger(__name__)
+
 FRACTION = 0.9
-"""Share of the free memory that the KV cache takes by default."""
+"""Share of the spare memory that the KV cache takes by default."""
+
+KINDS_OF_STEPS = 3
+"""Each in memory of its own: operation by operation, and the two kinds of graphs of `cuda/`."""
+WORKSPACES = 2**29
+"""Bytes for what steps share: code of kernels, workspaces of libraries, tables, gaps between allocations."""
 
 
 class Accelerator(Device):
@@ -42,13 +53,36 @@ class Accelerator(Device):
         )
         chooser = Chooser(ORDERING)
         synchronize = partial(torch.cuda.synchronize, self.name)
-        return Runner(model, cache, tables, attention, chooser, torch.cuda.empty_cache, synchronize)
+        return Runner(model, cache, tables, attention, chooser, self.release_memory, synchronize)
 
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.name)[0])
 
-    def default_cache_bytes(self) -> int:
-        return int(FRACTION * self.free_memory())
+    def spare_memory(self, model: Model, largest: StepSize) -> int:
+        peak = self.peak_of(partial(rehearse, model, largest, self.name))
+        self.release_memory()
+        free, taken = self.free_memory(), KINDS_OF_STEPS * peak + WORKSPACES
+        if free <= taken:
+            raise ModelUnusable(
+                f"the model leaves {free >> 20} MiB free on {self.name}, and steps take {taken >> 20} MiB, so there is"
+                f" no room for a KV cache; lower {LESS_STEP}, or take another device, dtype or model"
+            )
+        log.info("of %d MiB free on %s, steps take %d MiB", free >> 20, self.name, taken >> 20)
+        return free - taken
+
+    def peak_of(self, compute: Callable[[], object]) -> int:
+        """Most bytes of tensors that an operation has at once."""
+        torch.cuda.reset_peak_memory_stats(self.name)
+        before = torch.cuda.memory_allocated(self.name)
+        compute()
+        return torch.cuda.max_memory_allocated(self.name) - before
+
+    def release_memory(self) -> None:
+        """Returns to the device what PyTorch keeps for later allocations."""
+        torch.cuda.empty_cache()
+
+    def default_cache_bytes(self, model: Model, largest: StepSize) -> int:
+        return int(FRACTION * self.spare_memory(model, largest))
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.name)
@@ -67,4 +101,8 @@ def _descending(rows: Tensor) -> Tensor:
     return rows.sort(dim=1, descending=True).values
 
 
-ORDERING = Ordering(_highest, _top, _descending, looks_ahead=False)
+def _running_sums(rows: Tensor) -> Tensor:
+    return rows.cumsum_(dim=1)
+
+
+ORDERING = Ordering(_highest, _top, _descending, _running_sums, looks_ahead=False)

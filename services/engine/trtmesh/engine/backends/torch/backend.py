@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOST_SECONDS = 5.0
+"""For the engine's thread to end its sequences, where it does not wait for a rank that has ended."""
 
 Command = Callable[["Engine"], object]
 """Runs on the engine's thread, between two steps."""
@@ -68,6 +70,8 @@ class TorchBackend:
         self._incoming_tokens = 0
         self._closing = False
         self._broken = False
+        self._reported = False
+        self._loss: Exception | None = None
         self._lanes = count(-1, -1)
         self._thread: threading.Thread | None = None
 
@@ -228,15 +232,20 @@ class TorchBackend:
         except BaseException as error:  # noqa: BLE001 - raised where the start is awaited
             loaded.set_exception(error)
             return
-        engine = result.engine
+        engine, ranks = result.engine, result.ranks
         engine.deliver = self._deliver
         loaded.set_result(result)
         del result
+        if ranks:
+            ranks.watch(self._lose)
         try:
             self._serve(engine)
         except Exception as error:
             log.exception("the engine failed")
             self._break(engine, error)
+        finally:
+            if ranks:
+                ranks.close()
 
     def run(self, act: Callable[[Slots], object]) -> None:
         self._send(lambda engine: act(engine.scheduler.adapters))
@@ -249,18 +258,29 @@ class TorchBackend:
             commands, closing = self._take_commands(idle=not engine.scheduler.has_work)
             for command in commands:
                 command(engine)
+            if self._loss:
+                raise self._loss
             if closing:
                 engine.stop_all(pb.FINISH_REASON_CANCELLED)
             self._deliver_if_any(engine.leftover())
             if closing:
                 return
-            if engine.scheduler.has_work:
-                self._deliver(engine.collect(engine.launch()))
+            step = engine.launch() if engine.scheduler.has_work else None
+            while step:
+                # Commands find no step in flight.
+                following = None if self._has_commands else engine.launch_next(step)
+                self._deliver(engine.collect(step))
+                step = following
+
+    @property
+    def _has_commands(self) -> bool:
+        """Without the lock: a command that comes at this moment waits for a step more."""
+        return bool(self._inbox) or self._closing or self._loss is not None
 
     def _take_commands(self, *, idle: bool) -> tuple[list[Command], bool]:
         """The commands since the last call, and whether to close; waits while idle."""
         with self._wake:
-            while idle and not self._inbox and not self._closing:
+            while idle and not (self._inbox or self._closing or self._loss):
                 self._wake.wait()
             commands, self._inbox = self._inbox, []
             return commands, self._closing
@@ -286,7 +306,25 @@ class TorchBackend:
             self._deliver_if_any(engine.leftover())
         except Exception:
             log.exception("the sequences of a failed engine could not all be ended")
-        self._fail(error)
+        self._report(error)
+
+    def _lose(self, error: Exception) -> None:
+        """A rank has ended. Called on another thread than the engine's, which may wait for the rank, on a GPU for
+        good."""
+        with self._wake:
+            self._broken, self._loss = True, error
+            self._wake.notify()
+        assert self._thread
+        self._thread.join(LOST_SECONDS)
+        if self._thread.is_alive():
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """Tells the service once that the engine has failed."""
+        with self._wake:
+            is_first, self._reported = not self._reported, True
+        if is_first:
+            self._fail(error)
 
     def _deliver_if_any(self, output: StepOutput | None) -> None:
         if output:

@@ -10,6 +10,9 @@ collected. Rules for the caller and the device:
   room is lacking that only a sequence in flight could give.
 * A sequence in flight may be stopped or fail. Its token is dropped, and its blocks are free for later steps at once.
 * The tokens do not depend on how many steps are launched ahead.
+* `launch_next` computes sequences in flight, with the tokens that the device has chosen: one step further, and only for
+  what has no effect before the tokens are known. What ends with a token of the step before has one token dropped; KV is
+  counted, and so published, when the token is known.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from trtmesh.engine.backends.torch.decoding import (
 )
 from trtmesh.engine.backends.torch.handoffs import Handoffs, Sending
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
+from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
 from trtmesh.engine.backends.torch.scheduling.leases import Outgoing
@@ -58,6 +62,10 @@ class Launched:
     failures: list[Failure] = field(default_factory=list)
     sending: list[Sending] = field(default_factory=list)
     """The sequences of the step that are handed over."""
+    uncounted: list[Chunk] = field(default_factory=list)
+    """Chunks of tokens that were unknown at the launch."""
+    following: Launched | None = None
+    """The step of `launch_next`."""
 
     @property
     def awaited(self) -> Iterator[Sequence]:
@@ -193,17 +201,39 @@ class Engine:
         step = Launched()
         chunks = self.scheduler.schedule()
         self._compute.move(self.scheduler.pool.take_moves())
-        self._forward(chunks, step)
-        for forward in step.forwards:
-            self._choose(forward, step)
+        self._compute_chunks(chunks, step)
         for sequence in step.awaited:
             sequence.in_flight = True
         return step
+
+    def launch_next(self, step: Launched) -> Launched | None:
+        """Launches the step after `step`, the last launched; None where it depends on more than its tokens."""
+        plain = len(step.choices) == 1 and not (step.failures or step.sending)
+        if not plain or self._broken or self._handoffs.outgoing or not self._compute.may_follow:
+            return None
+        sequences, _ = step.choices[0]
+        chunks = self.scheduler.next_chunks(sequences)
+        if not chunks:
+            return None
+        self._compute.move(self.scheduler.pool.take_moves())
+        rows = {sequence.key: row for row, sequence in enumerate(sequences)}
+        try:
+            forward = self._compute.follow(chunks, [rows[chunk.sequence.key] for chunk in chunks])
+        except Exception:
+            log.exception("a step could not be launched ahead; it is launched with known tokens")
+            return None
+        following = Launched(forwards=[forward], uncounted=chunks)
+        self._choose(forward, following)
+        step.following = following
+        return following
 
     def collect(self, step: Launched) -> StepOutput:
         """Waits for a launched step, gives every sequence its next token, and ends complete sequences."""
         self.step_count += 1
         output = self._ledger.output
+        for chunk in step.uncounted:
+            if self.scheduler.lives(chunk.sequence):
+                self.scheduler.computed(chunk)
         for sequence, error in step.failures:
             self._blame(sequence, error)
         if step.sending:
@@ -213,9 +243,11 @@ class Engine:
             self._read(forward, output)
         for sequences, choice in step.choices:
             self._advance(sequences, choice, output)
+        for sequence in step.following.awaited if step.following else ():
+            sequence.in_flight = True
         return self._output()
 
-    def _forward(self, chunks: list[Chunk], step: Launched) -> None:
+    def _compute_chunks(self, chunks: list[Chunk], step: Launched) -> None:
         def compute(part: SequenceOf[Chunk]) -> Forward:
             batch = self._compute.prepare(part)
             if not self._handoffs.outgoing:
@@ -229,6 +261,8 @@ class Engine:
             step.forwards.append(forward)
             for chunk in computed:
                 self.scheduler.computed(chunk)
+            # Before the next forward, which may overwrite the logits of this one.
+            self._choose(forward, step)
 
     def _announcer(self, sending: SequenceOf[Sending]) -> Callable[[int], None] | None:
         """Announces the KV of layers while later layers are computed."""
@@ -268,24 +302,27 @@ class Engine:
         compute: Callable[[SequenceOf[Chunk]], R],
         what: str,
         failures: list[Failure],
-    ) -> list[tuple[SequenceOf[Chunk], R]]:
-        """Results by chunks. Where all chunks together fail, each is tried alone, and those that still fail are added
-        to `failures`; `what` describes the fault."""
-        try:
-            return [(chunks, compute(chunks))] if chunks else []
-        except Exception:
-            log.exception("a step of %d sequences failed; trying each alone", len(chunks))
-        # Not in the handler, where the exception still holds every tensor of the failed step.
-        self._compute.release_memory()
-        results: list[tuple[SequenceOf[Chunk], R]] = []
-        for chunk in chunks:
+    ) -> Iterator[tuple[SequenceOf[Chunk], R]]:
+        """Yields results by chunks. Chunks that fail are tried again by halves, down to each alone; those that still
+        fail are added to `failures`, and `what` describes the fault."""
+        waiting = [chunks] if chunks else []
+        while waiting:
+            part = waiting.pop()
             try:
-                results.append(([chunk], compute([chunk])))
-            except HandoffFailed as error:
-                failures.append((chunk.sequence, error))
-            except Exception as error:  # noqa: BLE001 - it ends this item alone
-                failures.append((chunk.sequence, _fault(chunk.sequence, what, error)))
-        return results
+                result = compute(part)
+            except Exception as error:
+                # A single chunk has a second try too, with the memory released.
+                if len(part) == 1 and part is not chunks:
+                    failures.append((part[0].sequence, _error(part[0].sequence, what, error)))
+                else:
+                    log.exception("a step of %d sequences failed; trying it in parts", len(part))
+                    middle = (len(part) + 1) // 2
+                    waiting += [list(half) for half in (part[middle:], part[:middle]) if half]
+            else:
+                yield part, result
+                continue
+            # Not in the handler, where the exception still holds every tensor of the failed step.
+            self._compute.release_memory()
 
     def _read(self, forward: Forward, output: StepOutput) -> None:
         """Reads the logits of submitted tokens."""
@@ -378,8 +415,16 @@ def _decodings(keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> list[D
     return [SampledDecoding((sequence.key,), (sequence,)) for sequence in sequences]
 
 
+def _error(sequence: Sequence, what: str, error: Exception) -> TrtmeshError:
+    return error if isinstance(error, HandoffFailed) else _fault(sequence, what, error)
+
+
 def _fault(sequence: Sequence, what: str, error: Exception) -> BackendFailed:
     """Logs a fault; returns the error for the end of the item."""
     with request_id_bound(sequence.request_id):
         log.error("item %d: %s", sequence.batch_index, what, exc_info=error)
+    if (lack := shortage(error)) is not None:
+        return BackendFailed(
+            f"{what} for lack of memory: {lack}; lower the size of engine.torch.kv_cache, {LESS_STEP}"
+        )
     return BackendFailed(f"{what}: {error}")

@@ -54,6 +54,7 @@ TOP_P = frozenset(
 )
 DRAWS = TOP_K | TOP_P | {"sampling.temperature", "sampling.min_p"}
 BEAMS = frozenset(field for field in SUPPORTED_FIELDS if field.startswith("beam_search."))
+PROMPT_TABLES = frozenset(field for field in SUPPORTED_FIELDS if field.startswith("prompt_tuning."))
 
 # Fields without effect in a decoding mode. Not the seed, which is always sent.
 _REFUSED = {
@@ -68,7 +69,11 @@ _REFUSED = {
 ADAPTERS = frozenset({"lora.id", "lora.name", "lora.version"})
 
 
-def supported_fields(decoding_mode: str, *, adapters: bool) -> frozenset[str]:
-    """The fields supported in a mode of Triton's parameter `decoding_mode`, with or without adapters."""
+def supported_fields(
+    decoding_mode: str, *, adapters: bool, prompt_tables: bool = True
+) -> frozenset[str]:
+    """The fields supported in a mode of Triton's parameter `decoding_mode`, with or without adapters and tables."""
     fields = SUPPORTED_FIELDS - _REFUSED[decoding_mode]
+    if not prompt_tables:
+        fields -= PROMPT_TABLES
     return fields | ADAPTERS if adapters else fields

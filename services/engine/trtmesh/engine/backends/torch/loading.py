@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import astuple, dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from trtmesh.chassis.errors import ModelUnusable, SettingsError
+from trtmesh.chassis.device_names import AUTO
+from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.engine.adapter_store import StoreLimits
 from trtmesh.engine.backend import BackendInfo, Capabilities
 from trtmesh.engine.backends.torch.accelerator import Accelerator
 from trtmesh.engine.backends.torch.compute.device import Device
+from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
 from trtmesh.engine.backends.torch.compute.self_check import check_invariance, check_model
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
+from trtmesh.engine.backends.torch.devices import present
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.handoffs import Handoffs
@@ -21,18 +27,30 @@ from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterT
 from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
 from trtmesh.engine.backends.torch.memory.handoff_memory import kv_memory_of
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, fitting
 from trtmesh.engine.backends.torch.memory.tensors import DATA_TYPES
 from trtmesh.engine.backends.torch.model.lora_layers import Room
 from trtmesh.engine.backends.torch.model.model import Model, load_model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.model.rope import freeze_rope
-from trtmesh.engine.backends.torch.model.weights import model_fingerprint
+from trtmesh.engine.backends.torch.parallel.group import Group, Place
+from trtmesh.engine.backends.torch.parallel.layers import divide
+from trtmesh.engine.backends.torch.parallel.leading import LeadingCompute
+from trtmesh.engine.backends.torch.parallel.orders import Follower
+from trtmesh.engine.backends.torch.parallel.ranks import Ranks
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.settings import AdapterSettings, KvCacheSettings, TorchSettings
 from trtmesh.engine.kv_memory import KvMemory
+from trtmesh.engine.model_fingerprint import model_fingerprint
 from trtmesh.v1 import engine_pb2 as epb
 
+log = logging.getLogger(__name__)
+
+LESS_MODEL = "engine.torch.adapters.max_batch_adapters, or take another device, dtype or model"
+LESS_CACHE = (
+    "engine.torch.kv_cache.tokens, bytes or free_memory_fraction, or engine.torch.host_cache.bytes"
+)
 ALL_ROLES = (epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE)
 
 
@@ -47,27 +65,104 @@ class Loaded:
     tables: PromptTables
     adapters: AdapterCache
     kv_memory: KvMemory | None
-    """None where the KV of a token depends on a setting, so that other workers may have other KV."""
+    """None where the KV of a token depends on a setting, so that other workers may have other KV, and where several
+    ranks have a part of it each."""
+    ranks: Ranks | None
+    """The other ranks; None on a single device. Whoever drops the engine closes them."""
 
 
 def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> Loaded:
     """Loads the weights in `files`. Raises ModelUnusable with the reason, or SettingsError for an unfit device."""
-    take_threads(settings.threads)
-    device = _device(settings)
+    names = _names(settings)
+    if len(names) == 1:
+        take_threads(settings.threads)
+        return _engine(model_dir, files, settings, _install(model_dir, settings, _device(settings)))
+    ranks = Ranks(names, model_dir, settings)
+    try:
+        device = _device_of_rank(names[0], settings, ranks.group)
+        installed = _install(model_dir, settings, device, ranks.group)
+        return _engine(model_dir, files, settings, installed, ranks)
+    except BaseException as error:
+        cause = ranks.cause_of(error) if isinstance(error, Exception) else error
+        ranks.close()
+        if cause is error:
+            raise
+        raise StartupError(str(cause)) from error
+
+
+def load_follower(
+    model_dir: Path, settings: TorchSettings, name: str, place: Place, store: Path
+) -> Follower:
+    """The same on another rank, as far as it takes part in the steps."""
+    group = Group(store, place, torch.device(name))
+    device = _device_of_rank(name, settings, group)
+    installed = _install(model_dir, settings, device, group)
+    tables = _tables(settings, installed.sizes)
+    compute = device.compute(installed.model, installed.cache, tables)
+    group.wait()
+    return Follower(compute, tables)
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    """A model, or the part of a rank, on its device with memory for KV."""
+
+    model: Model
+    device: Device
+    sizes: Sizes
+    cache: KvCache
+    is_independent: bool
+    """Whether the KV of a token does not depend on a setting."""
+
+
+def _install(
+    model_dir: Path, settings: TorchSettings, device: Device, group: Group | None = None
+) -> _Installed:
     dtype = device.default_dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    model = load_model(model_dir, dtype, device.name, device.fit, room=_room(settings, device))
-    dtype = model.dtype
-    sizes = size(settings, model, device)
+    with fitting("the model", LESS_MODEL):
+        model = load_model(
+            model_dir,
+            dtype,
+            device.name,
+            device.fit,
+            room=_room(settings, device),
+            divide=partial(divide, place=group.place) if group else None,
+        )
+    with fitting("a step", LESS_STEP):
+        sizes = size(settings, model, device)
+    if group:
+        # Ranks have the same blocks, also where the memory of their devices differs.
+        sizes = Sizes(*group.least(astuple(sizes)))
     is_independent = freeze_rope(model.module, sizes.max_sequence_tokens)
     check_model(model, device)
     if settings.batch_invariant:
         check_invariance(model, device)
-    cache = _cache(settings.kv_cache, model, sizes, device)
+    blocks = f"a KV cache of {sizes.blocks} blocks, and {sizes.host_blocks} on the host,"
+    with fitting(blocks, LESS_CACHE):
+        cache = _cache(settings.kv_cache, model, sizes, device)
+    return _Installed(model, device, sizes, cache, is_independent)
+
+
+def _engine(
+    model_dir: Path,
+    files: list[Path],
+    settings: TorchSettings,
+    installed: _Installed,
+    ranks: Ranks | None = None,
+) -> Loaded:
+    model, device, sizes, cache = (
+        installed.model,
+        installed.device,
+        installed.sizes,
+        installed.cache,
+    )
     limits, batching = settings.limits, settings.batching
+    # The KV of several ranks cannot be handed over yet.
+    hands_over = installed.is_independent and ranks is None
     info = BackendInfo(
         backend="torch",
         model=model_dir.resolve().name,
-        model_fingerprint=model_fingerprint(model_dir, files, str(dtype)),
+        model_fingerprint=model_fingerprint(model_dir, files, str(model.dtype)),
         tokenizer_fingerprint=_tokenizer_fingerprint(model_dir),
         vocabulary_size=model.vocabulary_size,
         max_sequence_tokens=sizes.max_sequence_tokens,
@@ -81,10 +176,12 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
         max_logits_bytes=limits.max_logits_bytes,
         tokens_per_block=settings.kv_cache.tokens_per_block,
         total_blocks=sizes.blocks,
-        supported_fields=supported_fields(settings.decoding_mode, adapters=bool(model.targets)),
-        capabilities=_capabilities(settings, model, hands_over=is_independent),
+        supported_fields=supported_fields(
+            settings.decoding_mode, adapters=bool(model.targets), prompt_tables=ranks is None
+        ),
+        capabilities=_capabilities(settings, model, hands_over=hands_over),
         end_ids=model.end_ids,
-        data_type=DATA_TYPES[dtype],
+        data_type=DATA_TYPES[model.dtype],
         static_batching=batching.is_static,
         max_adapter_bytes=_most_adapter_bytes(settings.adapters),
         layers_per_part=min(settings.kv_cache.layers_per_part, model.kv_shape.layers),
@@ -94,18 +191,23 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
     handoffs = Handoffs(
         scheduler, layers=model.kv_shape.layers, layers_per_part=info.layers_per_part
     )
-    engine = Engine(device.compute(model, cache, scheduler.tables), scheduler, adapters, handoffs)
+    with fitting("what steps need beside the KV cache", f"{LESS_CACHE}, or {LESS_STEP}"):
+        compute = device.compute(model, cache, scheduler.tables)
+    if ranks:
+        ranks.group.wait()
+        tokens_per_block = settings.kv_cache.tokens_per_block
+        compute = LeadingCompute(compute, scheduler.tables, tokens_per_block, ranks)
+    engine = Engine(compute, scheduler, adapters, handoffs)
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
-    kv_memory = kv_memory_of(cache) if is_independent else None
-    return Loaded(engine, info, device, cache, tables, adapters, kv_memory)
+    kv_memory = kv_memory_of(cache) if hands_over else None
+    return Loaded(engine, info, device, cache, tables, adapters, kv_memory, ranks)
 
 
 def _room(settings: TorchSettings, device: Device) -> Room | None:
     adapters = settings.adapters
     if not adapters.host_bytes:
         return None
-    # Every sequence of a batch gets a token, also beyond `max_step_tokens`.
-    tokens = settings.batching.max_step_tokens + settings.limits.max_batch_size
+    tokens = _most_step_tokens(settings)
     return Room(
         adapters.max_rank,
         lambda slot_bytes: _slots(adapters, slot_bytes, device),
@@ -154,36 +256,94 @@ def _most_adapter_bytes(settings: AdapterSettings) -> int:
     return min(settings.max_adapter_bytes, settings.host_bytes)
 
 
-def _device(settings: TorchSettings) -> Device:
-    name = _present(settings.device)
-    if name.type == "cpu":
-        return Cpu(settings)
-    if settings.batch_invariant:
+def _names(settings: TorchSettings) -> list[str]:
+    """The devices of the worker, one for each rank. Raises SettingsError for several that cannot share a model, or a
+    setting that needs a single one."""
+    names = settings.device.names
+    texts = [name.text for name in names]
+    if len(names) == 1:
+        return texts
+    if any(name.text == AUTO or name.is_identity for name in names):
         raise SettingsError(
-            f"engine.torch.batch_invariant needs device cpu, but engine.torch.device is {settings.device!r}"
-        )
-    return Accelerator(name)
-
-
-def _present(text: str) -> torch.device:
-    """Raises SettingsError for a device that this machine lacks."""
-    try:
-        name = torch.device(text)
-        known = name.type in ("cpu", "cuda")
-    except RuntimeError:
-        known = False
-    if not known:
-        raise SettingsError(
-            f"is {text!r} but must be cpu, cuda or cuda:NUMBER", setting="engine.torch.device"
-        )
-    count = torch.cuda.device_count()
-    if name.type == "cuda" and (name.index or 0) >= count:
-        why = "" if torch.version.cuda else ", being built without CUDA"
-        raise SettingsError(
-            f"is {text!r} but PyTorch finds {count} CUDA devices here{why}",
+            f"is {settings.device.text!r} but must be different GPUs by number, such as cuda:0,cuda:1",
             setting="engine.torch.device",
         )
-    return name
+    devices = [present(name) for name in names]
+    kinds = {each.type for each in devices}
+    indexes = [each.index or 0 for each in devices]
+    if len(kinds) > 1 or ("cuda" in kinds and len({*indexes}) < len(indexes)):
+        raise SettingsError(
+            f"is {settings.device.text!r} but must be different GPUs, such as cuda:0,cuda:1, or the CPU several times",
+            setting="engine.torch.device",
+        )
+    for name, is_set in (
+        ("batch_invariant", settings.batch_invariant),
+        ("adapters.host_bytes", bool(settings.adapters.host_bytes)),
+    ):
+        if is_set:
+            raise SettingsError(
+                f"needs a single device, but engine.torch.device is {settings.device.text!r}",
+                setting=f"engine.torch.{name}",
+            )
+    # NCCL and NVIDIA's runtime want the number.
+    return [f"cuda:{index}" for index in indexes] if "cuda" in kinds else texts
+
+
+def _device_of_rank(name: str, settings: TorchSettings, group: Group) -> Device:
+    """The device with a part of the model."""
+    take_threads(settings.threads, engines=group.place.ranks)
+    if name == "cpu":
+        return Cpu(settings, group)
+    device = torch.device(name)
+    found = _with_kernels(device, settings, group)
+    if found is None:
+        raise SettingsError(
+            f"is {settings.device.text!r}, but several GPUs need the kernels, which do not run on {name}; the log has"
+            " the reason",
+            setting="engine.torch.device",
+        )
+    return found
+
+
+def _device(settings: TorchSettings) -> Device:
+    if settings.device.text == AUTO:
+        return _gpu(settings) or Cpu(settings)
+    name = present(settings.device.names[0])
+    if name.type == "cpu":
+        return Cpu(settings)
+    device = _with_kernels(name, settings)
+    if device is None and settings.batch_invariant:
+        raise SettingsError(
+            "is on but the kernels that it needs on a GPU do not run on"
+            f" {settings.device.text}, as the log explains; use device cpu",
+            setting="engine.torch.batch_invariant",
+        )
+    return device or Accelerator(name)
+
+
+def _gpu(settings: TorchSettings) -> Device | None:
+    """The current GPU of this machine, where the kernels run on it."""
+    if not torch.cuda.is_available():
+        return None
+    return _with_kernels(torch.device("cuda", torch.cuda.current_device()), settings)
+
+
+def _with_kernels(
+    name: torch.device, settings: TorchSettings, group: Group | None = None
+) -> Device | None:
+    """A GPU with its kernels; None where they do not run, of which the log has the reason."""
+    if find_spec("triton") is None:
+        log.warning("triton is not installed, so %s has no kernels for paged attention", name)
+        return None
+    # Only here: triton comes with builds of PyTorch for a GPU.
+    from trtmesh.engine.backends.torch.cuda.device import Cuda, works
+    from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
+
+    # Triton runs kernels on the current device of the thread.
+    torch.cuda.set_device(name)
+    if not works(name):
+        return None
+    return InvariantCuda(name) if settings.batch_invariant else Cuda(name, group)
 
 
 def _capabilities(settings: TorchSettings, model: Model, *, hands_over: bool) -> Capabilities:
@@ -208,21 +368,25 @@ def _cache(settings: KvCacheSettings, model: Model, sizes: Sizes, device: Device
         device=device.name,
         pins_memory=device.pins_memory,
         shares_memory=device.shares_memory,
+        copies_blocks=device.copies_blocks,
     )
 
 
 def _scheduler(
     settings: TorchSettings, model: Model, sizes: Sizes, adapters: AdapterCache
 ) -> Scheduler:
-    blocks_per_sequence = -(-sizes.max_sequence_tokens // settings.kv_cache.tokens_per_block)
-    tables = BlockTables(settings.limits.max_batch_size, blocks_per_sequence)
     pool = BlockPool(
         sizes.blocks,
         host_blocks=sizes.host_blocks,
         offload_min_priority=settings.host_cache.min_priority,
         events=settings.kv_cache.events,
     )
-    return Scheduler(pool, tables, _rules(settings, model), adapters)
+    return Scheduler(pool, _tables(settings, sizes), _rules(settings, model), adapters)
+
+
+def _tables(settings: TorchSettings, sizes: Sizes) -> BlockTables:
+    blocks_per_sequence = -(-sizes.max_sequence_tokens // settings.kv_cache.tokens_per_block)
+    return BlockTables(settings.limits.max_batch_size, blocks_per_sequence)
 
 
 def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:
@@ -266,7 +430,7 @@ def size(settings: TorchSettings, model: Model, device: Device) -> Sizes:
             setting="engine.torch.limits.max_sequence_tokens",
         )
     token_bytes = model.kv_shape.bytes_per_token(model.dtype)
-    tokens = _tokens(settings, token_bytes, longest, device)
+    tokens = _tokens(settings, token_bytes, longest, model, device)
     blocks = tokens // tokens_per_block
     if not blocks:
         raise ModelUnusable(
@@ -278,16 +442,25 @@ def size(settings: TorchSettings, model: Model, device: Device) -> Sizes:
     return Sizes(blocks, settings.host_cache.bytes // (token_bytes * tokens_per_block), longest)
 
 
-def _tokens(settings: TorchSettings, bytes_per_token: int, longest: int, device: Device) -> int:
+def _tokens(
+    settings: TorchSettings, bytes_per_token: int, longest: int, model: Model, device: Device
+) -> int:
     """Tokens of the pool: the lowest limit that is set, or the device's default."""
     cache, limits = settings.kv_cache, []
+    largest = StepSize(_most_step_tokens(settings), settings.limits.max_batch_size)
     if cache.tokens:
         limits.append(cache.tokens)
     if cache.bytes:
         limits.append(cache.bytes // bytes_per_token)
     if cache.free_memory_fraction:
-        limits.append(int(cache.free_memory_fraction * device.free_memory()) // bytes_per_token)
+        spare = device.spare_memory(model, largest)
+        limits.append(int(cache.free_memory_fraction * spare) // bytes_per_token)
     if limits:
         return min(limits)
     most = settings.limits.max_batch_size * longest
-    return min(device.default_cache_bytes() // bytes_per_token, most)
+    return min(device.default_cache_bytes(model, largest) // bytes_per_token, most)
+
+
+def _most_step_tokens(settings: TorchSettings) -> int:
+    """Every sequence of a batch gets a token, also beyond `max_step_tokens`."""
+    return settings.batching.max_step_tokens + settings.limits.max_batch_size

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
+from trtmesh.chassis.device_names import DeviceNames, Devices
 from trtmesh.chassis.settings import Settings
 from trtmesh.engine.backends.torch.memory.eviction import DEFAULT_PRIORITY
 
@@ -140,15 +141,18 @@ class TorchSettings(Settings):
     weight_copies: bool = True
     """Whether a CPU without half-precision instructions keeps a float32 copy of half-precision weights: steps of more
     than two tokens are up to seven times as fast, for three times the memory of the weights."""
-    device: str = "cpu"
-    """Device in PyTorch's words, such as cpu or cuda:0."""
+    device: Devices = DeviceNames("cpu")
+    """Device in PyTorch's words, such as cpu or cuda:0, or a GPU-... or MIG-... as `nvidia-smi -L` prints it; auto is
+    the GPU where the kernels run on one, else the CPU. Several, such as cuda:0,cuda:1, are ranks that share the model:
+    each computes a part of every layer. cpu,cpu is for tests."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Threads of a CPU operation; 0 means OMP_NUM_THREADS where set, or the physical cores. Engines that share cores
-    also need the environment variable OMP_WAIT_POLICY=passive: a thread that waits for others of its engine spins
-    otherwise. `trtmesh up` with several engines and the compose file set it."""
+    """Threads of a CPU operation; 0 means OMP_NUM_THREADS where set, or the physical cores, shared among ranks. Engines
+    that share cores also need the environment variable OMP_WAIT_POLICY=passive: a thread that waits for others of its
+    engine spins otherwise. `trtmesh up` with several engines and the compose file set it."""
     batch_invariant: bool = False
-    """Whether the tokens of a sequence depend on nothing else that the worker computes, at the price of speed; on a CPU
-    only. If not, rounding depends on the batch, and changes some tokens that nearly tie with others."""
+    """Whether the tokens of a sequence depend on nothing else that the worker computes, at the price of speed; needs a
+    CPU, or a GPU on which the kernels run. If not, rounding depends on the batch, and changes some tokens that nearly
+    tie with others."""
     decoding_mode: Literal["auto", "top_k", "top_p", "top_k_top_p", "beam_search"] = "auto"
     """Decoding that requests may ask for; other fields are refused. auto allows everything, top_k and top_p one filter,
     top_k_top_p both, beam_search only beams."""

@@ -155,7 +155,7 @@ class BeamDecoding(Decoding["Ranking"]):
             if place < len(best):
                 beam = best[place]
                 reason, words = beam.end or (pb.FINISH_REASON_LENGTH, ())
-                ends.append(self._end(key, len(beam.tokens), reason, words, beam.total))
+                ends.append(self._end(key, len(beam.tokens), reason, words, beam.reported_total))
             else:
                 problem = f"together leave only {len(best)} sequences to find; forbid less, or search fewer beams"
                 error = InvalidRequest(problem, fields=BANS)
@@ -202,7 +202,7 @@ class BeamDecoding(Decoding["Ranking"]):
         rules, details = self.first.token_rules, TokenDetails(key)
         if rules.wants_log_probs:
             details.log_probs = beam.log_probs[offset:]
-            details.cumulative_log_prob = beam.total
+            details.cumulative_log_prob = beam.reported_total
         if rules.output.top_log_probs:
             details.top_log_probs = [extras.top for extras in beam.extras[offset:]]
         if rules.output.generation_logits:

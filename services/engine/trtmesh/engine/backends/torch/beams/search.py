@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis import vocabulary
+from trtmesh.chassis.log_prob_sums import next_sum
 from trtmesh.engine.backend import StopTexts, TopLogProbs
 from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
@@ -55,13 +56,15 @@ class Hypothesis:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     total: float = 0.0
-    """Sum of the log-probabilities."""
+    """Sum of the log-probabilities, which ranks the sequence."""
     end: End | None = None
     """None while it runs."""
     extras: list[Extras] = field(default_factory=list)
     """One per token; empty where the item asks for nothing."""
     tail: bytes = b""
     """The end of its text, where a stop text may have begun."""
+    reported_total: float = 0.0
+    """The sum in float32, as messages carry it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,4 +220,5 @@ def _follow(
         end,
         [*beam.extras, extras[candidate.parent]] if extras else [],
         candidate.tail,
+        next_sum(beam.reported_total, candidate.log_prob),
     )

@@ -15,6 +15,8 @@ from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
 class CachedAttention(ABC):
     """Implements Attention, save for `attend_tokens`."""
 
+    turns = False
+
     def __init__(self, cache: KvCache) -> None:
         self.cache = cache
         self._step: StepTokens | None = None

@@ -11,6 +11,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
+from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks, copy_blocks
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables, Move
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import StepTokens
@@ -39,6 +41,8 @@ class Batch:
     reading: list[tuple[Chunk, int]]
     """Chunks with the number of logits for their readers."""
     adapters: list[AdapterRows]
+    decoding: SequenceOf[Chunk] = ()
+    """Chunks of one token that the device computes in another way; the other fields leave them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,13 @@ class Compute(Protocol):
     def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
         """Writes the KV of a batch and computes its logits. A device that computes at once calls `written` after it has
         written the KV of a layer."""
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether `follow` can compute the step after the last, whose tokens were not read yet."""
+
+    def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
+        """Computes the tokens that the last call of `choose` picked for its `rows`, one for each chunk."""
 
     def synchronize(self) -> None:
         """Waits until everything is computed."""
@@ -115,12 +126,21 @@ class Device(ABC):
     @abstractmethod
     def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute: ...
 
+    @property
+    def copies_blocks(self) -> CopiesBlocks:
+        """Copies blocks of the KV cache."""
+        return copy_blocks
+
     @abstractmethod
     def free_memory(self) -> int:
         """Bytes still available."""
 
     @abstractmethod
-    def default_cache_bytes(self) -> int:
+    def spare_memory(self, model: Model, largest: StepSize) -> int:
+        """Bytes that the KV cache may take: those still available, without what the largest steps take besides."""
+
+    @abstractmethod
+    def default_cache_bytes(self, model: Model, largest: StepSize) -> int:
         """Size of the KV cache where no setting limits it."""
 
     @abstractmethod

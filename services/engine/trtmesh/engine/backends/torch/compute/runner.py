@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,13 +15,24 @@ from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens,
 from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
-from trtmesh.engine.backends.torch.sampling.choice import Chooser
+from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.readers import Reader
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 
 
+class ChoosesTokens(Protocol):
+    """For `choose` and `rank` see Compute."""
+
+    def choose(self, sequences: Sequence[Continuation], logits: Tensor) -> TokenChoice: ...
+
+    def rank(self, lanes: Sequence[Continuation], logits: Tensor) -> Ranking: ...
+
+
 class Runner:
     """Implements Compute with PyTorch operations, one after another."""
+
+    may_follow = False
 
     def __init__(
         self,
@@ -28,7 +40,7 @@ class Runner:
         cache: KvCache,
         tables: BlockTables,
         attention: Attention,
-        chooser: Chooser,
+        chooser: ChoosesTokens,
         release_memory: Callable[[], None],
         synchronize: Callable[[], None] | None = None,
     ) -> None:
@@ -100,6 +112,9 @@ class Runner:
             given.append((chunk, logits[row : row + count]))
             row += count
         return Forward(batch.completing, logits[: len(batch.completing)], given)
+
+    def follow(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Forward:
+        raise NotImplementedError("a step is prepared from tokens that were read")
 
     def check(self) -> None:
         one = np.zeros(1, dtype=np.int64)

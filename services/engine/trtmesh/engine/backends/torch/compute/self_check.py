@@ -27,14 +27,17 @@ CHUNKS = (7, 9, 1, 1, 5)
 MATE_CHUNKS = (3, 1, 1, 4, 2)
 LONG_CHUNKS = ((1, 70, 1, 1, 131, 5, 1, 1), (90, 1, 1, 3, 1, 1, 40, 2))
 """Chunks to compare bit by bit, also with the whole prompts."""
+MATES = 9
+"""Short prompts beside them: more sequences than a GPU computes as a graph of chunks."""
 TOKENS_PER_BLOCK = 4
 LONGEST_WINDOW = 512
 """Longer windows are trusted: crossing them would take long."""
 SEED = 20
 EXACT = 1e-3
 """Largest difference of logits in float32, as a share of their standard deviation."""
-ROUNDED = 0.2
-"""The same for half precision, as root mean square."""
+ROUNDED = 0.35
+"""The same for half precision, as root mean square. Random models amplify rounding most: with 32 layers in bfloat16,
+transformers is off by 0.22 from its own float32, and this engine by 0.17."""
 
 Parts = SequenceOf[SequenceOf[int]]
 """The sizes of each prompt's chunks."""
@@ -69,7 +72,10 @@ def check_model(model: Model, device: Device) -> None:
 
 
 def check_invariance(model: Model, device: Device) -> None:
-    """Raises ModelUnusable where any bit of the logits depends on chunks or batch mates."""
+    """Raises ModelUnusable where any bit of the logits depends on chunks or batch mates.
+
+    A device may compute a few chunks, many chunks and single tokens in different ways: all of these occur.
+    """
     share = min(1.0, model.max_positions / sum(LONG_CHUNKS[0]))
     chunks = [[max(1, int(share * part)) for part in parts] for parts in LONG_CHUNKS]
     generator = torch.Generator().manual_seed(SEED)
@@ -77,18 +83,21 @@ def check_invariance(model: Model, device: Device) -> None:
         torch.randint(model.vocabulary_size, (sum(parts),), generator=generator).tolist()
         for parts in chunks
     ]
-    whole = [[len(prompt)] for prompt in prompts]
-    alone = [
-        _paged(model, [prompt], [parts], device)
-        for prompt, parts in zip(prompts, whole, strict=True)
-    ]
-    together = _paged(model, prompts, whole, device)
-    in_chunks = _paged(model, prompts, chunks, device)
-    last = in_chunks[len(chunks[0]) - 1 :: len(chunks[0])]
-    if not (torch.equal(together, torch.cat(alone)) and torch.equal(last, together)):
+    alone = [_paged(model, [prompt], [[len(prompt)]], device) for prompt in prompts]
+    together = _paged(model, prompts, [[len(prompt)] for prompt in prompts], device)
+    ends = len(chunks[0])
+    crowd = [*prompts, *(prompts[place % 2][:ends] for place in range(MATES))]
+    crowded = _paged(model, crowd, [[len(prompt)] for prompt in crowd], device)
+    in_chunks = _paged(model, crowd, [*chunks, *[[1] * ends] * MATES], device)
+    last = in_chunks[ends - 1 :: ends]
+    if not (
+        torch.equal(together, torch.cat(alone))
+        and torch.equal(crowded[: len(prompts)], together)
+        and torch.equal(last, crowded)
+    ):
         raise ModelUnusable(
-            f"batch_invariant is refused: on this CPU, the logits of model type {model.module.config.model_type} depend"
-            " on the batch"
+            f"batch_invariant is refused: on {device.name}, the logits of model type"
+            f" {model.module.config.model_type} depend on the batch"
         )
 
 
@@ -148,7 +157,8 @@ def _paged(model: Model, prompts: list[list[int]], chunks: Parts, device: Device
         except Exception as error:
             raise ModelUnusable(f"the model cannot be paged: {error}") from error
         for chunk, row in zip(forward.completing, forward.logits, strict=True):
-            logits[chunk.sequence.key].append(row)
+            # A copy: a device may compute the next step into the same memory.
+            logits[chunk.sequence.key].append(row.to(torch.float32, copy=True))
     return torch.stack([row for rows in logits for row in rows])
 
 

@@ -13,17 +13,21 @@ from transformers import PreTrainedModel
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
+from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.compute.tiled_attention import TiledAttention
-from trtmesh.engine.backends.torch.cpu.fusing import fuse_layers, fuse_norms, is_plain
 from trtmesh.engine.backends.torch.cpu.grouped_products import GroupedProducts
 from trtmesh.engine.backends.torch.cpu.invariance import TiledProducts, make_invariant
 from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention
+from trtmesh.engine.backends.torch.model.fused_layers import FusedNorm, Rotation
+from trtmesh.engine.backends.torch.model.fusing import fuse_layers, fuse_norms, is_plain
 from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
+from trtmesh.engine.backends.torch.parallel.group import Group
+from trtmesh.engine.backends.torch.parallel.layers import add_up
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -45,21 +49,25 @@ class Cpu(Device):
     shares_memory = True
     default_dtype = torch.float32
 
-    def __init__(self, settings: TorchSettings) -> None:
+    def __init__(self, settings: TorchSettings, group: Group | None = None) -> None:
+        """`group` are the ranks that share the model; None for a whole one."""
         super().__init__(torch.device("cpu"))
         self._settings = settings
+        self._group = group
 
     def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
         wide = self._settings.weight_copies and lacks_instructions(dtype)
-        fuse_layers(module)
+        fuse_layers(module, Rotation())
         if wide:
             widen(module)
         else:
             pack_linears(module)
-        fuse_norms(module)
+        fuse_norms(module, FusedNorm)
         compute_dtype = torch.float32 if wide else dtype
         if self._settings.batch_invariant:
             make_invariant(module, compute_dtype)
+        if self._group:
+            add_up(module, self._group)
         return Fitted(compute_dtype, plain=is_plain(module))
 
     def products(self, tables: Collection[UpdateTable], max_tokens: int) -> Products:
@@ -81,9 +89,12 @@ class Cpu(Device):
         )
 
     def free_memory(self) -> int:
-        return free_memory()
+        return free_memory() // (self._group.place.ranks if self._group else 1)
 
-    def default_cache_bytes(self) -> int:
+    def spare_memory(self, model: Model, largest: StepSize) -> int:
+        return self.free_memory()
+
+    def default_cache_bytes(self, model: Model, largest: StepSize) -> int:
         return CACHE_BYTES
 
     def allocated_bytes(self) -> int:
@@ -137,14 +148,19 @@ def top(rows: Tensor, count: int) -> Tensor:
     return descending(torch.from_numpy(np.partition(values, -count, axis=1)[:, -count:]))
 
 
-ORDERING = Ordering(highest, top, descending, looks_ahead=True)
+def running_sums(rows: Tensor) -> Tensor:
+    return rows.cumsum_(dim=1)
+
+
+ORDERING = Ordering(highest, top, descending, running_sums, looks_ahead=True)
 
 
 def _nothing() -> None:
     """The CPU's allocator keeps no memory."""
 
 
-def take_threads(threads: int) -> None:
-    """Sets `threads`; 0 means OMP_NUM_THREADS, as in torch itself, or one per physical core."""
+def take_threads(threads: int, *, engines: int = 1) -> None:
+    """Sets `threads`; 0 means OMP_NUM_THREADS, as in torch itself, or the part of the physical cores that each of
+    several `engines` has."""
     if threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads or physical_cores())
+        torch.set_num_threads(threads or max(1, physical_cores() // engines))

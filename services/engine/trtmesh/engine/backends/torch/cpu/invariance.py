@@ -16,14 +16,16 @@ from torch.nn.functional import linear, pad
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.engine.backends.torch.compute.cancelling import cancelling_trial
+from trtmesh.engine.backends.torch.compute.slot_by_slot import SlotBySlot
 from trtmesh.engine.backends.torch.cpu.linears import (
     HalfLinear,
     NativeLinear,
     PackedLinear,
     TransposedLinear,
-    replace_layers,
 )
-from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Part, UpdateTable
+from trtmesh.engine.backends.torch.model.fusing import replace_layers
+from trtmesh.engine.backends.torch.model.lora_layers import UpdateTable
 
 TILE_ROWS = 32
 """Most rows of a product."""
@@ -78,29 +80,17 @@ class TiledLinear(nn.Module):
         return product.view(*tokens.shape[:-1], -1)
 
 
-class TiledProducts:
-    """Implements Products: the rows of each adapter in tiles, with all ranks of its slot."""
+class TiledProducts(SlotBySlot):
+    """The rows of each adapter in tiles."""
 
     def __init__(self, tables: Iterable[UpdateTable]) -> None:
-        self._step: list[tuple[int, Tensor]] = []
+        super().__init__(torch.device("cpu"))
         self._sizes: dict[tuple[int, ...], list[int]] = {}
         """Of products with the transposed matrix, by its shape."""
         for table in tables:
             for matrix in (table.a[0], table.b[0].t()):
                 if matrix.shape not in self._sizes:
                     self._sizes[matrix.shape] = _agreeing_sizes_like(matrix)
-
-    def begin(self, step: Sequence[AdapterRows]) -> None:
-        self._step = [(each.slot, torch.tensor(each.rows)) for each in step]
-
-    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
-        for slot, rows in self._step:
-            taken = given.index_select(0, rows)
-            for part in parts:
-                if part.table.ranks[slot]:
-                    inner = self._product(taken, part.table.a[slot])
-                    delta = self._product(inner, part.table.b[slot].t())
-                    output[:, part.outputs].index_add_(0, rows, delta)
 
     def _product(self, rows: Tensor, matrix: Tensor) -> Tensor:
         return tiled(lambda tile: linear(tile, matrix), rows, self._sizes[matrix.shape])
@@ -143,7 +133,7 @@ def _agreeing_sizes_of(layer: nn.Module, dtype: torch.dtype) -> list[int]:
     """
     weight: Tensor = layer.weight  # type: ignore[assignment]  # each of LINEARS has one
     inputs, outputs = weight.shape if isinstance(layer, Conv1D) else reversed(weight.shape)
-    rows, matrix = cancelling_trial(inputs, outputs, dtype)
+    rows, matrix = cancelling_trial(TILE_ROWS, inputs, outputs, dtype)
     if dtype == torch.float32:
         return agreeing_sizes(layer, rows)
     tried: Any = copy.deepcopy(layer)
@@ -156,28 +146,9 @@ def _agreeing_sizes_of(layer: nn.Module, dtype: torch.dtype) -> list[int]:
 
 def _agreeing_sizes_like(like: Tensor) -> list[int]:
     """The sizes for a matrix [out_features, in_features] with the shape and layout of `like`."""
-    rows, matrix = cancelling_trial(like.shape[1], like.shape[0], like.dtype)
+    rows, matrix = cancelling_trial(TILE_ROWS, like.shape[1], like.shape[0], like.dtype)
     laid_out = torch.empty_like(like).copy_(matrix)
     return agreeing_sizes(lambda tile: linear(tile, laid_out), rows)
-
-
-def cancelling_trial(inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows [TILE_ROWS, inputs] and a matrix [outputs, inputs] whose products are 0: what is computed is the rounding
-    errors alone, and they differ with the order of the additions."""
-    generator = torch.Generator().manual_seed(0)
-    half = inputs // 2
-    place = torch.randperm(half, generator=generator)
-
-    def spread(count: int) -> Tensor:
-        scales = torch.randint(-4, 5, (count, half), generator=generator)
-        return torch.randn(count, half, generator=generator) * torch.exp2(scales)
-
-    rows, matrix = spread(TILE_ROWS), spread(outputs)
-    odd = inputs - 2 * half
-    return (
-        pad(torch.cat((rows, rows[:, place]), 1), (0, odd)).to(dtype),
-        pad(torch.cat((matrix, -matrix[:, place]), 1), (0, odd)).to(dtype),
-    )
 
 
 class TiledActivation(nn.Module):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
+from trtmesh.engine.backends.torch.model.fusing import replace_layers
 
 SMALL_WEIGHT = 2**18
 """Most elements of a weight that BLAS multiplies faster than oneDNN."""
@@ -59,15 +60,6 @@ def widen(model: nn.Module) -> None:
 
 def _to_float32(_module: nn.Module, _given: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return output.float()
-
-
-def replace_layers(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replaces the submodules of `model` that have a replacement."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            new = replacement(child)
-            if new is not None:
-                setattr(parent, name, new)
 
 
 def _replace_linears(model: nn.Module, makers: dict[torch.dtype, Maker]) -> None:

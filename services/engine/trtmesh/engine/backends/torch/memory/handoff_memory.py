@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.memory.tensors import DATA_TYPES
 from trtmesh.engine.kv_memory import (
@@ -16,6 +17,7 @@ from trtmesh.engine.kv_memory import (
     KvMemory,
     Shard,
     Span,
+    TakeMemory,
 )
 
 
@@ -23,16 +25,21 @@ def kv_memory_of(cache: KvCache) -> KvMemory:
     """The pool of a cache, as one shard."""
     shard = _shard(cache)
     if cache.pool.device.type != "cpu":
-        return DeviceKvMemory(shard, cache.pool)
+        return DeviceKvMemory(shard, cache.pool, cache.copy_blocks)
     return HostKvMemory([shard], [HostMemory(_rows(cache.pool).numpy(), cache.file)])
 
 
 class DeviceKvMemory:
-    """KvMemory over a tensor of a device; copies run on a stream of their own."""
+    """KvMemory over a tensor of a device; copies go through pinned host memory, on a stream of their own.
 
-    def __init__(self, shard: Shard, pool: torch.Tensor) -> None:
+    This stream waits for no other: a worker announces blocks once it knows that the device has written them, and
+    reserves blocks once all that wrote to them before has ended (`Engine.collect` and `reserve`).
+    """
+
+    def __init__(self, shard: Shard, pool: torch.Tensor, copies_blocks: CopiesBlocks) -> None:
         self.shards = (shard,)
         self._rows = _rows(pool)
+        self._copy = copies_blocks
         # Untyped.
         new_stream: Any = torch.cuda.Stream
         self._stream = new_stream(pool.device) if pool.is_cuda else None
@@ -41,23 +48,40 @@ class DeviceKvMemory:
         rows = self._rows
         return DeviceMemory(rows.data_ptr(), rows.nbytes, rows.device.index or 0)
 
-    def read(self, _shard: int, blocks: Sequence[int], span: Span) -> Bytes:
-        with torch.cuda.stream(self._stream):
-            # Waits for the copy.
-            return self._span(span).index_select(0, self._indexes(blocks)).cpu().numpy()
+    def read(self, _shard: int, blocks: Sequence[int], span: Span, into: Bytes) -> None:
+        into[...] = self._read(blocks, span).numpy()
+
+    def pieces(
+        self, _shard: int, blocks: Sequence[int], span: Span, _take: TakeMemory
+    ) -> list[memoryview]:
+        # Lent again by PyTorch, once nothing refers to it.
+        return [self._read(blocks, span).view(-1).numpy().data]
 
     def write(self, _shard: int, blocks: Sequence[int], span: Span, data: Bytes) -> None:
+        staged = self._host_memory(blocks, span)
+        staged.numpy()[...] = data
         with torch.cuda.stream(self._stream):
-            content = torch.from_numpy(data).to(self._rows.device)
-            self._span(span).index_copy_(0, self._indexes(blocks), content)
+            self._copy(staged, self._span(span), range(len(blocks)), blocks)
+        self._wait()
+
+    def _read(self, blocks: Sequence[int], span: Span) -> torch.Tensor:
+        """A span of each block in host memory, [blocks, bytes of the span]."""
+        staged = self._host_memory(blocks, span)
+        with torch.cuda.stream(self._stream):
+            self._copy(self._span(span), staged, blocks, range(len(blocks)))
+        self._wait()
+        return staged
+
+    def _host_memory(self, blocks: Sequence[int], span: Span) -> torch.Tensor:
+        shape = len(blocks), span[1] - span[0]
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def _wait(self) -> None:
         if self._stream:
             self._stream.synchronize()
 
     def _span(self, span: Span) -> torch.Tensor:
         return self._rows[:, span[0] : span[1]]
-
-    def _indexes(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(blocks), dtype=torch.int64, device=self._rows.device)
 
 
 def _shard(cache: KvCache) -> Shard:

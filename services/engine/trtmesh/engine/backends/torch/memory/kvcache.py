@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks, copy_blocks, indexes
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, Move
 from trtmesh.engine.backends.torch.memory.shared_pool import AnonymousFile
 
@@ -46,10 +47,12 @@ class KvCache:
         host_blocks: int = 0,
         pins_memory: bool = False,
         shares_memory: bool = False,
+        copies_blocks: CopiesBlocks = copy_blocks,
     ) -> None:
         """With `shares_memory`, the pool is in an anonymous file where the system has such files."""
         self.shape = shape
         self.tokens_per_block = tokens_per_block
+        self.copy_blocks = copies_blocks
         heads = shape.kv_heads
         block = (shape.layers, 2, heads, tokens_per_block, shape.head_dim)
         self._shared: AnonymousFile | None = None
@@ -84,18 +87,17 @@ class KvCache:
         for batch in _batches(moves, self.pool.shape[0]):
             target, targets = self._place([move.target for move in batch])
             if batch[0].source == NULL_BLOCK:
-                target.index_fill_(0, targets, 0)
+                target.index_fill_(0, indexes(targets, target.device), 0)
             else:
                 source, sources = self._place([move.source for move in batch])
-                content = source.index_select(0, sources).to(target.device)
-                target.index_copy_(0, targets, content)
+                self.copy_blocks(source, target, sources, targets)
 
-    def _place(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensor of some blocks of one kind, and their indexes there."""
+    def _place(self, blocks: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """The tensor of some blocks of one kind, and their numbers there."""
         first_of_host = self.pool.shape[0]
         if blocks[0] < first_of_host:
-            return self.pool, torch.tensor(blocks, device=self.pool.device)
-        return self.host, torch.tensor(blocks) - first_of_host
+            return self.pool, blocks
+        return self.host, [block - first_of_host for block in blocks]
 
     def rows_of_blocks(self, blocks: Rows) -> Rows:
         """Block rows in layer 0 of `blocks` [sequences, blocks]: [2, sequences, kv_heads, blocks]."""
@@ -115,17 +117,20 @@ class KvCache:
 
 
 def _batches(moves: Sequence[Move], first_of_host: int) -> Iterator[list[Move]]:
-    """Runs of moves of one kind that can be read at once and then written: no target occurs twice or as a source."""
+    """Runs of moves of one kind that can be carried out in any order: no target occurs twice, or as a source."""
     batch: list[Move] = []
+    read: set[int] = set()
     written: set[int] = set()
     kind = None
     for move in moves:
         own = (move.source == NULL_BLOCK, move.source < first_of_host, move.target < first_of_host)
-        if batch and (own != kind or move.source in written or move.target in written):
+        depends = move.source in written or move.target in written or move.target in read
+        if batch and (own != kind or depends):
             yield batch
-            batch, written = [], set()
+            batch, read, written = [], set(), set()
         kind = own
         batch.append(move)
+        read.add(move.source)
         written.add(move.target)
     if batch:
         yield batch

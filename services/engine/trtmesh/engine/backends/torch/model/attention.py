@@ -47,8 +47,15 @@ class StepTokens:
     token_rows: Tensor
 
 
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary positions, each [1, tokens, turned dimensions]."""
+
+
 class Attention(Protocol):
     """Attention of all layers of a model over the KV cache."""
+
+    turns: bool
+    """Whether this step's queries and keys go to `attend_turning` of a TurningAttention before they are rotated."""
 
     def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
         """Prepares for the next forward, which calls `written` after it has written the KV of a layer."""
@@ -58,6 +65,15 @@ class Attention(Protocol):
 
     def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
         """`queries` [tokens, heads, head_dim], `kv` [tokens, 2 * kv_heads, head_dim]; returns as `queries`."""
+
+
+class TurningAttention(Attention, Protocol):
+    """Attention that can apply rotary positions itself."""
+
+    def attend_turning(
+        self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, angles: Angles
+    ) -> Tensor:
+        """As `attend_tokens`, after a rotation of queries and keys."""
 
 
 def register() -> None:

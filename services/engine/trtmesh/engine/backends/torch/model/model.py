@@ -64,6 +64,16 @@ class Model:
 
         `token_ids` and `positions` are [tokens]; `tables` gives ranges of tokens their prompt tables.
         """
+        return self.computed_logits(token_ids, positions, rows, tables).float()
+
+    def computed_logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor | None,
+        tables: Sequence[tuple[slice, PromptTable]] = (),
+    ) -> Tensor:
+        """`logits` in the type in which the model computes them; after every token where `rows` is None."""
         if self.plain:
             logits = self._plain_logits(self.embedding.inputs(token_ids, tables), positions, rows)
         else:
@@ -72,11 +82,14 @@ class Model:
             else:
                 inputs = {"input_ids": token_ids[None]}
             logits = self.module(
-                **inputs, position_ids=positions[None], use_cache=False, logits_to_keep=rows
+                **inputs,
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=0 if rows is None else rows,
             ).logits[0]
-        return logits[:, : self.vocabulary_size].float()
+        return logits[:, : self.vocabulary_size]
 
-    def _plain_logits(self, embedded: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def _plain_logits(self, embedded: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
         """The model's forward without masks: paged attention uses none."""
         model: Any = self.module
         body = model.model
@@ -85,7 +98,7 @@ class Model:
         for layer in body.layers:
             hidden = layer(hidden, position_embeddings)
         # A norm sees one token at a time.
-        logits: Tensor = model.lm_head(body.norm(hidden[0, rows]))
+        logits: Tensor = model.lm_head(body.norm(hidden[0] if rows is None else hidden[0, rows]))
         return logits
 
 
@@ -108,15 +121,18 @@ def load_model(
     fit: Fit,
     *,
     room: Room | None = None,
+    divide: Callable[[PreTrainedModel], None] | None = None,
 ) -> Model:
     """`dtype` is the type of weights and KV, None for the model's own; `fit` may replace layers; `room` is that
-    for adapters.
+    for adapters; `divide` drops the weights of other ranks before the rest goes to the device.
 
     Raises ModelUnusable with the reason.
     """
     config = _config(model_dir)
     dtype = dtype or _own_dtype(config)
     module = _weights(model_dir, config, dtype)
+    if divide:
+        divide(module)
     torch.nn.Module.to(module, device)
     torch.nn.Module.eval(module)
     module.requires_grad_(requires_grad=False)

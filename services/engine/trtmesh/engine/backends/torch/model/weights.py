@@ -1,29 +1,19 @@
-"""The files of a model directory: their checks and fingerprint."""
+"""The files of a model directory, checked."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.engine.backends.torch.model.model_types import check_type
+from trtmesh.engine.model_fingerprint import LENGTH_BYTES, MAX_HEADER_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
-LENGTH_BYTES = 8
-"""Bytes at the start of a safetensors file, with the length of its header."""
-MAX_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-
-WHOLE_BYTES = 64 * 2**20
-"""Files up to this size are hashed whole."""
-SAMPLES = 256
-SAMPLE_BYTES = 64 * 1024
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -47,25 +37,6 @@ def check_config(model_dir: Path) -> None:
     if not config.is_file():
         raise ModelUnusable(f"model directory {model_dir} has no config.json")
     check_type(config, _json_object(config))
-
-
-def model_fingerprint(model_dir: Path, files: list[Path], dtype: str) -> str:
-    """SHA-256 over config.json, generation_config.json, the type and the weights.
-
-    Of a weight file larger than 64 MiB only the size, the header and 256 evenly spread samples of 64 KiB count, which
-    tell trainings, quantisations and truncations apart without reading hundreds of gigabytes.
-    """
-    digest = sha256(dtype.encode())
-    for name in ("config.json", "generation_config.json"):
-        file = model_dir / name
-        digest.update(f"\0{name}\0".encode())
-        if file.is_file():
-            digest.update(_canonical(file))
-    for file in files:
-        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        for part in _parts(file):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def _check_index(index: Path) -> None:
@@ -118,23 +89,3 @@ def _json_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelUnusable(f"{file} is refused: it must hold a JSON object")
     return content
-
-
-def _canonical(file: Path) -> bytes:
-    try:
-        return json.dumps(json.loads(file.read_text(encoding="utf-8")), sort_keys=True).encode()
-    except ValueError as error:
-        raise ModelUnusable(f"{file} is not JSON: {error}") from error
-
-
-def _parts(file: Path) -> Iterator[bytes]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        if size <= WHOLE_BYTES:
-            yield stream.read()
-            return
-        header = int.from_bytes(stream.read(8), "little")
-        yield stream.read(header)
-        for sample in range(SAMPLES):
-            stream.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-            yield stream.read(SAMPLE_BYTES)

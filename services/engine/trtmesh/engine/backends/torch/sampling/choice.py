@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.details import (
     details_of,
     log_probs_of,
+    log_softmax,
     normalized_of,
 )
 from trtmesh.engine.backends.torch.sampling.draws import draw
@@ -35,7 +37,7 @@ class Chooser:
         self._filters = Filters(ordering)
 
     @torch.inference_mode()
-    def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
+    def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> LogitsChoice:
         """`logits` are [sequences, vocabulary] float32 and stay as they are."""
         changed = _changed(sequences, logits)
         peaks, ids = self._ordering.highest(changed)
@@ -48,7 +50,7 @@ class Chooser:
             ids.index_copy_(0, rows, drawn)
         log_probs = log_probs_of(sequences, logits)
         normalized = normalized_of(log_probs, sequences, changed, self._filters)
-        return TokenChoice(sequences, logits, peaks, ids, log_probs, normalized)
+        return LogitsChoice(sequences, logits, peaks, ids, log_probs, normalized)
 
     def _drawn(self, sequences: SequenceOf[Continuation], logits: Tensor, peaks: Tensor) -> Tensor:
         looks_ahead = self._ordering.looks_ahead
@@ -62,13 +64,30 @@ class Chooser:
         changed = changed / column(temperatures, changed)
         peaks = changed.amax(dim=1)
         forbidden = peaks == -math.inf
-        log_probs = changed.log_softmax(dim=1).masked_fill_(forbidden[:, None], -math.inf)
+        log_probs = log_softmax(changed).masked_fill_(forbidden[:, None], -math.inf)
         return Ranking(log_probs, logits, peaks)
 
 
-@dataclass(slots=True)
-class TokenChoice:
+class TokenChoice(Protocol):
     """The tokens of the rows of a step."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Set by `read`."""
+
+    def read(self) -> dict[int, TrtmeshError]:
+        """Waits for the device. Returns the rows without a token, and why."""
+
+    def log_prob(self, row: int, token: int) -> float:
+        """The model's log-probability of any token, where the row's item asks for log-probabilities."""
+
+    def details(self, row: int) -> TokenDetails:
+        """The details that the row's item asks for, without the cumulative log-probability."""
+
+
+@dataclass(slots=True)
+class LogitsChoice:
+    """Implements TokenChoice; keeps the logits for details."""
 
     sequences: SequenceOf[Continuation]
     logits: Tensor
@@ -80,10 +99,8 @@ class TokenChoice:
     normalized: Mapping[int, Tensor]
     """[vocabulary] for the rows that ask for them."""
     token_ids: list[int] = field(init=False)
-    """Set by `read`."""
 
     def read(self) -> dict[int, TrtmeshError]:
-        """Waits for the device. Returns the rows without a token, and why."""
         self.token_ids = self.ids.tolist()
         return {
             row: _failure(self.logits[row])
@@ -92,11 +109,9 @@ class TokenChoice:
         }
 
     def log_prob(self, row: int, token: int) -> float:
-        """The model's log-probability of any token, where the row's item asks for log-probabilities."""
         return float(self.log_probs[row][token])
 
     def details(self, row: int) -> TokenDetails:
-        """The details that the row's item asks for, without the cumulative log-probability."""
         return details_of(
             self.sequences[row],
             self.token_ids[row],
@@ -137,6 +152,11 @@ def _failure(row: Tensor) -> TrtmeshError:
     """Why no token of a row can be chosen; `row` holds the model's own logits."""
     if bool(torch.isfinite(row.amax())):
         return InvalidRequest("together leave no token to choose; forbid less", fields=BANS)
+    return not_finite()
+
+
+def not_finite() -> BackendFailed:
+    """For a row whose highest logit is no finite number, with nothing banned."""
     return BackendFailed("the model's logits are not finite numbers")
 
 

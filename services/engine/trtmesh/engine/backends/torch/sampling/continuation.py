@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from trtmesh.chassis.log_prob_sums import next_sum
 from trtmesh.chassis.vocabulary import Sampling
 from trtmesh.engine.backends.torch.sampling.token_rules import Ids, TokenRules
 from trtmesh.engine.stopping import EndRule
@@ -59,8 +60,8 @@ class Continuation:
 
     def add_log_probs(self, log_probs: list[float]) -> float | None:
         """Adds log-probabilities of new tokens; returns the new sum, or None without any."""
-        if log_probs:
-            self.cumulative_log_prob = (self.cumulative_log_prob or 0.0) + sum(log_probs)
+        for log_prob in log_probs:
+            self.cumulative_log_prob = next_sum(self.cumulative_log_prob or 0.0, log_prob)
         return self.cumulative_log_prob
 
 

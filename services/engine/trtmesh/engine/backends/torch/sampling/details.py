@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from trtmesh.engine.backend import TokenDetails, TopLogProbs
 from trtmesh.engine.backends.torch.memory.tensors import to_message
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
@@ -52,7 +53,17 @@ def log_probs_of(sequences: SequenceOf[Continuation], logits: Tensor) -> dict[in
     if not asking:
         return {}
     rows = logits if len(asking) == len(sequences) else logits[asking]
-    return dict(zip(asking, rows.double().log_softmax(dim=1), strict=True))
+    return dict(zip(asking, log_softmax(rows), strict=True))
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities [rows, vocabulary] float64."""
+    size = logits.shape[1]
+    wide = logits.double()
+    if size % 2:
+        # Every row begins at an even number: elsewhere a GPU adds it up in another order.
+        wide = pad(wide, (0, 1), value=-torch.inf)
+    return wide.log_softmax(dim=1)[:, :size]
 
 
 def normalized_of(

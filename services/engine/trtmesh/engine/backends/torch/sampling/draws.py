@@ -84,18 +84,18 @@ def draw(
         _blocks(logits),
         temperatures(configs, logits),
         bounds,
-        given(_places_of(sequences), logits)[:, None],
+        given(places_of(sequences), logits)[:, None],
     )
     return race.among_likely() if looks_ahead else race.among_all()
 
 
-def _places_of(sequences: SequenceOf[Continuation]) -> NDArray[np.int64]:
-    """The `place` of each sequence's next token."""
+def places_of(sequences: SequenceOf[Continuation], unknown: int = 0) -> NDArray[np.int64]:
+    """The `place` of each sequence's next token, after `unknown` ones that the device alone knows."""
     return places(
         [sequence.token_rules.sampling.seed or 0 for sequence in sequences],
         [sequence.batch_index for sequence in sequences],
         [sequence.sequence_index for sequence in sequences],
-        [len(sequence.tokens) for sequence in sequences],
+        [len(sequence.tokens) + unknown for sequence in sequences],
     )
 
 

@@ -76,7 +76,7 @@ class Filters:
         if min(part.top_p) == 1:
             return kth.double()
         weights = part.weights_of(values).masked_fill_(values < kth, 0.0)
-        reached = weights.cumsum_(dim=1)
+        reached = self._ordering.running_sums(weights)
         total = reached[:, -1:]
         # Tokens that tie with the k-th pass too, though `values` may lack them.
         if not self._ordering.looks_ahead or bool((values.gather(1, last + 1) == kth).any()):
@@ -99,7 +99,7 @@ class Filters:
                 return kth.double()
             logits = logits.masked_fill(logits < kth, -math.inf)
         # The end of a cumulative sum, because the rounding of a plain sum depends on the number of rows.
-        total = part.weights_of(logits).cumsum_(dim=1)[:, -1:]
+        total = self._ordering.running_sums(part.weights_of(logits))[:, -1:]
         bounds = self._reaching(part, logits, part.share * total)
         bounds = bounds.masked_fill_(part.share >= 1, -math.inf)
         return (bounds if kth is None else torch.maximum(bounds, kth)).double()
@@ -107,14 +107,19 @@ class Filters:
     def _reaching(self, part: _Part, logits: Tensor, needed: Tensor) -> Tensor:
         """The first of the falling `logits` at which their weights sum up to `needed`, [rows, 1]."""
         if not self._ordering.looks_ahead:
-            return _bounds(part, self._ordering.descending(logits), needed)[0]
+            return self._bounds(part, self._ordering.descending(logits), needed)[0]
         likely = self._ordering.top(logits, min(LIKELY, logits.shape[1]))
-        bounds, reached = _bounds(part, likely, needed)
+        bounds, reached = self._bounds(part, likely, needed)
         flat = (reached < needed)[:, 0].nonzero()[:, 0]
         if len(flat):
             rest, values = part.of(flat.tolist()), self._ordering.descending(logits[flat])
-            bounds[flat] = _bounds(rest, values, needed[flat])[0]
+            bounds[flat] = self._bounds(rest, values, needed[flat])[0]
         return bounds
+
+    def _bounds(self, part: _Part, values: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
+        """The first of the falling `values` at which their weights sum up to `needed`, and the sum of all weights."""
+        reached = self._ordering.running_sums(part.weights_of(values))
+        return _first_reaching(values, reached, needed), reached[:, -1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +150,17 @@ def _weights(configs: SequenceOf[Sampling], values: Tensor, peaks: Tensor) -> Te
     return values.double().sub_(peaks).div_(temperatures(configs, values)).exp_()
 
 
-def _bounds(part: _Part, values: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the falling `values` at which their weights sum up to `needed`, and the sum of all weights."""
-    reached = part.weights_of(values).cumsum_(dim=1)
-    return _first_reaching(values, reached, needed), reached[:, -1:]
-
-
 def _first_reaching(values: Tensor, reached: Tensor, needed: Tensor) -> Tensor:
     places = (reached < needed).sum(dim=1, keepdim=True).clamp_(max=values.shape[1] - 1)
     return values.gather(1, places)
 
 
 def temperatures(configs: SequenceOf[Sampling], like: Tensor) -> Tensor:
-    return column([1.0 if c.temperature is None else c.temperature for c in configs], like)
+    return column([temperature_of(config) for config in configs], like)
+
+
+def temperature_of(config: Sampling) -> float:
+    return 1.0 if config.temperature is None else config.temperature
 
 
 def column(values: SequenceOf[float], like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from trtmesh.engine.backend import PromptDetails
 from trtmesh.engine.backends.torch.memory.tensors import to_message
 from trtmesh.engine.backends.torch.sampling.choice import TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.details import most_likely
+from trtmesh.engine.backends.torch.sampling.details import log_softmax, most_likely
 
 PIECE_BYTES = 2**20
 """Most logits in one PromptDetails, but at least a row: messages have a size limit."""
@@ -79,7 +79,7 @@ class PromptReader:
         alternatives = self._sequence.token_rules.output.top_log_probs
         for first in range(0, min(len(logits), len(tokens)), ROWS_AT_ONCE):
             following = tokens[first : min(first + ROWS_AT_ONCE, len(logits))]
-            rows = logits[first : first + len(following)].double().log_softmax(dim=1)
+            rows = log_softmax(logits[first : first + len(following)])
             ids = torch.tensor(following, device=rows.device)
             details.log_probs += rows.gather(1, ids[:, None])[:, 0].tolist()
             if alternatives:

@@ -246,6 +246,22 @@ class Scheduler:
             chunks = self._chunks()
         return chunks
 
+    def next_chunks(self, sequences: SequenceOf[Sequence]) -> list[Chunk]:
+        """One chunk for the next token of each of these, which the last launch computes, unless that token is the
+        last. None where others could be computed with them, or blocks are lacking."""
+        living = [each for each in sequences if self.lives(each)]
+        may_start = self.waiting_sequences and self.tables.free_slots and not self.lacks_blocks
+        if len(living) < len(self.running) or may_start:
+            return []
+        going = [each for each in living if len(each.tokens) + 1 < each.rule.limit]
+        size = self.rules.tokens_per_block
+        growing = [each for each in going if len(each.tokens) + 1 > len(each.blocks) * size]
+        if growing and not self.pool.can_allocate(len(growing)):
+            return []
+        for each in growing:
+            self._append(each, self.pool.allocate(1))
+        return [Chunk(each, len(each.tokens), 1) for each in going]
+
     def _chunks(self) -> list[Chunk]:
         left = self.rules.max_step_tokens
         chunks: list[Chunk] = []

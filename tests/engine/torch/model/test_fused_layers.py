@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import tiny_models
 from trtmesh.engine.backends.torch.cpu.device import Cpu
-from trtmesh.engine.backends.torch.cpu.fused_layers import FusedAttention, FusedMlp
+from trtmesh.engine.backends.torch.model.fused_layers import FusedAttention, FusedMlp
 from trtmesh.engine.backends.torch.model.model import load_model
 from trtmesh.engine.backends.torch.settings import TorchSettings
 

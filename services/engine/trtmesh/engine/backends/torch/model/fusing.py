@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +19,14 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
-from trtmesh.engine.backends.torch.cpu.fused_layers import (
+from trtmesh.engine.backends.torch.model.attention import Rule, attach
+from trtmesh.engine.backends.torch.model.fused_layers import (
     FusedAttention,
     FusedLayer,
     FusedMlp,
-    FusedNorm,
+    Norm,
     Rotation,
 )
-from trtmesh.engine.backends.torch.cpu.linears import replace_layers
-from trtmesh.engine.backends.torch.model.attention import Rule, attach
 
 TRIAL_TOKENS = 3
 NORM_ROWS = 5
@@ -57,23 +57,42 @@ BODIES = _codes(llama.LlamaModel, mistral.MistralModel, qwen2.Qwen2Model)
 MODELS = _codes(llama.LlamaForCausalLM)
 
 
-def fuse_layers(model: Any) -> None:
-    """Replaces the known layers of a model that uses this engine's attention."""
-    rotation = Rotation()
+def replace_layers(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replaces the submodules of `model` that have a replacement."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            new = replacement(child)
+            if new is not None:
+                setattr(parent, name, new)
+
+
+def fuse_layers(
+    model: Any,
+    rotation: Rotation,
+    mlp: type[FusedMlp] = FusedMlp,
+    layer: Callable[[Any], FusedLayer] = FusedLayer,
+) -> None:
+    """Replaces the known layers of a model that uses this engine's attention. `rotation`, `mlp` and `layer` are the
+    device's; `layer` takes the layer that it replaces."""
     trials = _trials(model)
 
     def fused(own: nn.Module) -> nn.Module | None:
         if _code(type(own)) in MLPS:
-            return _fused_mlp(own)
+            return _fused_mlp(own, mlp)
         return _fused_attention(own, trials[own], rotation) if own in trials else None
 
     replace_layers(model, fused)
-    replace_layers(model, _fused_layer)
+
+    def fused_layer(own: Any) -> nn.Module | None:
+        known = _code(type(own)) in LAYERS and isinstance(own.self_attn, FusedAttention)
+        return layer(own) if known else None
+
+    replace_layers(model, fused_layer)
 
 
-def fuse_norms(model: nn.Module) -> None:
-    """Replaces the norms of a float32 model that compute the same as FusedNorm."""
-    replace_layers(model, _fused_norm)
+def fuse_norms(model: nn.Module, kind: type[Norm]) -> None:
+    """Replaces the norms of a model that compute the same as the given kind."""
+    replace_layers(model, lambda own: _fused_norm(own, kind))
 
 
 def is_plain(model: Any) -> bool:
@@ -83,7 +102,23 @@ def is_plain(model: Any) -> bool:
     return (
         _code(type(model)) in MODELS
         and _code(type(body)) in BODIES
-        and all(type(layer) is FusedLayer for layer in body.layers)
+        and all(isinstance(layer, FusedLayer) for layer in body.layers)
+    )
+
+
+def has_plain_layers(model: Any) -> bool:
+    """Whether a model of transformers is made of the layers that a plain one has once they are fused."""
+    body: Any = getattr(model, "model", None)
+    return (
+        _code(type(model)) in MODELS
+        and _code(type(body)) in BODIES
+        and all(
+            _code(type(layer)) in LAYERS
+            and _code(type(layer.self_attn)) in ATTENTIONS
+            and _has_known_parts(layer.self_attn)
+            and _code(type(layer.mlp)) in MLPS
+            for layer in body.layers
+        )
     )
 
 
@@ -101,6 +136,7 @@ class _Seen:
     queries: Tensor
     kv: Tensor
     rule: Rule
+    turns = False
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         if query.shape[-1] != value.shape[-1]:
@@ -175,48 +211,47 @@ def _fused_attention(own: Any, trial: _Trial, rotation: Rotation) -> nn.Module |
     return None
 
 
-def _fused_mlp(own: Any) -> nn.Module | None:
+def _fused_mlp(own: Any, kind: type[FusedMlp]) -> nn.Module | None:
     parts = dict(own.named_children())
     layers = [parts.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     if len(parts) != 4 or any(type(layer) is not nn.Linear for layer in layers):
         return None
     if (own.gate_proj.bias is None) != (own.up_proj.bias is None):
         return None
-    fused = FusedMlp(own)
+    fused = kind(own)
     weight = own.gate_proj.weight
     hidden = _random_like(weight.new_empty(1, TRIAL_TOKENS, own.gate_proj.in_features))
     with torch.inference_mode():
         return fused if _close(own(hidden), fused(hidden)) else None
 
 
-def _fused_norm(module: nn.Module) -> FusedNorm | None:
-    """A FusedNorm that computes the same as `module`; None where there is none."""
+def _fused_norm(module: nn.Module, kind: type[Norm]) -> nn.Module | None:
+    """A norm of this kind that computes the same as `module`; None where there is none."""
     own: Any = module
     weight = getattr(own, "weight", None)
     epsilon = getattr(own, "variance_epsilon", getattr(own, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(epsilon, float):
         return None
-    if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.dtype != torch.float32:
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.dtype not in kind.dtypes:
         return None
     if len(module.state_dict()) > 1 or len(inspect.signature(module.forward).parameters) > 1:
         return None
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, NORM_ROWS, len(weight), generator=generator).to(weight.device)
+    rows = torch.randn(1, NORM_ROWS, len(weight), generator=generator).to(weight)
     # Small enough for epsilon to matter.
     rows[:, 0] *= math.sqrt(epsilon)
     with torch.inference_mode():
         expected = module(rows)
         # Gemma adds one to its weights.
-        for each in (weight, 1 + weight):
-            fused = FusedNorm(each, epsilon)
-            if torch.allclose(fused(rows), expected, rtol=NORM_CLOSE, atol=NORM_CLOSE):
+        for each in (weight.float(), 1 + weight.float()):
+            fused = kind(each, epsilon)
+            if weight.dtype is not torch.float32:
+                is_same = _close(expected, fused(rows))
+            else:
+                is_same = torch.allclose(fused(rows), expected, rtol=NORM_CLOSE, atol=NORM_CLOSE)
+            if is_same:
                 return fused
     return None
-
-
-def _fused_layer(own: Any) -> nn.Module | None:
-    known = _code(type(own)) in LAYERS and isinstance(own.self_attn, FusedAttention)
-    return FusedLayer(own) if known else None
 
 
 def _random_like(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention, gated MLP, norm and decoder layers of transformers with fewer and larger operations.
 
-With a small batch on a CPU, the number of operations decides the duration of a step: each costs microseconds before
-computing anything. So one product makes queries, keys and values, another gate and up, and one rotation turns queries
+With a small batch, the number of operations decides the duration of a step: each costs microseconds before computing
+anything. So one product makes queries, keys and values, another gate and up, and one rotation turns queries
 and keys in place.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from trtmesh.engine.backends.torch.model.attention import ATTRIBUTE, Rule
+from trtmesh.engine.backends.torch.model.attention import ATTRIBUTE, Angles, Rule
 
 
 class FusedMlp(nn.Module):
@@ -27,11 +27,12 @@ class FusedMlp(nn.Module):
         self._size = own.gate_proj.out_features
 
     def forward(self, hidden: Tensor) -> Tensor:
-        both = self.gate_up(hidden)
-        product: Tensor = self.down_proj(
-            self.act_fn(both[..., : self._size]) * both[..., self._size :]
-        )
+        product: Tensor = self.down_proj(self._gated(self.gate_up(hidden)))
         return product
+
+    def _gated(self, both: Tensor) -> Tensor:
+        gated: Tensor = self.act_fn(both[..., : self._size]) * both[..., self._size :]
+        return gated
 
 
 class Rotation:
@@ -97,15 +98,27 @@ class FusedAttention(nn.Module):
                 hidden_states, position_embeddings, attention_mask, **others
             )
             return output
-        qkv = self.qkv(hidden_states[0]).view(self._shape)
+        return self.o_proj(self.attended(self.qkv(hidden_states[0]), position_embeddings))[
+            None
+        ], None
+
+    def attended(self, qkv: Tensor, angles: Angles) -> Tensor:
+        """The inputs of `o_proj` by the outputs of `qkv`, [tokens, size] both; may change `qkv`."""
+        attention = getattr(self, ATTRIBUTE)
+        qkv = qkv.view(self._shape)
         queries = qkv[:, : self._heads]
         if self.q_norm is not None and self.k_norm is not None:
             keys = qkv[:, self._heads : self._turned]
             queries.copy_(self.q_norm(queries))
             keys.copy_(self.k_norm(keys))
-        self._rotation.turn(qkv[:, : self._turned], *position_embeddings)
-        attended = attention.attend_tokens(self._layer, queries, qkv[:, self._heads :], self._rule)
-        return self.o_proj(attended.flatten(1))[None], None
+        kv = qkv[:, self._heads :]
+        if attention.turns:
+            attended = attention.attend_turning(self._layer, queries, kv, self._rule, angles)
+        else:
+            self._rotation.turn(qkv[:, : self._turned], *angles)
+            attended = attention.attend_tokens(self._layer, queries, kv, self._rule)
+        flat: Tensor = attended.flatten(1)
+        return flat
 
 
 class _Part(nn.Module):
@@ -152,15 +165,26 @@ class FusedLayer(nn.Module):
         return output
 
 
-class FusedNorm(nn.Module):
-    """x / sqrt(mean(x ** 2) + epsilon) * weight, in float32.
+class Norm(nn.Module):
+    """x / sqrt(mean(x ** 2) + epsilon) * weight, in float32."""
 
-    One kernel finds the length of a vector, so everything is scaled by the root of its size: four operations instead of
-    the seven of transformers.
-    """
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+    """Types of the weights of norms that it may replace."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
+        """`weight` is float32."""
         super().__init__()
+
+
+class FusedNorm(Norm):
+    """One kernel finds the length of a vector, so everything is scaled by the root of its size: four operations instead
+    of the seven of transformers.
+    """
+
+    dtypes = (torch.float32,)
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__(weight, epsilon)
         size = len(weight)
         self.weight = nn.Parameter(weight * math.sqrt(size), requires_grad=False)
         self._least = torch.tensor(math.sqrt(size * epsilon), device=weight.device)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from trtmesh.engine.backends.torch.cpu.fused_layers import FusedNorm
-from trtmesh.engine.backends.torch.cpu.fusing import fuse_norms
+from trtmesh.engine.backends.torch.model.fused_layers import FusedNorm
+from trtmesh.engine.backends.torch.model.fusing import fuse_norms
 
 SIZE = 48
 
@@ -37,7 +37,7 @@ def model(dtype: torch.dtype) -> nn.ModuleDict:
 
 def test_equivalent_norms_are_fused() -> None:
     plain, fused = model(torch.float32), model(torch.float32)
-    fuse_norms(fused)
+    fuse_norms(fused, FusedNorm)
     assert {name: type(norm) for name, norm in fused.items()} == {
         "llama": FusedNorm,
         "gemma": FusedNorm,
@@ -53,5 +53,5 @@ def test_equivalent_norms_are_fused() -> None:
 
 def test_half_precision_keeps_its_own_rounding() -> None:
     norms = model(torch.bfloat16)
-    fuse_norms(norms)
+    fuse_norms(norms, FusedNorm)
     assert type(norms["llama"]) is LlamaRMSNorm

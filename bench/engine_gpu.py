@@ -1,0 +1,427 @@
+"""Measures the torch engine on a GPU, beside what the GPU does at best, transformers, and the way through a mesh.
+
+By shape, through the engine's Backend, counting only steps in which every sequence decodes:
+`decode`: tokens a second by the number of sequences. `share` is the time in which the GPU would read the weights and
+the KV of a step, at the rate of a copy, over the time of the step.
+`prefill`: seconds to the first token of a lone prompt. `share` is that of the rate of a bfloat16 product of 8192 cubed.
+`mixed`: a step of 32 sequences with a chunk of a prompt, over the same step alone plus the chunk alone.
+`uneven`: 31 sequences of 160 tokens beside one of 8,000, and 32 with as many tokens together.
+`peers`: transformers' `generate` with a static batch, and its continuous batching, without and with CUDA graphs.
+`mesh`, of the first shape: clients, router, tokenizer and engine as processes, over the Backend alone; and the time to
+the first token of a lone prompt of 128 tokens.
+Copy and product are measured in the same run. A part begins no cell after its time or that of the run; `left_out`
+names these. `--device cpu --shapes tiny` shows that everything runs, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from _ceilings import copy_rate, prefill_operations, product_rate, step_bytes
+from _engines import Prompts, Remote
+from _mesh_streams import Clients, clients
+from _models import LETTERS, SHAPES, build, quick_folder, save_tokenizer
+from _stack import stack
+
+PARTS = ("decode", "prefill", "mixed", "uneven", "mesh", "peers")
+GRAPHS = "continuous_graphs"
+PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("Generate", {}),
+    "continuous": ("ContinuousBatching", {"step_tokens": 4096}),
+    GRAPHS: ("ContinuousBatching", {"step_tokens": 4096, "graphs": True}),
+}
+"""The class and the arguments of each."""
+COSTLY = ("decode", "prefill")
+"""Parts that `--batch-invariant` measures again."""
+PROMPT_TOKENS = 128
+PREFILLS = (128, 512, 1024, 2048, 4096, 8192)
+FIRST_TOKEN_RUNS = 9
+STEP_TOKENS = 8192
+MIXED_BATCH = 32
+MIXED_CHUNKS = (256, 512)
+CHUNKS = 8
+STEPS_PER_CHUNK = 12
+MIXED_STEPS = STEPS_PER_CHUNK * (CHUNKS + 2)
+UNEVEN_BATCH = 32
+UNEVEN_SHORT = 160
+UNEVEN_LESS = 192
+"""How much shorter than the longest prompt the long one is."""
+MESH_STREAMS = (32, 256)
+MESH_TOKENS = 512
+"""The streams of a mesh begin one after another, so few tokens would leave no time in which all run."""
+LONE_PROMPTS = 41
+CLIENTS = 4
+COMMAND_SECONDS = 170.0
+
+Figures = dict[str, Any]
+Cells = Iterator[tuple[str, Any]]
+T = TypeVar("T")
+
+
+class Bench:
+    """The chosen parts, by shape. A part yields its cells, each a name and figures."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments = arguments
+        self.device = torch.device(arguments.device)
+        self.dtype: torch.dtype = getattr(torch, arguments.dtype)
+        self.copy_rate = copy_rate(self.device)
+        self.product_rate = product_rate(self.device)
+        self._release()
+        self.left_out: list[str] = []
+        self.failed: list[str] = []
+        self._folder = folder
+        self._end = time.monotonic() + arguments.seconds
+
+    def collect(self, what: str, cells: Cells) -> Figures:
+        """The cells of a part; after a failure those before it, and the reason."""
+        found: Figures = {}
+        try:
+            for cell, figures in cells:
+                found[cell] = figures
+        except SystemExit as error:
+            self.failed.append(what)
+            found["failed"] = str(error)
+        print(f"{what}: {json.dumps(found)}", file=sys.stderr)
+        return found
+
+    def cells_in_time(self, what: str, cells: Iterable[T]) -> Iterator[T]:
+        """The cells of a part that begin before its time, or that of the run, is over."""
+        return self._before(time.monotonic() + self.arguments.part_seconds, what, cells)
+
+    def parts_in_time(self, what: str, parts: Iterable[T]) -> Iterator[T]:
+        """Those that begin before the time of the run is over."""
+        return self._before(self._end, what, parts)
+
+    def _before(self, end: float, what: str, cells: Iterable[T]) -> Iterator[T]:
+        end = min(end, self._end)
+        for cell in cells:
+            if time.monotonic() < end:
+                yield cell
+            else:
+                self.left_out.append(f"{what}: {cell}")
+
+    def model(self, name: str) -> Path:
+        """The directory of a shape."""
+        folder = self._folder / name
+        if not folder.exists():
+            build(folder, name, self.dtype, self.arguments.device, self._positions)
+            save_tokenizer(folder, SHAPES[name]["vocab_size"])
+            self._release()
+        return folder
+
+    def shape(self, name: str, parts: Sequence[str]) -> Figures:
+        """The parts of the Backend alone; `mesh` is what a mesh is compared with."""
+        measures: dict[str, Callable[[Remote, str], Cells]] = {
+            "decode": self._decode,
+            "prefill": self._prefill,
+            "mixed": self._mixed,
+            "uneven": self._uneven,
+            "mesh": self._backend_of_mesh,
+        }
+        chosen = {part: measures[part] for part in measures if part in parts}
+        figures = self._measured(name, name, chosen) if chosen else {}
+        costly = {part: chosen[part] for part in chosen if part in COSTLY}
+        if costly and self.arguments.batch_invariant:
+            title = f"{name} batch_invariant"
+            figures["batch_invariant"] = self._measured(title, name, costly, batch_invariant=True)
+        return figures
+
+    def _measured(
+        self,
+        title: str,
+        name: str,
+        parts: Mapping[str, Callable[[Remote, str], Cells]],
+        **settings: bool,
+    ) -> Figures:
+        """Parts of one engine with these settings."""
+        engine = Remote(COMMAND_SECONDS)
+        try:
+            figures = self.collect(title, self._load(engine, name, settings))
+            for part in parts if "failed" not in figures else ():
+                figures[part] = self.collect(f"{title} {part}", parts[part](engine, name))
+        finally:
+            engine.end()
+        return figures
+
+    def _load(self, engine: Remote, name: str, settings: Mapping[str, bool]) -> Cells:
+        started = time.monotonic()
+        folder = self.model(name)
+        built = time.monotonic()
+        yield "build_seconds", round(built - started, 1)
+        engine.open(
+            "Trtmesh", folder, self.arguments.dtype, 0, device=self.arguments.device,
+            kv_cache={"prefix_reuse": False, "tokens": self._kv_tokens},
+            batching={"max_step_tokens": STEP_TOKENS}, limits={"max_batch_size": self._most},
+            **settings,
+        )  # fmt: skip
+        yield "load_seconds", round(time.monotonic() - built, 1)
+
+    @property
+    def _most(self) -> int:
+        """Sequences of the largest step."""
+        streams = self.arguments.streams if "mesh" in self.arguments.parts else []
+        return int(max(*self.arguments.batches, *streams, MIXED_BATCH + 1))
+
+    @property
+    def _new_tokens(self) -> int:
+        """Most of a sequence."""
+        streamed = self.arguments.stream_tokens if "mesh" in self.arguments.parts else 0
+        return int(max(self.arguments.tokens, MIXED_STEPS, streamed))
+
+    @property
+    def _positions(self) -> int:
+        return int(self.arguments.longest) + PROMPT_TOKENS + self._new_tokens
+
+    @property
+    def _kv_tokens(self) -> int:
+        # A block more for each.
+        each = PROMPT_TOKENS + self._new_tokens + 16
+        return self._most * each + UNEVEN_BATCH * UNEVEN_SHORT + int(self.arguments.longest)
+
+    def _decode(self, engine: Remote, name: str) -> Cells:
+        tokens = self.arguments.tokens
+        for batch in self.cells_in_time(f"{name} decode", self.arguments.batches):
+            rates = self._rates(engine, name, [PROMPT_TOKENS] * batch, tokens)
+            yield str(batch), self._step(name, rates, [PROMPT_TOKENS + tokens // 2] * batch)
+
+    def _rates(self, engine: Remote, name: str, lengths: list[int], tokens: int) -> list[float]:
+        """Tokens a second of some runs, each with prompts of its own of these lengths, after one that warms up."""
+        return [
+            engine.decode(self._prompts(name, lengths, run), tokens).steady_rate
+            for run in range(self.arguments.runs + 1)
+        ][1:]
+
+    def _prompts(self, name: str, lengths: list[int], seed: int) -> Prompts:
+        generator = torch.Generator().manual_seed(seed)
+        size = SHAPES[name]["vocab_size"]
+        return [
+            torch.randint(2, size, (length,), generator=generator).tolist() for length in lengths
+        ]
+
+    def _step(self, name: str, rates: list[float], contexts: list[int]) -> Figures:
+        """Figures of decode steps over sequences of these lengths."""
+        rate = statistics.median(rates)
+        seconds = len(contexts) / rate
+        least = step_bytes(SHAPES[name], self.dtype, sum(contexts)) / self.copy_rate
+        return {
+            "tokens_a_second": round(rate, 1),
+            "step_ms": round(1000 * seconds, 3),
+            "share": round(least / seconds, 3),
+            "spread": [round(each, 1) for each in (min(rates), max(rates))],
+        }
+
+    def _prefill(self, engine: Remote, name: str) -> Cells:
+        lengths = [each for each in PREFILLS if each <= self.arguments.longest]
+        for tokens in self.cells_in_time(f"{name} prefill", lengths):
+            seconds = self._first_token_seconds(engine, name, tokens)
+            operations = prefill_operations(SHAPES[name], tokens)
+            yield (
+                str(tokens),
+                {
+                    "first_token_ms": round(1000 * seconds, 2),
+                    "tokens_a_second": round(tokens / seconds),
+                    "share": round(operations / seconds / self.product_rate, 3),
+                },
+            )
+
+    def _first_token_seconds(self, engine: Remote, name: str, tokens: int) -> float:
+        """Of a lone prompt, the median after one that warms up."""
+        seconds = [
+            engine.decode(self._prompts(name, [tokens], run), 1).first_token_seconds
+            for run in range(FIRST_TOKEN_RUNS + 1)
+        ]
+        return statistics.median(seconds[1:])
+
+    def _mixed(self, engine: Remote, name: str) -> Cells:
+        for chunk in self.cells_in_time(f"{name} mixed", MIXED_CHUNKS):
+            steps, extras = [], []
+            for run in range(self.arguments.runs + 1):
+                given = self._prompts(name, [PROMPT_TOKENS] * MIXED_BATCH, run)
+                joining = self._prompts(name, [chunk] * CHUNKS, 100 + run)
+                # The first step completes prompts.
+                plain = engine.call("joined", given, MIXED_STEPS, [], 1)[1:]
+                mixed = engine.call("joined", given, MIXED_STEPS, joining, STEPS_PER_CHUNK)[1:]
+                step = statistics.fmean(plain)
+                steps.append(step)
+                # All that a chunk costs, also in the step after, which could not be launched ahead.
+                extras.append((sum(mixed) - step * len(mixed)) / CHUNKS)
+            step, extra = statistics.median(steps[1:]), statistics.median(extras[1:])
+            alone = self._first_token_seconds(engine, name, chunk)
+            yield (
+                str(chunk),
+                {
+                    "step_ms": round(1000 * step, 3),
+                    "chunk_ms": round(1000 * alone, 3),
+                    "mixed_ms": round(1000 * (step + extra), 3),
+                    "over_sum": round((step + extra) / (step + alone), 3),
+                },
+            )
+
+    def _uneven(self, engine: Remote, name: str) -> Cells:
+        tokens, short = self.arguments.tokens, UNEVEN_BATCH - 1
+        lengths = [UNEVEN_SHORT] * short + [self.arguments.longest - UNEVEN_LESS]
+        kinds = {"uneven": lengths, "even": [sum(lengths) // UNEVEN_BATCH] * UNEVEN_BATCH}
+        for kind in self.cells_in_time(f"{name} uneven", kinds):
+            rates = self._rates(engine, name, kinds[kind], tokens)
+            yield kind, self._step(name, rates, [each + tokens // 2 for each in kinds[kind]])
+
+    def _backend_of_mesh(self, engine: Remote, name: str) -> Cells:
+        """Tokens a second for as many tokens as the streams of the mesh have."""
+        for streams in self.cells_in_time(f"{name} mesh's backend", self.arguments.streams):
+            lengths = [PROMPT_TOKENS] * streams
+            rates = self._rates(engine, name, lengths, self.arguments.stream_tokens)
+            yield str(streams), round(statistics.median(rates), 1)
+
+    def mesh(self, name: str, backend: Figures) -> Cells:
+        """Streams through real processes; `backend` are the tokens a second of the Backend alone."""
+        folder = self.model(name)
+        flags = (
+            *("--model-dir", str(folder), "--torch-device", self.arguments.device),
+            *("--torch-dtype", self.arguments.dtype),
+            *("--torch-kv-cache-prefix-reuse", "false"),
+            *("--torch-kv-cache-tokens", str(self._kv_tokens)),
+            *("--torch-batching-max-step-tokens", str(STEP_TOKENS)),
+            *("--torch-limits-max-batch-size", str(self._most)),
+        )
+        with (
+            stack(*flags, backend="torch", model_dir=folder) as running,
+            clients(running.address, CLIENTS) as asking,
+        ):
+            yield "first_token_p50_ms", _lone_milliseconds(asking)
+            for streams in self.cells_in_time(f"{name} mesh", self.arguments.streams):
+                figures = self._streamed(asking, streams)
+                if alone := backend.get(str(streams)):
+                    figures["backend_tokens_a_second"] = alone
+                    figures["share"] = round(figures["tokens_a_second"] / alone, 3)
+                yield str(streams), figures
+
+    def _streamed(self, asking: Clients, streams: int) -> Figures:
+        answers = [
+            asking.ask(_texts(streams, run), self.arguments.stream_tokens)
+            for run in range(self.arguments.runs + 1)
+        ][1:]
+        firsts = [each for answer in answers for each in answer.first_token_seconds]
+        return {
+            "tokens_a_second": round(statistics.median(each.steady_rate for each in answers), 1),
+            "with_the_start": round(statistics.median(each.whole_rate for each in answers), 1),
+            "first_token_p50_ms": round(1000 * statistics.median(firsts), 2),
+        }
+
+    def peer(self, name: str, peer: str, decode: Figures) -> Cells:
+        """Tokens a second, and those of the Backend over them."""
+        kind, named = PEERS[peer]
+        remote = Remote(COMMAND_SECONDS)
+        try:
+            remote.open(
+                kind, self.model(name), self.arguments.dtype, os.cpu_count() or 1,
+                self.arguments.device, **named,
+            )  # fmt: skip
+            for batch in self.cells_in_time(f"{name} {peer}", self.arguments.batches):
+                given = self._prompts(name, [PROMPT_TOKENS] * batch, 1)
+                remote.decode(given, 4)
+                rate = remote.decode(given, self.arguments.peer_tokens).steady_rate
+                figures = {"tokens_a_second": round(rate, 1)}
+                if ours := decode.get(str(batch)):
+                    figures["ours_over_it"] = round(ours["tokens_a_second"] / rate, 2)
+                yield str(batch), figures
+        finally:
+            remote.end()
+
+    def _release(self) -> None:
+        """Gives memory of the device to other processes."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _lone_milliseconds(asking: Clients) -> float:
+    """To the first token of a request alone, the median after one that warms up."""
+    seconds = [asking.ask([text], 1).first_token_seconds[0] for text in _texts(LONE_PROMPTS, 1)]
+    return round(1000 * statistics.median(seconds[1:]), 2)
+
+
+def _texts(count: int, seed: int) -> list[str]:
+    """Of one token a letter."""
+    dice = random.Random(seed)
+    return ["".join(dice.choices(LETTERS, k=PROMPT_TOKENS)) for _ in range(count)]
+
+
+def run(bench: Bench) -> Figures:
+    arguments, found = bench.arguments, Figures()
+    first, parts = arguments.shapes[0], arguments.parts
+    for name in bench.parts_in_time("shape", arguments.shapes):
+        own = [part for part in parts if part != "mesh" or name == first]
+        found[name] = bench.shape(name, own)
+    if "mesh" in parts and first in found:
+        for name in bench.parts_in_time("mesh", [first]):
+            backend = found[name].get("mesh", {})
+            found[name]["mesh"] = bench.collect(f"{name} mesh", bench.mesh(name, backend))
+    for peer in arguments.peers if "peers" in parts else ():
+        for name in bench.parts_in_time(peer, found):
+            decode = found[name].get("decode", {})
+            found[name][peer] = bench.collect(f"{name} {peer}", bench.peer(name, peer, decode))
+    return found
+
+
+def main(arguments: argparse.Namespace) -> int:
+    on_gpu = torch.device(arguments.device).type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        print("there is no GPU", file=sys.stderr)
+        return 2
+    if not on_gpu and GRAPHS in arguments.peers:
+        print(f"{GRAPHS} is left out: its graphs are those of CUDA", file=sys.stderr)
+        arguments.peers = [peer for peer in arguments.peers if peer != GRAPHS]
+    where = arguments.folder or quick_folder(arguments.shapes, getattr(torch, arguments.dtype))
+    with tempfile.TemporaryDirectory(dir=where, prefix="trtmesh-bench-") as folder:
+        bench = Bench(arguments, Path(folder))
+        found = run(bench)
+    figures = {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "dtype": arguments.dtype,
+        "copy_tb_a_second": round(bench.copy_rate / 1e12, 3),
+        "product_tflop_a_second": round(bench.product_rate / 1e12, 1),
+        "shapes": found,
+        "left_out": bench.left_out,
+        "failed": bench.failed,
+    }
+    print(json.dumps(figures))
+    return 1 if bench.failed else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["1B", "8B"])
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--batch-invariant", action="store_true", help="also with this setting")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens of a sequence")
+    parser.add_argument("--peer-tokens", type=int, default=64, help="the same of peers")
+    parser.add_argument("--longest", type=int, default=8192, help="tokens of the longest prompt")
+    parser.add_argument("--streams", type=int, nargs="+", default=list(MESH_STREAMS))
+    parser.add_argument("--stream-tokens", type=int, default=MESH_TOKENS)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=480, help="no cell begins later")
+    parser.add_argument("--part-seconds", type=float, default=45, help="the same of a part")
+    parser.add_argument("--folder", type=Path, help="for models, in place of shared memory")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(parse()))

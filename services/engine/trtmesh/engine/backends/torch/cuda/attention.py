@@ -1,0 +1,163 @@
+"""Attention of a flat batch by kernels that read the pages themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
+from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
+    DecodeWorkspace,
+    decode_attention,
+    most_shared_rows,
+)
+from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
+from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import (
+    TILE,
+    prefill_attention,
+    tiles_of,
+)
+from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
+from trtmesh.engine.backends.torch.memory.blocks import BlockTables
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.attention import Angles, Rule, StepTokens
+
+
+class KernelAttention(GraphAttention):
+    """New tokens in a row by one kernel, with their rotation and store; chunks by another, in tiles."""
+
+    def __init__(self, cache: KvCache, tables: BlockTables) -> None:
+        super().__init__(cache)
+        self._pages = Pages(cache.pool)
+        self._tables = tables.rows
+        self._workspace: DecodeWorkspace | None = None
+        self._rows: tuple[StepInputs, int] | None = None
+        self._chunks: Chunks | None = None
+
+    def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
+        super().begin(step, written)
+        self._rows, self.turns = None, False
+        self._chunks = _chunks_of(step, self._tables, self.cache)
+
+    def begin_static(self, step: StepTokens, chunks: Chunks) -> None:
+        """Prepares for forwards over the static inputs of a graph, of which the step has only `token_rows`."""
+        super().begin(step)
+        self._rows, self.turns = None, False
+        self._chunks = chunks
+
+    def begin_rows(self, inputs: StepInputs, rows: int) -> None:
+        self._rows, self.turns = (inputs, rows), True
+
+    def static_chunks(self, positions: Tensor, table: Tensor) -> StaticTiles:
+        return StaticTiles(self, len(positions), table)
+
+    def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
+        if self._rows:
+            return self._attend_rows(layer, queries, kv, rule, None)
+        self._write(layer, kv)
+        chunks = self._chunks
+        assert chunks
+        singles = len(chunks.rows[0]) if chunks.rows else 0
+        if chunks.rows and singles == len(queries):
+            return self._decode(layer, queries, kv, chunks.rows, rule, writes=False)
+        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        if chunks.rows:
+            output[:singles] = self._decode(
+                layer, queries[:singles], kv[:singles], chunks.rows, rule, writes=False
+            )
+        prefill_attention(queries, chunks.tiles, chunks.table, self._pages, layer, rule, output)
+        return output
+
+    def attend_turning(
+        self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, angles: Angles
+    ) -> Tensor:
+        return self._attend_rows(layer, queries, kv, rule, angles)
+
+    def _attend_rows(
+        self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, angles: Angles | None
+    ) -> Tensor:
+        assert self._rows
+        inputs, count = self._rows
+        rows = inputs.positions[:count], inputs.table, inputs.width
+        return self._decode(layer, queries, kv, rows, rule, writes=True, angles=angles)
+
+    def _decode(
+        self,
+        layer: int,
+        queries: Tensor,
+        kv: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        rule: Rule,
+        *,
+        writes: bool,
+        angles: Angles | None = None,
+    ) -> Tensor:
+        if self._workspace is None:
+            most = min(len(self._tables), most_shared_rows(self._pages.kv_heads))
+            self._workspace = DecodeWorkspace(
+                queries.shape[1], self._pages, most, self.cache.pool.device
+            )
+        return decode_attention(
+            queries,
+            kv,
+            *rows,
+            self._pages,
+            layer,
+            rule,
+            self._workspace,
+            writes=writes,
+            angles=(angles[0][0], angles[1][0]) if angles else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Where the tokens of a step are, on the device."""
+
+    rows: tuple[Tensor, Tensor, Tensor] | None
+    """Positions, table and its width, for the sequences with one token, which come first; None without any."""
+    table: Tensor
+    """[sequences, width]"""
+    tiles: Tensor
+    """Of the other sequences, [tiles, 4]; see `tiles_of`."""
+
+
+def _chunks_of(step: StepTokens, tables: np.ndarray, cache: KvCache) -> Chunks:
+    device, singles = cache.pool.device, step.singles
+    ends = step.starts + step.counts
+    width = int(-(-ends.max() // cache.tokens_per_block))
+    table = torch.from_numpy(tables[step.slots, :width]).to(device)
+    rows = None
+    if singles:
+        positions = torch.from_numpy(step.starts[:singles]).to(device)
+        rows = (positions, table, torch.tensor([width], device=device))
+    starts, counts = step.starts[singles:].tolist(), step.counts[singles:].tolist()
+    tiles = tiles_of(starts, counts, first_row=singles, first=singles)
+    return Chunks(rows, table, torch.tensor(tiles, dtype=torch.int64, device=device).view(-1, 4))
+
+
+class StaticTiles:
+    """Implements StaticChunks."""
+
+    def __init__(self, attention: KernelAttention, most_tokens: int, table: Tensor) -> None:
+        self._attention = attention
+        self._table = table
+        most = self._count(most_tokens)
+        self._tiles = torch.zeros(most, 4, dtype=torch.int64, device=table.device)
+
+    def fill(self, step: StepTokens, size: int) -> None:
+        tiles = tiles_of(step.starts.tolist(), step.counts.tolist(), first_row=0, first=0)
+        # A tile without tokens reads and stores nothing.
+        tiles += [[0, 0, 0, 0]] * (self._count(size) - len(tiles))
+        self._tiles[: len(tiles)].copy_(torch.tensor(tiles, dtype=torch.int64))
+
+    def begin(self, step: StepTokens, size: int) -> None:
+        tiles = self._tiles[: self._count(size)]
+        self._attention.begin_static(step, Chunks(None, self._table, tiles))
+
+    def _count(self, tokens: int) -> int:
+        """Most tiles of the chunks of a graph with this many tokens together."""
+        return tokens // TILE + len(self._table) - 1

@@ -1,0 +1,165 @@
+"""A GPU of NVIDIA with kernels for pages, and captured decode steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from trtmesh.engine.backends.torch.accelerator import ORDERING, Accelerator
+from trtmesh.engine.backends.torch.compute.device import Compute
+from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
+from trtmesh.engine.backends.torch.cuda.choice import KernelChooser
+from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
+from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs, Record
+from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
+from trtmesh.engine.backends.torch.cuda.kernels.block_copies import copy_blocks
+from trtmesh.engine.backends.torch.cuda.kernels.layers import norm, norm_reference
+from trtmesh.engine.backends.torch.cuda.layers import (
+    KernelHead,
+    KernelLayer,
+    KernelMlp,
+    KernelNorm,
+    KernelRotation,
+    LayerProducts,
+    RotaryTable,
+)
+from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
+from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
+from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks
+from trtmesh.engine.backends.torch.memory.blocks import BlockTables
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.fusing import (
+    fuse_layers,
+    fuse_norms,
+    is_plain,
+    replace_layers,
+)
+from trtmesh.engine.backends.torch.model.model import Fitted, Model
+from trtmesh.engine.backends.torch.parallel.group import Group
+from trtmesh.engine.backends.torch.parallel.layers import add_up
+from trtmesh.engine.backends.torch.sampling.ordering import Ordering
+
+log = logging.getLogger(__name__)
+
+LEAST_CAPABILITY = (8, 0)
+"""Of devices whose tensor cores multiply bfloat16."""
+
+STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn"}
+"""Types of transformers."""
+
+MOST_TABLED_POSITIONS = 2**18
+
+
+class Cuda(Accelerator):
+    """Runs models with fused layers and kernels of this package."""
+
+    ordering: ClassVar[Ordering] = ORDERING
+
+    def __init__(self, name: torch.device, group: Group | None = None) -> None:
+        """`group` are the ranks that share the model; None for a whole one."""
+        super().__init__(name)
+        self._group = group
+
+    def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
+        products = LayerProducts(module.device)
+        fuse_layers(module, KernelRotation(), KernelMlp, partial(KernelLayer, products))
+        fuse_norms(module, KernelNorm)
+        untyped: Any = module
+        head = untyped.get_output_embeddings()
+        if type(head) is nn.Linear:
+            replace_layers(module, lambda own: KernelHead(products, head) if own is head else None)
+        if self._group:
+            add_up(module, self._group)
+        return fitted(module, dtype)
+
+    @property
+    def copies_blocks(self) -> CopiesBlocks:
+        return copy_blocks
+
+    def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
+        attention = self._attention(cache, tables)
+        chooser = KernelChooser(self.ordering)
+        runner = Runner(
+            model, cache, tables, attention, chooser, self.release_memory, self._synchronize()
+        )
+        inputs = StepInputs(tables.rows, cache.tokens_per_block, self.name)
+        share = self._group.share if self._group else None
+        graphs = DecodeGraphs(model, attention, inputs, len(tables.rows), self._recorder(), share)
+        # In memory of its own: a step may launch graphs of both kinds.
+        chunks = ChunkGraphs(model, cache, tables, attention, self._recorder())
+        return GraphRunner(runner, graphs, chunks, chooser, self.name)
+
+    def _attention(self, cache: KvCache, tables: BlockTables) -> GraphAttention:
+        return KernelAttention(cache, tables)
+
+    def _synchronize(self) -> Callable[[], None]:
+        return partial(torch.cuda.synchronize, self.name)
+
+    def _recorder(self) -> Record:
+        return _Recorder(self.name)
+
+
+def fitted(module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
+    """A model whose layers have been replaced."""
+    plain = is_plain(module)
+    if plain:
+        _tabulate_positions(module, dtype)
+    return Fitted(dtype, plain=plain)
+
+
+def _tabulate_positions(module: Any, dtype: torch.dtype) -> None:
+    """Gives a plain model a table of its rotary positions, unless these depend on the length of the sequence."""
+    rotary, positions = module.model.rotary_emb, module.config.max_position_embeddings
+    if rotary.rope_type in STATIC_ROTATIONS and positions <= MOST_TABLED_POSITIONS:
+        module.model.rotary_emb = RotaryTable(rotary, positions, dtype)
+
+
+class _Recorder:
+    """Captures operations as graphs that share memory: each overwrites the results of the others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        # Kernels are compiled and workspaces allocated outside of the capture.
+        untyped: Any = torch.cuda
+        stream = untyped.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = compute()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def works(device: torch.device) -> bool:
+    """Whether the kernels compile and compute on a device; says in the log why they do not."""
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        log.warning("%s has no tensor cores for bfloat16, which the kernels need", device)
+        return False
+    given = torch.linspace(-1, 1, 64, device=device).view(2, 32)
+    weight = torch.linspace(0, 1, 32, device=device)
+    try:
+        got = norm(given, weight, 1e-5)
+        is_right = torch.allclose(got, norm_reference(given, weight, 1e-5), atol=1e-5)
+    except Exception as error:  # noqa: BLE001 - another way of computing is chosen
+        log.warning("kernels do not run on %s: %s", device, error)
+        return False
+    if not is_right:
+        log.warning("kernels compute wrong results on %s", device)
+    return is_right

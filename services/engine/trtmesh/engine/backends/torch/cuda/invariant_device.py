@@ -1,0 +1,47 @@
+"""A GPU whose results for a token do not depend on the batch, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+from trtmesh.engine.backends.torch.accelerator import ORDERING
+from trtmesh.engine.backends.torch.cuda.device import Cuda, fitted
+from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
+from trtmesh.engine.backends.torch.cuda.invariant_attention import InvariantAttention
+from trtmesh.engine.backends.torch.cuda.invariant_layers import InvariantUpdates, make_invariant
+from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import InvariantProducts
+from trtmesh.engine.backends.torch.cuda.kernels.sums import running_sums
+from trtmesh.engine.backends.torch.cuda.layers import KernelMlp, KernelNorm, KernelRotation
+from trtmesh.engine.backends.torch.memory.blocks import BlockTables
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.fusing import fuse_layers, fuse_norms
+from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
+from trtmesh.engine.backends.torch.model.model import Fitted
+from trtmesh.engine.backends.torch.sampling.ordering import Ordering
+
+
+class InvariantCuda(Cuda):
+    """Every layer computes any number of tokens in one way: nothing is chosen by their number, and no norm or sum is
+    part of a product."""
+
+    ordering: ClassVar[Ordering] = replace(ORDERING, running_sums=running_sums)
+
+    def __init__(self, name: torch.device) -> None:
+        super().__init__(name)
+        self._products = InvariantProducts(name)
+
+    def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
+        fuse_layers(module, KernelRotation(), KernelMlp)
+        fuse_norms(module, KernelNorm)
+        make_invariant(module, self._products)
+        return fitted(module, dtype)
+
+    def products(self, tables: Collection[UpdateTable], max_tokens: int) -> Products:
+        return InvariantUpdates(self._products, list(tables))
+
+    def _attention(self, cache: KvCache, tables: BlockTables) -> GraphAttention:
+        return InvariantAttention(cache, tables)

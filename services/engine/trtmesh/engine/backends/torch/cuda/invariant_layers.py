@@ -1,0 +1,119 @@
+"""Linear layers, and the updates of adapters, whose result for a token does not depend on the others of a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.engine.backends.torch.compute.cancelling import cancelling_trial
+from trtmesh.engine.backends.torch.compute.slot_by_slot import SlotBySlot
+from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
+    InvariantProducts,
+    shares_of,
+)
+from trtmesh.engine.backends.torch.cuda.kernels.products import LINES
+from trtmesh.engine.backends.torch.model.fusing import replace_layers
+from trtmesh.engine.backends.torch.model.lora_layers import UpdateTable
+
+TRIAL_ROWS = 130
+"""More than two tiles."""
+
+Kind = tuple[int, int, bool, torch.dtype]
+
+
+def make_invariant(model: PreTrainedModel, products: InvariantProducts) -> None:
+    """Replaces the linear layers of a model. Raises ModelUnusable where other layers multiply, or where a product
+    depends on the number of rows."""
+
+    def invariant(own: nn.Module) -> nn.Module | None:
+        # Not subclasses, which may compute something else.
+        return InvariantLinear(own, products) if type(own) in (nn.Linear, Conv1D) else None
+
+    replace_layers(model, invariant)
+    trial = Trial(products)
+    for name, layer in model.named_modules():
+        if isinstance(layer, InvariantLinear):
+            trial.check(layer.matrix)
+        elif not isinstance(layer, nn.Embedding) and _multiplies(layer):
+            raise ModelUnusable(
+                f"batch_invariant is refused: {name} of model type {model.config.model_type} multiplies with weights of"
+                " its own, in an order that may depend on the batch"
+            )
+
+
+class InvariantLinear(nn.Module):
+    """A linear layer that adds up the inputs of a row in the same order whatever the other rows."""
+
+    def __init__(self, own: nn.Module, products: InvariantProducts) -> None:
+        super().__init__()
+        assert isinstance(own, (nn.Linear, Conv1D))
+        self.weight: Tensor = own.weight
+        self.bias: Tensor | None = own.bias
+        self._is_transposed = isinstance(own, Conv1D)
+        self._products = products
+
+    @property
+    def matrix(self) -> Tensor:
+        """[outputs, inputs]"""
+        return self.weight.t() if self._is_transposed else self.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        matrix = self.matrix
+        rows = tokens.reshape(-1, matrix.shape[1])
+        product = self._products.product(rows, matrix, self.bias)
+        return product.view(*tokens.shape[:-1], len(matrix))
+
+
+class InvariantUpdates(SlotBySlot):
+    """The rows of each adapter by the products of the layers."""
+
+    def __init__(self, products: InvariantProducts, tables: list[UpdateTable]) -> None:
+        super().__init__(tables[0].a.device)
+        self._products = products
+        trial = Trial(products)
+        for table in tables:
+            trial.check(table.a[0])
+            trial.check(table.b[0].t())
+
+    def _product(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        return self._products.product(rows, matrix)
+
+
+class Trial:
+    """Compares the bits of rows alone and among others, once for each kind of product. Half precision hides most
+    differences, so it multiplies what cancels to the rounding errors."""
+
+    def __init__(self, products: InvariantProducts) -> None:
+        self._products = products
+        self._checked: set[Kind] = set()
+
+    def check(self, matrix: Tensor) -> None:
+        """Raises ModelUnusable where the bits of a product with matrices like `matrix` [outputs, inputs] differ."""
+        inputs, shared = matrix.shape[1], shares_of(matrix)
+        kind = (inputs, shared, matrix.stride(1) == 1, matrix.dtype)
+        if kind in self._checked:
+            return
+        self._checked.add(kind)
+        given, cancelling = (
+            each.to(matrix.device)
+            for each in cancelling_trial(TRIAL_ROWS, inputs, LINES, matrix.dtype)
+        )
+        like = cancelling if matrix.stride(1) == 1 else cancelling.t().contiguous().t()
+
+        def product(places: Tensor) -> Tensor:
+            return self._products.product(given[places], like, shared=shared)
+
+        every = torch.arange(TRIAL_ROWS, device=matrix.device)
+        expected = product(every)
+        parts = [every[:1], every[-1:], every[3:20], every[60:125], every.flip(0)]
+        if not all(torch.equal(product(places), expected[places]) for places in parts):
+            raise ModelUnusable(
+                f"batch_invariant is refused: on {matrix.device}, the rows of a product of {inputs} inputs depend on"
+                " each other"
+            )
+
+
+def _multiplies(layer: nn.Module) -> bool:
+    return any(each.dim() > 1 for each in layer.parameters(recurse=False))

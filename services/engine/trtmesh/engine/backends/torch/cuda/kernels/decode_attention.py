@@ -1,0 +1,427 @@
+"""Attention of one new token per sequence over the paged cache, with the rotation and the store of its key and value.
+
+A sequence's keys are cut into at most MOST_SPLITS runs, by its own length alone, and the results of the runs are merged
+in their order. So with one tiling, the result of a row does not depend on the other rows. `fixed_tiling` is one for any
+number of rows, also several of a sequence: those attend to its stored keys alone, and to their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
+from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
+from trtmesh.engine.backends.torch.model.attention import Rule
+
+MOST_SPLITS = 16
+LEAST_RUN = 256
+"""Keys of a run, where a sequence has fewer than MOST_SPLITS times as many."""
+PROGRAMS = 1056
+"""Programs that fill a large GPU; longer sequences are not cut for more."""
+FEW_PROGRAMS = 64
+"""Pairs of row and KV head so few that each gets a whole multiprocessor."""
+LEAST_SIZE = 16
+"""Least size of a matrix product's operand."""
+NO_WINDOW = 2**31 - 1
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _merged(m, total, sums, m2, total2, sums2):
+    """Two results of parts of the keys as one: highest score, sum of weights, weighted sum of values."""
+    top = tl.maximum(m, m2)
+    one = tl.exp2(m - top)
+    two = tl.exp2(m2 - top)
+    return top, total * one + total2 * two, sums * one[:, None] + sums2 * two[:, None]
+
+
+@triton.jit
+def capped(score, softcap):
+    """tanh(score / softcap) * softcap"""
+    return (2.0 / (1.0 + tl.exp(-2.0 * score / softcap)) - 1.0) * softcap
+
+
+@triton.jit
+def _turned(x, swapped, cos, sin, sign):
+    """x * cos + rotate_half(x) * sin"""
+    return (x.to(tl.float32) * cos + swapped.to(tl.float32) * (sin * sign)).to(x.dtype)
+
+
+@triton.jit
+def _decode(
+    queries,
+    kv,
+    cos,
+    sin,
+    positions,
+    owners,
+    table,
+    width,
+    pool,
+    output,
+    partial,
+    stats,
+    done,
+    sinks,
+    layer_offset,
+    block_stride,
+    value_stride,
+    head_stride,
+    query_row,
+    query_head,
+    kv_row,
+    kv_head,
+    angle_row,
+    scale,
+    softcap,
+    window,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    keys: tl.constexpr,
+    group: tl.constexpr,
+    padded_group: tl.constexpr,
+    splits: tl.constexpr,
+    most_splits: tl.constexpr,
+    least_run: tl.constexpr,
+    has_softcap: tl.constexpr,
+    has_sinks: tl.constexpr,
+    writes: tl.constexpr,
+    has_owners: tl.constexpr,
+    turned: tl.constexpr,
+    stages: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Program: (row, KV head, one of `splits` that share the runs)."""
+    if overlaps:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    share = tl.program_id(2)
+    log2_e: tl.constexpr = 1.4426950408889634
+    position = tl.load(positions + row)
+    owner = row
+    if has_owners:
+        owner = tl.load(owners + row)
+    blocks = table + owner * tl.load(width)
+    first = tl.maximum(position - window + 1, 0)
+    seen = position - first
+    run = tl.maximum(tl.cdiv(tl.cdiv(seen, most_splits), keys) * keys, least_run)
+    runs = tl.maximum(tl.cdiv(seen, run), 1)
+    if share < runs:
+        d = tl.arange(0, padded_dim)
+        g = tl.arange(0, padded_group)
+        n = tl.arange(0, keys)
+        in_dim = d < dim
+        whole = (g < group)[:, None] & in_dim[None, :]
+        kind = pool.dtype.element_ty
+        heads = head * group + g
+        place_of_q = queries + row * query_row + heads[:, None] * query_head
+        own = kv + row * kv_row + head * kv_head
+        base = pool + layer_offset + head * head_stride
+        if overlaps:
+            gdc_wait()
+        q = tl.load(place_of_q + d[None, :], mask=whole, other=0.0).to(kind)
+        new_key = tl.load(own + d, mask=in_dim, other=0.0).to(kind)
+        new_value = tl.load(own + kv_heads * kv_head + d, mask=in_dim, other=0.0).to(kind)
+        if turned > 0:
+            # The first `turned` of a head's values, in two halves that rotate against each other.
+            half: tl.constexpr = turned // 2
+            turns = d < turned
+            other_half = tl.where(d < half, d + half, d - half)
+            sign = tl.where(d < half, -1.0, 1.0)
+            angle = row * angle_row + d
+            cos_d = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
+            sin_d = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
+            swapped = tl.load(
+                place_of_q + other_half[None, :], mask=whole & turns[None, :], other=0.0
+            ).to(kind)
+            q = _turned(q, swapped, cos_d[None, :], sin_d[None, :], sign[None, :])
+            swapped_key = tl.load(own + other_half, mask=turns, other=0.0).to(kind)
+            new_key = _turned(new_key, swapped_key, cos_d, sin_d, sign)
+        if writes and share == 0:
+            block = tl.load(blocks + position // block_tokens)
+            # Rows that only fill a graph have the null block, which stays zero.
+            if block != 0:
+                place = base + block * block_stride + (position % block_tokens) * dim + d
+                tl.store(place, new_key, mask=in_dim)
+                tl.store(place + value_stride, new_value, mask=in_dim)
+        own_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+        if has_softcap:
+            own_score = capped(own_score, softcap)
+        own_score = own_score * log2_e
+        all_m = tl.full((padded_group,), float("-inf"), tl.float32)
+        all_total = tl.zeros((padded_group,), tl.float32)
+        all_sums = tl.zeros((padded_group, padded_dim), tl.float32)
+        part = (row * kv_heads + head) * most_splits
+        for index in range(share, runs, splits):
+            begin = first + index * run
+            end = tl.minimum(begin + run, position)
+            # The new token belongs to the first run.
+            is_first = index == 0
+            m = tl.where(is_first, own_score, float("-inf"))
+            total = tl.zeros((padded_group,), tl.float32) + tl.where(is_first, 1.0, 0.0)
+            sums = tl.zeros((padded_group, padded_dim), tl.float32)
+            sums += tl.where(is_first, new_value.to(tl.float32), 0.0)[None, :]
+            for at in tl.range(begin, end, keys, num_stages=stages):
+                key = at + n
+                there = key < end
+                block = tl.load(blocks + key // block_tokens, mask=there, other=0)
+                place = base + block * block_stride + (key % block_tokens) * dim
+                spots = place[:, None] + d[None, :]
+                mask = there[:, None] & in_dim[None, :]
+                k = tl.load(spots, mask=mask, other=0.0)
+                v = tl.load(spots + value_stride, mask=mask, other=0.0)
+                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                if has_softcap:
+                    score = capped(score, softcap)
+                score = tl.where(there[None, :], score * log2_e, float("-inf"))
+                top = tl.maximum(m, tl.max(score, 1))
+                weights = tl.exp2(score - top[:, None])
+                before = tl.exp2(m - top)
+                total = total * before + tl.sum(weights, 1)
+                sums = tl.dot(weights.to(kind), v, sums * before[:, None], input_precision="ieee")
+                m = top
+            if runs == 1 or (splits == 1 and is_first):
+                all_m, all_total, all_sums = m, total, sums
+            elif splits == 1:
+                all_m, all_total, all_sums = _merged(all_m, all_total, all_sums, m, total, sums)
+            else:
+                spot = (part + index) * group + g
+                tl.store(
+                    partial + spot[:, None] * padded_dim + d[None, :],
+                    sums,
+                    mask=(g < group)[:, None],
+                )
+                tl.store(stats + 2 * spot, m, mask=g < group)
+                tl.store(stats + 2 * spot + 1, total, mask=g < group)
+        last = runs > 0
+        if splits > 1 and runs > 1:
+            tl.debug_barrier()
+            mine = tl.cdiv(runs - share, splits).to(tl.int32)
+            last = tl.atomic_add(done + row * kv_heads + head, mine) + mine == runs
+            if last:
+                tl.store(done + row * kv_heads + head, 0)
+                for index in range(runs):
+                    spot = (part + index) * group + g
+                    # Not from the first-level cache, which may be older than the other programs' results.
+                    m = tl.load(stats + 2 * spot, mask=g < group, other=0.0, cache_modifier=".cg")
+                    total = tl.load(
+                        stats + 2 * spot + 1, mask=g < group, other=1.0, cache_modifier=".cg"
+                    )
+                    sums = tl.load(
+                        partial + spot[:, None] * padded_dim + d[None, :],
+                        mask=(g < group)[:, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    if index == 0:
+                        all_m, all_total, all_sums = m, total, sums
+                    else:
+                        all_m, all_total, all_sums = _merged(
+                            all_m, all_total, all_sums, m, total, sums
+                        )
+        if last:
+            if has_sinks:
+                sink = tl.load(sinks + heads, mask=g < group, other=0.0).to(tl.float32) * log2_e
+                top = tl.maximum(all_m, sink)
+                before = tl.exp2(all_m - top)
+                all_total = all_total * before + tl.exp2(sink - top)
+                all_sums = all_sums * before[:, None]
+            tl.store(
+                output + (row * kv_heads * group + heads[:, None]) * dim + d[None, :],
+                (all_sums / all_total[:, None]).to(output.dtype.element_ty),
+                mask=whole,
+            )
+
+
+class DecodeWorkspace:
+    """Memory for the results of runs; its counters are zero between launches."""
+
+    def __init__(self, heads: int, pages: Pages, rows: int, device: torch.device) -> None:
+        """`rows` are the most of a launch in which programs share the runs of a row."""
+        runs = rows * heads * MOST_SPLITS
+        self.partial = torch.empty(runs * padded(pages.dim), device=device)
+        self.stats = torch.empty(runs * 2, device=device)
+        self.done = torch.zeros(rows * pages.kv_heads, dtype=torch.int32, device=device)
+
+
+def splits(rows: int, kv_heads: int) -> int:
+    """Programs that share the runs of a sequence."""
+    return max(1, min(MOST_SPLITS, PROGRAMS // (rows * kv_heads)))
+
+
+def most_shared_rows(kv_heads: int) -> int:
+    """The most rows with `splits` above 1: more fill the GPU without cutting."""
+    return max(1, PROGRAMS // (2 * kv_heads))
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a launch divides its work. The last bits of the result depend on it."""
+
+    keys: int
+    """Read at once."""
+    stages: int
+    """Of loads."""
+    warps: int
+    splits: int
+    """Programs that share the runs of a row."""
+
+
+def fast_tiling(pages: Pages, rows: int) -> Tiling:
+    """For this number of rows."""
+    pairs = rows * pages.kv_heads
+    return Tiling(*_shape(pages, pairs), splits(rows, pages.kv_heads))
+
+
+def fixed_tiling(pages: Pages) -> Tiling:
+    """For any number of rows: fast for many, and with programs for the runs of few."""
+    return Tiling(*_shape(pages, FEW_PROGRAMS + 1), MOST_SPLITS)
+
+
+def decode_attention(
+    queries: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    width: Tensor,
+    pages: Pages,
+    layer: int,
+    rule: Rule,
+    workspace: DecodeWorkspace,
+    *,
+    writes: bool,
+    angles: tuple[Tensor, Tensor] | None = None,
+    owners: Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """`queries` [rows, heads, dim] and `kv` [rows, 2 * kv_heads, dim] of the new tokens, at `positions` [rows] of
+    sequences whose blocks are in `table`, a row of `width` [1] blocks each; returns as `queries`.
+
+    `owners` [rows] are the rows of the table, by default each its own; where several tokens have the same, the keys and
+    values of the earlier ones must be stored. `tiling` is the fast one unless given.
+
+    Stores the keys and values where it `writes`; a row whose block is the null block stores none. `angles` are cosines
+    and sines [rows, turned dimensions] by which queries and keys are rotated first, as transformers'
+    `apply_rotary_pos_emb`; None where they have been.
+    """
+    rows, heads, dim = queries.shape
+    group = heads // pages.kv_heads
+    tiling = tiling or fast_tiling(pages, rows)
+    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    cos, sin = angles or (queries, queries)
+    _decode[(rows, pages.kv_heads, tiling.splits)](
+        queries,
+        kv,
+        cos,
+        sin,
+        positions,
+        positions if owners is None else owners,
+        table,
+        width,
+        pages.pool,
+        output,
+        workspace.partial,
+        workspace.stats,
+        workspace.done,
+        queries if rule.sinks is None else rule.sinks,
+        pages.layer_offset(layer),
+        pages.block_stride,
+        pages.value_stride,
+        pages.head_stride,
+        queries.stride(0),
+        queries.stride(1),
+        kv.stride(0),
+        kv.stride(1),
+        cos.stride(0),
+        rule.scale,
+        rule.softcap or 1.0,
+        rule.window or NO_WINDOW,
+        kv_heads=pages.kv_heads,
+        dim=dim,
+        padded_dim=padded(dim),
+        block_tokens=pages.block_tokens,
+        keys=tiling.keys,
+        group=group,
+        padded_group=max(LEAST_SIZE, triton.next_power_of_2(group)),
+        splits=tiling.splits,
+        most_splits=MOST_SPLITS,
+        least_run=LEAST_RUN,
+        has_softcap=rule.softcap is not None,
+        has_sinks=rule.sinks is not None,
+        writes=writes,
+        has_owners=owners is not None,
+        turned=cos.shape[1] if angles else 0,
+        stages=tiling.stages,
+        num_warps=tiling.warps,
+        **overlap(queries.device),
+    )
+    return output
+
+
+def padded(dim: int) -> int:
+    """The size of a product's operand with rows of `dim` values."""
+    return max(LEAST_SIZE, int(triton.next_power_of_2(dim)))
+
+
+def _shape(pages: Pages, pairs: int) -> tuple[int, int, int]:
+    """Keys at once, stages of loads, and warps: what fits a multiprocessor's shared memory, and was fastest on an H200
+    for this number of pairs of row and KV head."""
+    size = pages.pool.dtype.itemsize
+    row_bytes = padded(pages.dim) * size
+    if row_bytes > 256:
+        return (32, 2, 4) if row_bytes <= 1024 else (16, 1, 4)
+    if size > 2:
+        return 64, 3, 4
+    if pairs > FEW_PROGRAMS:
+        return 32, 3, 1
+    return (128, 2, 4) if row_bytes <= 128 else (64, 3, 4)
+
+
+def decode_attention_reference(
+    queries: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    pages: Pages,
+    layer: int,
+    rule: Rule,
+) -> Tensor:
+    """The same with PyTorch, in float64 and row by row; `table` is [rows, width], and nothing is stored."""
+    output = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
+    for row in range(len(queries)):
+        position = int(positions[row])
+        keys, values = pages.of(table[row], position, layer)
+        keys = torch.cat((keys, kv[row, None, : pages.kv_heads]))
+        values = torch.cat((values, kv[row, None, pages.kv_heads :]))
+        output[row] = attended(queries[row, None], keys, values, position, rule)[0]
+    return output.to(queries.dtype)
+
+
+def attended(queries: Tensor, keys: Tensor, values: Tensor, start: int, rule: Rule) -> Tensor:
+    """Attention in float64 of `queries` [tokens, heads, dim] from position `start` on to `keys` and `values` [keys,
+    kv_heads, dim] from position 0 on."""
+    shared = queries.shape[1] // keys.shape[1]
+    keys, values = (each.double().repeat_interleave(shared, 1) for each in (keys, values))
+    scores = torch.einsum("thd,khd->htk", queries.double(), keys) * rule.scale
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    own = torch.arange(start, start + len(queries), device=queries.device)[:, None]
+    other = torch.arange(len(keys), device=queries.device)
+    hidden = other > own
+    if rule.window is not None:
+        hidden |= other <= own - rule.window
+    scores = scores.masked_fill(hidden, -math.inf)
+    if rule.sinks is not None:
+        column = rule.sinks.double()[:, None, None].expand(-1, len(queries), 1)
+        scores = torch.cat((scores, column), 2)
+    weights = scores.softmax(2)[:, :, : len(keys)]
+    return torch.einsum("htk,khd->thd", weights, values)

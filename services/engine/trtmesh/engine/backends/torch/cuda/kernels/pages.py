@@ -1,0 +1,49 @@
+"""The paged cache as kernels address it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The pool [blocks, layers, 2, kv_heads, tokens of a block, dim], contiguous."""
+
+    pool: Tensor
+
+    @property
+    def kv_heads(self) -> int:
+        return self.pool.shape[3]
+
+    @property
+    def block_tokens(self) -> int:
+        return self.pool.shape[4]
+
+    @property
+    def dim(self) -> int:
+        return self.pool.shape[5]
+
+    @property
+    def block_stride(self) -> int:
+        return self.pool.stride(0)
+
+    @property
+    def value_stride(self) -> int:
+        """From a key to the value of the same token."""
+        return self.pool.stride(2)
+
+    @property
+    def head_stride(self) -> int:
+        return self.pool.stride(3)
+
+    def layer_offset(self, layer: int) -> int:
+        return layer * self.pool.stride(1)
+
+    def of(self, blocks: Tensor, tokens: int, layer: int) -> tuple[Tensor, Tensor]:
+        """The first keys and values [tokens, kv_heads, dim] of a sequence with these blocks."""
+        # [blocks, 2, kv_heads, tokens of a block, dim]
+        found = self.pool[blocks, layer]
+        rows = found.permute(1, 0, 3, 2, 4).flatten(1, 2)
+        return rows[0, :tokens], rows[1, :tokens]

@@ -1,0 +1,208 @@
+"""Attention of chunks of prompts over the paged cache, which holds the keys and values of the chunks already."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
+    NO_WINDOW,
+    attended,
+    capped,
+    padded,
+)
+from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
+from trtmesh.engine.backends.torch.model.attention import Rule
+
+TILE = 64
+"""Most tokens of a chunk that a program takes."""
+
+
+@triton.jit
+def _prefill(
+    queries,
+    table,
+    tiles,
+    pool,
+    output,
+    sinks,
+    width,
+    layer_offset,
+    block_stride,
+    value_stride,
+    head_stride,
+    query_row,
+    query_head,
+    scale,
+    softcap,
+    window,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    tile: tl.constexpr,
+    keys: tl.constexpr,
+    has_softcap: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_window: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Program: (head, tile). `tiles` [tiles, 4]: row of the table, first token, its position, number of tokens."""
+    head = tl.program_id(0)
+    # The last tiles of a sequence take longest, and should not begin last.
+    index = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = tl.load(tiles + index * 4)
+    token = tl.load(tiles + index * 4 + 1)
+    start = tl.load(tiles + index * 4 + 2)
+    length = tl.load(tiles + index * 4 + 3)
+    log2_e: tl.constexpr = 1.4426950408889634
+    i = tl.arange(0, tile)
+    d = tl.arange(0, padded_dim)
+    n = tl.arange(0, keys)
+    in_dim = d < dim
+    whole = (i < length)[:, None] & in_dim[None, :]
+    kind = pool.dtype.element_ty
+    q = tl.load(
+        queries + (token + i[:, None]) * query_row + head * query_head + d[None, :],
+        mask=whole,
+        other=0.0,
+    ).to(kind)
+    blocks = table + row * width
+    base = pool + layer_offset + (head // group) * head_stride
+    m = tl.full((tile,), float("-inf"), tl.float32)
+    total = tl.zeros((tile,), tl.float32)
+    sums = tl.zeros((tile, padded_dim), tl.float32)
+    end = start + length
+    # Keys that all tokens of the tile see need no mask.
+    if has_window:
+        seen = tl.maximum(start - window + 1, 0) // keys * keys
+    else:
+        seen = (start + 1) // keys * keys
+        for at in tl.range(0, seen, keys, num_stages=stages):
+            key = at + n
+            block = tl.load(blocks + key // block_tokens)
+            place = base + block * block_stride + (key % block_tokens) * dim
+            spots = place[:, None] + d[None, :]
+            k = tl.load(spots, mask=in_dim[None, :], other=0.0)
+            v = tl.load(spots + value_stride, mask=in_dim[None, :], other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if has_softcap:
+                score = capped(score, softcap)
+            score = score * log2_e
+            top = tl.maximum(m, tl.max(score, 1))
+            weights = tl.exp2(score - top[:, None])
+            before = tl.exp2(m - top)
+            total = total * before + tl.sum(weights, 1)
+            sums = tl.dot(weights.to(kind), v, sums * before[:, None], input_precision="ieee")
+            m = top
+    for at in tl.range(seen, end, keys, num_stages=stages):
+        key = at + n
+        there = key < end
+        block = tl.load(blocks + key // block_tokens, mask=there, other=0)
+        place = base + block * block_stride + (key % block_tokens) * dim
+        spots = place[:, None] + d[None, :]
+        mask = there[:, None] & in_dim[None, :]
+        k = tl.load(spots, mask=mask, other=0.0)
+        v = tl.load(spots + value_stride, mask=mask, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if has_softcap:
+            score = capped(score, softcap)
+        own = start + i[:, None]
+        visible = key[None, :] <= own
+        if has_window:
+            visible = visible & (key[None, :] > own - window)
+        score = tl.where(visible, score * log2_e, float("-inf"))
+        top = tl.maximum(m, tl.max(score, 1))
+        # A token may see none of the keys before its window.
+        level = tl.where(top == float("-inf"), 0.0, top)
+        weights = tl.exp2(score - level[:, None])
+        before = tl.exp2(m - level)
+        total = total * before + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(kind), v, sums * before[:, None], input_precision="ieee")
+        m = top
+    if has_sinks:
+        sink = tl.load(sinks + head).to(tl.float32) * log2_e
+        top = tl.maximum(m, sink)
+        before = tl.exp2(m - top)
+        total = total * before + tl.exp2(sink - top)
+        sums = sums * before[:, None]
+    # A row beyond the chunk sees nothing, and is not stored.
+    total = tl.where(total > 0, total, 1.0)
+    tl.store(
+        output + ((token + i[:, None]) * heads + head) * dim + d[None, :],
+        (sums / total[:, None]).to(output.dtype.element_ty),
+        mask=whole,
+    )
+
+
+def tiles_of(starts: list[int], counts: list[int], first_row: int, first: int) -> list[list[int]]:
+    """The tiles of chunks with `counts` tokens from the positions `starts` on, which follow one another from token
+    `first` on and have the rows of the table from `first_row` on."""
+    tiles = []
+    for place, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        for offset in range(0, count, TILE):
+            length = min(TILE, count - offset)
+            tiles.append([first_row + place, first + offset, start + offset, length])
+        first += count
+    # Programs of later tiles begin earlier.
+    return sorted(tiles, key=lambda tile: tile[2])
+
+
+def prefill_attention(
+    queries: Tensor,
+    tiles: Tensor,
+    table: Tensor,
+    pages: Pages,
+    layer: int,
+    rule: Rule,
+    output: Tensor,
+) -> None:
+    """Attends `tiles` [tiles, 4] of `queries` [tokens, heads, dim]; `table` is [rows, width]. Writes the rows of
+    `output` [tokens, heads, dim], which is contiguous."""
+    _, heads, dim = queries.shape
+    padded_dim = padded(dim)
+    wide = padded_dim * pages.pool.dtype.itemsize > 256
+    _prefill[(heads, len(tiles))](
+        queries,
+        table,
+        tiles,
+        pages.pool,
+        output,
+        queries if rule.sinks is None else rule.sinks,
+        table.shape[1],
+        pages.layer_offset(layer),
+        pages.block_stride,
+        pages.value_stride,
+        pages.head_stride,
+        queries.stride(0),
+        queries.stride(1),
+        rule.scale,
+        rule.softcap or 1.0,
+        rule.window or NO_WINDOW,
+        heads=heads,
+        group=heads // pages.kv_heads,
+        dim=dim,
+        padded_dim=padded_dim,
+        block_tokens=pages.block_tokens,
+        tile=TILE,
+        keys=32 if wide else 64,
+        has_softcap=rule.softcap is not None,
+        has_sinks=rule.sinks is not None,
+        has_window=rule.window is not None,
+        stages=1 if wide else 3,
+        num_warps=4,
+    )
+
+
+def prefill_attention_reference(
+    queries: Tensor, tiles: Tensor, table: Tensor, pages: Pages, layer: int, rule: Rule
+) -> Tensor:
+    """The same with PyTorch, in float64 and tile by tile; rows of no tile are zero."""
+    output = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
+    for row, token, start, length in tiles.tolist():
+        keys, values = pages.of(table[row], start + length, layer)
+        own = slice(token, token + length)
+        output[own] = attended(queries[own], keys, values, start, rule)
+    return output.to(queries.dtype)

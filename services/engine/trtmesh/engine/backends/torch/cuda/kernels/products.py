@@ -1,0 +1,330 @@
+"""Linear layers of few rows, with what stands before and after them: a norm, an activation, a sum.
+
+With few rows, a product takes the time in which the GPU reads the weights. These kernels begin to read them while the
+kernel before still runs, and need no kernels for norm, activation and sum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
+
+MOST_ROWS = 64
+VALUES = 64
+"""Weights of a thread of a product of one row."""
+WIDEST = 16384
+"""Weights of a line read at once."""
+LINES = 64
+"""Outputs of a program of a product of several rows: also a divisor of the outputs."""
+DEPTH = 128
+"""Inputs that a program multiplies at once: also a divisor of the inputs."""
+PROGRAMS = 132
+"""Programs that fill a large GPU: one on each multiprocessor."""
+LEAST_SHARE = 512
+"""Inputs of a program, where several share the inputs."""
+MOST_SHARES = 8
+SHARED_MEMORY = 220_000
+"""Bytes that a program of a product of several rows may take."""
+
+
+@triton.jit
+def _one_row(
+    given,
+    weight,
+    output,
+    scale,
+    added,
+    epsilon,
+    outputs,
+    size,
+    lines: tl.constexpr,
+    columns: tl.constexpr,
+    steps: tl.constexpr,
+    has_norm: tl.constexpr,
+    adds: tl.constexpr,
+    gated: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Program: `lines` outputs."""
+    if overlaps:
+        gdc_launch_dependents()
+    line = tl.program_id(0) * lines + tl.arange(0, lines)
+    at = tl.arange(0, columns)
+    place = weight + line[:, None].to(tl.int64) * size + at[None, :]
+    there = (line < outputs)[:, None] & (at < size)[None, :]
+    second = outputs.to(tl.int64) * size
+    a = tl.load(place, mask=there, other=0.0)
+    if gated:
+        b = tl.load(place + second, mask=there, other=0.0)
+    if has_norm:
+        s = tl.load(scale + at, mask=at < size, other=0.0)
+    if overlaps:
+        gdc_wait()
+    x = tl.load(given + at, mask=at < size, other=0.0).to(tl.float32)
+    squares = tl.sum(x * x, 0)
+    if has_norm:
+        x = x * s
+    y = tl.sum(a.to(tl.float32) * x[None, :], 1)
+    if gated:
+        z = tl.sum(b.to(tl.float32) * x[None, :], 1)
+    for step in tl.static_range(1, steps):
+        here = step * columns + at
+        more = (line < outputs)[:, None] & (here < size)[None, :]
+        x = tl.load(given + here, mask=here < size, other=0.0).to(tl.float32)
+        squares += tl.sum(x * x, 0)
+        if has_norm:
+            x = x * tl.load(scale + here, mask=here < size, other=0.0)
+        a = tl.load(place + step * columns, mask=more, other=0.0)
+        y += tl.sum(a.to(tl.float32) * x[None, :], 1)
+        if gated:
+            b = tl.load(place + second + step * columns, mask=more, other=0.0)
+            z += tl.sum(b.to(tl.float32) * x[None, :], 1)
+    if has_norm:
+        length = tl.rsqrt(squares / size + epsilon)
+        y = y * length
+        if gated:
+            z = z * length
+    if gated:
+        y = y / (1.0 + tl.exp(-y)) * z
+    if adds:
+        y += tl.load(added + line, mask=line < outputs, other=0.0).to(tl.float32)
+    tl.store(output + line, y.to(output.dtype.element_ty), mask=line < outputs)
+
+
+@triton.jit
+def _few_rows(
+    given,
+    weight,
+    output,
+    added,
+    partial,
+    done,
+    rows,
+    outputs,
+    size: tl.constexpr,
+    padded_rows: tl.constexpr,
+    lines: tl.constexpr,
+    depth: tl.constexpr,
+    shares: tl.constexpr,
+    adds: tl.constexpr,
+    gated: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Program: (`lines` outputs, one of `shares` that divide the inputs)."""
+    if overlaps:
+        gdc_launch_dependents()
+    tile = tl.program_id(0)
+    share = tl.program_id(1)
+    begin = share * (size // shares)
+    line = tile * lines + tl.arange(0, lines)
+    row = tl.arange(0, padded_rows)
+    k = begin + tl.arange(0, depth)
+    place = weight + line[:, None].to(tl.int64) * size + k[None, :]
+    second = outputs.to(tl.int64) * size
+    source = given + row[None, :] * size + k[:, None]
+    in_rows = (row < rows)[None, :]
+    y = tl.zeros((lines, padded_rows), tl.float32)
+    z = tl.zeros((lines, padded_rows), tl.float32)
+    if overlaps:
+        gdc_wait()
+    # The weights are the first operand: its least size is 64, that of the second 8.
+    for step in range(0, size // shares, depth):
+        a = tl.load(place + step)
+        x = tl.load(source + step, mask=in_rows, other=0.0)
+        y = tl.dot(a, x, y, input_precision="ieee")
+        if gated:
+            b = tl.load(place + second + step)
+            z = tl.dot(b, x, z, input_precision="ieee")
+    last = True
+    if shares > 1:
+        own = tl.arange(0, lines)[:, None] * padded_rows + row[None, :]
+        wide: tl.constexpr = lines * padded_rows * (2 if gated else 1)
+        mine = partial + (tile * shares + share) * wide
+        tl.store(mine + own, y)
+        if gated:
+            tl.store(mine + lines * padded_rows + own, z)
+        tl.debug_barrier()
+        last = tl.atomic_add(done + tile, 1) == shares - 1
+        if last:
+            y = tl.zeros((lines, padded_rows), tl.float32)
+            z = tl.zeros((lines, padded_rows), tl.float32)
+            # In order, whichever program is the last. Not from the first-level cache, which may be older.
+            for other in tl.static_range(shares):
+                theirs = partial + (tile * shares + other) * wide + own
+                y += tl.load(theirs, cache_modifier=".cg")
+                if gated:
+                    z += tl.load(theirs + lines * padded_rows, cache_modifier=".cg")
+            tl.store(done + tile, 0)
+    if last:
+        if gated:
+            y = y / (1.0 + tl.exp(-y)) * z
+        spot = row[None, :].to(tl.int64) * outputs + line[:, None]
+        if adds:
+            y += tl.load(added + spot, mask=in_rows, other=0.0).to(tl.float32)
+        tl.store(output + spot, y.to(output.dtype.element_ty), mask=in_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A norm: given / sqrt(mean(given ** 2) + epsilon) * weight; `weight` is float32."""
+
+    weight: Tensor
+    epsilon: float
+
+
+class FewRows:
+    """Products of up to MOST_ROWS rows with half-precision weights."""
+
+    def __init__(self, device: torch.device) -> None:
+        most = PROGRAMS * 2 * LINES * MOST_ROWS
+        self._partial = torch.empty(most, device=device)
+        # Zero between launches.
+        self._done = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._options = overlap(device)
+        self._has_room = _shared_memory(device) >= SHARED_MEMORY
+
+    def takes(self, given: Tensor, weight: Tensor) -> bool:
+        """Whether there is a kernel for a product of `given` [rows, inputs] and `weight` [outputs, inputs]."""
+        rows, (outputs, size) = len(given), weight.shape
+        if weight.dtype.itemsize != 2 or not weight.is_contiguous() or not 0 < rows <= MOST_ROWS:
+            return False
+        return rows == 1 or (self._has_room and not (outputs % (2 * LINES) or size % DEPTH))
+
+    def product(
+        self,
+        given: Tensor,
+        weight: Tensor,
+        *,
+        scale: Scale | None = None,
+        added: Tensor | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """given [rows, inputs] @ weight.T, plus `added`; silu(first half of the outputs) * second half where `gated`.
+
+        A `scale` applies to `given`, and needs one row.
+        """
+        given = given.contiguous()
+        rows, outputs = len(given), len(weight)
+        output = given.new_empty(rows, outputs // 2 if gated else outputs)
+        if rows == 1:
+            self._launch_one(given, weight, output, scale, added)
+        else:
+            assert scale is None
+            self._launch_few(given, weight, output, added)
+        return output
+
+    def _launch_one(
+        self,
+        given: Tensor,
+        weight: Tensor,
+        output: Tensor,
+        scale: Scale | None,
+        added: Tensor | None,
+    ) -> None:
+        size, outputs = given.shape[1], output.shape[1]
+        gated = outputs < len(weight)
+        columns = min(WIDEST, triton.next_power_of_2(size))
+        warps = 4 if columns <= 4096 else 8
+        lines = max(1, VALUES * 32 * warps // columns // (2 if gated else 1))
+        _one_row[(triton.cdiv(outputs, lines),)](
+            given,
+            weight,
+            output,
+            scale.weight if scale else given,
+            given if added is None else added,
+            scale.epsilon if scale else 0.0,
+            outputs,
+            size,
+            lines=lines,
+            columns=columns,
+            steps=triton.cdiv(size, columns),
+            has_norm=scale is not None,
+            adds=added is not None,
+            gated=gated,
+            num_warps=warps,
+            **self._options,
+        )
+
+    def _launch_few(
+        self,
+        given: Tensor,
+        weight: Tensor,
+        output: Tensor,
+        added: Tensor | None,
+    ) -> None:
+        size, (rows, outputs) = given.shape[1], output.shape
+        gated = outputs < len(weight)
+        shared = shares(outputs // LINES, size)
+        # What fits the shared memory, and was faster on an H200.
+        deeper = rows <= MOST_ROWS // 2 and shared > 1 and size % (2 * DEPTH * shared) == 0
+        depth = 2 * DEPTH if deeper and not gated else DEPTH
+        _few_rows[(outputs // LINES, shared)](
+            given,
+            weight,
+            output,
+            given if added is None else added,
+            self._partial,
+            self._done,
+            rows,
+            outputs,
+            size=size,
+            padded_rows=max(16, triton.next_power_of_2(rows)),
+            lines=LINES,
+            depth=depth,
+            shares=shared,
+            adds=added is not None,
+            gated=gated,
+            num_warps=4,
+            num_stages=3 if depth > DEPTH else 4,
+            **self._options,
+        )
+
+
+def _shared_memory(device: torch.device) -> float:
+    """Bytes of a program."""
+    if device.type != "cuda":
+        return math.inf
+    untyped: Any = torch.cuda.get_device_properties(device)
+    return float(untyped.shared_memory_per_block_optin)
+
+
+def shares(tiles: int, size: int) -> int:
+    """Programs that divide the `size` inputs of each of `tiles`: enough to fill a GPU, if each has enough to do."""
+    found = 1
+    while (
+        2 * found * tiles <= PROGRAMS
+        and 2 * found <= MOST_SHARES
+        and size // (2 * found) >= LEAST_SHARE
+        and size % (2 * found * DEPTH) == 0
+    ):
+        found *= 2
+    return found
+
+
+def product_reference(
+    given: Tensor,
+    weight: Tensor,
+    *,
+    scale: Scale | None = None,
+    added: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    wide = given.double()
+    if scale:
+        length = torch.rsqrt(wide.square().mean(-1, keepdim=True) + scale.epsilon)
+        wide = wide * length * scale.weight.double()
+    found = wide @ weight.double().t()
+    if gated:
+        gate, up = found.chunk(2, -1)
+        found = torch.nn.functional.silu(gate) * up
+    if added is not None:
+        found = found + added.double()
+    return found.to(given.dtype)

@@ -1,0 +1,196 @@
+"""The choice of tokens: the highest logit, or the draw of `sampling/draws.py` with the same hashes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
+from trtmesh.engine.backends.torch.sampling.draws import BLOCK
+
+PART = 2048
+"""Tokens of a program."""
+NO_TOKEN = -1
+KNOWN = 256
+"""Rows of a program that finds out tokens."""
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _exponential(x):
+    return -tl.log(((x >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16)
+
+
+@triton.jit
+def _parts(
+    logits,
+    places,
+    temperatures,
+    lowest,
+    peaks,
+    firsts,
+    sums,
+    winners,
+    size,
+    row_stride,
+    parts,
+    blocks: tl.constexpr,
+    block: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Program: (row, part of the vocabulary). The highest logit and its token; in rows that draw, the highest sum of
+    logit / temperature and noise, and its token. The lowest token among equals."""
+    if overlaps:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    numbers = part * blocks + tl.arange(0, blocks)[:, None]
+    ids = numbers * block + tl.arange(0, block)[None, :]
+    there = ids < size
+    x = tl.load(logits + row * row_stride + ids, mask=there, other=float("-inf")).to(tl.float32)
+    top = tl.max(tl.max(x, 1), 0)
+    first = tl.min(tl.min(tl.where(x == top, ids, size), 1), 0)
+    broken = tl.max(tl.max((x != x).to(tl.int32), 1), 0)
+    at = row * parts + part
+    tl.store(peaks + at, tl.where(broken > 0, float("nan"), top))
+    tl.store(firsts + at, first)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        golden = 0x9E3779B97F4A7C15
+        place = tl.load(places + row)
+        words = ids.to(tl.uint64)
+        hashes = _mix((place ^ (numbers.to(tl.uint64) + 0x100000000)) + golden)
+        later = _exponential(_mix((place ^ words) + golden))
+        later = tl.where(((words ^ hashes) & (block - 1)) == 0, 0.0, later)
+        wide = x.to(tl.float64)
+        sums_here = wide / temperature - tl.log(later + _exponential(hashes) / block)
+        kept = there & (wide >= tl.load(lowest + row))
+        sums_here = tl.where(kept, sums_here, float("-inf"))
+        best = tl.max(tl.max(sums_here, 1), 0)
+        tl.store(sums + at, best)
+        winner = tl.where(kept & (sums_here == best), ids, size)
+        tl.store(winners + at, tl.min(tl.min(winner, 1), 0))
+
+
+@triton.jit
+def _best(
+    temperatures,
+    peaks,
+    firsts,
+    sums,
+    winners,
+    tokens,
+    parts,
+    padded_parts: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Program: a row. No token where a logit is not a number, or the highest is infinite."""
+    if overlaps:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, padded_parts)
+    there = i < parts
+    at = row * parts + i
+    peak = tl.load(peaks + at, mask=there, other=float("-inf"))
+    top = tl.max(peak, 0)
+    broken = tl.max((peak != peak).to(tl.int32), 0) > 0
+    none = 2147483647
+    first = tl.load(firsts + at, mask=there, other=none)
+    token = tl.min(tl.where(there & (peak == top), first, none), 0)
+    if tl.load(temperatures + row) > 0:
+        total = tl.load(sums + at, mask=there, other=float("-inf"))
+        best = tl.max(total, 0)
+        winner = tl.load(winners + at, mask=there, other=none)
+        token = tl.min(tl.where(there & (total == best), winner, none), 0)
+    finite = (top > float("-inf")) & (top < float("inf")) & (broken == 0)
+    tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
+
+
+def choose_tokens(
+    logits: Tensor, places: Tensor, temperatures: Tensor, lowest: Tensor, tokens: Tensor
+) -> None:
+    """Writes `tokens` [rows] int64, NO_TOKEN where the highest of `logits` [rows, vocabulary] is not finite.
+
+    A row of temperature 0 takes its highest logit; others draw among the logits from `lowest` on. `places` [rows] int64
+    are the hashes of the draws; `temperatures` and `lowest` are float64.
+    """
+    rows, size = logits.shape
+    parts = triton.cdiv(size, PART)
+    peaks = torch.empty(rows * parts, device=logits.device)
+    firsts = torch.empty(rows * parts, dtype=torch.int32, device=logits.device)
+    sums = torch.empty(rows * parts, dtype=torch.float64, device=logits.device)
+    winners = torch.empty_like(firsts)
+    _parts[(rows, parts)](
+        logits,
+        places.view(torch.uint64),
+        temperatures,
+        lowest,
+        peaks,
+        firsts,
+        sums,
+        winners,
+        size,
+        logits.stride(0),
+        parts,
+        blocks=PART // BLOCK,
+        block=BLOCK,
+        num_warps=8,
+        **overlap(logits.device),
+    )
+    _best[(rows,)](
+        temperatures,
+        peaks,
+        firsts,
+        sums,
+        winners,
+        tokens,
+        parts,
+        padded_parts=triton.next_power_of_2(parts),
+        **overlap(logits.device),
+    )
+
+
+@triton.jit
+def _known(given, chosen, output, rows, block: tl.constexpr, overlaps: tl.constexpr):
+    if overlaps:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    there = row < rows
+    token = tl.load(given + row, mask=there, other=0)
+    source = tl.where(token < 0, -1 - token, 0)
+    # The item of a row without a token ends when the host reads it.
+    found = tl.maximum(tl.load(chosen + source, mask=there & (token < 0), other=0), 0)
+    tl.store(output + row, tl.where(token < 0, found, token), mask=there)
+
+
+def known_tokens(given: Tensor, chosen: Tensor) -> Tensor:
+    """The tokens [rows] int64 of `given`, where -1 - row stands for that of a row of `chosen`, 0 for NO_TOKEN."""
+    output = torch.empty_like(given)
+    _known[(triton.cdiv(len(given), KNOWN),)](
+        given, chosen, output, len(given), block=KNOWN, **overlap(given.device)
+    )
+    return output
+
+
+def known_reference(given: Tensor, chosen: Tensor) -> Tensor:
+    found = chosen[(-1 - given).clamp(min=0)].clamp(min=0)
+    return torch.where(given < 0, found, given)
+
+
+def highest_reference(logits: Tensor) -> Tensor:
+    """The tokens of rows of temperature 0."""
+    peaks, ids = logits.float().max(1)
+    return torch.where(peaks.abs() < math.inf, ids, NO_TOKEN)

@@ -1,0 +1,85 @@
+"""The store of the keys and values of new tokens, one for each sequence, into the paged cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
+from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
+
+
+@triton.jit
+def _store(
+    kv,
+    positions,
+    table,
+    width,
+    pool,
+    layer_offset,
+    block_stride,
+    head_stride,
+    kv_row,
+    kv_head,
+    count: tl.constexpr,
+    padded_count: tl.constexpr,
+    dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Program: a row. The values of a token follow its keys at the same distance as one head another."""
+    if overlaps:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row)
+    block = tl.load(table + row * tl.load(width) + position // block_tokens)
+    if overlaps:
+        gdc_wait()
+    # Rows that only fill a graph have the null block, which stays zero.
+    if block != 0:
+        h = tl.arange(0, padded_count)
+        d = tl.arange(0, padded_dim)
+        there = (h < count)[:, None] & (d < dim)[None, :]
+        numbers = tl.load(
+            kv + row * kv_row + h[:, None] * kv_head + d[None, :], mask=there, other=0.0
+        )
+        place = pool + layer_offset + block * block_stride + (position % block_tokens) * dim
+        to = place + h[:, None] * head_stride + d[None, :]
+        tl.store(to, numbers.to(pool.dtype.element_ty), mask=there)
+
+
+def store_tokens(
+    kv: Tensor, positions: Tensor, table: Tensor, width: Tensor, pages: Pages, layer: int
+) -> None:
+    """Stores `kv` [rows, 2 * kv_heads, dim] at `positions` [rows] of sequences whose blocks are in `table`, a row of
+    `width` [1] blocks each; nothing for a row whose block is the null block."""
+    rows, count, dim = kv.shape
+    _store[(rows,)](
+        kv,
+        positions,
+        table,
+        width,
+        pages.pool,
+        pages.layer_offset(layer),
+        pages.block_stride,
+        pages.head_stride,
+        kv.stride(0),
+        kv.stride(1),
+        count=count,
+        padded_count=triton.next_power_of_2(count),
+        dim=dim,
+        padded_dim=triton.next_power_of_2(dim),
+        block_tokens=pages.block_tokens,
+        **overlap(kv.device),
+    )
+
+
+def store_reference(kv: Tensor, positions: Tensor, table: Tensor, pages: Pages, layer: int) -> None:
+    """The same with PyTorch, row by row; `table` is [rows, width]."""
+    for row, position in enumerate(positions.tolist()):
+        block = int(table[row, position // pages.block_tokens])
+        if block:
+            place = pages.pool[block, layer, :, :, position % pages.block_tokens]
+            place.copy_(kv[row].view(place.shape))

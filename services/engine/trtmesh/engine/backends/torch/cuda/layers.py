@@ -1,0 +1,158 @@
+"""Layers of models as kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trtmesh.engine.backends.torch.cuda.kernels.layers import gated_silu, norm, turn
+from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows, Scale
+from trtmesh.engine.backends.torch.model.attention import ATTRIBUTE, Angles
+from trtmesh.engine.backends.torch.model.fused_layers import FusedLayer, FusedMlp, Norm, Rotation
+from trtmesh.engine.backends.torch.parallel.layers import SummedLinear
+
+
+class KernelNorm(Norm):
+    """For activations of any type."""
+
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__(weight, epsilon)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return norm(hidden, self.weight, self._epsilon)
+
+    def scale(self) -> Scale:
+        return Scale(self.weight, self._epsilon)
+
+
+class KernelRotation(Rotation):
+    """Turns queries and keys in one operation."""
+
+    def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        turn(heads, cos[0], sin[0])
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of all positions, found in one operation instead of computed in seven."""
+
+    def __init__(self, own: nn.Module, positions: int, dtype: torch.dtype) -> None:
+        """`own` is the rotary embedding of a model."""
+        super().__init__()
+        device = next(own.buffers()).device
+        like = torch.empty(0, dtype=dtype, device=device)
+        cos, sin = own(like, torch.arange(positions, device=device)[None])
+        # [positions, 2 * turned dimensions]
+        self._table = torch.cat((cos[0], sin[0]), 1)
+        self._size = cos.shape[-1]
+
+    def forward(self, _hidden: Tensor, position_ids: Tensor) -> Angles:
+        both = torch.nn.functional.embedding(position_ids, self._table)
+        return both[..., : self._size], both[..., self._size :]
+
+
+class KernelMlp(FusedMlp):
+    """With an activation that reads gate and up where they are."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__(own)
+        self.is_silu = "silu" in type(self.act_fn).__name__.lower()
+
+    def _gated(self, both: Tensor) -> Tensor:
+        return gated_silu(both) if self.is_silu else super()._gated(both)
+
+
+class LayerProducts:
+    """Linear layers with the norm, the activation or the sum that the best way of computing them includes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._few = FewRows(device)
+
+    def of_norm(
+        self, hidden: Tensor, before: nn.Module, linear: nn.Module, *, gated: bool = False
+    ) -> Tensor:
+        """linear(before(hidden)); silu(first half of it) * second half where `gated`. `hidden` is [tokens, size]."""
+        weight = self._weight_for_few(hidden, linear)
+        if weight is None:
+            product: Tensor = linear(before(hidden))
+            return gated_silu(product) if gated else product
+        if len(hidden) == 1 and isinstance(before, KernelNorm):
+            return self._few.product(hidden, weight, scale=before.scale(), gated=gated)
+        return self._few.product(before(hidden), weight, gated=gated)
+
+    def sum(self, hidden: Tensor, given: Tensor, linear: nn.Module) -> Tensor:
+        """hidden + linear(given); may change `hidden`."""
+        if isinstance(linear, SummedLinear):
+            return self._sum_of_ranks(hidden, given, linear)
+        weight = self._weight_for_few(given, linear)
+        if weight is not None:
+            return self._few.product(given, weight, added=hidden)
+        weight = _plain_weight(linear)
+        if weight is not None:
+            return hidden.addmm_(given, weight.t())
+        output: Tensor = hidden + linear(given)
+        return output
+
+    def _sum_of_ranks(self, hidden: Tensor, given: Tensor, linear: SummedLinear) -> Tensor:
+        """The same with the sum over all ranks; the first one's part includes `hidden`."""
+        own: Any = linear.own
+        if linear.group.place.rank:
+            return linear.group.add(self.head(given, own.weight, own.bias))
+        return linear.group.add(self.sum(hidden, given, own))
+
+    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Of [..., tokens, size]."""
+        rows = hidden.flatten(0, -2)
+        if bias is None and self._few.takes(rows, weight):
+            return self._few.product(rows, weight).view(*hidden.shape[:-1], -1)
+        return torch.nn.functional.linear(hidden, weight, bias)
+
+    def _weight_for_few(self, given: Tensor, linear: nn.Module) -> Tensor | None:
+        weight = _plain_weight(linear)
+        return weight if weight is not None and self._few.takes(given, weight) else None
+
+
+def _plain_weight(linear: nn.Module) -> Tensor | None:
+    """The weight of a layer that is no more than it, without the updates of adapters."""
+    untyped: Any = linear
+    return untyped.weight if type(linear) is nn.Linear and untyped.bias is None else None
+
+
+class KernelLayer(FusedLayer):
+    """Computes sums and activations with the products."""
+
+    def __init__(self, products: LayerProducts, own: Any) -> None:
+        super().__init__(own)
+        self._products = products
+
+    def forward(self, hidden: Tensor, position_embeddings: Angles, **others: Any) -> Tensor:
+        attention, mlp, products = self.self_attn, self.mlp, self._products
+        if getattr(attention, ATTRIBUTE) is None:
+            return super().forward(hidden, position_embeddings, **others)
+        rows = hidden[0]
+        qkv = products.of_norm(rows, self.input_layernorm, attention.qkv)
+        attended = attention.attended(qkv, position_embeddings)
+        rows = products.sum(rows, attended, attention.o_proj)
+        if isinstance(mlp, KernelMlp) and mlp.is_silu:
+            norm_after = self.post_attention_layernorm
+            gated = products.of_norm(rows, norm_after, mlp.gate_up, gated=True)
+            return products.sum(rows, gated, mlp.down_proj)[None]
+        output: Tensor = rows + mlp(self.post_attention_layernorm(rows))
+        return output[None]
+
+
+class KernelHead(nn.Module):
+    """The linear layer that gives logits."""
+
+    def __init__(self, products: LayerProducts, own: nn.Linear) -> None:
+        super().__init__()
+        self.weight = own.weight
+        self.bias = own.bias
+        self._products = products
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._products.head(hidden, self.weight, self.bias)

@@ -1,0 +1,107 @@
+"""A step: its decoding sequences as a captured graph, short chunks of prompts as another, long ones operation by
+operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from trtmesh.engine.backends.torch.compute.device import Batch, Forward
+from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.cuda.choice import KernelChooser, are_plain
+from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
+from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs, Rows
+from trtmesh.engine.backends.torch.model.attention import StepTokens
+from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+
+
+class GraphRunner:
+    """Implements Compute."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        graphs: DecodeGraphs,
+        chunks: ChunkGraphs,
+        chooser: KernelChooser,
+        device: torch.device,
+    ) -> None:
+        """`runner` computes what no graph can."""
+        self._runner = runner
+        self._graphs = graphs
+        self._chunks = chunks
+        self._chooser = chooser
+        self._nothing = _nothing(device)
+        # The last step that a graph computed whole.
+        self._rows: Rows | None = None
+        self.may_follow = False
+        self.move = runner.move
+        self.synchronize = runner.synchronize
+        self.check = runner.check
+        self.release_memory = runner.release_memory
+
+    def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
+        decoding = [chunk for chunk in chunks if self._graphs.takes(chunk)]
+        if not decoding:
+            return self._runner.prepare(chunks)
+        if len(decoding) == len(chunks):
+            return replace(self._nothing, decoding=decoding)
+        taken = {chunk.sequence.key for chunk in decoding}
+        rest = [chunk for chunk in chunks if chunk.sequence.key not in taken]
+        return replace(self._runner.prepare(rest), decoding=decoding)
+
+    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
+        self._rows, self.may_follow = None, False
+        if not batch.decoding:
+            return self._prefill(batch, written)
+        rows = self._graphs.launch(batch.decoding)
+        decoding = list(batch.decoding)
+        if not len(batch.token_ids):
+            self._rows = rows
+            return Forward(decoding, rows.logits, [])
+        rest = self._prefill(batch, written)
+        logits = torch.cat((rows.logits.float(), rest.logits))
+        return Forward(decoding + rest.completing, logits, rest.given)
+
+    def _prefill(self, batch: Batch, written: Callable[[int], None] | None) -> Forward:
+        if self._chunks.takes(batch):
+            return Forward(batch.completing, self._chunks.launch(batch), [])
+        return self._runner.forward(batch, written)
+
+    def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
+        self._rows, self.may_follow = self._graphs.follow(chunks, rows), False
+        return Forward(list(chunks), self._rows.logits, [])
+
+    def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
+        tokens = self._rows.tokens if self._rows and logits is self._rows.logits else None
+        self.may_follow = tokens is not None and are_plain(sequences)
+        if not self.may_follow:
+            logits = logits.float()
+        return self._chooser.choose(sequences, logits, tokens)
+
+    def rank(self, lanes: SequenceOf[Continuation], logits: Tensor) -> Ranking:
+        # The next step overwrites a graph's logits.
+        is_graphs = self._rows is not None and logits is self._rows.logits
+        return self._chooser.rank(lanes, logits.to(torch.float32, copy=is_graphs))
+
+
+def _nothing(device: torch.device) -> Batch:
+    """A batch without chunks."""
+    none = np.zeros(0, dtype=np.int64)
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    return Batch(
+        token_ids=empty,
+        positions=empty,
+        step=StepTokens(none, none, none, 0, empty),
+        tables=[],
+        kept_rows=empty,
+        completing=[],
+        reading=[],
+        adapters=[],
+    )

@@ -1,0 +1,61 @@
+"""The device that a setting names, as PyTorch knows it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from trtmesh.chassis.device_names import VISIBLE, DeviceName
+from trtmesh.chassis.errors import SettingsError
+
+SETTING = "engine.torch.device"
+LIST = "`nvidia-smi -L` lists the devices of this machine"
+
+
+def present(name: DeviceName) -> torch.device:
+    """Raises SettingsError for a device that this machine lacks. A process that names a device by its identity sees no
+    other one from then on."""
+    if name.text == "cpu":
+        return torch.device("cpu")
+    if name.is_identity:
+        see_alone(name, os.environ)
+    index = name.number or 0
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise SettingsError(
+            f"is {name.text!r} but PyTorch finds {count} CUDA devices here: {_complaint(index)}; {LIST}",
+            setting=SETTING,
+        )
+    return torch.device("cuda", index)
+
+
+def see_alone(name: DeviceName, environ: MutableMapping[str, str]) -> None:
+    """Hides all other devices from CUDA, which reads the variable when the process first uses it. Raises SettingsError
+    where that is past, or where the device is hidden itself."""
+    given = environ.get(VISIBLE)
+    if given == name.text:
+        return
+    if given is not None and name.text not in given.split(","):
+        raise SettingsError(
+            f"is {name.text!r} but {VISIBLE}={given} hides it; unset the variable, or name the device by its place"
+            " there, such as cuda:0",
+            setting=SETTING,
+        )
+    untyped: Any = torch.cuda
+    if untyped.is_initialized():
+        raise SettingsError(
+            f"is {name.text!r} but this process uses CUDA already; set {VISIBLE} when it starts",
+            setting=SETTING,
+        )
+    environ[VISIBLE] = name.text
+
+
+def _complaint(index: int) -> str:
+    """What PyTorch says of a device that it does not find."""
+    try:
+        torch.cuda.get_device_properties(index)
+    except (AssertionError, RuntimeError) as error:
+        return str(error).partition("\n")[0]
+    return "it is not among them"

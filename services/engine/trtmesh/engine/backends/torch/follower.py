@@ -1,0 +1,84 @@
+"""A rank of a worker besides the first, which starts it as `python -m trtmesh.engine.backends.torch.follower SOCKET`.
+
+It computes what the first rank orders, and ends with it: its socket closes however the first rank dies.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+HERE = b"here"
+
+
+def main(descriptor: int) -> NoReturn:
+    """Ends without the clean-up of an interpreter, which may wait for ranks that are gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # They go to all processes of a terminal or a container; the first rank finishes its work and ends this one.
+        signal.signal(number, signal.SIG_IGN)
+    # The first rank has these records too.
+    logging.getLogger().addHandler(logging.NullHandler())
+    connection = Connection(descriptor)
+    try:
+        task = json.loads(connection.recv_bytes())
+        end = threading.Thread(target=_end_with_the_first, args=(connection, task), daemon=True)
+        end.start()
+        _follow(connection, task)
+    except EOFError:
+        os._exit(0)
+    except BaseException as error:  # noqa: BLE001 - the first rank reports it
+        _report(connection, error)
+        os._exit(1)
+
+
+def _follow(connection: Connection, task: dict[str, Any]) -> NoReturn:
+    # Only here: they take seconds, in which the first rank may end.
+    from trtmesh.engine.backends.torch.loading import load_follower
+    from trtmesh.engine.backends.torch.parallel.group import Place
+    from trtmesh.engine.backends.torch.settings import TorchSettings
+
+    settings = TorchSettings.model_validate_json(task["settings"])
+    place = Place(task["rank"], task["ranks"])
+    connection.send_bytes(HERE)
+    follower = load_follower(
+        Path(task["model_dir"]), settings, task["device"], place, Path(task["store"])
+    )
+    while True:
+        follower.obey(connection.recv_bytes())
+
+
+def _end_with_the_first(connection: Connection, task: dict[str, Any]) -> NoReturn:
+    """Waits for the end of the first rank, which the other thread does not see while it computes."""
+    closed = select.poll()
+    # No events but the hang-up, which needs no asking for.
+    closed.register(connection.fileno(), 0)
+    closed.poll()
+    shutil.rmtree(Path(task["store"]).parent, ignore_errors=True)
+    os._exit(0)
+
+
+def _report(connection: Connection, error: BaseException) -> None:
+    if not hasattr(error, "problem"):
+        traceback.print_exception(error)
+    report = {
+        "kind": type(error).__name__,
+        "problem": getattr(error, "problem", f"{type(error).__name__}: {error}"),
+        "setting": getattr(error, "setting", ""),
+    }
+    with suppress(OSError):
+        connection.send_bytes(json.dumps(report).encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,97 @@
+"""The ranks of a worker: processes of one host that compute each step together, each a part of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = timedelta(minutes=5)
+"""For a rank that answers no more. One that has ended is noticed at once, by its connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a process among the ranks."""
+
+    rank: int
+    ranks: int
+
+    def part_of(self, size: int) -> slice:
+        """The rank's part of `size` things, a multiple of `ranks`."""
+        each = size // self.ranks
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+
+class Group:
+    """What the ranks exchange while they compute. Each calls the same methods in the same order."""
+
+    def __init__(self, store: Path, place: Place, device: torch.device) -> None:
+        """Waits for the other ranks; `store` is the file by which they find each other."""
+        self.place = place
+        self._device = device
+        self._backend = _backend(store, place, device)
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Replaces a tensor by the sum over all ranks, with the same bits on each; returns it."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def least(self, values: Iterable[int]) -> list[int]:
+        """The lowest that a rank has given, value by value."""
+        given = torch.tensor([*values], dtype=torch.int64, device=self._device)
+        lowest: list[int] = self._reduce(given, dist.ReduceOp.MIN).tolist()
+        return lowest
+
+    def wait(self) -> None:
+        """Waits for all ranks."""
+        self.least([0])
+
+    def share(self, tensor: Tensor) -> None:
+        """Gives all ranks the content that the first has."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.asyncOp = False
+        _finish(self._backend.broadcast([tensor], options))
+
+    def abort(self) -> None:
+        """Ends operations of a GPU that wait for a rank, from any thread. On a CPU they end by themselves."""
+        if self._device.type == "cuda":
+            self._backend.abort()
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        # On the stream of the caller, so that a captured step has it in its place.
+        options.asyncOp = False
+        _finish(self._backend.allreduce([tensor], options))
+        return tensor
+
+
+def _finish(work: Any) -> None:
+    """Waits on a CPU; on a GPU the stream waits. Raises RuntimeError for a rank that has ended."""
+    if work is not None:
+        work.wait()
+
+
+def _backend(store: Path, place: Place, device: torch.device) -> Any:
+    """Not the default group of the process: that is global, and a process may have several engines."""
+    # Untyped: builds of PyTorch differ in what they have.
+    untyped: Any = dist
+    file = untyped.FileStore(str(store), place.ranks)
+    if device.type == "cuda":
+        options = untyped.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        group = untyped.ProcessGroupNCCL(file, place.rank, place.ranks, options)
+        group.eager_connect_single_device(device)
+        return group
+    options = untyped.ProcessGroupGloo._Options()
+    options._timeout = TIMEOUT
+    options._devices = [untyped.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    return untyped.ProcessGroupGloo(file, place.rank, place.ranks, options)

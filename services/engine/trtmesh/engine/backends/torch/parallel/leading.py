@@ -1,0 +1,84 @@
+"""The device of the first rank, which tells the others what to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
+from trtmesh.engine.backends.torch.memory.blocks import BlockTables, Move
+from trtmesh.engine.backends.torch.parallel import orders
+from trtmesh.engine.backends.torch.parallel.ranks import Ranks
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedBatch(Batch):
+    """A batch with the order by which the other ranks lay out theirs."""
+
+    order: bytes = b""
+
+
+class LeadingCompute:
+    """Implements Compute. Tokens are chosen here alone.
+
+    After a fault during a step the other ranks may wait for this one, so the worker cannot compute any more: every
+    further call raises the same error.
+    """
+
+    def __init__(
+        self, own: Compute, tables: BlockTables, tokens_per_block: int, ranks: Ranks
+    ) -> None:
+        """`own` computes the part of this rank."""
+        self._own = own
+        self._tables = tables
+        self._tokens_per_block = tokens_per_block
+        self._ranks = ranks
+        self._broken: Exception | None = None
+        self.synchronize = own.synchronize
+        self.choose = own.choose
+        self.rank = own.rank
+        self.release_memory = own.release_memory
+
+    @property
+    def may_follow(self) -> bool:
+        return self._own.may_follow
+
+    def move(self, moves: SequenceOf[Move]) -> None:
+        if moves:
+            self._together(orders.move(moves), lambda: self._own.move(moves))
+
+    def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
+        batch = self._own.prepare(chunks)
+        order = orders.forward(chunks, self._tables, self._tokens_per_block)
+        return OrderedBatch(
+            **{each.name: getattr(batch, each.name) for each in fields(Batch)}, order=order
+        )
+
+    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
+        assert isinstance(batch, OrderedBatch)
+        return self._together(batch.order, lambda: self._own.forward(batch, written))
+
+    def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
+        order = orders.follow(chunks, rows, self._tables, self._tokens_per_block)
+        return self._together(order, lambda: self._own.follow(chunks, rows))
+
+    def check(self) -> None:
+        self._together(orders.check(), self._own.check)
+
+    def _together(self, order: bytes, compute: Callable[[], R]) -> R:
+        """Computes on all ranks."""
+        if self._broken:
+            raise self._broken
+        try:
+            self._ranks.tell(order)
+            return compute()
+        except Exception as error:
+            self._broken = self._ranks.cause_of(error)
+            if self._broken is error:
+                raise
+            raise self._broken from error

@@ -1,0 +1,193 @@
+"""What the first rank tells the others: the same calls of Compute, as numbers.
+
+The others have no scheduler and no sequences of their own. A sequence is to them a row of the block table and the
+tokens of the step, which is all that a device reads of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from enum import IntEnum
+
+import numpy as np
+from torch import Tensor
+from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
+from trtmesh.engine.backend import PromptDetails
+from trtmesh.engine.backends.torch.compute.device import Compute
+from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockTables, Move
+from trtmesh.engine.backends.torch.memory.kvcache import Rows
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
+from trtmesh.engine.stopping import EndRule
+
+
+class Kind(IntEnum):
+    """The method of Compute that an order repeats."""
+
+    MOVE = 1
+    FORWARD = 2
+    FOLLOW = 3
+    CHECK = 4
+
+
+HEADER = 3
+"""The kind, the number of chunks or moves, and the blocks of a row."""
+FIELDS = 7
+"""Of a chunk: row of the block table, its version, start, count, whether it completes, and the positions whose logits
+are read, from and to."""
+NOT_READ = (-1, -1)
+
+
+def move(moves: SequenceOf[Move]) -> bytes:
+    pairs = [(each.source, each.target) for each in moves]
+    return _packed((Kind.MOVE, len(pairs), 0), np.array(pairs, dtype=np.int64))
+
+
+def forward(chunks: SequenceOf[Chunk], tables: BlockTables, tokens_per_block: int) -> bytes:
+    """`prepare` and `forward` of chunks with known tokens."""
+    tokens: list[int] = []
+    for chunk in chunks:
+        tokens += chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+    return _of_chunks(Kind.FORWARD, chunks, tokens, tables, tokens_per_block)
+
+
+def follow(
+    chunks: SequenceOf[Chunk], rows: SequenceOf[int], tables: BlockTables, tokens_per_block: int
+) -> bytes:
+    return _of_chunks(Kind.FOLLOW, chunks, rows, tables, tokens_per_block)
+
+
+def check() -> bytes:
+    return _packed((Kind.CHECK, 0, 0))
+
+
+def _of_chunks(
+    kind: Kind,
+    chunks: SequenceOf[Chunk],
+    numbers: SequenceOf[int],
+    tables: BlockTables,
+    tokens_per_block: int,
+) -> bytes:
+    """`numbers` are the tokens, or the rows in which the device has chosen them."""
+    slots = [chunk.sequence.slot for chunk in chunks]
+    fields = [
+        (slot, version, chunk.start, chunk.count, chunk.completes, *_read(chunk.sequence))
+        for slot, version, chunk in zip(slots, tables.versions[slots], chunks, strict=True)
+    ]
+    last = max(chunk.start + chunk.count for chunk in chunks) - 1
+    width = last // tokens_per_block + 1
+    return _packed(
+        (kind, len(chunks), width),
+        np.array(fields, dtype=np.int64),
+        tables.rows[slots, :width],
+        np.array(numbers, dtype=np.int64),
+    )
+
+
+def _read(sequence: Sequence) -> tuple[int, int]:
+    reader = sequence.reader
+    return (reader.next, reader.end) if reader else NOT_READ
+
+
+def _packed(header: tuple[int, int, int], *arrays: Rows) -> bytes:
+    words = [np.array(header, dtype=np.int64), *(array.reshape(-1) for array in arrays)]
+    return np.concatenate(words).tobytes()
+
+
+class Follower:
+    """Repeats on another rank what the first one computes."""
+
+    def __init__(self, compute: Compute, tables: BlockTables) -> None:
+        """`tables` are those of `compute`."""
+        self._compute = compute
+        self._tables = tables
+        self._sequences = [_sequence(slot) for slot in range(len(tables.rows))]
+        self._carry_out: dict[Kind, Callable[[int, int, Rows], object]] = {
+            Kind.MOVE: self._move,
+            Kind.FORWARD: self._forward,
+            Kind.FOLLOW: self._follow,
+            Kind.CHECK: lambda *_: compute.check(),
+        }
+
+    def obey(self, order: bytes) -> None:
+        """Raises whatever the device does; the ranks are out of step then."""
+        words = np.frombuffer(order, dtype=np.int64)
+        kind, count, width = words[:HEADER].tolist()
+        self._carry_out[Kind(kind)](count, width, words[HEADER:])
+
+    def _move(self, count: int, _width: int, words: Rows) -> None:
+        pairs = words.reshape(count, 2).tolist()
+        self._compute.move([Move(source, target) for source, target in pairs])
+
+    def _forward(self, count: int, width: int, words: Rows) -> None:
+        chunks, tokens = self._chunks(count, width, words)
+        first = 0
+        for chunk, completes in chunks:
+            last = first + chunk.count
+            _give(chunk, tokens[first:last], completes=completes)
+            first = last
+        compute = self._compute
+        compute.forward(compute.prepare([chunk for chunk, _ in chunks]))
+
+    def _follow(self, count: int, width: int, words: Rows) -> None:
+        chunks, rows = self._chunks(count, width, words)
+        self._compute.follow([chunk for chunk, _ in chunks], rows)
+
+    def _chunks(
+        self, count: int, width: int, words: Rows
+    ) -> tuple[list[tuple[Chunk, bool]], list[int]]:
+        """The chunks of an order, each with whether it completes, and the numbers at its end."""
+        fields, rest = words[: count * FIELDS].reshape(count, FIELDS), words[count * FIELDS :]
+        self._take_blocks(fields[:, 0], fields[:, 1], rest[: count * width].reshape(count, width))
+        chunks = []
+        for slot, _, start, size, completes, first, last in fields.tolist():
+            sequence = self._sequences[slot]
+            sequence.reader = Wanted(first, last) if (first, last) != NOT_READ else None
+            chunks.append((Chunk(sequence, start, size), bool(completes)))
+        return chunks, rest[count * width :].tolist()
+
+    def _take_blocks(self, slots: Rows, versions: Rows, blocks: Rows) -> None:
+        tables = self._tables
+        tables.rows[slots[tables.versions[slots] != versions]] = NULL_BLOCK
+        tables.versions[slots] = versions
+        tables.rows[slots, : blocks.shape[1]] = blocks
+
+
+class Wanted:
+    """Implements Reader where nothing is read: the device only needs to know the positions."""
+
+    def __init__(self, first: int, end: int) -> None:
+        self.next = first
+        self.end = end
+
+    def read(self, logits: Tensor) -> Iterator[PromptDetails]:
+        yield from ()
+
+
+def _give(chunk: Chunk, tokens: list[int], *, completes: bool) -> None:
+    """Gives a sequence the tokens of a chunk, and a further one where others follow. Earlier ones that were not told
+    are read by nobody."""
+    known = chunk.sequence.tokens
+    del known[chunk.start :]
+    known += [0] * (chunk.start - len(known))
+    known += tokens
+    if not completes:
+        known.append(0)
+
+
+def _sequence(slot: int) -> Sequence:
+    """What is in a row of the block table, whichever sequence it is. It chooses greedily: the first rank shares its
+    tokens where these are needed."""
+    config = GenerationConfig()
+    return Sequence(
+        key=slot,
+        batch_index=0,
+        sequence_index=0,
+        tokens=[],
+        rule=EndRule(Stopping(), (), 0, 0),
+        token_rules=TokenRules(config),
+        config=config,
+        submitted_tokens=0,
+        slot=slot,
+    )

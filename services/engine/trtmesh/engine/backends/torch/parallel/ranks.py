@@ -1,0 +1,175 @@
+"""The processes of the other ranks, as the first one starts, tells and ends them.
+
+Each has a socket pair with the first rank: orders go down it, and a report comes up before a rank gives up. Whichever
+side ends, and however, closes it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from trtmesh.chassis.errors import BackendFailed, ModelUnusable, SettingsError, StartupError
+from trtmesh.engine.backends.torch.parallel.group import Group, Place
+from trtmesh.engine.backends.torch.settings import TorchSettings
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "trtmesh.engine.backends.torch.follower"
+STANDARD_ERROR = 2
+END_SECONDS = 2.0
+"""For ranks to end by themselves."""
+CAUSE_SECONDS = 5.0
+"""Until the end of a rank is known, after an operation failed by it."""
+
+Lost = Callable[[Exception], None]
+"""Called once, on a thread of its own, with the reason."""
+
+REPORTED = {each.__name__: each for each in (ModelUnusable, SettingsError)}
+"""Errors of a start that a rank may report for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """A rank besides the first."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+class Ranks:
+    """The other ranks, seen from the first."""
+
+    def __init__(self, names: Sequence[str], model_dir: Path, settings: TorchSettings) -> None:
+        """Starts a process for each device of `names` but the first, and waits until they are there. Raises
+        StartupError where one ends."""
+        self._lock = threading.Lock()
+        # Guarded by `_lock`.
+        self._losses: list[Exception] = []
+        self._closing = False
+        self._is_lost = threading.Event()
+        self._lost: Lost | None = None
+        self._is_watched = threading.Event()
+        self._folder = TemporaryDirectory(prefix="trtmesh-ranks-")
+        store = Path(self._folder.name) / "store"
+        self._others: list[_Other] = []
+        try:
+            for rank in range(1, len(names)):
+                task = {
+                    "model_dir": str(model_dir),
+                    "settings": settings.model_dump_json(),
+                    "device": names[rank],
+                    "rank": rank,
+                    "ranks": len(names),
+                    "store": str(store),
+                }
+                self._others.append(_start(f"rank {rank} on {names[rank]}", task))
+            for other in self._others:
+                _await(other)
+            self.group = Group(store, Place(0, len(names)), torch.device(names[0]))
+        except BaseException:
+            self.close()
+            raise
+        for other in self._others:
+            watching = threading.Thread(target=self._watch, args=(other,), name=other.name)
+            watching.daemon = True
+            watching.start()
+
+    def watch(self, lost: Lost) -> None:
+        """Lets `lost` be called when a rank ends, and where one has."""
+        self._lost = lost
+        self._is_watched.set()
+
+    def tell(self, order: bytes) -> None:
+        """Raises OSError where a rank has ended."""
+        for other in self._others:
+            other.connection.send_bytes(order)
+
+    def cause_of(self, error: Exception) -> Exception:
+        """The end of a rank by which an operation failed; `error` itself where none has ended."""
+        if not isinstance(error, StartupError) and self._is_lost.wait(CAUSE_SECONDS):
+            return self._losses[0]
+        return error
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        with self._lock:
+            self._closing = True
+        self._is_watched.set()
+        for other in self._others:
+            other.connection.close()
+        ends_at = time.monotonic() + END_SECONDS
+        for other in self._others:
+            try:
+                other.process.wait(max(0.0, ends_at - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("%s did not end and is killed", other.name)
+                other.process.kill()
+                other.process.wait()
+        self._folder.cleanup()
+
+    def _watch(self, other: _Other) -> None:
+        """Waits for the end of a rank. The first end without a report explains the reports of others."""
+        status = other.process.wait()
+        with self._lock:
+            if self._closing:
+                return
+            loss, is_first = _loss(other, status), not self._losses
+            self._losses.insert(0 if status < 0 else len(self._losses), loss)
+            self._is_lost.set()
+        log.error("%s", loss)
+        self.group.abort()
+        self._is_watched.wait()
+        if is_first and self._lost:
+            self._lost(loss)
+
+
+def _start(name: str, task: dict[str, object]) -> _Other:
+    ours, theirs = Pipe()
+    with theirs:
+        descriptor = theirs.fileno()
+        # Standard output belongs to the announcement of the service.
+        process = subprocess.Popen(  # noqa: S603 - this project, with a number
+            [sys.executable, "-m", PROGRAM, str(descriptor)],
+            stdin=subprocess.DEVNULL,
+            stdout=STANDARD_ERROR,
+            pass_fds=[descriptor],
+        )
+    ours.send_bytes(json.dumps(task).encode())
+    return _Other(f"{name} (process {process.pid})", process, ours)
+
+
+def _await(other: _Other) -> None:
+    """Waits until a rank is about to join the group. Raises StartupError where it ends before."""
+    try:
+        other.connection.recv_bytes()
+    except (EOFError, OSError):
+        raise StartupError(str(_loss(other, other.process.wait()))) from None
+
+
+def _loss(other: _Other, status: int) -> Exception:
+    """Why a rank has ended."""
+    report = {}
+    with suppress(EOFError, OSError):
+        if other.connection.poll():
+            report = json.loads(other.connection.recv_bytes())
+    if report.get("kind") in REPORTED:
+        return REPORTED[report["kind"]](report["problem"], setting=report["setting"])
+    if status < 0:
+        return BackendFailed(f"{other.name} was killed by {signal.Signals(-status).name}")
+    why = report.get("problem", "without a report")
+    return BackendFailed(f"{other.name} ended with status {status}: {why}")

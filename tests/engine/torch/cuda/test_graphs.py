@@ -1,0 +1,74 @@
+"""A captured step gives what its operations give one by one, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine.torch.combinations import rows
+from engine.torch.conftest import ModelDir
+from engine.torch.harness import Harness, configure, running
+from oracle import tiny_models
+from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.device import Cuda
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+CONFIGS = [
+    configure(max_tokens=16, ignore_end_id=True, generation_logits=True),
+    configure(max_tokens=16, ignore_end_id=True, generation_logits=True, temperature=1.1, seed=4),
+    configure(max_tokens=16, ignore_end_id=True),
+    configure(max_tokens=16, ignore_end_id=True, temperature=0.9, seed=5),
+]
+
+
+def uncaptured(_: Cuda) -> Callable[[Callable[[], Tensor]], Callable[[], Tensor]]:
+    """In place of `Cuda._recorder`: the operations themselves are what computes them again."""
+
+    def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def again() -> Tensor:
+            with torch.inference_mode():
+                return compute()
+
+        return again
+
+    return record
+
+
+async def streams(engine: Harness) -> list[tuple[list[int], list[bytes]]]:
+    """The tokens and the logits of 1, 3 and 17 items at once."""
+    prompts = tiny_models.prompts(17)
+    found = []
+    for count in (1, 3, 17):
+        with engine.gate.held():
+            keys = [
+                engine.submit(prompt, CONFIGS[place % len(CONFIGS)])[0]
+                for place, prompt in enumerate(prompts[:count])
+            ]
+        for stream in await engine.ended(keys):
+            logits = [
+                rows(each.generation_logits).tobytes()
+                for each in stream.details
+                if each.generation_logits
+            ]
+            found.append((stream.token_ids, logits))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+async def test_captured_steps_equal_their_operations(
+    family: str, dtype: str, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_dir(family)
+    options: dict[str, Any] = {
+        "device": "cuda:0", "dtype": dtype, "max_batch_size": 20, "prefix_reuse": False,
+    }  # fmt: skip
+    async with running(folder, **options) as engine:
+        captured = await streams(engine)
+    monkeypatch.setattr(Cuda, "_recorder", uncaptured)
+    async with running(folder, **options) as engine:
+        assert await streams(engine) == captured
+    assert any(logits for _, logits in captured)

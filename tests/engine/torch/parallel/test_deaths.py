@@ -1,0 +1,154 @@
+"""A rank dies: its worker ends with it, and leaves no process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from e2e.mesh import DEMO, PATIENT, Mesh, check_beginning, eventually, running_mesh
+from engine.torch.harness import configure, running
+from engine.torch.parallel.followers import followers
+from processes import ServiceProcess, service_process
+from trtmesh.chassis.errors import WorkerLost
+from trtmesh.v1 import generation_pb2 as pb
+
+LONG = configure(max_tokens=400, ignore_end_id=True)
+PARALLEL = (
+    *("--model-dir", str(DEMO), "--torch-device", "cpu,cpu", "--torch-threads", "1"),
+    *("--torch-kv-cache-tokens", "8192"),
+)
+SINGLE = (*("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192"),)
+TOKENS = 60
+LONGEST = 1900
+"""More than are computed before the rank is killed, within the model's positions."""
+PROMPTS = [[300 + number, 40, 50, 60] for number in range(4)]
+
+
+async def gone(process: psutil.Process) -> None:
+    async def has_ended() -> bool:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+    await eventually(has_ended)
+
+
+@pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
+async def test_a_killed_rank_ends_the_engine_and_its_sequences_can_move(
+    llama: Path, is_busy: bool
+) -> None:
+    async with running(llama, device="cpu,cpu") as engine:
+        (rank,) = followers()
+        with engine.gate.held():
+            if is_busy:
+                (key,) = engine.submit([5, 6, 7], LONG)
+                await engine.until(lambda: engine.streams[key].token_ids)
+            rank.kill()
+        await engine.until(lambda: engine.failures)
+        for stream in await engine.ended():
+            assert stream.end
+            assert stream.end.reason == pb.FINISH_REASON_ERROR
+            assert isinstance(stream.end.error, WorkerLost)
+        with pytest.raises(WorkerLost):
+            engine.submit([5, 6, 7], LONG)
+    (failure,) = engine.failures
+    assert f"rank 1 on cpu (process {rank.pid}) was killed by SIGKILL" in str(failure)
+    assert followers() == []
+
+
+async def test_a_fault_in_a_step_ends_the_engine(llama: Path) -> None:
+    """The other rank waits for a sum that does not come, so no further step is possible."""
+    async with running(llama, device="cpu,cpu") as engine:
+
+        def failing(*_: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        compute: Any = engine.backend._loaded.engine._compute
+        with engine.gate.held():
+            (first, _) = engine.submit([5, 6, 7], LONG) + engine.submit([8, 9], LONG)
+            await engine.until(lambda: engine.streams[first].token_ids)
+            layer = compute._own._model.module.model.layers[1]
+            layer.mlp.register_forward_pre_hook(failing)
+        await engine.until(lambda: engine.failures)
+        for stream in await engine.ended():
+            assert stream.end
+            assert isinstance(stream.end.error, WorkerLost)
+            assert "the device is gone" in str(stream.end.error)
+    assert followers() == []
+
+
+async def test_a_frozen_rank_is_killed_at_the_end(llama: Path) -> None:
+    async with running(llama, device="cpu,cpu"):
+        (rank,) = followers()
+        rank.suspend()
+    assert followers() == []
+
+
+async def test_a_killed_rank_moves_the_items_of_its_worker() -> None:
+    async def start(mesh: Mesh) -> None:
+        await asyncio.gather(
+            mesh.start_tokenizer(),
+            mesh.start_engine(*PARALLEL, "--worker", "parallel"),
+            mesh.start_engine(*SINGLE, "--worker", "single"),
+        )
+        await mesh.start_router(*PATIENT, "--placement-policy", "round_robin")
+        await mesh.ready(workers=2, tokenizers=1)
+
+    async with running_mesh(start=start) as mesh:
+        (parallel,) = [each for each in mesh.engines if followers(each.pid)]
+        expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
+        reader = mesh.open(PROMPTS, max_tokens=LONGEST, ignore_end_id=True)
+        await reader.until(lambda r: all(r.tokens(index) > 3 for index in range(len(PROMPTS))))
+        (rank,) = followers(parallel.pid)
+        rank.kill()
+        check_beginning(await reader.stopped_at(TOKENS), expected)
+        assert await parallel.wait() == 1
+        assert "was killed by SIGKILL" in parallel.stderr
+        await mesh.counted("moved_sequences", 1)
+
+
+async def test_a_killed_first_rank_takes_the_others_along() -> None:
+    async with service_process("engine", *PARALLEL) as engine:
+        rank = await started(engine)
+        engine.signal(signal.SIGKILL)
+        await engine.wait()
+        await gone(rank)
+
+
+async def test_signals_to_all_processes_stop_the_worker_in_order() -> None:
+    """As from a terminal, and from a service manager."""
+    async with service_process("engine", *PARALLEL) as engine:
+        rank = await started(engine)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            rank.send_signal(number)
+        engine.signal(signal.SIGTERM)
+        assert await engine.wait() == 0
+        assert "ended with status" not in engine.stderr
+        await gone(rank)
+
+
+async def test_a_killed_rank_ends_the_start() -> None:
+    async with service_process("engine", *PARALLEL) as engine:
+
+        async def has_child() -> bool:
+            return bool(followers(engine.pid))
+
+        await eventually(has_child)
+        (rank,) = followers(engine.pid)
+        rank.kill()
+        assert await engine.wait() == 1
+        assert "rank 1 on cpu" in engine.stderr
+        await gone(rank)
+
+
+async def started(engine: ServiceProcess) -> psutil.Process:
+    """The other rank of a worker that serves."""
+
+    async def serves() -> bool:
+        return "serves model" in engine.stderr
+
+    await eventually(serves)
+    (rank,) = followers(engine.pid)
+    return rank
