@@ -37,7 +37,7 @@ async def watch(health: FickleHealth) -> None:
     child = Child(ProcessPlan("engine-0", "engine", (), ports={}), lambda _name, _line: None)
     child.bound = Addresses(f"127.0.0.1:{port}")
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await child._watch_health()
     finally:
         await server.stop(grace=None)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -16,6 +17,9 @@ from trtmesh.v1 import generation_pb2 as pb
 
 REPOSITORY = Path(__file__).parents[2]
 WITHOUT_ADAPTERS = REPOSITORY / "models" / "demo-draft"
+GPU = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+OTHER = "GPU-00000000-d72c-4106-c12f-20bd9faed9f6"
+MIG = "MIG-f3b23c1c-9b4d-5d0a-8c4b-1a2b3c4d5e6f"
 
 
 def flags_of(arguments: tuple[str, ...]) -> dict[str, str]:
@@ -168,6 +172,79 @@ def test_role_is_set_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert roles_of(MeshSettings()) == [None]
     with pytest.raises(SettingsError, match="TRTMESH_ENGINE_ROLE"):
         Plan(MeshSettings(prefill=1), None)
+
+
+def test_tensorrt_llm_engines_see_the_gpus_of_their_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "one"
+    model.mkdir()
+    groups = ("cuda:0,cuda:1", "cuda:2, cuda:3")
+    settings = MeshSettings(model=model, backend="tensorrt_llm", devices={"one": groups})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    engines = Plan(settings, None).engines()
+    assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in engines] == ["0,1", "2,3"]
+    assert all("--torch-device" not in each.arguments for each in engines)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,6,7")
+    engines = Plan(settings, None).engines()
+    assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in engines] == ["GPU-a,GPU-b", "6,7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(SettingsError, match="names cuda:2, but CUDA_VISIBLE_DEVICES has 2 GPUs"):
+        Plan(settings, None).engines()
+    for wrong in ("cpu", "cuda", "cuda:0,cuda:0", f"{GPU},{GPU}"):
+        given = settings.model_copy(update={"devices": {"one": (wrong,)}})
+        with pytest.raises(SettingsError, match="must name different GPUs"):
+            Plan(given, None)
+    simulated = settings.model_copy(update={"backend": "simulated"})
+    with pytest.raises(SettingsError, match="the backend simulated runs on one device"):
+        Plan(simulated, None)
+
+
+def test_torch_engines_get_all_devices_of_their_entry(tmp_path: Path) -> None:
+    model = tmp_path / "one"
+    model.mkdir()
+    groups = ("cuda:0,cuda:1", "cuda:2")
+    settings = MeshSettings(model=model, backend="torch", devices={"one": groups})
+    engines = Plan(settings, None).engines()
+    flags = [each.arguments[each.arguments.index("--torch-device") + 1] for each in engines]
+    assert flags == [*groups]
+
+
+def test_engines_run_on_gpus_by_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "one"
+    model.mkdir()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    settings = MeshSettings(model=model, backend="torch", devices={"one": (GPU, MIG)})
+    flags = [flags_of(engine.arguments) for engine in Plan(settings, None).engines()]
+    assert [each["--torch-device"] for each in flags] == [GPU, MIG]
+    spread = MeshSettings(
+        model=model, backend="tensorrt_llm", devices={"one": (f"{GPU},{OTHER}", "cuda:1")}
+    )
+    assert visible_of(spread) == [f"{GPU},{OTHER}", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{OTHER},{GPU}")
+    assert visible_of(spread) == [f"{GPU},{OTHER}", GPU]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{OTHER},{MIG}")
+    with pytest.raises(SettingsError, match=f"names {GPU}, but CUDA_VISIBLE_DEVICES has 2 GPUs"):
+        Plan(spread, None).engines()
+
+
+def visible_of(settings: MeshSettings) -> list[str]:
+    return [each.environment["CUDA_VISIBLE_DEVICES"] for each in Plan(settings, None).engines()]
+
+
+@pytest.mark.parametrize("backend", ["torch", "tensorrt_llm"])
+@pytest.mark.parametrize("entry", ["0,1", "gpu0", "GPU-8932f937", "cuda:0,"])
+def test_an_entry_that_is_no_name_of_a_device_is_refused(
+    tmp_path: Path, backend: Literal["torch", "tensorrt_llm"], entry: str
+) -> None:
+    model = tmp_path / "one"
+    model.mkdir()
+    settings = MeshSettings(model=model, backend=backend, devices={"one": (entry,)})
+    with pytest.raises(
+        SettingsError, match=f"has '{entry}' for one, which must be auto"
+    ) as refused:
+        Plan(settings, None)
+    assert refused.value.setting == "mesh.devices"
 
 
 def test_devices_are_json_in_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,3 +421,21 @@ def test_unusable_adapters_of_a_stack_are_refused_by_setting(tmp_path: Path) -> 
         with pytest.raises(SettingsError) as refused:
             Plan(MeshSettings(adapters=folder), None)
         assert refused.value.setting == "mesh.adapters"
+
+
+def test_stack_of_engines_elsewhere_starts_none() -> None:
+    plan = Plan(MeshSettings(engines_at=("vllm://10.0.0.7:50051", "10.0.0.8:9000")), None)
+    assert plan.engines() == []
+    assert plan.adapters == ()
+    (router,) = plan.routers(["t:1"], [])
+    flags = flags_of(router.arguments)
+    assert flags["--engines"] == "vllm://10.0.0.7:50051,10.0.0.8:9000"
+    assert flags["--foreign-model-dirs"] == str(demo_model())
+
+
+def test_engines_elsewhere_stand_beside_own_ones() -> None:
+    settings = MeshSettings(engines=2, engines_at=("vllm://10.0.0.7:50051",))
+    plan = Plan(settings, None)
+    assert len(plan.engines()) == 2
+    (router,) = plan.routers(["t:1"], ["e:1", "e:2"])
+    assert flags_of(router.arguments)["--engines"] == "e:1,e:2,vllm://10.0.0.7:50051"

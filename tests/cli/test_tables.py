@@ -156,12 +156,13 @@ def test_handoff_is_a_row() -> None:
         cause="drain",
         tokens=640,
         present_tokens=128,
+        transport="backend",
         age_ms=42,
         expires_in_ms=2000,
     )
     row = shown(handoffs_table([handoff]), terminal=True, width=20).splitlines()[-1].split()
     assert row == [
-        "0123456789ab", REQUEST, "0", "0", "drain", "transferring", *NAMES, "640", "128", "42", "2000",
+        "0123456789ab", REQUEST, "0", "0", "drain", "transferring", *NAMES, "backend", "640", "128", "42", "2000",
     ]  # fmt: skip
 
 
@@ -172,6 +173,10 @@ def test_handoff_is_a_row() -> None:
         (
             {"prefill_worker": "p", "split_seconds": 0.25, "whole_seconds": 1.5},
             ["prefill on p, decode on d: chosen", "250 ms on two, 1500 ms on one worker"],
+        ),
+        (
+            {"prefill_worker": "p", "handoff_kind": "vllm-nixl"},
+            ["prefill on p, decode on d, KV moved by their backends (vllm-nixl): chosen"],
         ),
         ({"whole_seconds": 0.1}, ["prefill and decode on d: chosen", "100 ms on one worker"]),
     ],

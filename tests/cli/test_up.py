@@ -244,9 +244,9 @@ def test_setting_found_wrong_later_is_spelt_as_given(
 def test_setting_found_wrong_by_an_engine_is_spelt_as_given() -> None:
     variable = "TRTMESH_ENGINE_TORCH_DEVICE"
     flags = ("--port", "0", "--backend", "torch")
-    with running_stack(*flags, env={variable: "tpu"}) as stack:
+    with running_stack(*flags, env={variable: "cuda:64"}) as stack:
         assert stack.wait() == 2
-        assert stack.err[-1].startswith(f"trtmesh: error: engine-0: {variable} is 'tpu'")
+        assert stack.err[-1].startswith(f"trtmesh: error: engine-0: {variable} is 'cuda:64'")
 
 
 def test_unknown_field_of_the_file_is_named(tmp_path: Path) -> None:

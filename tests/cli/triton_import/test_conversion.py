@@ -116,7 +116,7 @@ def test_imported_settings_are_valid(tmp_path: Path) -> None:
     router = load_settings(RouterSettings, ["--config", str(file), "--engines", "e:1"], {})
     assert router.triton.models["ensemble"].max_batch_size == 16
     engine = load_settings(EngineSettings, ["--config", str(file)], {})
-    assert (engine.torch.kv_cache.tokens, engine.torch.device) == (8192, "cuda:0")
+    assert (engine.torch.kv_cache.tokens, engine.torch.device.text) == (8192, "cuda:0")
 
 
 def test_placeholders_count_as_unset(tmp_path: Path) -> None:

@@ -80,6 +80,22 @@ def test_device_of_the_command_line_wins(tmp_path: Path) -> None:
     assert finding(conversion, "tensorrt_llm", IDS) == (Outcome.REPLACED, "--device says cuda:7")
 
 
+def test_device_of_the_command_line_may_be_an_identity(tmp_path: Path) -> None:
+    gpu = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+    directory = repository(tmp_path / "models", "")
+    replace(directory, "tensorrt_llm", "${kv_cache_free_gpu_mem_fraction}", "0.4")
+    conversion = convert(directory, device=gpu)
+    assert conversion.sections["engine"]["torch"]["device"] == gpu
+    fraction = finding(conversion, "tensorrt_llm", "parameters.kv_cache_free_gpu_mem_fraction")
+    assert fraction[0] is Outcome.CARRIED
+
+
+@pytest.mark.parametrize("device", ["gpu0", "0", "cuda:0,cuda:1"])
+def test_wrong_device_of_the_command_line_is_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(SettingsError, match=f"--device is '{device}' but must be auto"):
+        convert(repository(tmp_path / "models", ""), device=device)
+
+
 def test_instances_without_gpus_are_engines(tmp_path: Path) -> None:
     conversion = convert(repository(tmp_path / "models", "", 2))
     assert conversion.sections["mesh"]["engines"] == 2

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from trtmesh.cli.adapters import adapters
+from trtmesh.cli.build import build
 from trtmesh.cli.convert import convert
 from trtmesh.cli.demo import demo
 from trtmesh.cli.fleet import policy, status, workers
@@ -26,7 +27,19 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (up, import_triton, convert, generate, status, top, explain, handoffs, replay, demo):
+for command in (
+    up,
+    import_triton,
+    convert,
+    build,
+    generate,
+    status,
+    top,
+    explain,
+    handoffs,
+    replay,
+    demo,
+):
     app.command()(command)
 for group in (workers, requests, adapters, keys, policy, triton):
     app.add_typer(group)

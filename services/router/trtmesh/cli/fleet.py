@@ -106,7 +106,10 @@ def _standing(seen: pb.WatchWorkersResponse) -> list[tuple[str, str, str, str, s
 @admin_command
 async def add(
     context: Context,
-    address: Annotated[str, typer.Argument(help="Address of the worker, host:port.")],
+    address: Annotated[
+        str,
+        typer.Argument(help="Address of the worker, host:port or vllm://host:port and its like."),
+    ],
     wait: Annotated[
         float,
         typer.Option(

@@ -27,9 +27,9 @@ async def handoffs(
 ) -> int:
     """List the live handoffs, oldest first, with the worker that has the KV and the one that continues.
 
-    --watch looks every quarter of a second and may miss shorter handoffs; `trtmesh workers list` counts all. With
-    --json one handoff per line, with --watch one list per line. Exit status: 0 success, 1 the call failed, 2 wrong
-    usage, 130 Ctrl-C.
+    In the stage `given` a client has the state of the KV, and may have brought it to another router. --watch looks
+    every quarter of a second and may miss shorter handoffs; `trtmesh workers list` counts all. With --json one handoff
+    per line, with --watch one list per line. Exit status: 0 success, 1 the call failed, 2 wrong usage, 130 Ctrl-C.
     """
     seen = await context.admin.list_handoffs()
     if watch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
 STANDARD_OUTPUT = "-"
 
 
+class Backend(Enum):
+    """What computes in the engines of the mesh."""
+
+    TORCH = "torch"
+    TENSORRT_LLM = "tensorrt_llm"
+
+
 def import_triton(
     repository: Annotated[Path, typer.Argument(help="Directory whose subdirectories are models.")],
     model: Annotated[
@@ -37,8 +45,18 @@ def import_triton(
     ] = None,
     device: Annotated[
         str,
-        typer.Option(help="Device of all engines, such as cuda:0; default gpu_device_ids of each."),
+        typer.Option(
+            help="Device of all engines, such as cuda:0, or a GPU-... or MIG-... of nvidia-smi -L; default"
+            " gpu_device_ids of each."
+        ),
     ] = "",
+    backend: Annotated[
+        Backend,
+        typer.Option(
+            help="Backend of all engines: the embedded one, each engine on one GPU, or TensorRT-LLM, each on all"
+            " gpu_device_ids of an instance.",
+        ),
+    ] = Backend.TORCH,
     fill: Annotated[
         list[str] | None,
         typer.Option(
@@ -64,7 +82,8 @@ def import_triton(
     """
     tell = say if str(output) == STANDARD_OUTPUT else put
     try:
-        conversion = _convert(repository, _model_directories(model or ()), device, fill)
+        name = "" if backend is Backend.TORCH else backend.value
+        conversion = _convert(repository, _model_directories(model or ()), device, fill, name)
         if conversion.served:
             _write(output, conversion, f"trtmesh import-triton {repository}", replace=force)
         if json:
@@ -88,7 +107,9 @@ def imported_repository(flags: Flags) -> Iterator[Flags]:
         yield flags
         return
     given = {} if settings.model is None else {"": settings.model}
-    conversion = _convert(settings.triton_model_repo, given)
+    backend = Backend.TENSORRT_LLM.value
+    spread = backend if settings.backend == backend else ""
+    conversion = _convert(settings.triton_model_repo, given, backend=spread)
     _tell_text(conversion, say)
     _check_served(conversion)
     config = config_file_of(flags)
@@ -104,11 +125,13 @@ def _convert(
     models: Mapping[str, Path],
     device: str = "",
     fill: Sequence[str] | None = None,
+    backend: str = "",
 ) -> Conversion:
     # The models of the Triton door take a tenth of a second to import.
     from trtmesh.cli.triton_import import convert_repository, parse_values
 
-    return convert_repository(repository, models, device, parse_values(fill) if fill else None)
+    values = parse_values(fill) if fill else None
+    return convert_repository(repository, models, device, values, backend)
 
 
 def _check_served(conversion: Conversion) -> None:

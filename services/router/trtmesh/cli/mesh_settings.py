@@ -62,17 +62,23 @@ class MeshSettings(ServiceSettings):
     the demo model for the demo model."""
     triton_model_repo: Path | None = None
     """Triton model repository; its models are served under their names. The configuration file takes precedence."""
-    backend: Literal["torch", "simulated"] | None = None
+    backend: Literal["torch", "tensorrt_llm", "simulated"] | None = None
     """Backend of the engines; unset leaves it to `engine.backend`."""
     engines: Replicas = 1
-    """Engines of both phases per model without `devices`; unset means 1, and none beside `prefill` and `decode`."""
+    """Engines of both phases per model without `devices`; unset means 1, and none beside `prefill` and `decode` or
+    `engines_at`."""
+    engines_at: CommaList = ()
+    """Engines that run elsewhere, in the form of `router.engines`, such as vllm://127.0.0.1:50051; without `engines` or
+    roles the stack then starts none of its own."""
     prefill: Specialists = 0
     """Engines per model that compute prompts and hand their KV over."""
     decode: Specialists = 0
     """Engines per model that continue prompts computed elsewhere."""
     devices: DevicesByModel = Field(default_factory=dict)
-    """Devices by the name of a model's directory; each runs one engine of the model, the first ones those of `prefill`,
-    then `decode`. Engines of other models run on `engine.torch.device`. JSON in a flag or a variable."""
+    """Devices by the name of a model's directory, each a name as of `engine.torch.device`; each runs one engine of the
+    model, the first ones those of `prefill`, then `decode`. An entry with several, such as `cuda:0,cuda:1`, is one
+    engine on all of them; with the backend tensorrt_llm it sees no others. Engines of other models run on
+    `engine.torch.device`. JSON in a flag or a variable."""
     tokenizers: Replicas = 1
     """Tokenizers per model."""
     routers: Replicas = 1
@@ -107,8 +113,8 @@ class MeshSettings(ServiceSettings):
     @property
     def mixed_engines(self) -> int:
         """Engines of both phases per model without `devices`."""
-        only_specialists = self.prefill and self.decode and not self.asks_for("engines")
-        return 0 if only_specialists else self.engines
+        others = (self.prefill and self.decode) or self.engines_at
+        return 0 if others and not self.asks_for("engines") else self.engines
 
 
 Flags = Mapping[str, str]

@@ -13,7 +13,9 @@ from trtmesh.chassis.adapter_content import format_of, is_number
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.cores import physical_cores
+from trtmesh.chassis.device_names import VISIBLE, DeviceName, DeviceNames
 from trtmesh.chassis.errors import InvalidRequest, ModelUnusable, NotFound, SettingsError
+from trtmesh.chassis.foreign_address import is_foreign
 from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.chassis.settings import split_commas
 from trtmesh.chassis.tls.client import ClientTls
@@ -22,6 +24,10 @@ from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.throw_away import ThrowAway
 
 LOOPBACK = "127.0.0.1"
+SPREAD = "tensorrt_llm"
+"""The backend whose engines see the GPUs of their entry alone."""
+RANKED = ("torch", SPREAD)
+"""Backends whose engines take several GPUs."""
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
 
 ADAPTER_MEMORY = "torch.adapters.host_bytes"
@@ -48,7 +54,7 @@ _OVERRULED: Mapping[str, Mapping[str, str]] = {
         "admin.port": "mesh.admin_port",
         "http.port": "mesh.http_port",
         "tokenizers": "mesh.tokenizers, their number",
-        "engines": "mesh.engines, their number",
+        "engines": "mesh.engines, their number, or mesh.engines_at",
     },
 }
 """The setting of the stack that replaces each; some have none."""
@@ -126,10 +132,11 @@ class Plan:
         sections = read_config_file(Path(config_file)) if config_file else {}
         self._given = ServiceSettingsGiven(sections, os.environ)
         self._given.refuse_overruled()
-        simulated = (settings.backend or self._given.value("engine", "backend")) == "simulated"
-        check_extras(["tokenizer", *([] if simulated else ["engine"])])
+        self._backend = settings.backend or self._given.value("engine", "backend") or "torch"
+        check_extras(["tokenizer", *([] if self._backend == "simulated" else ["engine"])])
         self._models = _served_models(settings, self._given)
         _check_devices(settings, self._models)
+        self._check_groups()
         _check_roles(settings, self._given)
         self.adapters = self._find_adapters()
 
@@ -142,6 +149,8 @@ class Plan:
         """The directories of the adapters to register. Raises SettingsError."""
         if self._settings.adapters is not None:
             return _adapters_in(self._settings.adapters)
+        if not (self._settings.mixed_engines or self._settings.has_roles):
+            return ()
         demo = _demo_model()
         if demo is None or self._models[0].directory.resolve() != demo:
             return ()
@@ -176,13 +185,13 @@ class Plan:
                 service="engine",
                 arguments=(
                     *self._common("engine", LOOPBACK),
-                    *place,
+                    *place.flags,
                     *backend,
                     *adapters,
                     *("--worker", f"engine-{index}"),
                 ),
                 ports=self._ports(_following(settings.engine_port, index)),
-                environment=_sharing_cores(len(places)),
+                environment={**_sharing_cores(len(places)), **place.environment},
                 tls=self.client_tls,
             )
             for index, place in enumerate(places)
@@ -199,7 +208,8 @@ class Plan:
         policy = ("--placement-policy", settings.policy) if settings.policy else ()
         ports = {name: getattr(settings, name) for name in ROUTER_PORTS}
         further = {name: None if port is None else 0 for name, port in ports.items()}
-        peers = ("--tokenizers", ",".join(tokenizers), "--engines", ",".join(engines))
+        all_engines = ",".join([*engines, *settings.engines_at])
+        peers = ("--tokenizers", ",".join(tokenizers), "--engines", all_engines)
         roots = ("--adapters-roots", ",".join(self._roots())) if self.adapters else ()
         return [
             ProcessPlan(
@@ -210,6 +220,7 @@ class Plan:
                     *policy,
                     *roots,
                     *peers,
+                    *self._foreign_models(),
                     *self._own_record(index),
                 ),
                 ports=ports if index == 0 else further,
@@ -217,6 +228,14 @@ class Plan:
             )
             for index in range(settings.routers)
         ]
+
+    def _foreign_models(self) -> tuple[str, ...]:
+        """The flag by which foreign engines count as serving the stack's models."""
+        if not any(map(is_foreign, self._settings.engines_at)) or any(
+            self._given.sources("router", "foreign.model_dirs")
+        ):
+            return ()
+        return ("--foreign-model-dirs", ",".join(str(model.directory) for model in self._models))
 
     def _own_record(self, index: int) -> tuple[str, ...]:
         """The flag for a record file of its own, which the routers after the first need."""
@@ -247,8 +266,8 @@ class Plan:
         """The ports of a tokenizer or engine."""
         return {"port": port, "metrics_port": None if self._settings.metrics_port is None else 0}
 
-    def _places(self, model: ServedModel) -> list[tuple[str, ...]]:
-        """The flags for model, role and device of each engine of a model."""
+    def _places(self, model: ServedModel) -> list[Place]:
+        """The place of each engine of a model."""
         settings = self._settings
         roles = [("--role", "prefill")] * settings.prefill + [
             ("--role", "decode")
@@ -256,9 +275,51 @@ class Plan:
         specialists: list[tuple[str, ...]] = [(*model.flags, *role) for role in roles]
         devices = settings.devices.get(model.name)
         if devices is None:
-            return [*specialists, *[model.flags] * settings.mixed_engines]
+            return [*map(Place, specialists), *[Place(model.flags)] * settings.mixed_engines]
         places = zip_longest(specialists, devices, fillvalue=model.flags)
-        return [(*flags, "--torch-device", str(device)) for flags, device in places]
+        return [self._place(flags, str(device)) for flags, device in places]
+
+    def _place(self, flags: tuple[str, ...], device: str) -> Place:
+        if self._backend == SPREAD:
+            # The library takes the first GPUs that it sees.
+            visible = [self._visible(name) for name in DeviceNames(device).names]
+            return Place(flags, {VISIBLE: ",".join(visible)})
+        return Place((*flags, "--torch-device", device))
+
+    def _visible(self, name: DeviceName) -> str:
+        """The name of a GPU of this process for its children. Raises SettingsError."""
+        names = [each for each in os.environ.get(VISIBLE, "").split(",") if each]
+        seen = name.text in names if name.is_identity else (name.number or 0) < len(names)
+        if names and not seen:
+            raise SettingsError(
+                f"names {name}, but {VISIBLE} has {len(names)} GPUs: {','.join(names)}",
+                setting="mesh.devices",
+            )
+        if name.is_identity:
+            return name.text
+        number = name.number or 0
+        return names[number] if names else str(number)
+
+    def _check_groups(self) -> None:
+        """Raises SettingsError for an entry of `devices` that is malformed or does not fit the backend."""
+        for model, devices in self._settings.devices.items():
+            for device in devices:
+                try:
+                    names = DeviceNames(device).names
+                except ValueError as error:
+                    raise SettingsError(
+                        f"has {device!r} for {model}, which {error}", setting="mesh.devices"
+                    ) from error
+                if self._backend not in RANKED and len(names) > 1:
+                    raise SettingsError(
+                        f"has {device!r} for {model}, but an engine of the backend {self._backend} runs on one device",
+                        setting="mesh.devices",
+                    )
+                if self._backend == SPREAD and not _are_gpus(names):
+                    raise SettingsError(
+                        f"has {device!r} for {model} but must name different GPUs, such as cuda:0,cuda:1",
+                        setting="mesh.devices",
+                    )
 
     @property
     def client_tls(self) -> ClientTls | None:
@@ -282,6 +343,21 @@ class Plan:
         if self._tls is not None:
             flags += self._tls.flags(service)
         return tuple(flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an engine runs, and what it serves."""
+
+    flags: tuple[str, ...]
+    """For model, role and device."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _are_gpus(names: Sequence[DeviceName]) -> bool:
+    """Whether each name is that of one GPU, and of another than the others."""
+    each_is_one = all(name.number is not None or name.is_identity for name in names)
+    return each_is_one and len(set(names)) == len(names)
 
 
 def _sharing_cores(engines: int) -> Mapping[str, str]:

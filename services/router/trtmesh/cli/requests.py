@@ -158,6 +158,8 @@ def split_line(placement: pb.Placement) -> str:
         return ""
     if placement.prefill_worker:
         legs = f"prefill on {placement.prefill_worker}, decode on {placement.worker}"
+        if placement.handoff_kind:
+            legs += f", KV moved by their backends ({placement.handoff_kind})"
     else:
         legs = f"prefill and decode on {placement.worker}"
     costs = f"{placement.whole_seconds * 1000:.0f} ms on one worker"

@@ -182,8 +182,8 @@ def _sequence_state(sequence: pb.LiveSequence) -> str:
 
 def handoffs_table(handoffs: Iterable[pb.Handoff]) -> Table:
     table = new_table(
-        "lease", "request", "item", "sequence", "cause", "stage", "sender", "receiver", "tokens", "present",
-        "age ms", "expires\nin ms",
+        "lease", "request", "item", "sequence", "cause", "stage", "sender", "receiver", "transport", "tokens",
+        "present", "age ms", "expires\nin ms",
     )  # fmt: skip
     for handoff in handoffs:
         add_row(
@@ -196,6 +196,7 @@ def handoffs_table(handoffs: Iterable[pb.Handoff]) -> Table:
             handoff.stage,
             handoff.sender,
             handoff.receiver,
+            handoff.transport,
             handoff.tokens,
             handoff.present_tokens,
             handoff.age_ms,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtmesh.chassis.device_names import DeviceName
+from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.triton_import.config_file import is_unset
 from trtmesh.cli.triton_import.devices import PARAMETER, convert_devices, place_engines
 from trtmesh.cli.triton_import.fields import convert_fields
@@ -15,7 +17,13 @@ from trtmesh.cli.triton_import.parameters import ARGUMENTS, OF_THE_LIBRARY, argu
 from trtmesh.cli.triton_import.recipes import Recipe, RepositoryModel
 from trtmesh.cli.triton_import.release import set_release
 from trtmesh.cli.triton_import.repository import ENGINE_ARGUMENTS, Repository
-from trtmesh.cli.triton_import.rules import MODELS, TORCH, unsupported
+from trtmesh.cli.triton_import.rules import MODELS, TORCH, Rule, unsupported
+from trtmesh.cli.triton_import.tensorrt_llm import (
+    ALL_ARGUMENTS,
+    BACKEND,
+    CORE_OVERRIDES,
+    rename_settings,
+)
 from trtmesh.cli.triton_import.weights import Weights, find_weights
 
 
@@ -38,15 +46,22 @@ def convert_repository(
     model_directories: Mapping[str, Path],
     device: str = "",
     values: Mapping[str, str] | None = None,
+    backend: str = "",
 ) -> Conversion:
-    """Reads a repository. `model_directories` has the weights by core model, '' for all; `device` is a device in
-    PyTorch's words; `values` fill the templates. Raises SettingsError or ModelUnusable."""
+    """Reads a repository. `model_directories` has the weights by core model, '' for all; `device` is a name
+    as of `engine.torch.device`; `values` fill the templates; `backend` is that of the engines, '' the embedded one.
+    Raises SettingsError or ModelUnusable."""
+    if backend and device:
+        raise SettingsError(f"--device {device} is for the embedded engine, not for {backend}")
+    _check_device(device)
     repository = Repository(directory, values)
     weights = find_weights(repository, model_directories)
     problems = {m.name: _problem(m, repository, weights) for m in repository}
     unserved = {name: reason for name, reason in problems.items() if reason}
     served = [model for model in repository if model.name not in unserved]
     draft = Draft()
+    if backend:
+        draft.put(("mesh", "backend"), backend)
     if served:
         _put_weights(weights, device, draft)
         set_release(served, draft)
@@ -61,11 +76,21 @@ def convert_repository(
             _convert_model(model, model.recipe, repository, weights, draft)
     for model in served:
         _inherit(model, repository, draft)
+    if backend:
+        rename_settings(draft)
     order = {model.name: place for place, model in enumerate(repository)}
     # What concerns all models comes first.
     draft.findings.sort(key=lambda finding: order.get(finding.model, -1))
     names = [model.name for model in served]
     return Conversion(draft.sections, draft.findings, names, unserved, repository.unfilled)
+
+
+def _check_device(device: str) -> None:
+    """Raises SettingsError for what is no name of a device; '' names none."""
+    try:
+        DeviceName(device or "cpu")
+    except ValueError as error:
+        raise SettingsError(f"--device is {device!r} but {error}") from error
 
 
 def _problem(model: RepositoryModel, repository: Repository, weights: Weights) -> str:
@@ -101,13 +126,16 @@ def _convert_model(
         draft.put((*model.path, "model"), directory.name)
     _convert_steps(model, recipe, draft)
     convert_devices(model, directory, draft)
-    _convert_parameters(model, recipe, directory, draft)
+    spread = draft.get(("mesh", "backend")) == BACKEND
+    arguments = ALL_ARGUMENTS if spread else ARGUMENTS
+    overrides = CORE_OVERRIDES if spread and model.is_core else {}
+    _convert_parameters(model, recipe, overrides, directory, draft)
     for name, value in arguments_of(model.engine_arguments or {}):
         subject = Subject(model.name, f"{ENGINE_ARGUMENTS}: {name}", value, directory)
         if is_unset(value):
             draft.leave(subject)
         else:
-            ARGUMENTS.get(name, unsupported(OF_THE_LIBRARY))(subject, draft)
+            arguments.get(name, unsupported(OF_THE_LIBRARY))(subject, draft)
     convert_fields(model, recipe, draft)
 
 
@@ -122,10 +150,14 @@ def _convert_steps(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None
 
 
 def _convert_parameters(
-    model: RepositoryModel, recipe: Recipe, directory: Path, draft: Draft
+    model: RepositoryModel,
+    recipe: Recipe,
+    overrides: Mapping[str, Rule],
+    directory: Path,
+    draft: Draft,
 ) -> None:
     """Converts parameters in the order of the rules, because some depend on others; parameters without a rule last."""
-    rules = recipe.parameters
+    rules = {**recipe.parameters, **overrides}
     parameters = {name: each for name, each in model.parameters.items() if name != PARAMETER}
     known = [name for name in rules if name in parameters]
     for name in (*known, *(name for name in parameters if name not in rules)):

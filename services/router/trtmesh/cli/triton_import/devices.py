@@ -10,6 +10,7 @@ from trtmesh.cli.triton_import.config_file import is_unset
 from trtmesh.cli.triton_import.findings import Draft, Subject
 from trtmesh.cli.triton_import.recipes import RepositoryModel
 from trtmesh.cli.triton_import.rules import TORCH, wrong
+from trtmesh.cli.triton_import.tensorrt_llm import BACKEND, put_ranks, ranks_of
 from trtmesh.cli.triton_import.weights import Weights
 
 PARAMETER = "gpu_device_ids"
@@ -28,9 +29,12 @@ def place_engines(models: Sequence[RepositoryModel], weights: Weights, draft: Dr
             draft.put(("mesh", role), sum(map(_engines_of, halves)))
     if draft.get((*TORCH, "device")):
         return
+    spread = draft.get(("mesh", "backend")) == BACKEND
+    if spread:
+        put_ranks(cores, {core.name: ranks_of(core, _groups_of(core)) for core in cores}, draft)
     for directory in weights.distinct:
         own = [core for core in cores if weights.directories[core.name] == directory]
-        if devices := _devices_by_role(own, roles):
+        if devices := _devices_by_role(own, roles, spread=spread):
             draft.put((*DEVICES, directory.name), devices)
 
 
@@ -52,19 +56,23 @@ def _roles_of(models: Sequence[RepositoryModel], weights: Weights) -> Mapping[st
     return roles if whole and len(weights.distinct) == 1 else {}
 
 
-def _devices_by_role(cores: Sequence[RepositoryModel], roles: Mapping[str, str]) -> list[str]:
-    """The devices of the halves in the order of ROLES, then devices of other models alone."""
+def _devices_by_role(
+    cores: Sequence[RepositoryModel], roles: Mapping[str, str], *, spread: bool
+) -> list[str]:
+    """The devices of the halves in the order of ROLES, then devices of other models alone. An engine that is `spread`
+    has all GPUs of an instance."""
+    devices_of = _all_devices_of if spread else _devices_of
     devices = [
         device
         for role in ROLES.values()
         for core in cores
         if roles.get(core.name) == role
-        for device in _devices_of(core)
+        for device in devices_of(core)
     ]
     others: Counter[str] = Counter()
     for core in cores:
         if core.name not in roles:
-            others |= Counter(_devices_of(core))
+            others |= Counter(devices_of(core))
     return [*devices, *(others - Counter(devices)).elements()]
 
 
@@ -86,10 +94,13 @@ def convert_devices(model: RepositoryModel, directory: Path, draft: Draft) -> No
     elif count > 1:
         draft.carry(subject, ENGINES, count)
     else:
+        place = (
+            "on the first GPUs"
+            if draft.get(("mesh", "backend")) == BACKEND
+            else f"on the CPU unless --device or {PARAMETER} names a GPU"
+        )
         draft.replace(
-            subject,
-            f"mesh.engines says how many engines there are, one unless it is set; on the CPU unless --device or"
-            f" {PARAMETER} names a GPU",
+            subject, f"mesh.engines says how many engines there are, one unless it is set; {place}"
         )
 
 
@@ -102,6 +113,8 @@ def _convert_gpus(model: RepositoryModel, devices: list[str] | None, draft: Draf
         draft.leave(subject)
     elif devices is None:
         draft.replace(subject, f"--device says {draft.get((*TORCH, 'device'))}")
+    elif draft.get(("mesh", "backend")) == BACKEND:
+        draft.count(subject, f"{'.'.join(DEVICES)}: {'; '.join(devices)}")
     elif any(len(gpus) > 1 for gpus in _instances(subject)):
         first = ", ".join(dict.fromkeys(_devices_of(model)))
         draft.refuse(
@@ -127,13 +140,23 @@ def _engines_of(core: RepositoryModel) -> int:
 
 
 def _devices_of(core: RepositoryModel) -> list[str]:
-    """A device for each instance; none without GPUs."""
+    """A device for each instance, its first GPU; none without GPUs."""
+    return [f"cuda:{gpus[0]}" for gpus in _groups_of(core)]
+
+
+def _all_devices_of(core: RepositoryModel) -> list[str]:
+    """The GPUs of each instance, separated by commas."""
+    return [",".join(f"cuda:{gpu}" for gpu in gpus) for gpus in _groups_of(core)]
+
+
+def _groups_of(core: RepositoryModel) -> list[list[int]]:
+    """The GPUs of each instance; none without GPUs."""
     text = core.parameters.get(PARAMETER, "")
     if is_unset(text):
         return []
     instances = _instances(Subject(core.name, f"parameters.{PARAMETER}", text))
     count = max(_count(core), len(instances))
-    return [f"cuda:{instances[index % len(instances)][0]}" for index in range(count)]
+    return [instances[index % len(instances)] for index in range(count)]
 
 
 def _instances(subject: Subject) -> list[list[int]]:

@@ -8,6 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from trtmesh.chassis.device_names import DeviceName
+
 
 class Outcome(Enum):
     """The fate of a value."""
@@ -94,8 +96,10 @@ class Draft:
     @property
     def runs_on_gpus(self) -> bool:
         """Whether every engine has a GPU."""
+        if self.get(("mesh", "backend")) == "tensorrt_llm":
+            return True
         if device := self.get(("engine", "torch", "device")):
-            return str(device).startswith("cuda")
+            return DeviceName(device).is_gpu
         mesh = self.sections.get("mesh", {})
         devices = mesh.get("devices", {})
         return all(Path(each).name in devices for each in (mesh["model"], *mesh.get("models", ())))

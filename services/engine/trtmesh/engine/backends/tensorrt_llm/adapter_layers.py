@@ -1,0 +1,80 @@
+"""The layers that an adapter updates, in the library's words: it skips those outside its target modules with a warning
+at most, and would compute another adapter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.errors import InvalidField, UnsupportedField
+
+WORDS: Mapping[str, str] = {
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "qkv_proj": "attn_qkv",
+    "o_proj": "attn_dense",
+    "gate_proj": "mlp_h_to_4h",
+    "up_proj": "mlp_gate",
+    "down_proj": "mlp_4h_to_h",
+    "gate_up_proj": "mlp_gate_up",
+    "w1": "moe_h_to_4h",
+    "w2": "moe_4h_to_h",
+    "w3": "moe_gate",
+    "gate": "moe_router",
+    "shared_expert.gate_proj": "shared_expert_h_to_4h",
+    "shared_expert.up_proj": "shared_expert_gate",
+    "shared_expert.down_proj": "shared_expert_4h_to_h",
+    "in_proj": "mamba_in_proj",
+    "out_proj": "mamba_out_proj",
+    "fc1_latent_proj": "moe_latent_fc1",
+    "fc2_latent_proj": "moe_latent_fc2",
+}
+"""The library's words by the ends of layers' names in checkpoints."""
+
+_KEY = re.compile(r"(?P<layer>.+)\.lora_[AB]\.weight")
+
+
+def check_peft(content: AdapterContent, modules: Iterable[str] | None) -> None:
+    """Raises InvalidField or UnsupportedField for what the library would leave out of an adapter without a word.
+
+    `modules` are those that it computes, None all. A rank_pattern is no matter: it takes the ranks of the tensors.
+    """
+    from trtmesh.engine.adapters.peft import WEIGHTS, parse_config
+    from trtmesh.engine.adapters.safetensors_file import read_safetensors
+
+    config = parse_config(content.config)
+    config.check()
+    if config.alpha_pattern:
+        raise UnsupportedField(
+            "is not read by TensorRT-LLM, which scales every layer by lora_alpha; scale the B matrices of these layers"
+            " and remove it",
+            field="adapter_config.alpha_pattern",
+            value=str(config.alpha_pattern)[:200],
+        )
+    for key in read_safetensors(content.weights, WEIGHTS):
+        found = _KEY.fullmatch(key)
+        name = found["layer"] if found else key
+        word = _word_of(name) if found else None
+        if word is None:
+            raise UnsupportedField(
+                "is not a layer that TensorRT-LLM can update", field=f"adapter.{name}"[:200]
+            )
+        check_module(name, word, modules)
+
+
+def check_module(name: str, word: str, modules: Iterable[str] | None) -> None:
+    """Raises InvalidField for a layer outside the modules that the library computes."""
+    if modules is not None and word not in modules:
+        raise InvalidField.of(
+            "adapter layer",
+            f"{name} ({word})"[:200],
+            f"one of {', '.join(modules)}",
+            "adapters.target_modules",
+        )
+
+
+def _word_of(name: str) -> str | None:
+    *_, parent, own = ("", *name.split("."))
+    return WORDS.get(f"{parent}.{own}", WORDS.get(own))

@@ -1,0 +1,338 @@
+"""The live items of a worker: what the library delivered of each sequence, and what of it is output."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trtmesh.chassis.errors import BackendFailed, HandoffFailed, TrtmeshError
+from trtmesh.chassis.log_prob_sums import next_sum
+from trtmesh.chassis.vocabulary import Tensor
+from trtmesh.engine.adapter_store import StoredAdapter
+from trtmesh.engine.backend import (
+    HandoffState,
+    PromptDetails,
+    SequenceEnd,
+    SequenceStart,
+    StepOutput,
+    Submission,
+    TokenDetails,
+)
+from trtmesh.engine.backends.tensorrt_llm.calls import Call, Reading
+from trtmesh.engine.backends.tensorrt_llm.details import (
+    log_prob_of,
+    logits_of,
+    metrics_of,
+    prompt_details,
+    top_of,
+)
+from trtmesh.engine.stopping import End, EndRule
+from trtmesh.engine.times import SequenceTimes
+from trtmesh.v1 import generation_pb2 as pb
+
+PROMPT_DONE = ("not_finished", "length")
+"""How a prompt alone ends: the library gives it one token."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sequence of an item. `tokens` begin with the prompt."""
+
+    key: int
+    index: int
+    """Among the sequences of the item."""
+    tokens: list[int]
+    told: int
+    """Length up to which the tokens are output."""
+    read: int = 0
+    """Tokens of the library's output that were taken: its own differences are stale for some sequences. One that
+    another worker handed over is the first."""
+    rewritten: bool = False
+    """Whether all tokens are told again: those of a beam may change."""
+    log_prob_sum: float = 0.0
+    details: TokenDetails | None = None
+    """Details of the tokens that are not yet output."""
+    measured: Any = None
+    times: SequenceTimes = field(default_factory=SequenceTimes)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What takes long to compute of a finished item."""
+
+    prompt: PromptDetails | None = None
+    generation_logits: Mapping[int, Tensor] = field(default_factory=dict)
+    """By key."""
+
+
+@dataclass(eq=False, slots=True)
+class LiveItem:
+    """An item that the library computes."""
+
+    item: Submission
+    rule: EndRule
+    call: Call
+    adapter: StoredAdapter | None
+    sequences: list[Sequence]
+    """Those that have not ended."""
+    vocabulary_size: int
+    result: Any = None
+    """The library's; the same object at every delivery."""
+    reader: asyncio.Task[None] | None = None
+    state_of: Callable[[Any], HandoffState] | None = None
+    """Makes the state of an item whose prompt alone is computed here; raises HandoffFailed."""
+    state: HandoffState | None = None
+    started: bool = False
+    counted: bool = False
+    """Whether its prompt is part of the worker's counts."""
+    cached_tokens: int = 0
+    prompt: PromptDetails | None = None
+    """Details of the prompt that are not yet output."""
+    computed: Computed = field(default_factory=Computed)
+    starts: list[int] = field(default_factory=list)
+    """Keys with their first token, where metrics are asked for."""
+
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """Prompt tokens to compute, of each sequence that has not started."""
+        return 0 if self.started else len(self.item.token_ids)
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the end of the item needs what `compute` returns."""
+        output = self.item.config.output
+        return output.context_logits or output.prompt_log_probs or output.generation_logits
+
+    def compute(self, outputs: list[Any], sequences: list[Sequence]) -> Computed:
+        """Computes what takes long, on a thread and without changing anything: sequences may be stopped meanwhile.
+        Raises BackendFailed."""
+        asked = self.item.config.output
+        prompt = None
+        if (asked.context_logits or asked.prompt_log_probs) and any(
+            each.token_ids for each in outputs
+        ):
+            tokens = self.item.token_ids[: self.item.prompt_tokens]
+            key, logits = sequences[0].key, self.result.context_logits
+            prompt = prompt_details(key, logits, tokens, asked, self.vocabulary_size)
+        tables = {}
+        for sequence in sequences if asked.generation_logits else ():
+            output = self._output_of(sequence, outputs)
+            if output is not None and (count := self._count(sequence, output)):
+                tables[sequence.key] = logits_of(
+                    output.generation_logits,
+                    count,
+                    self.vocabulary_size,
+                    asked.logits_data_type,
+                    "generation_logits",
+                )
+        return Computed(prompt, tables)
+
+    def _count(self, sequence: Sequence, output: Any) -> int:
+        """How many of the tokens are output, as in `_take`."""
+        start = len(sequence.tokens)
+        tokens = [*sequence.tokens, *output.token_ids[sequence.read :]]
+        ended = self.rule.first_end(tokens, start) if len(tokens) > start else None
+        return (ended[0] if ended else len(tokens)) - start
+
+    def _output_of(self, sequence: Sequence, outputs: list[Any]) -> Any:
+        place = 0 if self.call.shares_output else sequence.index
+        return outputs[place] if place < len(outputs) else None
+
+    def advance(self, now_ns: int) -> list[tuple[Sequence, End]]:
+        """Takes what the library delivered; returns the sequences that end with it. Raises BackendFailed."""
+        result, outputs = self.result, list(self.result.outputs)
+        if self.call.reading is Reading.WHOLE and not result.finished:
+            return []
+        if not self.started and any(each.token_ids for each in outputs):
+            self._start(now_ns)
+        ends = []
+        for sequence in list(self.sequences):
+            output = self._output_of(sequence, outputs)
+            if output is not None and (end := self._take(sequence, output, now_ns)):
+                ends.append((sequence, end))
+        return ends
+
+    def _start(self, now_ns: int) -> None:
+        self.started = True
+        self.cached_tokens = min(
+            int(getattr(self.result, "cached_tokens", 0) or 0), len(self.item.token_ids)
+        )
+        if self.computed.prompt:
+            # The sequence that it was computed for may have been stopped.
+            self.prompt = replace(self.computed.prompt, key=self.sequences[0].key)
+        for sequence in self.sequences:
+            # An upper bound, unless the library measures.
+            sequence.times.scheduled_ns = now_ns
+
+    def _take(self, sequence: Sequence, output: Any, now_ns: int) -> End | None:
+        ids = output.token_ids
+        sequence.measured = getattr(output, "request_perf_metrics", None) or sequence.measured
+        if self.call.reading is Reading.BEAMS:
+            return self._take_beam(sequence, output, now_ns)
+        start = len(sequence.tokens)
+        if self.item.handoff_state and ids and ids[0] != self.item.token_ids[-1]:
+            raise HandoffFailed(
+                f"the library continues with token {ids[0]}, not with the handed-over {self.item.token_ids[-1]}"
+            )
+        # The library cuts a stop word off tokens that it has delivered.
+        new = ids[sequence.read :]
+        if new:
+            self._touch(sequence, now_ns)
+            sequence.tokens += new
+        end = None
+        ended = self.rule.first_end(sequence.tokens, start) if new else None
+        if ended:
+            length, end = ended
+            del sequence.tokens[length:]
+        count = len(sequence.tokens) - start
+        self._add_details(sequence, output, sequence.read, count)
+        sequence.read += len(new)
+        if end is None and self.state_of and output.finish_reason in PROMPT_DONE:
+            return self._hand_over(output)
+        return end or self._end_by_library(sequence, output)
+
+    def _take_beam(self, sequence: Sequence, output: Any, now_ns: int) -> End | None:
+        prompt = sequence.tokens[: self.rule.prompt_tokens]
+        tokens = [*prompt, *output.token_ids]
+        if tokens != sequence.tokens:
+            self._touch(sequence, now_ns)
+            sequence.tokens, sequence.rewritten = tokens, True
+            sequence.details = None
+            if len(output.logprobs or ()) >= len(output.token_ids):
+                self._add_details(sequence, output, 0, len(output.token_ids))
+        if not (self.result.finished or output.finish_reason):
+            return None
+        if output.cumulative_logprob is not None:
+            sequence.log_prob_sum = output.cumulative_logprob
+        return self._end_by_library(sequence, output)
+
+    def _touch(self, sequence: Sequence, now_ns: int) -> None:
+        times = sequence.times
+        times.last_token_ns = now_ns
+        if not times.first_token_ns:
+            times.first_token_ns = now_ns
+            if self.item.config.output.perf_metrics:
+                self.starts.append(sequence.key)
+
+    def _add_details(self, sequence: Sequence, output: Any, first: int, count: int) -> None:
+        asked = self.item.config.output
+        if not count or not asked.per_token:
+            return
+        details = sequence.details = sequence.details or TokenDetails(sequence.key)
+        ids = output.token_ids[first : first + count]
+        if asked.log_probs or asked.top_log_probs:
+            # Of a token that another worker chose there may be none.
+            missing = len(output.token_ids) - len(output.logprobs or ())
+            start = first - missing if self.item.handoff_state else first
+            positions = (output.logprobs or [])[max(0, start) : start + count]
+            if len(positions) < count:
+                raise BackendFailed(
+                    f"the library returned {count} tokens but {len(positions)} log-probabilities"
+                )
+            if asked.log_probs:
+                for position, token in zip(positions, ids, strict=True):
+                    log_prob = log_prob_of(position, token)
+                    details.log_probs.append(log_prob)
+                    sequence.log_prob_sum = next_sum(sequence.log_prob_sum, log_prob)
+                details.cumulative_log_prob = sequence.log_prob_sum
+            if asked.top_log_probs:
+                details.top_log_probs += [top_of(each, asked.top_log_probs) for each in positions]
+        if asked.generation_logits:
+            details.generation_logits = self.computed.generation_logits[sequence.key]
+
+    def _end_by_library(self, sequence: Sequence, output: Any) -> End | None:
+        """Where the library ended a sequence that the rule would continue."""
+        match output.finish_reason:
+            case None:
+                return None
+            case "length":
+                return pb.FINISH_REASON_LENGTH, ()
+            case "stop":
+                return self._stop(sequence, output.stop_reason)
+            case "cancelled" | "timeout":
+                raise BackendFailed(
+                    f"the library ended the sequence by itself ({output.finish_reason})"
+                )
+            case other:
+                raise BackendFailed(f"the library ended the sequence as {other!r}")
+
+    def _stop(self, sequence: Sequence, reason: int | str | None) -> End:
+        """The end by an end id, of which the library says nothing, or by a word, which it names."""
+        last = sequence.tokens[-1]
+        if reason is None or reason in self.rule.end_ids:
+            return pb.FINISH_REASON_END_ID, (last,) if last in self.rule.end_ids else ()
+        word = (reason,) if isinstance(reason, int) else tuple(map(int, str(reason).split()))
+        found = tuple(sequence.tokens[-len(word) :]) == word
+        return pb.FINISH_REASON_STOP_WORD, word if found else ()
+
+    def _hand_over(self, output: Any) -> End:
+        """The prompt is computed, and its KV waits for another worker."""
+        assert self.state_of
+        self.state = self.state_of(output.disaggregated_params)
+        return pb.FINISH_REASON_HANDOFF, ()
+
+    def end_of(
+        self,
+        sequence: Sequence,
+        reason: int,
+        stop_token_ids: tuple[int, ...] = (),
+        error: TrtmeshError | None = None,
+    ) -> SequenceEnd:
+        """The end of a sequence after what was told of it."""
+        output = self.item.config.output
+        return SequenceEnd(
+            sequence.key,
+            reason,
+            self.item.prompt_tokens,
+            min(self.cached_tokens, self.item.prompt_tokens),
+            sequence.told - self.item.prompt_tokens,
+            stop_token_ids=stop_token_ids,
+            cumulative_log_prob=sequence.log_prob_sum if output.log_probs else None,
+            error=error,
+            perf_metrics=metrics_of(sequence.times, sequence.measured)
+            if output.perf_metrics
+            else None,
+            queue_seconds=sequence.times.queue_seconds,
+            handoff_state=self.state if reason == pb.FINISH_REASON_HANDOFF else None,
+        )
+
+    def tell(self, sequence: Sequence, output: StepOutput) -> None:
+        """Adds what is new of a sequence to the output of a step."""
+        if self.prompt:
+            output.prompts.append(self.prompt)
+            self.prompt = None
+        if sequence.key in self.starts:
+            self.starts.remove(sequence.key)
+            metrics = metrics_of(sequence.times, sequence.measured)
+            at_start = SequenceStart(sequence.key, metrics)
+            output.starts.append(at_start)
+        first = self.item.prompt_tokens if sequence.rewritten else sequence.told
+        new = sequence.tokens[first:]
+        if new:
+            output.keys.append(sequence.key)
+            output.token_offsets.append(first - self.item.prompt_tokens)
+            output.token_counts.append(len(new))
+            output.token_ids += new
+        if sequence.details:
+            output.details.append(sequence.details)
+            sequence.details = None
+        sequence.told, sequence.rewritten = first + len(new), False
+
+
+def sequences_of(item: Submission) -> list[Sequence]:
+    """The sequences of a new item."""
+    arrival = time.time_ns()
+    return [
+        Sequence(
+            key,
+            index,
+            list(item.token_ids),
+            len(item.token_ids),
+            read=1 if item.handoff_state else 0,
+            times=SequenceTimes(arrival),
+        )
+        for index, key in enumerate(item.keys)
+    ]

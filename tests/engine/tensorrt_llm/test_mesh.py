@@ -1,0 +1,205 @@
+"""Real engine processes over the stand-in: tests of the other backends, a death, and both halves of an item."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from e2e.mesh import (
+    DEMO,
+    ENDLESS,
+    PATIENT,
+    Mesh,
+    check_beginning,
+    decode,
+    eventually,
+    running_mesh,
+)
+from e2e.test_fan_out import (
+    test_broken_item_fails_alone,
+    test_items_are_independent,
+    test_request_id_is_unique_among_live_requests,
+    test_round_robin_uses_both_engines,
+    test_sequences_of_an_item_differ,
+    test_stop_ends_the_named_items_only,
+    test_stop_without_items_ends_all,
+    test_token_ids_of_a_prompt_are_used_unchanged,
+)
+from e2e.test_output import (
+    test_drawn_seed_is_reported_and_repeats_the_stream,
+    test_perf_metrics_come_on_request,
+    test_seed_determines_a_stream_in_any_batch,
+    test_stop_text_spans_tokens,
+    test_unstreamed_sequence_comes_in_one_event,
+)
+from engine.tensorrt_llm.stand_in.package import RELEASES, write_package
+from processes import run_to_exit
+from trtmesh.client import FinishReason
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+__all__ = [
+    "test_broken_item_fails_alone",
+    "test_drawn_seed_is_reported_and_repeats_the_stream",
+    "test_items_are_independent",
+    "test_perf_metrics_come_on_request",
+    "test_request_id_is_unique_among_live_requests",
+    "test_round_robin_uses_both_engines",
+    "test_seed_determines_a_stream_in_any_batch",
+    "test_sequences_of_an_item_differ",
+    "test_stop_ends_the_named_items_only",
+    "test_stop_text_spans_tokens",
+    "test_stop_without_items_ends_all",
+    "test_token_ids_of_a_prompt_are_used_unchanged",
+    "test_unstreamed_sequence_comes_in_one_event",
+]
+
+PROMPTS = [f"item {number}" for number in range(4)]
+TOKENS = 60
+WORKERS = ("engine-0", "engine-1")
+
+
+class Site:
+    """Where engine processes find the stand-in and a model."""
+
+    def __init__(self, directory: Path, release: str) -> None:
+        library = write_package(directory / "library", release)
+        known = os.environ.get("PYTHONPATH", "")
+        self.env = {
+            "PYTHONPATH": f"{library}{os.pathsep}{known}" if known else str(library),
+            "TRTLLM_STAND_IN_STEP_MS": "4",
+        }
+        self.model = long_model(directory / "model")
+
+    async def engine(self, mesh: Mesh, *flags: str, **stand_in: str) -> None:
+        """Starts an engine; `stand_in` are parameters of its stand-in."""
+        sizes = ("--tensorrt-llm-limits-max-sequence-tokens", "8192")
+        always = ("--backend", "tensorrt_llm", "--model", "demo", "--model-dir", str(self.model))
+        reports = ("--load-interval-seconds", "0.02")
+        env = self.env | {f"TRTLLM_STAND_IN_{name}": value for name, value in stand_in.items()}
+        await mesh.start_engine(*always, *sizes, *reports, *flags, env=env)
+
+
+def long_model(directory: Path) -> Path:
+    """The demo model with room for long sequences: the stand-in reads its configuration alone."""
+    directory.mkdir(parents=True)
+    for file in DEMO.iterdir():
+        if file.name != "config.json":
+            (directory / file.name).symlink_to(file)
+    config = json.loads((DEMO / "config.json").read_text())
+    config["max_position_embeddings"] = 32768
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=RELEASES)
+async def mesh(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Mesh]:
+    site = Site(tmp_path_factory.mktemp("mesh"), request.param)
+
+    async def start(mesh: Mesh) -> None:
+        await asyncio.gather(mesh.start_tokenizer(), site.engine(mesh), site.engine(mesh))
+        await mesh.start_router(*PATIENT)
+        await mesh.ready(2, 1)
+
+    async with running_mesh(start=start) as mesh:
+        yield mesh
+
+
+async def test_a_killed_engine_moves_its_greedy_items(tmp_path: Path) -> None:
+    """The stand-in continues any tokens as it would have; a model does but for near ties."""
+    site = Site(tmp_path, RELEASES[0])
+
+    async def start(mesh: Mesh) -> None:
+        engines = (site.engine(mesh, "--worker", name) for name in WORKERS)
+        await asyncio.gather(mesh.start_tokenizer(), *engines)
+        await mesh.start_router("--placement-policy", "round_robin")
+        await mesh.ready(2, 1)
+
+    async with running_mesh(start=start) as mesh:
+        expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
+        reader = mesh.open(PROMPTS, max_tokens=ENDLESS, ignore_end_id=True)
+        await reader.until(lambda r: all(r.tokens(index) > 10 for index in range(len(PROMPTS))))
+        mesh.engines[0].signal(signal.SIGKILL)
+        await mesh.counted("moved_sequences", len(PROMPTS) / 2)
+        check_beginning(await reader.stopped_at(TOKENS), expected)
+        await mesh.idle()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+async def test_an_engine_whose_library_dies_exits_and_its_items_move(
+    release: str, tmp_path: Path
+) -> None:
+    site = Site(tmp_path, release)
+
+    async def start(mesh: Mesh) -> None:
+        await asyncio.gather(
+            mesh.start_tokenizer(), site.engine(mesh, DIE_AFTER="100"), site.engine(mesh)
+        )
+        await mesh.start_router("--placement-policy", "round_robin")
+        await mesh.ready(2, 1)
+
+    async with running_mesh(start=start) as mesh:
+        expected = await mesh.client.complete(["prompt"], max_tokens=TOKENS, ignore_end_id=True)
+        prompts = ["prompt"] * 2
+        items = await mesh.client.complete(prompts, max_tokens=2 * TOKENS, ignore_end_id=True)
+        for item in items:
+            assert item.error is None
+            assert item.token_ids[:TOKENS] == expected[0].token_ids
+
+        async def one_is_over() -> bool:
+            return any(each.exit_status is not None for each in mesh.engines)
+
+        await eventually(one_is_over)
+        assert [each.exit_status for each in mesh.engines if each.exit_status is not None] == [1]
+        await mesh.idle()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+async def test_prompt_and_decode_run_on_two_workers(release: str, tmp_path: Path) -> None:
+    site = Site(tmp_path, release)
+    transfer = ("--tensorrt-llm-transceiver-backend", "UCX")
+
+    async def start(mesh: Mesh) -> None:
+        prefill = ("--role", "prefill", "--tensorrt-llm-batching-overlap", "false")
+        await asyncio.gather(
+            mesh.start_tokenizer(),
+            site.engine(mesh, *transfer, *prefill, "--worker", "p0"),
+            site.engine(mesh, *transfer, "--role", "decode", "--worker", "d0"),
+        )
+        await mesh.start_router(*PATIENT, "--handoff-enabled", "always")
+        await mesh.ready(2, 1)
+
+    async with running_mesh(start=start) as mesh:
+        items = await mesh.client.complete(
+            PROMPTS, max_tokens=TOKENS, ignore_end_id=True, request_id="halves"
+        )
+        for item in items:
+            assert item.error is None
+            assert item.reason is FinishReason.LENGTH
+            assert len(item.token_ids) == TOKENS
+            assert item.text == decode(item.token_ids)
+        told = (await mesh.admin.explain("halves")).placements
+        assert [(each.prefill_worker, each.worker) for each in told] == [("p0", "d0")] * 4
+
+        async def both_have_reported() -> bool:
+            """Loads arrive later than the tokens that they count."""
+            loads = {each.worker: each.load for each in (await mesh.status()).workers}
+            has_handed_over = loads["p0"].sent_handoffs.granted >= len(PROMPTS)
+            return has_handed_over and loads["d0"].generated_tokens > 0
+
+        await eventually(both_have_reported)
+        await mesh.idle()
+
+
+async def test_a_process_without_the_library_says_what_to_install() -> None:
+    ended = await run_to_exit("engine", "--backend", "tensorrt_llm", "--model-dir", str(DEMO))
+    assert ended.status == 2
+    assert "trtmesh[tensorrt-llm]" in ended.stderr
