@@ -18,6 +18,7 @@ from trtmesh.engine.service.event_outbox import (
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.step_part import StepPart, merge, split
 from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import kv_transfer_pb2 as transfer
 
 
 def part(step: int, tokens: dict[int, list[int]], offsets: dict[int, int]) -> StepPart:
@@ -318,3 +319,16 @@ def test_part_without_logits_is_not_split() -> None:
     whole = part(1, {1: [5, 6], 2: [7]}, {})
     (same,) = split(whole, 1)
     assert same is whole
+
+
+def test_message_has_as_many_states_as_fit() -> None:
+    outbox = EventOutbox(8, EngineMetrics(), most_tensor_bytes=100)
+    descriptor = transfer.HandoffDescriptor(backend_state=bytes(40))
+    for handle in range(5):
+        outbox.put_end(epb.SequenceEnd(handle=handle, handoff=descriptor))
+    sent = []
+    while response := outbox.take(1):
+        (event,) = response.events
+        sent.append([end.handle for end in event.step.ends])
+        assert outbox.ending == set(range(sum(map(len, sent)), 5))
+    assert sent == [[0, 1], [2, 3], [4]]

@@ -1,0 +1,111 @@
+"""Texts of requests: the tokenizer in the model directory encodes them, and finds stop texts in what is generated."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.engine.service.trtllm.stop_automaton import StopAutomaton
+
+log = logging.getLogger(__name__)
+
+FILE = "tokenizer.json"
+CONTEXT_TOKENS = 8
+"""Prompt tokens before the output: the text of a token may depend on the tokens before it."""
+MOST_TEXTLESS = 16
+"""Tokens in a row without text before decoding starts anew: a character has at most four, so these are no character."""
+REPLACEMENT = "\ufffd"
+
+
+class Texts:
+    """A tokenizer of the library `tokenizers`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, model_dir: Path | None) -> Self | None:
+        """Blocks while it reads the file. None without a file or without the library."""
+        if model_dir is None or not (model_dir / FILE).is_file():
+            return None
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            log.warning("texts of requests need the library tokenizers, which is not installed")
+            return None
+        return cls(Tokenizer.from_file(str(model_dir / FILE)))
+
+    def encode(self, text: str, field: str) -> Sequence[int]:
+        """Ids of a text without special tokens. Raises InvalidField where there are none."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if not ids:
+            raise InvalidField(f"has an entry without tokens, {text!r}; leave it out", field=field)
+        return ids
+
+    def follow(self, stops: StopAutomaton, prompt: Sequence[int]) -> StopSearch:
+        return StopSearch(self._tokenizer, stops, prompt)
+
+
+class StopSearch:
+    """Finds the first stop text in the text of one sequence, token by token."""
+
+    def __init__(self, tokenizer: Any, stops: StopAutomaton, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._state = stops.START
+        self._decoding = self._decoding_after(list(prompt[-CONTEXT_TOKENS:]))
+        self._textless = 0
+        self._length = 0
+        """Characters of the text."""
+        self._starts: list[int] = []
+        """Position of each token's first character in the text; a token with incomplete text starts at the end."""
+        self.certain = 0
+        """Leading tokens that cannot belong to a stop text."""
+        self.found: str | None = None
+        self.kept = 0
+        """Tokens of the output once a text is found: those before it. Where it begins inside a token, all, so that
+        nothing is lost and a client can cut the text itself."""
+
+    def add(self, token: int, *, may_end: bool) -> bool:
+        """Adds a token; returns whether a stop text is complete, which counts only where the sequence may end."""
+        self._starts.append(self._length)
+        stops, state = self._stops, self._state
+        for character in self._text_of(token):
+            self._length += 1
+            state = stops.step(state, character)
+            if may_end and (found := stops.found(state)):
+                self._end_with(found)
+                return True
+        self._state = state
+        self.certain = bisect_left(self._starts, self._length - stops.open_length(state))
+        return False
+
+    def _text_of(self, token: int) -> str:
+        """The text that is complete with this token."""
+        added: str | None = self._decoding.step(self._tokenizer, token)
+        self._textless = 0 if added else self._textless + 1
+        if self._textless >= MOST_TEXTLESS:
+            self._textless = 0
+            self._decoding = self._decoding_after([])
+        return added or ""
+
+    def _decoding_after(self, context: list[int]) -> Any:
+        from tokenizers.decoders import DecodeStream
+
+        # After half a character the text of the context would come again.
+        text = self._tokenizer.decode(context, skip_special_tokens=True)
+        if text.endswith(REPLACEMENT):
+            context = []
+        return DecodeStream(ids=context, skip_special_tokens=True)
+
+    def _end_with(self, found: str) -> None:
+        """Ends the output with a stop text that the text now ends with."""
+        self.found = found
+        begins = self._length - len(found)
+        place = bisect_left(self._starts, begins)
+        at_token = place < len(self._starts) and self._starts[place] == begins
+        self.kept = self.certain = place if at_token else len(self._starts)

@@ -1,0 +1,80 @@
+"""Stop texts in an automaton, against the plain search of every end of a text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trtllm_client import DEMO
+from trtmesh.chassis.parsing import MAX_STOP_TEXT_CHARACTERS, MAX_WORD_LENGTH, MAX_WORDS
+from trtmesh.engine.service.trtllm.stop_automaton import StopAutomaton
+from trtmesh.engine.service.trtllm.texts import Texts
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=6)
+
+
+def ending(text: str, stops: Sequence[str]) -> str | None:
+    """The longest stop text at the end of a text."""
+    return max((stop for stop in stops if text.endswith(stop)), key=len, default=None)
+
+
+def open_length(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of a text that begins a longer stop text."""
+    beginnings = {stop[:length] for stop in stops for length in range(len(stop))}
+    return max(
+        length for length in range(len(text) + 1) if text[len(text) - length :] in beginnings
+    )
+
+
+@given(STOPS, st.text("abc", max_size=60))
+def test_every_character_leads_where_a_plain_search_does(stops: list[str], text: str) -> None:
+    automaton = StopAutomaton(stops)
+    state = automaton.START
+    for length, character in enumerate(text, start=1):
+        state = automaton.step(state, character)
+        assert automaton.found(state) == ending(text[:length], stops)
+        assert automaton.open_length(state) == open_length(text[:length], stops)
+
+
+REST = MAX_STOP_TEXT_CHARACTERS - MAX_WORD_LENGTH
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        pytest.param(
+            ["b" * MAX_WORD_LENGTH, *(f"b{number:03}" for number in range(MAX_WORDS - 1))],
+            id="never begun",
+        ),
+        pytest.param(["a" * (MAX_WORD_LENGTH - 1) + "b", "a" * (REST // 4) + "c"], id="always"),
+        pytest.param(["a" * length + "b" for length in range(1, 170)], id="at every length"),
+    ],
+)
+def test_the_work_does_not_grow_with_the_stop_texts(stops: list[str]) -> None:
+    texts = Texts.load(DEMO)
+    assert texts is not None
+    (letter,) = texts.encode("a", "stop")
+    (other,) = texts.encode("c", "stop")
+    search = texts.follow(StopAutomaton(stops), [1])
+    count = 400
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for place in range(count):
+            search.add(other if place % 100 == 99 else letter, may_end=True)
+    finally:
+        sys.settrace(before)
+    assert search.found is None
+    assert lines < 50 * count
