@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from chaos.proxy import Proxy, proxy_to
 from e2e.mesh import BUSY_GAUGES, DEMO, SIMULATED, WIDE_TOKENS, eventually, scrape
-from processes import ServiceProcess, service_process
+from processes import ServiceProcess, held_ports, service_process
 from trtmesh.chassis.errors import DeadlineExceeded, NotFound, Unavailable
 from trtmesh.client import AdminClient, Client
 
@@ -189,8 +189,9 @@ class FaultyMesh:
         peer.process.signal(number)
         await peer.process.wait()
         await self._processes.pop(peer.process.pid).aclose()
-        await asyncio.sleep(seconds)
         port = int(peer.address.rpartition(":")[2])
+        with held_ports(("--port", str(port))):
+            await asyncio.sleep(seconds)
         flags = (*peer.flags, "--placement-policy", peer.policy) if peer.policy else peer.flags
         peer.process = await self._run(peer.service, flags, port)
 

@@ -27,7 +27,7 @@ FAULTS = (*KILLS, *FREEZES, *CUTS, *SILENCES, DAMAGE, *FULL, *CLIENT)
 
 FOUND = "a part of the KV arrived damaged"
 """What a router logs of a checksum that differs."""
-LATE = "for longer than handoff."
+LATE = ("for longer than handoff.", "the lease was not renewed in time")
 """What a router logs of a stage that took too long."""
 
 
@@ -73,7 +73,7 @@ async def damaged(held: Held) -> AsyncIterator[None]:
     """Damages the KV on its way: in a message, or in the memory that the receiver reads. Checks that it was found."""
     mesh = held.mesh
     router, sender = mesh.process(ROUTERS[0]), mesh.process(held.sender)
-    before = sum(map(router.stderr.count, (FOUND, LATE)))
+    before = sum(map(router.stderr.count, (FOUND, *LATE)))
     if mesh.transport == "grpc":
         mesh.workers[held.sender].fetch_link(held.receiver).from_target.damage_data()
         yield
@@ -83,7 +83,7 @@ async def damaged(held: Held) -> AsyncIterator[None]:
         with damaged_pools(sender.pid):
             yield
     # On a slow machine the handoff may end before anyone reads the damage.
-    assert sum(map(router.stderr.count, (FOUND, LATE))) > before, "nobody saw the damage"
+    assert sum(map(router.stderr.count, (FOUND, *LATE))) > before, "nobody saw the damage"
 
 
 async def is_idle(worker: ServiceProcess) -> bool:

@@ -15,6 +15,7 @@ from e2e.test_halves import (
     PROMPT,
     first_half,
     generation_only,
+    granted,
     no_leases,
     second_half,
     state_of,
@@ -77,6 +78,7 @@ async def test_state_of_a_frozen_worker_costs_time_only(mesh: Mesh) -> None:
     finally:
         mesh.engines[0].signal(signal.SIGCONT)
     await mesh.ready(2, 1)
+    await granted(mesh, "prefill-0")
     await no_leases(mesh)
 
 

@@ -38,5 +38,19 @@ def test_spans_of_blocks_are_read_and_written() -> None:
     memory = HostKvMemory([SHARD], [host_memory(4, SHARD.block_bytes)])
     data = np.arange(2 * 16, dtype=np.uint8).reshape(2, 16)
     memory.write(0, [3, 1], (8, 24), data)
-    assert (memory.read(0, [1, 3], (8, 24)) == data[::-1]).all()
+    found = np.zeros_like(data)
+    memory.read(0, [1, 3], (8, 24), found)
+    assert (found == data[::-1]).all()
     assert memory.memory(0).rows.sum() == data.sum()
+
+
+def test_pieces_of_host_memory_are_not_copied() -> None:
+    memory = HostKvMemory([SHARD], [host_memory(4, SHARD.block_bytes)])
+
+    def take(size: int) -> memoryview:
+        raise AssertionError(size)
+
+    one, other = memory.pieces(0, [3, 1], (8, 24), take)
+    data = np.arange(2 * 16, dtype=np.uint8).reshape(2, 16)
+    memory.write(0, [3, 1], (8, 24), data)
+    assert (bytes(one), bytes(other)) == (data[0].tobytes(), data[1].tobytes())

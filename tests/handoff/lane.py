@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from trtmesh.engine.handoff import receiver as receiving
 from trtmesh.engine.handoff import sender as sending
-from trtmesh.engine.handoff.lease import CommitMark, Problem
+from trtmesh.engine.handoff import state_sender as stating
+from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
 from trtmesh.engine.kv_memory import Content
 from trtmesh.router.fleet import handoff as routing
 
@@ -56,12 +57,14 @@ class Lane(NamedTuple):
     item: str = "live"
     """live, ended (also by an ordinary migration, which starts from the tokens alone), or gone with the router."""
     handoff: routing.Handoff | None = None
-    sender: sending.SenderLease | None = None
+    sender: sending.SenderLease | stating.StateLease | None = None
     source: str = ""
-    """The sequence on the sender: "", waiting or running."""
+    """The sequence on the sender: "", waiting or running; by state also kept, its KV for the receiver."""
     receiver: receiving.ReceiverLease | None = None
     target: str = ""
     """The sequence on the receiver: "", waiting, running or started."""
+    state: str = ""
+    """What the receiver did with the state: "", taken, or continued once it had a token."""
     parts: tuple[int, ...] = ()
     """Content of the receiver's blocks; empty without a lease."""
     to_sender: Stream = Stream(up=True)
@@ -74,7 +77,7 @@ class Lane(NamedTuple):
     @property
     def computed(self) -> int:
         """Parts with final content on the sender."""
-        return self.sender.computed if self.sender else 0
+        return self.sender.computed if isinstance(self.sender, sending.SenderLease) else 0
 
 
 STREAMS = {"to_sender": "RP", "to_receiver": "RD", "fetch": "DP"}
@@ -114,9 +117,14 @@ class Machines:
         receiving.advance
     )
     sender: Callable[[sending.SenderLease, sending.Event], sending.Transition] = sending.advance
+    state_sender: Callable[[stating.StateLease, stating.Event], stating.Transition] = (
+        stating.advance
+    )
     router: Callable[[routing.Handoff, routing.Event], routing.Transition] = routing.advance
     receiver_expires: Callable[[receiving.ReceiverLease], bool] = lambda lease: lease.expires
-    sender_expires: Callable[[sending.SenderLease], bool] = lambda lease: lease.expires
+    sender_expires: Callable[[sending.SenderLease | stating.StateLease], bool] = lambda lease: (
+        lease.expires
+    )
     router_has_deadline: Callable[[routing.Handoff], bool] = lambda handoff: handoff.is_live
     grants_twice: bool = False
     """Whether a lease id that is in use is granted again."""
@@ -127,7 +135,8 @@ class Bounds:
     """What may happen in a world."""
 
     kind: str = "prefill"
-    """prefill, move (of a running sequence), park (of a paused client's), or halves that a client brings together."""
+    """prefill, move (of a running sequence), park (of a paused client's), halves that a client brings together, or
+    state (a prefill whose KV the backends move)."""
     one_sided: bool = True
     """Whether the receiver reads the sender's memory; otherwise the parts come in messages."""
     lanes: int = 1
@@ -149,6 +158,11 @@ class Bounds:
         """Whether the sequence runs before the handoff."""
         return self.kind in ("move", "park")
 
+    @property
+    def by_state(self) -> bool:
+        """Whether the backends move the KV."""
+        return self.kind == "state"
+
 
 FIELDS = attrgetter(*Lane._fields)
 
@@ -165,10 +179,11 @@ class LaneRun:
 
     item: str
     handoff: routing.Handoff | None
-    sender: sending.SenderLease | None
+    sender: sending.SenderLease | stating.StateLease | None
     source: str
     receiver: receiving.ReceiverLease | None
     target: str
+    state: str
     parts: tuple[int, ...]
     to_sender: Stream
     to_receiver: Stream
@@ -218,8 +233,11 @@ class LaneRun:
     # The router.
 
     def begin(self) -> None:
-        parks = self._bounds.kind in ("park", "halves")
-        self.handoff, actions = routing.park() if parks else routing.begin()
+        if self._bounds.by_state:
+            start = routing.begin_by_state
+        else:
+            start = routing.park if self._bounds.kind in ("park", "halves") else routing.begin
+        self.handoff, actions = start()
         self.route(actions)
 
     def give(self) -> None:
@@ -268,6 +286,8 @@ class LaneRun:
                     self.send("to_receiver", "to_right", "attach")
                 case routing.Action.SUBMIT:
                     self.send("to_receiver", "to_right", "submit")
+                case routing.Action.CONFIRM_SENDER:
+                    self.send("to_sender", "to_right", "confirm")
                 case routing.Action.RELEASE_SENDER:
                     self.send("to_sender", "to_right", "release")
                 case routing.Action.RELEASE_RECEIVER:
@@ -281,7 +301,10 @@ class LaneRun:
         self.item = "ended"
         if self._bounds.moves:
             self.send("to_sender", "to_right", "release")
-        if self.handoff.result is routing.Result.MOVED:
+        has_submitted = self.handoff.by_state and (
+            self.handoff.receiver is routing.Receiver.SUBMITTED
+        )
+        if has_submitted or self.handoff.result is routing.Result.MOVED:
             self.send("to_receiver", "to_right", "release")
 
     def cancel(self) -> None:
@@ -298,6 +321,8 @@ class LaneRun:
                 self.start_source()
             case "release":
                 self.stop_source()
+            case "confirm":
+                self.advance_state(stating.Release(consumed=True))
             case "lost" if stream == "to_sender":
                 if not self.belongs_to_client:
                     self.stop_source()
@@ -321,11 +346,16 @@ class LaneRun:
             self.send("to_sender", "to_left", "error")
             return
         self.source = self.source or "waiting"
+        if self._bounds.by_state:
+            self.sender = stating.StateLease()
+            return
         self.sender = sending.SenderLease(computed=self._bounds.parts if moves else 0)
         self.send("to_sender", "to_left", "offered")
 
     def stop_source(self) -> None:
-        if self.sender is not None:
+        if self._bounds.by_state:
+            self.advance_state(stating.Release())
+        elif self.sender is not None:
             self.advance_sender(sending.Release())
         elif self.source:
             self.end_source()
@@ -338,18 +368,27 @@ class LaneRun:
     def compute(self) -> None:
         self.advance_sender(sending.PartComputed())
 
+    def expire_sender(self) -> None:
+        if self._bounds.by_state:
+            self.advance_state(stating.Expire())
+        else:
+            self.advance_sender(sending.Expire())
+
     def hand_over(self) -> None:
         self.advance_sender(sending.Commit(CommitMark(self._bounds.parts, CONTENT)))
         self.source = ""
         self.send("to_sender", "to_left", "committed")
 
     def finish_source(self, kind: str) -> None:
-        self.advance_sender(sending.SequenceEnded())
+        if self._bounds.by_state:
+            self.advance_state(stating.SequenceEnded())
+        else:
+            self.advance_sender(sending.SequenceEnded())
         self.end_source()
         self.send("to_sender", "to_left", kind)
 
     def advance_sender(self, event: sending.Event) -> None:
-        if self.sender is None:
+        if not isinstance(self.sender, sending.SenderLease):
             if isinstance(event, sending.FetchOpened):
                 self.break_stream("fetch", right=False)
             return
@@ -379,6 +418,40 @@ class LaneRun:
             case sending.FreeBlocks():
                 self.effects.append(Effect("P", "free lease"))
 
+    # The prefill worker, by state.
+
+    def keep(self) -> None:
+        """Ends the sequence with its state: the backend keeps the KV."""
+        self.source = "kept"
+        self.effects.append(Effect("P", "sequence to lease"))
+        self.advance_state(stating.HandedOver())
+        self.send("to_sender", "to_left", "committed")
+
+    def advance_state(self, event: stating.Event) -> None:
+        if not isinstance(self.sender, stating.StateLease):
+            return
+        self.sender, actions = self._machines.state_sender(self.sender, event)
+        for action in actions:
+            self.act_for_state(action)
+        if self.sender.phase is stating.Phase.CLOSED:
+            self.check_outcome(self.sender.outcome)
+            self.sender = None
+
+    def act_for_state(self, action: stating.Action) -> None:
+        match action:
+            case stating.Action.STOP_SEQUENCE:
+                self.end_source()
+                self.send("to_sender", "to_left", "error")
+            case stating.Action.DROP if self.source == "kept":
+                self.effects.append(Effect("P", "free lease"))
+                self.source = ""
+
+    def check_outcome(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            raise Violation("the sender's lease ended without an outcome")
+        if outcome is Outcome.CONSUMED and self.state != "continued":
+            raise Violation("a state is consumed from which nothing continued")
+
     # The decode worker.
 
     def at_receiver(self, stream: str, message: Message) -> None:
@@ -406,6 +479,9 @@ class LaneRun:
             self.send("to_receiver", "to_left", "reserved")
 
     def submit_target(self) -> None:
+        if self._bounds.by_state:
+            self.take_state()
+            return
         if self.receiver is None:
             self.send("to_receiver", "to_left", "error")
             return
@@ -418,11 +494,38 @@ class LaneRun:
             self.advance_receiver(receiving.Release())
         if self.target in ("running", "started"):
             self.end_target("error")
+        elif self.target and self._bounds.by_state:
+            self.lose_target()
 
     def end_target(self, kind: str) -> None:
         self.effects.append(Effect("D", "free sequence"))
         self.target = ""
         self.send("to_receiver", "to_left", kind)
+
+    def take_state(self) -> None:
+        """Lets a sequence wait for the library, with a state that is used once."""
+        if self.state and not self._machines.grants_twice:
+            self.send("to_receiver", "to_left", "error")
+            return
+        if self.state:
+            raise Violation("a state is used twice")
+        self.state, self.target = "taken", "waiting"
+
+    def fetch_state(self) -> None:
+        """The library has moved the KV, and the sequence runs."""
+        self.effects.append(Effect("D", "allocate"))
+        self.target = "running"
+
+    def lose_target(self) -> None:
+        """Fails a sequence that has no blocks yet."""
+        self.target = ""
+        self.send("to_receiver", "to_left", "error")
+
+    def start_target(self) -> None:
+        """The sequence has its first token here."""
+        self.target = "started"
+        self.state = self.state and "continued"
+        self.send("to_receiver", "to_left", "token")
 
     def read_ended(self, part: int, *, content: int, problem: Problem | None) -> None:
         self.parts = tuple(

@@ -31,6 +31,7 @@ from handoff.lane import (
 )
 from trtmesh.engine.handoff import receiver as receiving
 from trtmesh.engine.handoff import sender as sending
+from trtmesh.engine.handoff import state_sender as stating
 from trtmesh.engine.handoff.lease import Problem
 from trtmesh.router.fleet import handoff as routing
 
@@ -57,6 +58,9 @@ class World(NamedTuple):
 
 
 POOLS = {"P": "sender_pool", "D": "receiver_pool"}
+
+HAS_BLOCKS = frozenset({sending.Phase.COMMITTED, stating.Phase.KEPT})
+"""Phases in which a sender's lease has the blocks."""
 
 
 class Edge(NamedTuple):
@@ -139,8 +143,7 @@ class Model:
             lane = self._lanes[number]
             expected = {
                 "P": {
-                    f"lease {place}": lane.sender is not None
-                    and lane.sender.phase is sending.Phase.COMMITTED,
+                    f"lease {place}": lane.sender is not None and lane.sender.phase in HAS_BLOCKS,
                     f"sequence {place}": lane.source == "running",
                 },
                 "D": {
@@ -260,31 +263,31 @@ class Model:
                     "the sequence finishes", here, lambda run: run.finish_source("finished")
                 )
             return
-        if lane.source == "running" and lease.computed < self.bounds.parts:
+        if lane.source == "running":
+            yield from self._computing_steps(here)
+        if self.machines.sender_expires(lease):
+            yield self._step("the sender's lease expires", here, LaneRun.expire_sender, TIMER)
+
+    def _computing_steps(self, here: Here) -> Iterator[Step]:
+        by_state = self.bounds.by_state
+        is_computed = by_state or here.lane.computed == self.bounds.parts
+        if not is_computed:
             yield self._step("a part is computed", here, LaneRun.compute)
+        if by_state or not is_computed:
             yield self._step(
                 "the computation fails", here, lambda run: run.finish_source("error"), FAULT
             )
-        if lane.source == "running" and lease.computed == self.bounds.parts:
-            yield self._step("the sender commits", here, LaneRun.hand_over)
+        if is_computed:
+            commit = LaneRun.keep if by_state else LaneRun.hand_over
+            yield self._step("the sender commits", here, commit)
             yield self._step("the sender finishes", here, lambda run: run.finish_source("finished"))
-        if self.machines.sender_expires(lease):
-            yield self._step(
-                "the sender's lease expires",
-                here,
-                lambda run: run.advance_sender(sending.Expire()),
-                TIMER,
-            )
 
     def _receiver_steps(self, here: Here) -> Iterator[Step]:
         lane = here.lane
+        if lane.target == "waiting" and self.bounds.by_state:
+            yield from self._library_steps(here)
         if lane.target == "running":
-            step = self._step(
-                "the receiver's first token",
-                here._replace(lane=lane._replace(target="started")),
-                lambda run: run.send("to_receiver", "to_left", "token"),
-            )
-            yield step
+            yield self._step("the receiver's first token", here, LaneRun.start_target)
         if lane.target == "started":
             yield self._step("the receiver finishes", here, lambda run: run.end_target("finished"))
         lease = lane.receiver
@@ -295,6 +298,14 @@ class Model:
                 lambda run: run.advance_receiver(receiving.Expire()),
                 TIMER,
             )
+
+    def _library_steps(self, here: Here) -> Iterator[Step]:
+        """A library finds out by itself whether the KV is still there."""
+        if "P" in here.up and here.lane.source == "kept":
+            yield self._step("the library moves the KV", here, LaneRun.fetch_state)
+            yield self._step("the library fails", here, LaneRun.lose_target, FAULT)
+        else:
+            yield self._step("the library finds no KV", here, LaneRun.lose_target)
 
     # Steps of the world.
 

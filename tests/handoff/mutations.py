@@ -9,6 +9,7 @@ from typing import TypeVar
 from handoff.lane import Bounds, Machines
 from trtmesh.engine.handoff import receiver as receiving
 from trtmesh.engine.handoff import sender as sending
+from trtmesh.engine.handoff import state_sender as stating
 from trtmesh.engine.handoff.lease import Outcome
 from trtmesh.router.fleet import handoff as routing
 
@@ -22,10 +23,14 @@ COMPUTES = "a sequence computes on parts"
 NO_BLOCK = "has no block for"
 BLOCKS = "blocks of"
 GOES_ON = "goes on"
+TWICE = "used twice"
+UNUSED = "from which nothing continued"
 
 
 WIDE = Bounds(faults=1)
 LOSSES = Bounds(faults=0, losses=1)
+STATE = replace(WIDE, kind="state")
+STATE_LOSSES = replace(LOSSES, kind="state")
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,26 @@ def announces_early(lease: sending.SenderLease, event: sending.Event) -> sending
     if isinstance(event, sending.PartComputed) and lease.fetch is sending.FetchState.OPEN:
         actions = (*actions, sending.AnnouncePart(1))
     return after, actions
+
+
+# By state.
+
+
+def drops_with_handoff(lease: stating.StateLease, event: stating.Event) -> stating.Transition:
+    after, actions = stating.advance(lease, event)
+    return after, (*actions, stating.Action.DROP) if after.phase is stating.Phase.KEPT else actions
+
+
+def confirms_with_submit(handoff: routing.Handoff, event: routing.Event) -> routing.Transition:
+    after, actions = routing.advance(handoff, event)
+    submits = routing.Action.SUBMIT in actions
+    return after, (*actions, routing.Action.CONFIRM_SENDER) if submits else actions
+
+
+def consumes_without_word(lease: stating.StateLease, event: stating.Event) -> stating.Transition:
+    if isinstance(event, stating.Release):
+        event = stating.Release(consumed=True)
+    return stating.advance(lease, event)
 
 
 MUTATIONS = [
@@ -292,5 +317,81 @@ MUTATIONS = [
         "a finished sender ends the handoff",
         Machines(router=ignoring(routing.advance, routing.SenderFinished)),
         GOES_ON,
+    ),
+    *(
+        Mutation(
+            f"by state, the router does not forget {action.value}",
+            Machines(router=without(routing.advance, action)),
+            NO_END,
+            STATE,
+        )
+        for action in (
+            routing.Action.SUBMIT,
+            routing.Action.CONFIRM_SENDER,
+            routing.Action.RELEASE_SENDER,
+        )
+    ),
+    Mutation(
+        "by state, a failed handoff migrates",
+        Machines(router=without(routing.advance, routing.Action.MIGRATE)),
+        GOES_ON,
+        STATE,
+    ),
+    Mutation(
+        "by state, a lost sender fails the handoff",
+        Machines(router=ignoring(routing.advance, routing.SenderFailed)),
+        NO_END,
+        STATE,
+    ),
+    Mutation(
+        "by state, a lost receiver fails the handoff",
+        Machines(router=ignoring(routing.advance, routing.ReceiverFailed)),
+        NO_END,
+        STATE,
+    ),
+    Mutation(
+        "by state, the router has deadlines",
+        Machines(router_has_deadline=lambda _: False),
+        NO_END,
+        STATE_LOSSES,
+        True,
+    ),
+    Mutation(
+        "a state is confirmed after the receiver's first token",
+        Machines(router=confirms_with_submit),
+        UNUSED,
+        STATE,
+    ),
+    Mutation(
+        "a released state is not consumed",
+        Machines(state_sender=consumes_without_word),
+        UNUSED,
+        STATE,
+    ),
+    Mutation("a state is used once", Machines(grants_twice=True), TWICE, STATE_LOSSES, True),
+    Mutation(
+        "the KV of a state stays until its lease ends",
+        Machines(state_sender=drops_with_handoff),
+        BLOCKS,
+        STATE,
+    ),
+    Mutation(
+        "an ended lease drops the KV of its state",
+        Machines(state_sender=without(stating.advance, stating.Action.DROP)),
+        BLOCKS,
+        STATE,
+    ),
+    Mutation(
+        "a released lease of a state ends",
+        Machines(state_sender=ignoring(stating.advance, stating.Release)),
+        NO_END,
+        STATE,
+    ),
+    Mutation(
+        "the lease of a state expires",
+        Machines(sender_expires=lambda _: False),
+        NO_END,
+        STATE_LOSSES,
+        True,
     ),
 ]

@@ -17,18 +17,24 @@ from handoff.mutations import MUTATIONS, Mutation
 from handoff.search import Found, Graph, prove
 from trtmesh.engine.handoff import receiver as receiving
 from trtmesh.engine.handoff import sender as sending
+from trtmesh.engine.handoff import state_sender as stating
 from trtmesh.router.fleet import handoff as routing
 
 pytestmark = pytest.mark.slow
 
 KINDS = [
-    Bounds(kind=kind, one_sided=one_sided)
-    for kind in ("prefill", "move", "park")
-    for one_sided in (True, False)
+    *(
+        Bounds(kind=kind, one_sided=one_sided)
+        for kind in ("prefill", "move", "park")
+        for one_sided in (True, False)
+    ),
+    Bounds(kind="state"),
 ]
 
 
 def name(bounds: Bounds) -> str:
+    if bounds.by_state:
+        return bounds.kind
     return f"{bounds.kind}-{'one_sided' if bounds.one_sided else 'streamed'}"
 
 
@@ -43,8 +49,9 @@ def test_a_lost_or_repeated_message_ends_by_timers(bounds: Bounds) -> None:
     prove(Model(replace(bounds, faults=0, losses=1)), by_timers=True)
 
 
-def test_a_lost_or_repeated_message_beside_another_fault() -> None:
-    prove(Model(Bounds(faults=1, losses=1)), by_timers=True)
+@pytest.mark.parametrize("kind", ["prefill", "state"])
+def test_a_lost_or_repeated_message_beside_another_fault(kind: str) -> None:
+    prove(Model(Bounds(kind=kind, faults=1, losses=1)), by_timers=True)
 
 
 def test_halves_that_a_client_brings_together_end_by_expiry() -> None:
@@ -55,9 +62,10 @@ def test_halves_that_a_client_brings_together_end_by_expiry() -> None:
     assert "the client takes the state" in str(found.value)
 
 
-def test_two_handoffs_share_the_workers() -> None:
+@pytest.mark.parametrize("kind", ["prefill", "state"])
+def test_two_handoffs_share_the_workers(kind: str) -> None:
     """One block each, so that the second is refused or waits while the first has them."""
-    bounds = Bounds(lanes=2, parts=1, faults=1, timers=False, local=False)
+    bounds = Bounds(kind=kind, lanes=2, parts=1, faults=1, timers=False, local=False)
     prove(Model(bounds), by_timers=False)
 
 
@@ -76,6 +84,15 @@ def test_search_visits_every_phase_and_result() -> None:
     handoffs = [graph.model.lane(world.lanes[0]).handoff for world in graph.worlds]
     assert {each.sender for each in handoffs if each} == set(routing.Sender)
     assert {each.result for each in handoffs if each} == {None, routing.Result.MOVED}
+
+
+def test_search_visits_every_phase_of_a_state() -> None:
+    graph = prove(Model(Bounds(kind="state", faults=1)), by_timers=False)
+    assert seen(graph, "sender") == set(stating.Phase) - {stating.Phase.CLOSED}
+    lanes = [graph.model.lane(world.lanes[0]) for world in graph.worlds]
+    assert {each.state for each in lanes} == {"", "taken", "continued"}
+    results = {each.handoff.result for each in lanes if each.handoff}
+    assert results == {None, routing.Result.MOVED}
 
 
 def seen(graph: Graph, party: str) -> set[object]:

@@ -15,7 +15,7 @@ class RandomWalk(RuleBasedStateMachine):
     """Takes any step at any time; once faults cease, every stream and lease must end."""
 
     @initialize(
-        kind=st.sampled_from(["prefill", "move", "park", "halves"]),
+        kind=st.sampled_from(["prefill", "move", "park", "halves", "state"]),
         one_sided=st.booleans(),
         lanes=st.integers(1, 4),
         parts=st.integers(1, 6),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -25,6 +24,8 @@ from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
 
+STEP_MS = 1000
+"""Of a sender whose steps are longer than anything else."""
 CANCELLED, HANDOFF = pb.FINISH_REASON_CANCELLED, pb.FINISH_REASON_HANDOFF
 
 
@@ -181,21 +182,22 @@ class TestWholeHandoffs:
             first = await both.sender.stream.end(1)
             await both.receiver.stream.send(continuation(1, receiver_lease, first.token_ids[0]))
             await eventually(lambda: both.receiver.received.consumed)
-            received = handoff._transfer
-            assert received
-            await eventually(lambda: received.memory.closed)
+            transfer = handoff._transfer
+            assert transfer
+            assert transfer._parts
+            assert all(streamed is None for _, streamed, _ in transfer._parts)
 
     async def test_context_only_lease_outlives_its_stream(self) -> None:
         config = pb.GenerationConfig()
         config.handoff.phase = pb.GENERATION_PHASE_CONTEXT_ONLY
-        async with pair() as both:
+        async with pair(sender={"step_ms": STEP_MS}) as both:
             async with router_stream(both.sender.engine.address, router="first") as stream:
                 await stream.send(prefill(1, lease(), config=config))
                 first = await stream.end(1)
                 assert first.end
                 descriptor = first.end.handoff
-            # All of its life, though the prefill took a part.
-            assert descriptor.expires_in_ms == LIFE_MS
+            # All of its life, though the prefill took longer than what is missing.
+            assert descriptor.expires_in_ms > LIFE_MS - STEP_MS
             await eventually(lambda: both.sender.engine.service.metrics.open_streams == 1)
             assert both.sender.sent.held == 1
             receiver_lease = lease()
@@ -267,13 +269,15 @@ class TestEndsOfTheReceiver:
 
     async def test_renewed_lease_lives_on(self) -> None:
         async with pair() as both:
-            receiver_lease = lease()
-            await both.reserve(receiver_lease, expires_in_ms=200)
-            for _ in range(8):
-                await asyncio.sleep(0.05)
-                await both.receiver.stream.send(renew(receiver_lease, expires_in_ms=200))
+            receiver_lease, later_one = lease(), lease()
+            stream = both.receiver.stream
+            # One after the other, so that no pause of the test lies between them.
+            await stream.send(reserve(receiver_lease, len(PROMPT), expires_in_ms=500))
+            await stream.send(renew(receiver_lease))
+            await both.reserve(later_one, expires_in_ms=500)
+            await both.receiver.failed(later_one)
             assert both.receiver.received.held == 1
-            assert not both.receiver.stream.handoffs_failed
+            assert list(stream.handoffs_failed) == [later_one]
 
     async def test_end_of_the_stream(self) -> None:
         async with pair(SLOW) as both:

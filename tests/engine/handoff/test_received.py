@@ -14,6 +14,7 @@ from engine.handoff.pairs import PROMPT, SLOW, Pair, lease, oracle, pair, releas
 from engine_streams import MESSAGE_BYTES, eventually, submit
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.engine.backend import Reserved
 from trtmesh.engine.handoff.fetch_server import Context
 from trtmesh.engine.handoff.identity import content_of
 from trtmesh.engine.handoff.receiver import Phase
@@ -102,7 +103,10 @@ Messages = Callable[[int], Sequence[pb.FetchResponse]]
         (lambda _: [], "ended the fetch"),
         (lambda _: [mark(1)], "did not announce"),
         (lambda _: [part(1)], "broke the handoff protocol"),
-        (lambda _: [part(0), part(1)], "before the end"),
+        (
+            lambda _: [part(0, blocks=2), part(1, first_block_position=2, blocks=2)],
+            "before the end",
+        ),
         (lambda size: [part(0), chunk(4 * size), chunk(1)], "more bytes"),
         (lambda _: [chunk(1)], "more bytes"),
         (lambda _: [part(0, blocks=BLOCKS + 1)], "descriptor lacks"),
@@ -111,12 +115,13 @@ Messages = Callable[[int], Sequence[pb.FetchResponse]]
         (lambda size: [part(0), chunk(4 * size), mark(2)], "broke the handoff protocol"),
         (lambda size: [part(0), chunk(4 * size), mark(1, tokens=1000)], "did not announce"),
         (lambda size: [part(0, layers=2), chunk(2 * size), mark(1)], "did not announce"),
+        (lambda size: [part(0, layers=2), chunk(2 * size), part(1, layers=2)], "twice"),
         (
             lambda size: [
-                *(part(0, layers=2), chunk(2 * size)),
-                *(part(1, layers=2), chunk(2 * size), mark(2)),
+                *(part(0, blocks=2), chunk(2 * size)),
+                *(part(1, first_block_position=1, blocks=3), chunk(3 * size)),
             ],
-            "did not announce",
+            "twice",
         ),
         (lambda _: [pb.FetchResponse(confirmed=pb.FetchConfirmed())], "broke the handoff"),
         (lambda _: [pb.FetchResponse()], "unknown message"),
@@ -372,6 +377,19 @@ class TestOneSidedReads:
             await both.reserve(lease())
             for held in both.receiver.handoffs.received.all():
                 held.release()
+
+    async def test_defect_leaves_blocks_in_quarantine_until_their_reads_end(self) -> None:
+        async with pair() as both:
+            gated = GatedTransport(both)
+            _, receiver_lease = await both.attached()
+            await both.sender.stream.end(1)
+            await eventually(lambda: gated.begun)
+            # A backend must not answer a reservation twice.
+            both.receiver.handoffs.take(Reserved(receiver_lease))
+            load = both.receiver.load
+            gated.gate.set()
+            assert load.received_handoffs.released == 1
+            assert load.quarantined_blocks == load.used_blocks == BLOCKS
 
     async def test_submit_with_a_lease_in_quarantine_fails(self) -> None:
         async with pair() as both:

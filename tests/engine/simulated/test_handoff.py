@@ -57,7 +57,8 @@ def transfer(sender: Run, receiver: Run, offered: Offered, reserved: Reserved) -
                 from_blocks = [offered.blocks[each] for each in copy.source_blocks]
                 to_blocks = [reserved.blocks[each] for each in copy.target_blocks]
                 for run in copy.runs:
-                    data = source.read(here, from_blocks, (run.source, run.source + run.size))
+                    data = np.empty((len(from_blocks), run.size), dtype=np.uint8)
+                    source.read(here, from_blocks, (run.source, run.source + run.size), data)
                     span = run.target, run.target + run.size
                     target.write(there, to_blocks, span, data)
 
@@ -194,7 +195,9 @@ class TestGarbage:
             if wrong == "missing":
                 memory.write(0, [block], (0, size), np.zeros((1, size), dtype=np.uint8))
             if wrong == "flipped":
-                memory.write(0, [block], (70, 71), memory.read(0, [block], (70, 71)) ^ np.uint8(1))
+                byte = np.zeros((1, 1), dtype=np.uint8)
+                memory.read(0, [block], (70, 71), byte)
+                memory.write(0, [block], (70, 71), byte ^ np.uint8(1))
             receiver.backend.submit(item(2, 9, prompt=PROMPT, emitted=(50,), receiver_lease_id="L"))
             receiver.backend.adopt("L")
             end = await receiver.end(2)

@@ -23,14 +23,32 @@ def build_backend(settings: EngineSettings) -> Backend:
         from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 
         return SimulatedBackend(settings.simulated)
-    from trtmesh.engine.backends.torch.backend import TorchBackend
-
-    if settings.model_dir is None:
+    if settings.backend == "foreign":
+        return _foreign(settings)
+    model_dir = settings.model_dir
+    if model_dir is None:
         raise SettingsError(
-            "is not set but the torch backend needs it (set --model-dir or TRTMESH_ENGINE_MODEL_DIR)",
+            f"is not set but the {settings.backend} backend needs it (set --model-dir or TRTMESH_ENGINE_MODEL_DIR)",
             setting="engine.model_dir",
         )
-    return TorchBackend(settings.model_dir, settings.torch)
+    if settings.backend == "tensorrt_llm":
+        from trtmesh.engine.backends.tensorrt_llm.backend import TensorRtLlmBackend
+
+        return TensorRtLlmBackend(model_dir, settings.tensorrt_llm)
+    from trtmesh.engine.backends.torch.backend import TorchBackend
+
+    return TorchBackend(model_dir, settings.torch)
+
+
+def _foreign(settings: EngineSettings) -> Backend:
+    try:
+        from trtmesh.engine.backends.foreign.backend import ForeignBackend
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"is foreign, which needs {error.name}: pip install 'trtmesh[foreign]'",
+            setting="engine.backend",
+        ) from error
+    return ForeignBackend(settings.foreign, settings.max_message_bytes)
 
 
 if __name__ == "__main__":

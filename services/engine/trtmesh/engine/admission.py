@@ -202,6 +202,8 @@ def _limit(item: Submission, info: BackendInfo) -> int:
 
 def _capacity(prompt_tokens: int, beams: int, info: BackendInfo) -> int:
     """Most tokens of each beam with the pool to the item alone; without beam search, of each sequence."""
+    if not info.total_blocks:
+        return info.max_sequence_tokens
     shared = _shared_blocks(prompt_tokens, beams, info)
     # The last token's KV is never needed, so full blocks hold one token more.
     return (shared + (info.total_blocks - shared) // beams) * info.tokens_per_block + 1

@@ -29,6 +29,31 @@ class Capabilities:
     draft_methods: tuple[str, ...] = ()
 
 
+MAX_STATE_BYTES = 2**20
+"""Most bytes of a HandoffState."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateKind:
+    """How a backend hands over whose library moves the KV itself. Workers make pairs where kind, compatibility, model
+    and tokenizer are equal."""
+
+    kind: str
+    """A short word, such as `vllm-nixl`."""
+    compatibility: str = ""
+    """Everything else that must be equal: release, type of the KV, block size, parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffState:
+    """What a backend of the same kind needs to continue a sequence elsewhere. Nothing but backends reads it."""
+
+    content: bytes
+    """At most MAX_STATE_BYTES, and not empty."""
+    expires_in_ms: int
+    """Time from now for which the backend keeps the KV for another worker."""
+
+
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
     """Describes a loaded backend; engine.proto's GetEngineResponse documents the fields."""
@@ -43,6 +68,7 @@ class BackendInfo:
     max_sequences_per_item: int
     tokens_per_block: int
     total_blocks: int
+    """0 where the size of the pool is unknown."""
     supported_fields: frozenset[str]
     capabilities: Capabilities
     end_ids: tuple[int, ...]
@@ -58,6 +84,10 @@ class BackendInfo:
     """Most bytes of an adapter's content; 0 without support for adapters."""
     layers_per_part: int = 1
     """Most layers of a part of a handoff."""
+    started_role: epb.WorkerRole.ValueType | None = None
+    """Role for which the engine was started elsewhere; a role of the settings goes first."""
+    state_kind: StateKind | None = None
+    """Set by a backend that hands over by states of its own; KV pools are then not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +139,9 @@ class Submission:
     before it, with the KV of all tokens but the last."""
     receiver_lease_id: str = ""
     """Lease of the blocks with the KV of leading tokens. The first sequence waits for `adopt`, the others for it."""
+    handoff_state: bytes = b""
+    """Content of the HandoffState of a backend of the same kind: it has the KV of all tokens but the last, which it
+    chose. Set for a single sequence, with `emitted_tokens` above 0."""
     is_prefill: bool = False
     """Whether the worker has the role prefill, where short prompts go before long ones (prefill_order.py)."""
 
@@ -155,6 +188,8 @@ class SequenceEnd:
     error: TrtmeshError | None = None
     perf_metrics: PerfMetrics | None = None
     queue_seconds: float = 0.0
+    handoff_state: HandoffState | None = None
+    """Set for HANDOFF by a backend with a StateKind."""
 
 
 TopLogProbs = list[tuple[int, float]]
@@ -229,7 +264,7 @@ class BlocksRemoved:
 
 @dataclass(slots=True)
 class BlocksCleared:
-    """All blocks were dropped at once; no built-in backend does this."""
+    """All blocks were dropped at once, or are not known any more."""
 
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
@@ -391,6 +426,11 @@ class Backend(Protocol):
     * A lease has blocks, or a sequence with blocks, never both: `stop` of the sequence followed by `drop` of the lease
       MUST free the blocks in any case. An unknown lease MUST be ignored by `adopt` and `drop`.
     * A sequence that waits for `adopt` MUST NOT be computed. The end of such a sequence leaves the blocks to the lease.
+    * With a StateKind, an item with `sender_lease_id` MUST end after its first new token with FINISH_REASON_HANDOFF and
+      its `handoff_state`, unless that token ends it. The KV MUST stay until a receiver's library has fetched it, `drop`
+      of the lease, or the end of `expires_in_ms`, and MUST be free after any of them. An item with `handoff_state` MUST
+      NOT deliver any of its `emitted_tokens` again. Where it cannot continue from the state, it MUST end with
+      HandoffFailed before its first token, unless it computes the prompt itself.
     * `stats` MUST be cheap (under 50 µs) and safe while a step runs.
     * `close` MUST end every live sequence, release the model and return within seconds.
     """
@@ -417,8 +457,8 @@ class Backend(Protocol):
         """Unloads a version of an adapter, or all with '', once no sequence uses it; with `unpin`, only unpins it."""
 
     def kv_memory(self) -> KvMemory | None:
-        """The KV pools; None if nothing can be handed over. The methods below, and lease ids of items, are only used
-        with KV pools."""
+        """The KV pools; None if no blocks can be handed over. The methods below, and lease ids of items, are only used
+        with KV pools; with a StateKind only `drop` and `sender_lease_id`."""
 
     def reserve(self, lease_id: str, tokens: int, block_hashes: Sequence[int]) -> None:
         """Allocates blocks for `tokens` tokens, beginning with those published under `block_hashes`. Leads to
@@ -433,7 +473,8 @@ class Backend(Protocol):
         """Gives the blocks of a receiver's lease, with the KV of its content, to the sequence that awaits them."""
 
     def drop(self, lease_id: str) -> None:
-        """Returns the blocks of a lease to the pool. Without effect on a sequence that is not handed over."""
+        """Returns the blocks of a lease to the pool, or frees the KV of a HandoffState. Without effect on a sequence
+        that is not handed over."""
 
     async def close(self) -> None:
         """Ends everything and releases the model. Called once, even if `start` failed or was never called."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Span = tuple[int, int]
 """First byte in a block, and the byte after the last."""
+
+TakeMemory = Callable[[int], memoryview]
+"""Gives memory of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,14 @@ class KvMemory(Protocol):
     def memory(self, shard: int) -> HostMemory | DeviceMemory:
         """Where the blocks of a shard are."""
 
-    def read(self, shard: int, blocks: Sequence[int], span: Span) -> Bytes:
-        """Copies a span of each block: [blocks, bytes of the span]."""
+    def read(self, shard: int, blocks: Sequence[int], span: Span, into: Bytes) -> None:
+        """Copies a span of each block to `into` [blocks, bytes of the span], contiguous."""
+
+    def pieces(
+        self, shard: int, blocks: Sequence[int], span: Span, take: TakeMemory
+    ) -> list[memoryview]:
+        """A span of each block to be sent, in order: views of host memory, or a copy, in memory from `take` or of the
+        backend's own."""
 
     def write(self, shard: int, blocks: Sequence[int], span: Span, data: Bytes) -> None:
         """Writes `data` [blocks, bytes of the span] into the span of each block."""
@@ -126,8 +135,17 @@ class HostKvMemory:
     def memory(self, shard: int) -> HostMemory:
         return self._memories[shard]
 
-    def read(self, shard: int, blocks: Sequence[int], span: Span) -> Bytes:
-        return self._memories[shard].rows[np.asarray(blocks, dtype=np.intp), span[0] : span[1]]
+    def read(self, shard: int, blocks: Sequence[int], span: Span, into: Bytes) -> None:
+        rows, (first, last) = self._memories[shard].rows, span
+        # Indexing with all blocks at once would copy them to new memory first.
+        for row, block in enumerate(blocks):
+            into[row] = rows[block, first:last]
+
+    def pieces(
+        self, shard: int, blocks: Sequence[int], span: Span, _take: TakeMemory
+    ) -> list[memoryview]:
+        rows, (first, last) = self._memories[shard].rows, span
+        return [rows[block, first:last].data for block in blocks]
 
     def write(self, shard: int, blocks: Sequence[int], span: Span, data: Bytes) -> None:
         rows = self._memories[shard].rows

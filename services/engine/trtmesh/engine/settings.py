@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from trtmesh.chassis.tls.settings import SecuredSettings
+from trtmesh.engine.backends.foreign.settings import ForeignSettings
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 
 # The settings of the torch backend, and with them the package around them, do not import torch.
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -70,12 +72,12 @@ class EngineSettings(SecuredSettings):
         "simulated.refuse_after_items": "simulated.faults.refuse_after_items",
     }
 
-    backend: Literal["torch", "simulated"] = "torch"
+    backend: Literal["torch", "tensorrt_llm", "simulated", "foreign"] = "torch"
     """What executes the model."""
     worker: str = ""
     """Name of the worker, unique in the fleet; unset makes one from host name and process id."""
     model_dir: Path | None = None
-    """Directory of the model; the simulated backend needs none."""
+    """Directory of the model; the simulated and the foreign backend need none."""
     model: str = ""
     """Name that requests ask for; unset takes the directory's name, or "simulated"."""
     role: Literal["mixed", "prefill", "decode"] = "mixed"
@@ -86,6 +88,23 @@ class EngineSettings(SecuredSettings):
     """How long sequences may wait without a step before the worker counts as stuck, in seconds."""
     max_handles_per_stream: Annotated[int, Field(ge=1, le=1_000_000)] = 16384
     """Most sequences of one router."""
+    trtllm_service: bool = False
+    """Whether gateways may call trtllm.TrtllmService on the same port; needs the extra `gateways`."""
     handoff: HandoffSettings = HandoffSettings()
     torch: TorchSettings = TorchSettings()
+    tensorrt_llm: TensorRtLlmSettings = TensorRtLlmSettings()
     simulated: SimulatedSettings = SimulatedSettings()
+    foreign: ForeignSettings = ForeignSettings()
+
+    @model_validator(mode="after")
+    def _backend_has_the_role(self) -> Self:
+        """The library computes prompts for others without overlap only, and hands over by a transfer of its own."""
+        if self.backend != "tensorrt_llm" or self.role == "mixed":
+            return self
+        if not self.tensorrt_llm.hands_over:
+            raise ValueError(
+                f"role {self.role} needs tensorrt_llm.transceiver.backend, which moves the KV"
+            )
+        if self.role == "prefill" and self.tensorrt_llm.batching.overlap:
+            raise ValueError("role prefill needs tensorrt_llm.batching.overlap off")
+        return self

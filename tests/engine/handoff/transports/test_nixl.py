@@ -121,7 +121,7 @@ async def test_read_from_a_frozen_sender_ends_with_close(monkeypatch: pytest.Mon
 
 
 @installed
-async def test_a_worker_without_offers_polls_seldom() -> None:
+async def test_a_worker_serves_without_delay_from_its_first_offer_on() -> None:
     async with transport_of(memory_of(BLOCKS, BLOCK_BYTES)) as transport:
         assert not transport._offering.serves
         transport.offer()

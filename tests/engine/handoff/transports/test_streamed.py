@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from trtmesh.engine.handoff.block_plan import Run
-from trtmesh.engine.handoff.message_memory import MESSAGE_BYTES, MessageMemory
+from trtmesh.engine.handoff.copying import Copying, InPasses, InThreads
 from trtmesh.engine.handoff.transports.streamed import Damaged, StreamedPart
 from trtmesh.engine.handoff.transports.transport import ReadFailed, ShardCopy
 from trtmesh.engine.kv_memory import Bytes, HostKvMemory, Shard, host_memory
@@ -20,10 +20,10 @@ SPANS = ((16, 80), (0, 0), (0, 32))
 """Of the sender's three shards; the second has none of the layers."""
 
 
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
+@pytest.fixture(params=["in passes", "in threads"])
+def copying(request: pytest.FixtureRequest) -> Iterator[Copying]:
     with ThreadPoolExecutor(1) as threads:
-        yield threads
+        yield InPasses() if request.param == "in passes" else InThreads(threads)
 
 
 def pool() -> HostKvMemory:
@@ -55,12 +55,12 @@ def cut(dice: random.Random, data: bytes, most: int) -> Iterator[memoryview]:
 
 @pytest.mark.parametrize("most", [1, 7, 64, 300, 5000])
 @pytest.mark.parametrize("seed", range(3))
-async def test_rows_reach_their_blocks(seed: int, most: int, threads: ThreadPoolExecutor) -> None:
+async def test_rows_reach_their_blocks(seed: int, most: int, copying: Copying) -> None:
     dice, memory = random.Random(seed), pool()
     data = dice.randbytes(ROWS * (64 + 32))
     first = np.frombuffer(data[: ROWS * 64], dtype=np.uint8).reshape(ROWS, 64)
     third = np.frombuffer(data[ROWS * 64 :], dtype=np.uint8).reshape(ROWS, 32)
-    part = StreamedPart(memory, threads, SPANS, ROWS, zlib.crc32(data))
+    part = StreamedPart(memory, copying, SPANS, ROWS, zlib.crc32(data))
     for chunk in cut(dice, data, most):
         part.feed(chunk)
     one, other = copies(dice)
@@ -73,10 +73,10 @@ async def test_rows_reach_their_blocks(seed: int, most: int, threads: ThreadPool
         assert (rows_of(memory, shard) == expected[shard]).all()
 
 
-async def test_nothing_of_a_damaged_part_reaches_a_block(threads: ThreadPoolExecutor) -> None:
+async def test_nothing_of_a_damaged_part_reaches_a_block(copying: Copying) -> None:
     dice, memory = random.Random(1), pool()
     data = dice.randbytes(ROWS * 96)
-    part = StreamedPart(memory, threads, SPANS, ROWS, zlib.crc32(data) ^ 1)
+    part = StreamedPart(memory, copying, SPANS, ROWS, zlib.crc32(data) ^ 1)
     for chunk in cut(dice, data, 300):
         part.feed(chunk)
     with pytest.raises(Damaged):
@@ -85,35 +85,9 @@ async def test_nothing_of_a_damaged_part_reaches_a_block(threads: ThreadPoolExec
     assert not rows_of(memory, 1).any()
 
 
-async def test_abandoned_part_fails_its_read(threads: ThreadPoolExecutor) -> None:
-    part = StreamedPart(pool(), threads, SPANS, ROWS, 0)
+async def test_abandoned_part_fails_its_read(copying: Copying) -> None:
+    part = StreamedPart(pool(), copying, SPANS, ROWS, 0)
     part.feed(memoryview(bytes(5)))
     part.abandon()
     with pytest.raises(ReadFailed, match="within a part"):
         await part.read([])
-
-
-class TestMessageMemory:
-    def test_memory_is_used_again_by_whoever_asks_next(self) -> None:
-        memory = MessageMemory()
-        one, other = memory.take(MESSAGE_BYTES), memory.take(70_000)
-        assert one.obj is not other.obj
-        assert (len(one), len(other)) == (MESSAGE_BYTES, 70_000)
-        memory.give_back([one[8:], memoryview(b"small chunk")])
-        assert memory.take(100_000).obj is one.obj
-        assert all(memory.take(9).obj is not each.obj for each in (one, other))
-
-    def test_closed_memory_keeps_nothing(self) -> None:
-        memory = MessageMemory()
-        early, late = memory.take(9), memory.take(9)
-        memory.give_back([early])
-        memory.close()
-        memory.give_back([late])
-        assert all(memory.take(9).obj is not each.obj for each in (early, late))
-
-    def test_larger_messages_get_their_own(self) -> None:
-        memory = MessageMemory()
-        large = memory.take(MESSAGE_BYTES + 1)
-        assert len(large) == MESSAGE_BYTES + 1
-        memory.give_back([large])
-        assert len(memory.take(5)) == 5

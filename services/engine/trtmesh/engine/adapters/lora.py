@@ -13,6 +13,7 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from trtmesh.chassis.errors import InvalidRequest
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -168,6 +169,15 @@ def converted(lora: Lora, dtype: torch.dtype) -> Lora:
                 place, f"has a value that is NaN, infinite or outside {name}", f"finite in {name}"
             )
         updates[place] = Update(a, b)
+    return Lora(updates)
+
+
+def of_one_rank(lora: Lora) -> Lora:
+    """The same adapter with every rank the largest, filled up with zeros."""
+    updates = {}
+    for place, update in lora.updates.items():
+        missing = lora.rank - update.rank
+        updates[place] = Update(pad(update.a, (0, 0, 0, missing)), pad(update.b, (0, missing)))
     return Lora(updates)
 
 

@@ -100,7 +100,7 @@ def read_peft(directory: Path, most_bytes: int) -> Lora:
 def parse_peft(content: AdapterContent, where: str = "") -> Lora:
     """Takes a content apart. Raises InvalidRequest or UnsupportedField with file, layer and reason; `where` precedes
     the names of files. Nothing is unpickled."""
-    config = _parse_config(content.config, where + CONFIG)
+    config = parse_config(content.config, where + CONFIG)
     config.check()
     scaling = Scaling(config)
     tensors = read_safetensors(content.weights, where + WEIGHTS)
@@ -158,7 +158,8 @@ def _own_name(name: str) -> str:
     return own if own in MODULE_BY_NAME else f"{parent}.{own}"
 
 
-def _parse_config(data: bytes, name: str) -> PeftConfig:
+def parse_config(data: bytes, name: str = CONFIG) -> PeftConfig:
+    """Reads adapter_config.json; `name` is told in errors. Raises InvalidRequest."""
     if len(data) > MOST_CONFIG_BYTES:
         limit = f"at most {MOST_CONFIG_BYTES}"
         raise InvalidRequest(f"has {len(data)} bytes", field=name, limit=limit)

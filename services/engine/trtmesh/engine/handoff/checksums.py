@@ -17,9 +17,8 @@ except ImportError:
 __all__ = ["checksum_of", "crc32"]
 
 
-def checksum_of(pieces: Iterable[Bytes | Buffer]) -> int:
-    """The checksum of a part in pieces."""
-    checksum = 0
+def checksum_of(pieces: Iterable[Bytes | Buffer], checksum: int = 0) -> int:
+    """The checksum of a part in pieces, continued from that of earlier ones."""
     for piece in pieces:
         checksum = crc32(piece, checksum)
     return checksum

@@ -75,7 +75,7 @@ class Fetch:
         tls: PeerTls | None,
         memory: MessageMemory,
     ) -> None:
-        """`memory` is for the chunks, which belong to the lease."""
+        """`memory` is for the chunks."""
         self._remote, self._events, self._dial_seconds = remote, events, dial_seconds
         self._tls = tls
         self._memory = memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 from trtmesh.chassis.errors import (
     HandoffFailed,
@@ -17,16 +17,15 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.grpc.server.call import ServerCall
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.tasks import until_first_ends
-from trtmesh.engine.handoff.checksums import crc32
+from trtmesh.engine.handoff.checksums import checksum_of
 from trtmesh.engine.handoff.chunks import head_of
 from trtmesh.engine.handoff.failures import unknown
 from trtmesh.engine.handoff.handoffs import Handoffs
 from trtmesh.engine.handoff.lease import CommitMark
 from trtmesh.engine.handoff.leases import LeaseTable
 from trtmesh.engine.handoff.own_kv import OwnKv
-from trtmesh.engine.handoff.parts import Part, gather, sizes_of
+from trtmesh.engine.handoff.parts import Part, chunks_of, sizes_of
 from trtmesh.engine.handoff.sent import SentHandoff
-from trtmesh.engine.kv_memory import Bytes
 from trtmesh.v1 import kv_transfer_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2_grpc
 
@@ -40,8 +39,8 @@ CHUNK_OVERHEAD_BYTES = 64
 
 Context = ServerCall
 
-PartBytes = tuple[list[Bytes], int]
-"""The bytes of a part in pieces, and their checksum."""
+PartBytes = tuple[list[list[memoryview]], int]
+"""The bytes of a part in pieces, by chunk, and their checksum."""
 
 
 class FetchServer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
@@ -120,7 +119,7 @@ class ServedFetch:
         self._chunk_bytes = min(MAX_CHUNK_BYTES, own.max_message_bytes - CHUNK_OVERHEAD_BYTES)
         self._outgoing: deque[int | CommitMark | None] = deque()
         """Parts, the mark, and None for the confirmation."""
-        self._ahead: asyncio.Future[PartBytes] | None = None
+        self._ahead: asyncio.Task[PartBytes] | None = None
         """The bytes of the first of `_outgoing`, read while the part before it travels."""
         self._filled = asyncio.Event()
         self._aborted = asyncio.Event()
@@ -178,8 +177,8 @@ class ServedFetch:
 
     async def _send_part(self, context: Context, number: int) -> None:
         part = self._sent.parts[number]
-        reading, self._ahead = self._ahead or self._read_part(number), None
-        pieces, checksum = await reading
+        reading, self._ahead = self._ahead or self._begin_reading(number), None
+        chunks, checksum = await reading
         self.sent_bytes += sum(sizes_of(part, self._own.memory.shards, len(self._wanted(part))))
         message = pb.KvPart(
             part=number,
@@ -190,36 +189,38 @@ class ServedFetch:
             checksum=checksum,
         )
         await context.write(pb.FetchResponse(part=message))
-        for piece in pieces:
+        chunks.reverse()
+        while chunks:
             if self._ahead is None and self._outgoing and isinstance(self._outgoing[0], int):
-                self._ahead = self._read_part(self._outgoing[0])
-            await self._send_piece(context, piece.data)
-
-    async def _send_piece(self, context: Context, piece: memoryview) -> None:
-        for at in range(0, len(piece), self._chunk_bytes):
-            data = piece[at : at + self._chunk_bytes]
-            await context.write_pieces(head_of(len(data)), data)
+                self._ahead = self._begin_reading(self._outgoing[0])
+            pieces = chunks.pop()
+            await context.write_pieces(head_of(sum(map(len, pieces))), *pieces)
 
     def _wanted(self, part: Part) -> list[int]:
         """The blocks of a part that travel, as numbers of the pool."""
         return list(part.wanted(self._sent.blocks, self._positions).values())
 
-    def _read_part(self, number: int) -> asyncio.Future[PartBytes]:
-        """Reads a part in a thread, as far as the receiver needs its bytes or its checksum."""
-        part = self._sent.parts[number]
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._own.threads, self._read, part, self._wanted(part))
+    def _begin_reading(self, number: int) -> asyncio.Task[PartBytes]:
+        return asyncio.get_running_loop().create_task(self._read(self._sent.parts[number]))
 
-    def _read(self, part: Part, blocks: Sequence[int]) -> PartBytes:
-        pieces: list[Bytes] = []
+    async def _read(self, part: Part) -> PartBytes:
+        """Reads a part, as far as the receiver needs its bytes or its checksum."""
+        chunks: list[list[memoryview]] = []
         checksum = 0
-        if self._streams_data or self._has_checksums:
-            for piece in gather(self._own.memory, part, blocks, self._chunk_bytes):
+
+        def steps() -> Iterator[None]:
+            nonlocal checksum
+            own, take = self._own.memory, self._own.message_memory.take
+            for pieces in chunks_of(own, part, self._wanted(part), self._chunk_bytes, take):
                 if self._has_checksums:
-                    checksum = crc32(piece, checksum)
+                    checksum = checksum_of(pieces, checksum)
                 if self._streams_data:
-                    pieces.append(piece)
-        return pieces, checksum
+                    chunks.append(pieces)
+                yield
+
+        if self._streams_data or self._has_checksums:
+            await self._own.copying(steps())
+        return chunks, checksum
 
 
 def _mark_message(mark: CommitMark) -> pb.KvCommitMark:

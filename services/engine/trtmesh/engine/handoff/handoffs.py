@@ -195,7 +195,8 @@ class Handoffs:
     def _fail(self, lease_id: str) -> None:
         if lease := self.sent.get(lease_id) or self.received.get(lease_id):
             lease.fail()
-        self.own.backend.drop(lease_id)
+        else:
+            self.own.backend.drop(lease_id)
 
     def _on_reserved(self, news: Reserved) -> None:
         waiting = self._reservations[news.lease_id]

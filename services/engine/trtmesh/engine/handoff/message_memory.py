@@ -1,40 +1,43 @@
-"""Memory for the large messages of a fetch."""
+"""Memory for the large messages of fetches, sent and received."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
 
-from trtmesh.chassis.http2.pieces import Buffer
+import numpy as np
 
 MESSAGE_BYTES = 2**20 + 64
 """A chunk of the largest size, with its fields."""
 
+LENT_BYTES = range(MESSAGE_BYTES // 2, MESSAGE_BYTES + 1)
+"""Sizes that memory is lent for: at least half of it is used. Others get memory of their own."""
+
+MAX_KEPT = 32
+"""Messages whose memory is kept: as many as may wait to be copied."""
+
 
 class MessageMemory:
-    """Gives memory and takes it back: new memory costs a page fault for every few KiB."""
+    """Lends memory, and lends it again once nothing refers to it: new memory costs a page fault for every few KiB.
+
+    A transport may hold a message long after it was sent. Methods may be called from any thread.
+    """
 
     def __init__(self) -> None:
         self._free: list[bytearray] = []
-        self.closed = False
-        """Whether nothing is kept any more."""
 
     def take(self, size: int) -> memoryview:
-        """Memory for a message."""
-        if size > MESSAGE_BYTES:
+        """Memory for a message, with content of earlier ones."""
+        if size not in LENT_BYTES:
             return memoryview(bytearray(size))
-        memory = self._free.pop() if self._free else bytearray(MESSAGE_BYTES)
-        return memoryview(memory)[:size]
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = bytearray(MESSAGE_BYTES)
+        # Views refer to the array, which ends with the last of them.
+        lent = np.frombuffer(memory, dtype=np.uint8)
+        weakref.finalize(lent, self._give_back, memory).atexit = False
+        return lent.data[:size]
 
-    def give_back(self, chunks: Iterable[Buffer]) -> None:
-        """Takes the memory of chunks that nobody reads any more."""
-        if self.closed:
-            return
-        for chunk in chunks:
-            memory = chunk.obj if isinstance(chunk, memoryview) else None
-            if isinstance(memory, bytearray) and len(memory) == MESSAGE_BYTES:
-                self._free.append(memory)
-
-    def close(self) -> None:
-        """Frees the memory, and what is given back later: a fetch is over long before its sequence."""
-        self.closed = True
-        self._free.clear()
+    def _give_back(self, memory: bytearray) -> None:
+        if len(self._free) < MAX_KEPT:
+            self._free.append(memory)

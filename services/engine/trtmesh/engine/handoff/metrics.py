@@ -38,13 +38,13 @@ class HandoffMetrics:
         transport: pb.KvTransport.ValueType | None,
         outcome: Outcome,
         size: int,
-        seconds: float,
+        seconds: float | None,
     ) -> None:
-        """Counts the outcome of a lease; `transport` is None without a fetch."""
+        """Counts the outcome of a lease; `transport` is None without a fetch, `seconds` where the backend fetches."""
         name = word_of(transport)
         self._ended[side, name, outcome.value] += 1
         self._bytes[side, name] += size
-        if side == "received" and outcome is Outcome.CONSUMED:
+        if side == "received" and outcome is Outcome.CONSUMED and seconds is not None:
             self.transfer.observe(seconds)
 
     def told(self, load: epb.Load) -> None:

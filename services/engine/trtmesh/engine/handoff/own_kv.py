@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import Backend
+from trtmesh.engine.handoff.copying import Copying
 from trtmesh.engine.handoff.identity import KvKind
+from trtmesh.engine.handoff.message_memory import MessageMemory
 from trtmesh.engine.handoff.settings import HandoffSettings
 from trtmesh.engine.handoff.transports.choice import Transports
 from trtmesh.engine.kv_memory import KvMemory
@@ -28,11 +30,14 @@ class OwnKv:
     layers_per_part: int
     transports: Transports
     threads: Executor
+    """For work that would hold up the event loop."""
+    copying: Copying
     """Copies KV to and from messages."""
     max_message_bytes: int
     is_draining: Callable[[], bool]
     tls_of_peers: TlsOfPeers = plain_text
     """For connections to senders."""
+    message_memory: MessageMemory = field(default_factory=MessageMemory)
 
     @property
     def max_quarantined_blocks(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from trtmesh.engine.handoff.block_plan import copies
 from trtmesh.engine.handoff.checksums import checksum_of
 from trtmesh.engine.handoff.transports.transport import ShardCopy
-from trtmesh.engine.kv_memory import Bytes, KvMemory, Shard, Span
+from trtmesh.engine.kv_memory import KvMemory, Shard, Span, TakeMemory
 
 NOT_WANTED = -1
 """Stands for the number of a block that does not travel."""
@@ -56,18 +56,20 @@ def sizes_of(part: Part, shards: Sequence[Shard], blocks: int) -> list[int]:
     return [blocks * (last - first) for first, last in spans]
 
 
-def gather(
-    memory: KvMemory, part: Part, blocks: Sequence[int], piece_bytes: int
-) -> Iterator[Bytes]:
-    """Copies the bytes of a part out of `blocks`, numbers of the pool. A piece has some blocks of a shard, and at most
-    `piece_bytes` unless a single block has more."""
+def chunks_of(
+    memory: KvMemory, part: Part, blocks: Sequence[int], max_bytes: int, take: TakeMemory
+) -> Iterator[list[memoryview]]:
+    """The bytes of a part in `blocks`, numbers of the pool, in pieces. A chunk has blocks of a shard or some bytes of
+    one block, `max_bytes` at most. Copies are in memory from `take`."""
     for number, shard in enumerate(memory.shards):
-        span = span_of(shard, part.layer_range)
-        if size := span[1] - span[0]:
-            step = max(1, piece_bytes // size)
-            for at in range(0, len(blocks), step):
-                piece = memory.read(number, blocks[at : at + step], span)
-                yield np.ascontiguousarray(piece).reshape(-1)
+        first, last = span_of(shard, part.layer_range)
+        if first == last:
+            continue
+        step = max(1, max_bytes // (last - first))
+        for at in range(0, len(blocks), step):
+            for begin in range(first, last, max_bytes):
+                span = begin, min(last, begin + max_bytes)
+                yield memory.pieces(number, blocks[at : at + step], span, take)
 
 
 def checksum_after(
@@ -90,7 +92,8 @@ def checksum_after(
         for run in copy.runs:
             first = run.source - spans[copy.source_shard][0]
             span = (run.target, run.target + run.size)
-            data = memory.read(copy.target_shard, copy.target_blocks, span)
+            data = np.empty((len(at), run.size), dtype=np.uint8)
+            memory.read(copy.target_shard, copy.target_blocks, span, data)
             pieces[copy.source_shard][at, first : first + run.size] = data
     return checksum_of(pieces)
 

@@ -18,7 +18,6 @@ from trtmesh.engine.handoff.failures import failure, unknown
 from trtmesh.engine.handoff.fetch import Fetch, ProtocolBroken
 from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
 from trtmesh.engine.handoff.leases import LeaseOwner, LeaseTable, Timer
-from trtmesh.engine.handoff.message_memory import MessageMemory
 from trtmesh.engine.handoff.metrics import HandoffMetrics, word_of
 from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.engine.handoff.parts import Part, checksum_after, copies_of, span_of
@@ -99,6 +98,9 @@ class ReceivedHandoff:
         """Ends the lease after a defect, and its sequences with an error."""
         self.release()
         self._problem = Problem.COMPUTE
+        if self._lease.phase is not receiver.Phase.QUARANTINED:
+            # The defect may have ended the lease without this action.
+            self._own.backend.drop(self.lease_id)
 
     def attach(self, descriptor: pb.HandoffDescriptor, own_hash: bytes) -> None:
         """Starts the fetch from a sender that fits."""
@@ -243,7 +245,7 @@ class ReceivedHandoff:
                     self,
                     self._own.settings.dial_seconds,
                     self._own.tls_of_peers(),
-                    transfer.memory,
+                    self._own.message_memory,
                 )
                 transfer.task = self._spawn(transfer.run())
             case receiver.ReadPart(part) if transfer:
@@ -316,7 +318,6 @@ class Transfer:
         """Announced layers of each block."""
         self._parts: list[tuple[Part, StreamedPart | None, int]] = []
         """Parts with their data if it is streamed, and their checksums."""
-        self.memory = MessageMemory()
         self._bytes = self._buffered_bytes = 0
         self._began = self._ended = 0.0
 
@@ -343,7 +344,6 @@ class Transfer:
         for _, streamed, _ in self._parts:
             if streamed:
                 streamed.abandon()
-        self.memory.close()
         if self.source:
             await self.source.close()
 
@@ -361,7 +361,7 @@ class Transfer:
             spans = [span_of(shard, part.layer_range) for shard in self.remote.shards]
             await self._wait_for_room(rows * sum(last - first for first, last in spans))
             streamed = StreamedPart(
-                self._own.memory, self._own.threads, spans, rows, message.checksum
+                self._own.memory, self._own.copying, spans, rows, message.checksum
             )
             self._buffered_bytes += streamed.size
         self._began = self._began or time.monotonic()
@@ -397,7 +397,6 @@ class Transfer:
             finally:
                 self._buffered_bytes -= streamed.size
                 self._parts[number] = part, None, 0
-                self.memory.give_back(streamed.chunks)
         elif self.source and copies:
             await self.source.read(copies)
             if checksum:
@@ -428,7 +427,11 @@ class Transfer:
         if last > len(self._covered) or part.first_layer + part.layers > self._layers:
             raise ProtocolBroken("it announced blocks or layers that its descriptor lacks")
         layers = part.layer_range
-        self._covered[part.first_block : last, layers.start : layers.stop] = True
+        covered = self._covered[part.first_block : last, layers.start : layers.stop]
+        if covered.any():
+            # More bytes than its blocks have room for would wait here.
+            raise ProtocolBroken("it announced layers of a block twice")
+        covered[:] = True
         return part
 
     async def _wait_for_room(self, size: int) -> None:

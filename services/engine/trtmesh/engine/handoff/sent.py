@@ -108,6 +108,8 @@ class SentHandoff:
         """Ends the lease after a defect, and its sequence with an error."""
         self.release()
         self._problem = Problem.COMPUTE
+        # The defect may have ended the lease without this action.
+        self._own.backend.drop(self.lease_id)
 
     def offered(self, news: Offered) -> None:
         """The sequence starts: a fetch may begin."""

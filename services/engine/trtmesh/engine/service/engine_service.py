@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import grpc
 from trtmesh.chassis.errors import (
@@ -24,10 +25,12 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import Runtime
-from trtmesh.engine.backend import Backend, BackendInfo, BackendStats
+from trtmesh.engine.backend import Backend, BackendInfo, BackendStats, StateKind
+from trtmesh.engine.handoff.copying import copying_of
 from trtmesh.engine.handoff.fetch_server import FetchServer
 from trtmesh.engine.handoff.handoffs import Handoffs
 from trtmesh.engine.handoff.own_kv import OwnKv, kind_of
+from trtmesh.engine.handoff.states import OwnStates, StateHandoffs
 from trtmesh.engine.handoff.transports.choice import KNOWN, open_transports
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.service.adapter_delivery import DeliveryMemory
@@ -40,6 +43,9 @@ from trtmesh.engine.service.wire import describe, role_of
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import engine_pb2_grpc, kv_transfer_pb2_grpc
+
+if TYPE_CHECKING:
+    from trtmesh.engine.service.trtllm.servicer import TrtllmService
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +60,11 @@ FAREWELL_SECONDS = 1.0
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Implements chassis.service.Service and EngineService around one backend."""
 
-    service_names: Sequence[str] = ("trtmesh.v1.EngineService", "trtmesh.v1.KvTransferService")
-
     def __init__(self, settings: EngineSettings, runtime: Runtime, backend: Backend) -> None:
+        self.service_names: Sequence[str] = (
+            "trtmesh.v1.EngineService",
+            "trtmesh.v1.KvTransferService",
+        )
         self.metrics = EngineMetrics()
         runtime.registry.register(self.metrics)
         self._settings = settings
@@ -69,19 +77,26 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._ticker: asyncio.Task[None] | None = None
         self._sessions: set[asyncio.Task[None]] = set()
         self._broken = False
+        self._trtllm: TrtllmService | None = None
+        if settings.trtllm_service:
+            self._offer_trtllm_service()
 
     def register(self, server: grpc.aio.Server) -> None:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self, server)
         fetches = FetchServer(self._handoffs)
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(fetches, server)
+        if self._trtllm:
+            self._trtllm.register(server)
 
     async def start(self) -> None:
         await self._runtime.health.unwell("model", "loading")
         info = await self._backend.start(self._streams.deliver, self._on_failure)
-        memory = self._backend.kv_memory()
-        if memory:
+        if self._trtllm:
+            await self._trtllm.load(self._settings.model_dir)
+        memory = None if info.state_kind else self._backend.kv_memory()
+        if memory or info.state_kind:
             info = _with_handoffs(info)
-        role = role_of(self._settings)
+        role = role_of(self._settings, info)
         if role not in info.capabilities.roles:
             raise SettingsError(
                 f"is {self._settings.role} but the {info.backend} backend does not support this role",
@@ -95,16 +110,19 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self._settings.worker or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         )
         handoffs = self._open_handoffs(info, name, memory) if memory else None
+        states = self._open_states(info, name, info.state_kind) if info.state_kind else None
+        leases = handoffs or states
         self._engine = LoadedEngine(
             name=name,
             settings=self._settings,
             backend=self._backend,
             info=info,
-            description=describe(info, name, self._settings, handoffs.own if handoffs else None),
+            description=describe(info, name, self._settings, leases.own if leases else None),
             streams=self._streams,
             metrics=self.metrics,
             delivery_memory=DeliveryMemory(info.max_adapter_bytes),
             handoffs=handoffs,
+            states=states,
             role=role,
         )
         self._ticker = asyncio.create_task(self._tick())
@@ -131,6 +149,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 await asyncio.wait(self._sessions, timeout=FAREWELL_SECONDS)
             if self._engine.handoffs:
                 await self._engine.handoffs.close()
+            if self._engine.states:
+                self._engine.states.close()
         await self._backend.close()
 
     async def GetEngine(
@@ -159,8 +179,21 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self.metrics.errors[error.reason] += 1
             raise
 
+    def _offer_trtllm_service(self) -> None:
+        """Imports the contract, which only this service needs."""
+        try:
+            from trtmesh.engine.service.trtllm.servicer import SERVICE_NAME, TrtllmService
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                f"is on but needs the package smg-grpc-proto ({error}); install trtmesh[gateways]",
+                setting="engine.trtllm_service",
+            ) from error
+        self.service_names = (*self.service_names, SERVICE_NAME)
+        self._trtllm = TrtllmService(self._loaded, self._runtime, self._sessions)
+
     def _open_handoffs(self, info: BackendInfo, name: str, memory: KvMemory) -> Handoffs:
         settings = self._settings
+        threads = ThreadPoolExecutor(HANDOFF_THREADS, "handoff")
         own = OwnKv(
             worker=name,
             settings=settings.handoff,
@@ -170,7 +203,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             total_blocks=info.total_blocks,
             layers_per_part=info.layers_per_part,
             transports=open_transports(settings.handoff, memory, KNOWN),
-            threads=ThreadPoolExecutor(HANDOFF_THREADS, "handoff"),
+            threads=threads,
+            copying=copying_of(memory, threads),
             max_message_bytes=settings.max_message_bytes,
             is_draining=lambda: self._engine is None or self._engine.draining,
             tls_of_peers=lambda: self._runtime.certificates.peers,
@@ -179,10 +213,22 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._streams.take_handoff = handoffs.take
         return handoffs
 
+    def _open_states(self, info: BackendInfo, name: str, kind: StateKind) -> StateHandoffs:
+        own = OwnStates(
+            worker=name,
+            settings=self._settings.handoff,
+            backend=self._backend,
+            kind=kind,
+            model_fingerprint=info.model_fingerprint,
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            max_message_bytes=self._settings.max_message_bytes,
+        )
+        return StateHandoffs(own, self.metrics.handoffs)
+
     def _handoffs(self) -> Handoffs:
         handoffs = self._loaded().handoffs
         if handoffs is None:
-            raise UnsupportedCall("this worker hands nothing over")
+            raise UnsupportedCall("this worker hands no blocks over")
         return handoffs
 
     def _loaded(self) -> LoadedEngine:
@@ -215,7 +261,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self.metrics.told_busy_seconds = load.busy_seconds
         self.metrics.handoffs.told(load)
         self._streams.tell_load(load)
-        unacknowledged = (stream.outbox.unacknowledged_steps for stream in self._streams)
+        unacknowledged = (stream.unacknowledged_steps for stream in self._streams)
         self.metrics.unacknowledged_steps = sum(unacknowledged)
 
     def _on_failure(self, error: BaseException) -> None:
@@ -236,7 +282,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
 
 def _with_handoffs(info: BackendInfo) -> BackendInfo:
-    """Adds what every backend with KV pools supports."""
+    """Adds what every backend with handoffs supports."""
     return replace(
         info,
         capabilities=replace(info.capabilities, roles=ALL_ROLES),

@@ -32,7 +32,7 @@ class EventOutbox:
 
     Steps need credit: at most `unacknowledged_steps` are unacknowledged. Other events need none, so a slow router still
     gets the load. Waiting output is bounded by the tokens of the stream's sequences. A message carries at most
-    `most_tensor_bytes` of logits, or the logits of one token.
+    `most_tensor_bytes` of logits, or the logits of one token, and as many of states.
     """
 
     def __init__(
@@ -159,12 +159,21 @@ class EventOutbox:
         part = merge(parts) if parts else StepPart(step_count)
         self._metrics.merged_steps += max(0, len(parts) - 1)
         # An end follows all tokens of its sequence.
-        ends = [] if self._parts else self._ends
+        ends = [] if self._parts else self._ends[: self._fitting_ends()]
         fill_step(step, part, ends)
         if ends:
-            self._ends.clear()
-            self.ending.clear()
+            del self._ends[: len(ends)]
+            self.ending.difference_update(end.handle for end in ends)
         self._sent_steps += 1
+
+    def _fitting_ends(self) -> int:
+        """Number of leading ends for one message, by the states in them; at least 1 if there are ends."""
+        total = 0
+        for count, end in enumerate(self._ends):
+            total += len(end.handoff.backend_state)
+            if count and total > self._most_tensor_bytes:
+                return count
+        return len(self._ends)
 
     def _fitting(self, parts: Sequence[StepPart]) -> int:
         """Number of leading parts for one message; at least 1 if there are parts."""

@@ -18,6 +18,7 @@ from trtmesh.engine.backend import Submission
 from trtmesh.engine.handoff.handoffs import Handoffs
 from trtmesh.engine.handoff.received import ReceivedHandoff
 from trtmesh.engine.handoff.sent import SentHandoff
+from trtmesh.engine.handoff.states import ReceivedState, SentState, StateHandoffs
 from trtmesh.engine.service.event_outbox import EventOutbox
 from trtmesh.engine.service.lease_fields import adapter_of, check_lease_id, lease_seconds
 from trtmesh.engine.service.loaded_engine import LoadedEngine
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 MAX_RENEWED_LEASES = 65_536
 """Leases that one command may renew."""
 
-Handoff = SentHandoff | ReceivedHandoff
+Handoff = SentHandoff | ReceivedHandoff | SentState | ReceivedState
 
 
 class HandoffCommands:
@@ -47,8 +48,8 @@ class HandoffCommands:
     @property
     def owes(self) -> bool:
         """Whether other workers may still need KV of the router's sequences."""
-        handoffs = self._engine.handoffs
-        return handoffs is not None and handoffs.owes(self)
+        leases = self._engine.handoffs or self._engine.states
+        return leases is not None and leases.owes(self)
 
     def reserve(self, command: transfer.ReserveBlocksCommand) -> None:
         name = "reserve_blocks"
@@ -113,19 +114,24 @@ class HandoffCommands:
             count = f"{len(command.lease_ids)} ids"
             raise InvalidField.of(f"{name}.lease_ids", count, f"at most {MAX_RENEWED_LEASES}")
         try:
-            handoffs, seconds = self._handoffs(name), self._seconds(name, command.expires_in_ms)
+            leases = self._engine.states or self._handoffs(name)
+            seconds = self._seconds(name, command.expires_in_ms)
         except TrtmeshError as error:
             for lease_id in command.lease_ids:
                 self.tell_failed(lease_id, error)
             return
-        handoffs.renew(self, command.lease_ids, seconds)
+        leases.renew(self, command.lease_ids, seconds)
 
     def release(self, command: transfer.ReleaseLeaseCommand) -> None:
         if self._engine.handoffs:
             self._engine.handoffs.release(command.lease_id)
+        if self._engine.states:
+            self._engine.states.release(command.lease_id, consumed=command.consumed)
 
     def submit(self, command: epb.SubmitCommand, item: Submission) -> Handoff | None:
         """Gives an item to the backend, with its lease if it has one. Raises TrtmeshError."""
+        if self._engine.states:
+            return self._submit_by_state(self._engine.states, command, item)
         handoffs = self._engine.handoffs
         received = None
         if handoffs and item.sender_lease_id:
@@ -148,11 +154,28 @@ class HandoffCommands:
             )
         return None
 
+    def _submit_by_state(
+        self, states: StateHandoffs, command: epb.SubmitCommand, item: Submission
+    ) -> SentState | ReceivedState | None:
+        """Gives an item to a backend with states of its own."""
+        if lease_id := item.sender_lease_id:
+            states.check_sender(self, lease_id)
+            self._engine.backend.submit(item)
+            seconds = command.lease_expires_in_ms / 1000
+            return states.send(self, lease_id, item.keys[0], adapter_of(item.config), seconds)
+        if item.handoff_state:
+            lease_id = command.handoff.lease_id
+            states.check_receiver(self, lease_id)
+            self._engine.backend.submit(item)
+            return states.receive(self, lease_id)
+        self._engine.backend.submit(item)
+        return None
+
     def close(self) -> None:
         """Releases the router's leases, because the stream is over."""
         self._open = False
-        if self._engine.handoffs:
-            self._engine.handoffs.stream_ended(self)
+        if leases := self._engine.handoffs or self._engine.states:
+            leases.stream_ended(self)
 
     def tell_reserved(self, lease_id: str, present_tokens: int, error: TrtmeshError | None) -> None:
         answer = transfer.BlocksReserved(

@@ -24,12 +24,15 @@ class KvMirror:
     def __init__(self) -> None:
         self.epoch = secrets.randbits(63) | 1
         self.next_sequence = 0
+        self.records = 0
+        """Calls of `record`."""
         self._blocks: dict[int, _Block] = {}
 
     def record(self, events: Sequence[KvEvent]) -> int:
         """Applies events; returns the sequence number of the first."""
         first = self.next_sequence
         self.next_sequence += len(events)
+        self.records += 1
         for event in events:
             if isinstance(event, BlocksStored):
                 self._store(event)

@@ -21,6 +21,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import HeldAdapter, SequenceEnd
+from trtmesh.engine.handoff.states import ReceivedState
 from trtmesh.engine.service.adapter_commands import AdapterCommands
 from trtmesh.engine.service.event_outbox import MOST_TENSOR_BYTES, EventOutbox
 from trtmesh.engine.service.handoff_commands import Handoff, HandoffCommands
@@ -71,6 +72,8 @@ class RouterSession:
         self.farewell: TrtmeshError | None = None
         self._engine = engine
         self._live: dict[int, _Item] = {}
+        self._continuing: dict[int, ReceivedState] = {}
+        """Sequences with a state of another worker, before their first token here, by handle."""
         self._received_items = 0
         self._open = True
         self._failed = False
@@ -81,6 +84,10 @@ class RouterSession:
         # The router may place items right away, without waiting for the next report.
         self.take_load(engine.load())
         engine.metrics.open_streams += 1
+
+    @property
+    def unacknowledged_steps(self) -> int:
+        return self.outbox.unacknowledged_steps
 
     @property
     def busy(self) -> bool:
@@ -119,6 +126,9 @@ class RouterSession:
                 raise UnsupportedCall("the worker does not know this command; is the router newer?")
 
     def take_step(self, part: StepPart) -> None:
+        if self._continuing:
+            for handle in self._continuing.keys() & part.handles:
+                self._continuing.pop(handle).continued()
         if self._open:
             self.outbox.put_step(part)
 
@@ -132,6 +142,7 @@ class RouterSession:
             )
             return
         item.live -= 1
+        self._continuing.pop(handle, None)
         if item.timer and not item.live:
             item.timer.cancel()
         handoff = item.handoffs.pop(handle, None)
@@ -217,8 +228,13 @@ class RouterSession:
         of_handles = dict.fromkeys(handles, handoff) if handoff else {}
         live = _Item(prompt_tokens, len(handles), adapter_of(item.config), of_handles)
         self._live.update(dict.fromkeys(handles, live))
+        if isinstance(handoff, ReceivedState):
+            self._continuing[handles[0]] = handoff
         self._engine.metrics.submitted(
-            item.keys, prompt_tokens, time.monotonic(), awaits_kv=bool(command.receiver_lease_id)
+            item.keys,
+            prompt_tokens,
+            time.monotonic(),
+            awaits_kv=bool(command.receiver_lease_id or item.handoff_state),
         )
         if command.HasField("timeout_ms"):
             loop = asyncio.get_running_loop()

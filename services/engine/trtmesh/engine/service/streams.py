@@ -13,7 +13,6 @@ from typing import Protocol
 
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.engine.backend import HandoffNews, HeldAdapter, SequenceEnd, StepOutput
-from trtmesh.engine.service.event_outbox import EventOutbox
 from trtmesh.engine.service.kv_mirror import KvMirror
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.step_part import StepPart
@@ -29,9 +28,11 @@ OPTIONAL_DATA = ("details", "prompts", "starts")
 
 
 class Stream(Protocol):
-    """One router's stream."""
+    """One router's stream, or a call of TrtllmService."""
 
-    outbox: EventOutbox
+    @property
+    def unacknowledged_steps(self) -> int:
+        """Steps sent and not acknowledged."""
 
     @property
     def busy(self) -> bool:

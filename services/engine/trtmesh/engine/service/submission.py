@@ -6,12 +6,16 @@ from trtmesh.chassis.errors import Draining, InvalidField, UnsupportedField
 from trtmesh.chassis.parsing import ELEMENT_BYTES, LIMITS, parse_config, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import StopTexts, Submission
-from trtmesh.engine.service.lease_fields import check_lease_id, lease_seconds
+from trtmesh.engine.service.lease_fields import adapter_of, check_lease_id, lease_seconds
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 MAX_SEQUENCES = int(LIMITS["sampling.num_return_sequences"][1])
+LEASE_IDS = ("sender_lease_id", "receiver_lease_id")
+ROUTERS_SEED = "sampling.seed"
+"""Routers send a seed with every item. They draw it unless the client names one, and such an item they only place on
+workers that support the field."""
 LEASE_FIELDS = ("sender_lease_id", "receiver_lease_id", "lease_expires_in_ms")
 
 
@@ -32,8 +36,9 @@ def parse_submit(
         raise Draining(f"worker {engine.name} is draining; use another worker")
     who = f"the {engine.info.backend} backend of worker {engine.name}"
     config = parse_config(command.config)
-    refuse_unsupported(config, engine.description.supported_fields, who)
+    refuse_unsupported(config, engine.info.supported_fields | {ROUTERS_SEED}, who)
     _check_leases(command, config, engine, who)
+    state = _parse_state(command, config, engine, who)
     _check(command, config, engine)
     own_draws = command.HasField("draw_index")
     return Submission(
@@ -47,6 +52,7 @@ def parse_submit(
         stop_texts=_stop_texts(command),
         sender_lease_id=command.sender_lease_id,
         receiver_lease_id=command.receiver_lease_id,
+        handoff_state=state,
         is_prefill=engine.role == epb.WORKER_ROLE_PREFILL,
     )
 
@@ -55,14 +61,21 @@ def _check_leases(
     command: epb.SubmitCommand, config: GenerationConfig, engine: LoadedEngine, who: str
 ) -> None:
     leases = tuple(f"submit.{name}" for name in LEASE_FIELDS if getattr(command, name))
-    if leases and engine.handoffs is None:
+    if leases and engine.handoffs is None and engine.states is None:
         raise UnsupportedField(f"not supported by {who}, which hands nothing over", fields=leases)
+    if command.receiver_lease_id and engine.states:
+        raise UnsupportedField(
+            f"not supported by {who}, which hands over by states",
+            fields=("submit.receiver_lease_id",),
+        )
+    if command.sender_lease_id and engine.states:
+        _check_single(config, "submit.sender_lease_id")
     if command.sender_lease_id and command.receiver_lease_id:
         raise InvalidField(
             "are both set, but an item that has just been received stays; hand it over later",
             fields=leases[:2],
         )
-    for name in LEASE_FIELDS[:2]:
+    for name in LEASE_IDS:
         if value := getattr(command, name):
             check_lease_id(f"submit.{name}", value)
     if command.sender_lease_id:
@@ -73,11 +86,51 @@ def _check_leases(
             "is set without the lease", field=leases[-1], limit_field="submit.sender_lease_id"
         )
     asked = config.handoff
+    if asked and asked.phase == pb.GENERATION_PHASE_CONTEXT_ONLY and engine.states:
+        raise InvalidField(
+            f"is GENERATION_PHASE_CONTEXT_ONLY, but no client may bring a state to {who}",
+            field="handoff.phase",
+        )
     if asked and asked.phase == pb.GENERATION_PHASE_CONTEXT_ONLY and not command.sender_lease_id:
         raise InvalidField(
             "is GENERATION_PHASE_CONTEXT_ONLY without the lease for the other phase",
             field="handoff.phase",
             limit_field="submit.sender_lease_id",
+        )
+
+
+def _parse_state(
+    command: epb.SubmitCommand, config: GenerationConfig, engine: LoadedEngine, who: str
+) -> bytes:
+    """The state of another worker's backend; empty without one."""
+    if not command.HasField("handoff"):
+        return b""
+    field = "submit.handoff"
+    if engine.states is None:
+        raise UnsupportedField(f"not supported by {who}, which takes no states", fields=(field,))
+    if command.sender_lease_id:
+        raise InvalidField(
+            "is set with a lease, but an item that has just been received stays",
+            field=field,
+            limit_field="submit.sender_lease_id",
+        )
+    if not command.emitted_tokens:
+        raise InvalidField(
+            "is set without the token that its sender chose last",
+            field=field,
+            limit_field="emitted_tokens",
+        )
+    _check_single(config, field)
+    check_lease_id(f"{field}.lease_id", command.handoff.lease_id)
+    return engine.states.own.state_of(command.handoff, adapter_of(config))
+
+
+def _check_single(config: GenerationConfig, field: str) -> None:
+    """Raises InvalidField for several sequences: a state is that of one."""
+    if config.sequences > 1:
+        raise InvalidField(
+            f"is set for an item of {config.sequences} sequences, but a state is that of one",
+            field=field,
         )
 
 

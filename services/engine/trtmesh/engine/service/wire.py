@@ -22,6 +22,7 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.handoff.descriptor import shape_of
 from trtmesh.engine.handoff.own_kv import OwnKv
+from trtmesh.engine.handoff.states import OwnStates
 from trtmesh.engine.service.step_part import StepPart
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
@@ -39,26 +40,30 @@ _INFO_FIELDS = [
 ]
 
 
-def role_of(settings: EngineSettings) -> epb.WorkerRole.ValueType:
+def role_of(settings: EngineSettings, info: BackendInfo) -> epb.WorkerRole.ValueType:
+    if info.started_role is not None and "role" not in settings.model_fields_set:
+        return info.started_role
     return epb.WorkerRole.Value(f"WORKER_ROLE_{settings.role.upper()}")
 
 
 def describe(
-    info: BackendInfo, worker: str, settings: EngineSettings, own: OwnKv | None
+    info: BackendInfo, worker: str, settings: EngineSettings, own: OwnKv | OwnStates | None
 ) -> epb.GetEngineResponse:
-    """Describes the worker; `own` is None without KV pools."""
+    """Describes the worker; `own` is None without handoffs."""
     same = {name: getattr(info, name) for name in _INFO_FIELDS}
     same["supported_fields"] = sorted(info.supported_fields)
     engine = epb.GetEngineResponse(
         worker=worker,
-        role=role_of(settings),
+        role=role_of(settings, info),
         schema_revision=SCHEMA_REVISION,
         load_interval_ms=max(1, round(settings.load_interval_seconds * 1000)),
         **same,
         **asdict(info.capabilities),
     )
-    if own is not None:
+    if isinstance(own, OwnKv):
         _describe_kv(engine, own)
+    elif own is not None:
+        _describe_states(engine, own)
     return engine
 
 
@@ -68,6 +73,13 @@ def _describe_kv(engine: epb.GetEngineResponse, own: OwnKv) -> None:
     engine.kv_transports.extend(own.transports)
     engine.max_lease_ms = int(own.settings.max_lease_seconds * 1000)
     engine.max_quarantined_blocks = own.max_quarantined_blocks
+
+
+def _describe_states(engine: epb.GetEngineResponse, own: OwnStates) -> None:
+    engine.handoff_kind = own.kind.kind
+    engine.kv_compatibility_hash = own.hash(None)
+    engine.kv_transports.append(transfer.KV_TRANSPORT_BACKEND)
+    engine.max_lease_ms = int(own.settings.max_lease_seconds * 1000)
 
 
 def fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) -> None:

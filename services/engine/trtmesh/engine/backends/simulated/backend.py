@@ -12,9 +12,10 @@ import logging
 import os
 import time
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from hashlib import blake2b
 
-from trtmesh.chassis.errors import BackendFailed, QueueFull
+from trtmesh.chassis.errors import BackendFailed, HandoffFailed, QueueFull
 from trtmesh.engine import stopping
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
@@ -25,14 +26,17 @@ from trtmesh.engine.backend import (
     Deliver,
     Fail,
     HeldAdapter,
+    StateKind,
     Submission,
 )
 from trtmesh.engine.backends.simulated.kv_content import LAYERS
+from trtmesh.engine.backends.simulated.library import Library
 from trtmesh.engine.backends.simulated.scheduler import Scheduler
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.backends.simulated.states import RemoteState, StateLeases, UnusableState
 from trtmesh.engine.backends.simulated.tokens import DRAWS, PENALTIES, TokenSource
-from trtmesh.engine.kv_memory import KvMemory
+from trtmesh.engine.kv_memory import Content, KvMemory
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -72,17 +76,21 @@ class SimulatedBackend:
         self._timer: asyncio.Handle | None = None
         self._flush: asyncio.Handle | None = None
         self._frozen = False
+        self._library = Library(self._give_away)
 
     async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
         self._deliver, self._fail = deliver, fail
         self._loop = asyncio.get_running_loop()
         await asyncio.sleep(self._settings.timing.load_ms / 1000)
+        if isinstance(self._scheduler.leases, StateLeases):
+            self._scheduler.leases.port = await self._library.start()
         return self._info
 
     def submit(self, item: Submission) -> None:
         scheduler, block_size = self._scheduler, self._info.tokens_per_block
         rule = admit(item, self._info)
         self._check_refusal()
+        state = _state_in(item)
         check_queue(item, self._info, scheduler.present_sequences, scheduler.running_sequences)
         lora = item.config.lora
         adapter = scheduler.adapters.hold(lora, len(item.keys)) if lora else None
@@ -94,6 +102,9 @@ class SimulatedBackend:
         for sequence in sequences:
             sequence.fails = self._items == self._settings.faults.fail_item
         scheduler.add(sequences)
+        if state and not sequences[0].ended:
+            seconds = self._settings.handoff.transfer_ms / 1000
+            self._library.fetch(state, seconds, partial(self._pulled, item.keys[0]))
         self._go_on()
 
     def stop(self, keys: SequenceOf[int], reason: int) -> None:
@@ -139,7 +150,8 @@ class SimulatedBackend:
         self._go_on()
 
     def kv_memory(self) -> KvMemory | None:
-        return self._scheduler.content.memory
+        by_state = isinstance(self._scheduler.leases, StateLeases)
+        return None if by_state else self._scheduler.content.memory
 
     def reserve(self, lease_id: str, tokens: int, block_hashes: SequenceOf[int]) -> None:
         self._scheduler.reserve(lease_id, tokens, block_hashes)
@@ -159,7 +171,23 @@ class SimulatedBackend:
         self._scheduler.leases.drop(lease_id)
         self._go_on()
 
+    def _give_away(self, lease_id: str) -> Content | None:
+        """Another process pulls KV."""
+        if self._frozen or not isinstance(self._scheduler.leases, StateLeases):
+            return None
+        content = self._scheduler.leases.pull(lease_id)
+        self._go_on()
+        return content
+
+    def _pulled(self, key: int, found: Content | UnusableState) -> None:
+        """The library has the KV of a sequence, or cannot have it."""
+        if not self._frozen:
+            self._scheduler.pulled(key, found)
+            self._go_on()
+
     async def close(self) -> None:
+        await self._library.close()
+        self._scheduler.leases.close()
         for handle in (self._timer, self._flush):
             if handle:
                 handle.cancel()
@@ -248,6 +276,16 @@ class SimulatedBackend:
         return self._frozen
 
 
+def _state_in(item: Submission) -> RemoteState | None:
+    """The state of an item, if it has one. Raises HandoffFailed."""
+    if not item.handoff_state:
+        return None
+    try:
+        return RemoteState.read(item.handoff_state)
+    except UnusableState as error:
+        raise HandoffFailed(f"the handoff state {error}") from error
+
+
 def _info(settings: SimulatedSettings) -> BackendInfo:
     ids, limits, cache = settings.vocabulary, settings.limits, settings.kv_cache
     adapters = settings.adapters
@@ -275,5 +313,10 @@ def _info(settings: SimulatedSettings) -> BackendInfo:
         ),
         max_adapter_bytes=adapters.max_adapter_bytes if adapters.slots else 0,
         end_ids=(ids.end_id,),
+        state_kind=(
+            StateKind("simulated", settings.handoff.compatibility)
+            if settings.handoff.by == "state"
+            else None
+        ),
         data_type=pb.DATA_TYPE_FP32,
     )

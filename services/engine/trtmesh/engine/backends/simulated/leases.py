@@ -6,7 +6,15 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import BackendFailed, QueueFull
-from trtmesh.engine.backend import Awaiting, HandedOver, HandoffNews, Offered, PartFinal, Reserved
+from trtmesh.engine.backend import (
+    Awaiting,
+    HandedOver,
+    HandoffNews,
+    HandoffState,
+    Offered,
+    PartFinal,
+    Reserved,
+)
 from trtmesh.engine.backends.simulated.block_pool import BlockPool
 from trtmesh.engine.backends.simulated.kv_content import LAYERS, KvContent, States, states_of
 from trtmesh.engine.backends.simulated.sequence import Sequence
@@ -132,6 +140,13 @@ class Leases:
         return BackendFailed(
             f"the KV in block {wrong} of lease {lease_id} is not that of the sequence's tokens"
         )
+
+    def state_of(self, _sequence: Sequence) -> HandoffState | None:
+        """The state with which a handed over sequence ends: leases have none."""
+        return None
+
+    def close(self) -> None:
+        """Frees what is kept for others."""
 
     def drop(self, lease_id: str) -> None:
         """Returns the blocks of a lease to the pool."""

@@ -23,8 +23,11 @@ from trtmesh.engine.backends.simulated.block_pool import BlockPool
 from trtmesh.engine.backends.simulated.kv_content import KvContent
 from trtmesh.engine.backends.simulated.leases import Holding, Leases
 from trtmesh.engine.backends.simulated.sequence import Sequence
-from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.backends.simulated.settings import HandoffSettings, SimulatedSettings
+from trtmesh.engine.backends.simulated.states import StateLeases, UnusableState
+from trtmesh.engine.handoff.identity import content_of
 from trtmesh.engine.kv_blocks import KvEventLog, blocks_needed
+from trtmesh.engine.kv_memory import Content
 from trtmesh.engine.ledger import Ledger
 from trtmesh.engine.prefill_order import patience_steps
 from trtmesh.v1 import generation_pb2 as pb
@@ -36,7 +39,7 @@ class Scheduler:
     def __init__(self, settings: SimulatedSettings) -> None:
         self.content = KvContent(settings.kv_cache)
         self.pool = BlockPool(settings.kv_cache.total_blocks, self.content.freed)
-        self.leases = Leases(self.pool, self.content)
+        self.leases = _leases(settings.handoff, self.pool, self.content)
         self.batch = Batch()
         self.step_count = 0
         self.waiting_sequences = 0
@@ -101,11 +104,12 @@ class Scheduler:
         if first.receiver_lease_id or first.sender_lease_id:
             first.followers = others
             sequences = [first]
-        if first.receiver_lease_id:
+        if first.receiver_lease_id or first.is_pulled:
             first.cached_tokens = first.submitted_tokens - 1
             first.prefill_left -= first.cached_tokens
+        if first.receiver_lease_id:
             self.leases.wait(first.receiver_lease_id, first)
-        else:
+        elif not first.is_pulled:
             for sequence in sequences:
                 self._enter(sequence)
 
@@ -116,7 +120,12 @@ class Scheduler:
         self.waiting_sequences += 1
         self.pending_prompt_tokens += sequence.prefill_left
         rank = self.step_count + self._patience(sequence)
-        sequence.order = (-sequence.priority, not sequence.adopted, rank, next(self._arrivals))
+        sequence.order = (
+            -sequence.priority,
+            not (sequence.adopted or sequence.is_pulled),
+            rank,
+            next(self._arrivals),
+        )
         if sequence.adapter:
             self.adapters.slots.enter(sequence.adapter, sequence.order, sequence)
         else:
@@ -165,6 +174,17 @@ class Scheduler:
             if not follower.ended:
                 self._enter(follower)
         sequence.followers = []
+
+    def pulled(self, key: int, found: Content | UnusableState) -> None:
+        """Queues the sequence whose KV the library pulled, or ends it without KV."""
+        sequence = self._ledger.live.get(key)
+        if sequence is None:
+            return
+        if found == content_of(sequence.root, sequence.tokens[:-1]):
+            self._enter(sequence)
+            return
+        why = found if isinstance(found, UnusableState) else "names the KV of other tokens"
+        self._end(sequence, pb.FINISH_REASON_ERROR, error=HandoffFailed(f"the handoff state {why}"))
 
     def hand_over(self, key: int, lease_id: str) -> None:
         """Hands a running sequence over after its next token."""
@@ -285,6 +305,8 @@ class Scheduler:
         self._kv_events.removed(evicted)
         sequence.shared_blocks = len(shared)
         sequence.times.reused_blocks, sequence.times.new_blocks = len(shared), private
+        if sequence.is_pulled:
+            return True
         reused = sequence.cached_tokens = len(shared) * sequence.tokens_per_block
         self._skip(sequence, reused)
         self.reused_prompt_tokens += reused
@@ -437,6 +459,7 @@ class Scheduler:
             error=error,
             perf_metrics=sequence.times.perf_metrics() if sequence.wants_metrics else None,
             queue_seconds=sequence.times.queue_seconds,
+            handoff_state=self.leases.state_of(sequence),
         )
         self._ledger.end(end)
         for follower in sequence.followers:
@@ -486,6 +509,12 @@ class Scheduler:
                 identity = sequence.adapter.identity if sequence.adapter else None
                 self._kv_events.stored(parent, block, content, identity)
             parent = block
+
+
+def _leases(settings: HandoffSettings, pool: BlockPool, content: KvContent) -> Leases:
+    if settings.by == "leases":
+        return Leases(pool, content)
+    return StateLeases(pool, content, kept_seconds=settings.kept_seconds)
 
 
 def _yields(computing: Sequence, sequence: Sequence) -> bool:

@@ -63,6 +63,8 @@ class Sequence:
         # Handoff.
         self.sender_lease_id = item.sender_lease_id
         self.receiver_lease_id = item.receiver_lease_id
+        self.is_pulled = bool(item.handoff_state)
+        """Whether its library pulls the KV of all its tokens but the last, before it starts."""
         self.followers: list[Sequence] = []
         """Sequences of its item that start or end with it, while it awaits KV or computes it for a handoff."""
         self.is_prefill = item.is_prefill

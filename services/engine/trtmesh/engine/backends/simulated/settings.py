@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
@@ -113,6 +113,19 @@ class AdapterSettings(Settings):
     """Additional step time per rank of the largest adapter in the batch, in milliseconds."""
 
 
+class HandoffSettings(Settings):
+    """How KV moves to another worker."""
+
+    by: Literal["leases", "state"] = "leases"
+    """By leases of blocks, or by a state of the backend, which then moves the KV itself to workers of its host."""
+    compatibility: Annotated[str, Field(max_length=256)] = ""
+    """With `state`: only workers with equal texts hand over to each other."""
+    kept_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """With `state`: time for which KV waits for another worker, in seconds."""
+    transfer_ms: Milliseconds = 0.0
+    """With `state`: time of a transfer, in milliseconds."""
+
+
 class FaultSettings(Settings):
     """Faults, for tests of the mesh."""
 
@@ -140,4 +153,5 @@ class SimulatedSettings(Settings):
     limits: LimitSettings = LimitSettings()
     vocabulary: VocabularySettings = VocabularySettings()
     adapters: AdapterSettings = AdapterSettings()
+    handoff: HandoffSettings = HandoffSettings()
     faults: FaultSettings = FaultSettings()

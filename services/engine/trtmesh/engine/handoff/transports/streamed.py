@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 
 import numpy as np
-from trtmesh.engine.handoff.checksums import checksum_of
+from trtmesh.engine.handoff.checksums import crc32
+from trtmesh.engine.handoff.copying import Copying
 from trtmesh.engine.handoff.transports.transport import ReadFailed, ShardCopy
 from trtmesh.engine.kv_memory import Bytes, KvMemory, Span
 
@@ -17,7 +17,7 @@ Band = tuple[int, int, Bytes]
 
 
 SMALL_BYTES = 2**14
-"""Smaller chunks are put together: each would cost more memory than it brings bytes."""
+"""Smaller chunks are put together, so that a part has few."""
 
 
 class Damaged(ReadFailed):
@@ -28,10 +28,10 @@ class StreamedPart:
     """A part under way: its bytes stay where they were received. Its blocks are rows of each of the sender's shards."""
 
     def __init__(
-        self, memory: KvMemory, threads: Executor, spans: Sequence[Span], rows: int, checksum: int
+        self, memory: KvMemory, copying: Copying, spans: Sequence[Span], rows: int, checksum: int
     ) -> None:
         """`spans` are the bytes of a block in each of the sender's shards; without a checksum, `checksum` is 0."""
-        self._memory, self._threads, self._checksum = memory, threads, checksum
+        self._memory, self._copying, self._checksum = memory, copying, checksum
         self._spans, self._rows = spans, rows
         self.size = self.missing_bytes = rows * sum(last - first for first, last in spans)
         self.chunks: list[memoryview | bytearray] = []
@@ -63,16 +63,24 @@ class StreamedPart:
     async def read(self, copies: Sequence[ShardCopy]) -> None:
         """Copies the blocks, once all have arrived. Raises ReadFailed."""
         await self._complete
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, self._scatter, copies)
+        await self._copying(self._scatter(copies))
 
-    def _scatter(self, copies: Sequence[ShardCopy]) -> None:
-        if self._checksum and checksum_of(self.chunks) != self._checksum:
-            raise Damaged("the checksum of a part differs")
+    def _scatter(self, copies: Sequence[ShardCopy]) -> Iterator[None]:
+        if self._checksum:
+            yield from self._check()
         for shard, first_row, rows in self._bands():
             for each in copies:
                 if each.source_shard == shard:
                     self._copy(each, first_row, rows)
+            yield
+
+    def _check(self) -> Iterator[None]:
+        checksum = 0
+        for chunk in self.chunks:
+            checksum = crc32(chunk, checksum)
+            yield
+        if checksum != self._checksum:
+            raise Damaged("the checksum of a part differs")
 
     def _copy(self, copy: ShardCopy, first_row: int, rows: Bytes) -> None:
         """Copies the blocks of a band."""
