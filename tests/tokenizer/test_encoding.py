@@ -18,6 +18,7 @@ from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.detokenizers.windowed import WholeDetokenizer
 from trtmesh.tokenizer.encoding import (
     HUGE_TO_LONG,
+    ON_THE_SPOT_BYTES,
     EncodedTexts,
     Encoder,
     EncodeRequest,
@@ -218,3 +219,33 @@ async def test_close_cancels_waiting_encodes() -> None:
     assert await running == EncodedTexts([1], [])
     with pytest.raises(Draining):
         _ = encoder.submit(plain("a"))
+
+
+async def test_the_first_short_text_of_a_pass_is_encoded_on_the_spot() -> None:
+    async with encoder_over(GatedTokenizer(), long_text_bytes=2 * ON_THE_SPOT_BYTES) as encoder:
+        assert encoder.at_once(plain("s")) == EncodedTexts([1], [])
+        assert encoder.at_once(plain("s")) is None
+        await asyncio.sleep(0)
+        assert encoder.at_once(plain("s" * (ON_THE_SPOT_BYTES + 1))) is None
+        whole = plain("s" * ON_THE_SPOT_BYTES)
+        assert encoder.at_once(whole) == EncodedTexts([ON_THE_SPOT_BYTES], [])
+
+
+async def test_nothing_is_encoded_on_the_spot_before_waiting_texts() -> None:
+    tokenizer = GatedTokenizer()
+    gate = tokenizer.gate("g")
+    async with encoder_over(tokenizer) as encoder:
+        first = encoder.submit(plain("g"))
+        await until(lambda: tokenizer.batches)
+        waiting = encoder.submit(plain("a"))
+        assert encoder.at_once(plain("b")) is None
+        gate.set()
+        await asyncio.gather(first, waiting)
+        assert encoder.at_once(plain("b")) == EncodedTexts([1], [])
+    assert encoder.at_once(plain("b")) is None
+
+
+async def test_texts_beyond_a_limit_are_left_to_the_queue() -> None:
+    async with encoder_over(GatedTokenizer(), max_text_bytes=10, long_text_bytes=5) as encoder:
+        assert encoder.at_once(plain("l" * 5)) is None
+        assert encoder.at_once(plain("s" * 4)) == EncodedTexts([4], [])

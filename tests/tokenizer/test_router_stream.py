@@ -420,8 +420,8 @@ async def test_unread_events_pause_reading_commands(model_dir: Path) -> None:
         )
         for _ in range(500):
             await asyncio.sleep(0)
-        # One is being written, four wait.
-        assert read == 5
+        # At most four are being written, four wait.
+        assert read <= 8
         may_write.set()
         await serving
     assert written == list(range(100))

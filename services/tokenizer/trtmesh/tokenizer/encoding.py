@@ -1,4 +1,5 @@
-"""Encodes texts in threads: waiting texts are encoded together, long and huge texts in threads of their own.
+"""Encodes a short text that comes alone on the spot, and others in threads: waiting texts are encoded together, long
+and huge texts in threads of their own.
 
 Even a single text goes through `encode_batch_fast`: unlike `encode`, the batch method releases the GIL.
 """
@@ -22,6 +23,10 @@ from trtmesh.chassis.settings import Settings
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.v1 import generation_pb2 as pb
+
+ON_THE_SPOT_BYTES = 4096
+"""Largest text encoded on the spot, in less than a millisecond; one in a pass of the event loop. A thread costs a lone
+text more than its encoding. Under load threads gather texts meanwhile, and so the batches of all that follows grow."""
 
 HUGE_TO_LONG = 16
 """A text is huge from this multiple of `long_text_bytes`."""
@@ -100,6 +105,12 @@ class Encoder:
         metrics: TokenizerMetrics,
     ) -> None:
         self._settings = settings
+        self._encode = partial(encode_batch, tokenizer, stop_vocabularies)
+        self._most_on_the_spot = min(
+            ON_THE_SPOT_BYTES, settings.max_text_bytes, settings.long_text_bytes - 1
+        )
+        self._comes_first = True
+        """Whether the next text is the first in this pass."""
         few = settings.max_queued_long
         lanes = (
             (0, "short", settings.threads, settings.max_queued, "max_queued"),
@@ -109,11 +120,27 @@ class Encoder:
         self._lanes = [
             _Lane(
                 _LaneLimits(*lane, settings.max_batch_bytes),
-                lambda requests: encode_batch(tokenizer, stop_vocabularies, requests),
+                self._encode,
                 metrics,
             )
             for lane in lanes
         ]
+
+    def at_once(self, request: EncodeRequest) -> Outcome | None:
+        """Encodes the first text of a pass on the spot, if it is short and none waits; None for `submit`."""
+        if (
+            not self._comes_first
+            or request.size_bytes > self._most_on_the_spot
+            or request.stop_texts
+            or not self._lanes[0].idle
+        ):
+            return None
+        self._comes_first = False
+        asyncio.get_running_loop().call_soon(self._next_pass)
+        return self._encode([request])[0]
+
+    def _next_pass(self) -> None:
+        self._comes_first = True
 
     def submit(self, request: EncodeRequest) -> asyncio.Future[Outcome]:
         """Queues an encode. The future returns failures as values; cancel removes the encode from the queue.
@@ -177,6 +204,11 @@ class _Lane:
     @property
     def smallest(self) -> int:
         return self._limits.smallest
+
+    @property
+    def idle(self) -> bool:
+        """Whether the lane takes texts and none waits."""
+        return not (self._queue or self._closed)
 
     def submit(self, request: EncodeRequest) -> asyncio.Future[Outcome]:
         limits = self._limits

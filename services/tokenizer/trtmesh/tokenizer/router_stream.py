@@ -49,7 +49,8 @@ class Shared:
 class RouterStream:
     """The decode states and encodes of a router, for the lifetime of the stream.
 
-    Tokens are decoded where commands are read: a thread switch would take longer. Texts are encoded in threads.
+    Tokens are decoded and lone short texts encoded where commands are read: a thread switch would take longer. Other
+    texts are encoded in threads.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -119,31 +120,28 @@ class RouterStream:
                 raise UnsupportedCall("a TokenizerCommand holds no known command")
 
     def _encode(self, command: pb.EncodeCommand) -> None:
-        handle = command.handle
+        handle, encoder = command.handle, self._shared.encoder
         try:
             if handle in self._encodes:
                 raise InvalidRequest(
                     f"is {handle}, an encode not answered yet", field="handle", value=str(handle)
                 )
             self._shared.workload.begin()
-            try:
-                text = command.text if command.HasField("text") else None
-                request = EncodeRequest(
-                    text,
-                    command.add_special_tokens,
-                    tuple(command.words),
-                    tuple(command.stop_texts),
-                    command.skip_special_tokens,
-                )
-                encode = self._shared.encoder.submit(request)
-            except TrtmeshError:
-                self._shared.workload.end()
-                raise
         except TrtmeshError as error:
             self._answer_encode(handle, error)
             return
-        self._encodes[handle] = encode
-        encode.add_done_callback(lambda done: self._finish_encode(handle, done))
+        request = _request_of(command)
+        outcome: Outcome | asyncio.Future[Outcome]
+        try:
+            outcome = encoder.at_once(request) or encoder.submit(request)
+        except TrtmeshError as error:
+            outcome = error
+        if isinstance(outcome, asyncio.Future):
+            self._encodes[handle] = outcome
+            outcome.add_done_callback(lambda done: self._finish_encode(handle, done))
+        else:
+            self._shared.workload.end()
+            self._answer_encode(handle, outcome)
 
     def _cancel_encodes(self, handles: Iterable[int]) -> None:
         """Removes encodes from the queue; ignores handles answered already."""
@@ -178,3 +176,13 @@ class RouterStream:
         for encode in self._encodes.values():
             encode.cancel()
         self._states.close_all()
+
+
+def _request_of(command: pb.EncodeCommand) -> EncodeRequest:
+    return EncodeRequest(
+        command.text if command.HasField("text") else None,
+        command.add_special_tokens,
+        tuple(command.words),
+        tuple(command.stop_texts),
+        command.skip_special_tokens,
+    )
