@@ -13,7 +13,9 @@ import multiprocessing
 import statistics
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ from trtmesh.v1 import generation_pb2 as pb
 
 GAP_TOKENS = 4000
 GAP_SECONDS = 5.0
+PAGE_TOKENS = 256
+"""The default of transformers' continuous batching; its setting was renamed between the versions in use."""
 Prompts = list[list[int]]
 SECONDS = 170.0
 
@@ -63,7 +67,9 @@ class Decoded:
 class Remote:
     """A process with one engine at a time. Its errors end the benchmark."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float | None = None) -> None:
+        """`seconds` is the longest time of a command."""
+        self._seconds = seconds
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -92,10 +98,13 @@ class Remote:
             self._process.kill()
 
     def _ask(self, *command: Any) -> Any:
-        self._pipe.send(command)
         try:
-            return self._pipe.recv()
-        except EOFError:
+            self._pipe.send(command)
+            if self._pipe.poll(self._seconds):
+                return self._pipe.recv()
+            self._process.kill()
+            raise SystemExit(f"an engine took more than {self._seconds:g} s for {command[:2]}")
+        except (EOFError, ConnectionError):
             raise SystemExit(f"the process of an engine ended in {command[:2]}") from None
 
 
@@ -131,6 +140,7 @@ class Trtmesh:
         self._awaited: dict[int, str] = {}
         self._left = 0
         self._next_key = 0
+        self._later = Later()
         self._ended = threading.Event()
         # Per step: the sequences with a new token, and the seconds since the previous step.
         self._step_seconds: list[tuple[int, float]] = []
@@ -204,14 +214,42 @@ class Trtmesh:
         # The first may have completed a prompt.
         return statistics.median(found[1:])
 
-    def _begin(self, prompts: Prompts, new_tokens: int, numbers: list[int]) -> None:
+    def joined(
+        self, prompts: Prompts, new_tokens: int, joining: Prompts, every: int
+    ) -> list[float]:
+        """Seconds of the steps in which all `prompts` decode. After each `every` of them one of `joining` is submitted,
+        for a token."""
+        self._step_seconds.clear()
+        self._begin(prompts, new_tokens, [0] * len(prompts), joining, every)
+        if not self._ended.wait(SECONDS):
+            raise SystemExit("the engine did not finish")
+        return [seconds for count, seconds in self._step_seconds if count >= len(prompts)]
+
+    def _begin(
+        self,
+        prompts: Prompts,
+        new_tokens: int,
+        numbers: list[int],
+        joining: Sequence[list[int]] = (),
+        every: int = 0,
+    ) -> None:
         self._ended.clear()
-        first, self._next_key = self._next_key, self._next_key + len(prompts)
+        first, self._next_key = self._next_key, self._next_key + len(prompts) + len(joining)
         self._first = first
-        self._left = len(prompts)
-        self._decoded = Decoded(time.perf_counter(), [[] for _ in prompts], [[] for _ in prompts])
+        self._left = len(prompts) + len(joining)
+        all_of = [*prompts, *joining]
+        self._decoded = Decoded(time.perf_counter(), [[] for _ in all_of], [[] for _ in all_of])
         stopping = vocabulary.Stopping(max_tokens=new_tokens, ignore_end_id=True)
         config = vocabulary.GenerationConfig(stopping=stopping)
+        once = replace(config, stopping=replace(stopping, max_tokens=1))
+        self._later = Later(
+            deque(
+                Submission((first + place,), "", 0, 0, prompt, 0, once)
+                for place, prompt in enumerate(joining, len(prompts))
+            ),
+            len(prompts),
+            every,
+        )
         for place, (prompt, number) in enumerate(zip(prompts, numbers, strict=True)):
             lora = vocabulary.Lora(number, version=self._versions[number]) if number else None
             own = replace(config, lora=lora)
@@ -265,9 +303,30 @@ class Trtmesh:
         self._left -= len(output.ends)
         if output.ends and not self._left:
             self._ended.set()
+        if joining := self._later.after(len(output.keys)):
+            self.backend.submit(joining)
 
     def _fail(self, error: BaseException) -> None:
         raise SystemExit(f"the engine failed: {error}")
+
+
+@dataclass(slots=True)
+class Later:
+    """Submissions that join others while these decode."""
+
+    submissions: deque[Submission] = field(default_factory=deque)
+    decoding: int = 0
+    """The others."""
+    every: int = 0
+    """Their steps between two submissions."""
+    _steps: int = 0
+
+    def after(self, sequences: int) -> Submission | None:
+        """What to submit after a step with so many sequences."""
+        if not self.submissions or sequences < self.decoding:
+            return None
+        self._steps += 1
+        return None if self._steps % self.every else self.submissions.popleft()
 
 
 def _contents(shape: dict[str, Any], ranks: list[int]) -> list[AdapterContent]:
@@ -324,12 +383,12 @@ class Forward:
 class Generate:
     """transformers' `generate` with all prompts as one static batch."""
 
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
-        self._model = _transformers_model(folder, dtype, threads)
+    def __init__(self, folder: Path, dtype: str, threads: int, device: str = "cpu") -> None:
+        self._model = _transformers_model(folder, dtype, threads, device)
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         clock = Clock()
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=self._model.device)
         started = time.perf_counter()
         with torch.inference_mode():
             output = self._model.generate(
@@ -356,14 +415,26 @@ class Clock(StoppingCriteria):
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class ContinuousBatching:
     """transformers' own continuous batching."""
 
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
-        self._model = _transformers_model(folder, dtype, threads)
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        threads: int,
+        device: str = "cpu",
+        *,
+        step_tokens: int = 512,
+        graphs: bool = False,
+    ) -> None:
+        """`graphs` are those of CUDA, with which it also prepares a step while the one before runs."""
+        self._model = _transformers_model(folder, dtype, threads, device)
+        self._step_tokens = step_tokens
+        self._graphs = graphs
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         # Untyped, or not exported to type checkers.
@@ -372,22 +443,31 @@ class ContinuousBatching:
             max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=1
         )
         length = len(prompts[0]) + new_tokens
-        pages = -(-length // 256) * len(prompts)
+        pages = -(-length // PAGE_TOKENS) * len(prompts)
         config = library.ContinuousBatchingConfig(
-            num_blocks=pages + 8, max_batch_tokens=max(512, len(prompts)), page_size=256
+            num_blocks=pages + 8,
+            max_batch_tokens=max(self._step_tokens, len(prompts)),
+            use_cuda_graph=self._graphs,
+            use_async_batching=self._graphs,
         )
         with self._model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=config, warmup=False
         ) as manager:
-            started = time.perf_counter()
-            keys = manager.add_requests(prompts, max_new_tokens=new_tokens, record_timestamps=True)
-            outputs: dict[str, Any] = {}
-            for output in manager:
-                if output.error:
-                    raise SystemExit(f"continuous batching failed: {output.error}")
-                outputs[output.request_id] = output
-                if len(outputs) == len(prompts):
-                    break
+            if self._graphs:
+                # Captured where they are first needed.
+                self._run(manager, prompts, new_tokens)
+            return self._run(manager, prompts, new_tokens)
+
+    def _run(self, manager: Any, prompts: Prompts, new_tokens: int) -> Decoded:
+        started = time.perf_counter()
+        keys = manager.add_requests(prompts, max_new_tokens=new_tokens, record_timestamps=True)
+        outputs: dict[str, Any] = {}
+        for output in manager:
+            if output.error:
+                raise SystemExit(f"continuous batching failed: {output.error}")
+            outputs[output.request_id] = output
+            if len(outputs) == len(prompts):
+                break
         results = [outputs[key] for key in keys]
         return Decoded(
             started,
@@ -474,11 +554,12 @@ class LlamaCpp:
         return np.ctypeslib.as_array(pointer, (max(1, len(wanted)), self._vocabulary_size))
 
 
-def _transformers_model(folder: Path, dtype: str, threads: int) -> Any:
+def _transformers_model(folder: Path, dtype: str, threads: int, device: str) -> Any:
     loader: Any = AutoModelForCausalLM
     # One thread for loading: idle OpenMP threads of the loader would slow down the decoding thread.
     torch.set_num_threads(1)
     model = loader.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    torch.nn.Module.to(model, device)
     torch.nn.Module.eval(model)
     torch.set_num_threads(threads)
     return model

@@ -25,6 +25,7 @@ import numpy as np
 import uvloop
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.engine.backend import Backend, HandedOver, Offered, PartFinal, Reserved
+from trtmesh.engine.handoff.copying import copying_of
 from trtmesh.engine.handoff.fetch_server import FetchServer
 from trtmesh.engine.handoff.handoffs import Handoffs
 from trtmesh.engine.handoff.metrics import HandoffMetrics
@@ -115,7 +116,7 @@ def bytes_of(blocks: int, block_bytes: int) -> Bytes:
 async def handoffs_of(
     memory: HostKvMemory, blocks: int, settings: HandoffSettings
 ) -> AsyncIterator[tuple[Handoffs, StoredKv]]:
-    backend = StoredKv(blocks)
+    backend, threads = StoredKv(blocks), ThreadPoolExecutor(2)
     own = OwnKv(
         worker="bench",
         settings=settings,
@@ -125,7 +126,8 @@ async def handoffs_of(
         total_blocks=blocks,
         layers_per_part=4,
         transports=open_transports(settings, memory, KNOWN),
-        threads=ThreadPoolExecutor(2),
+        threads=threads,
+        copying=copying_of(memory, threads),
         max_message_bytes=64 * 2**20,
         is_draining=lambda: False,
     )

@@ -109,7 +109,7 @@ def _without_rank(query: PlacementQuery) -> PlacementQuery:
     if need is None:
         return query
     outlook = AdapterOutlook(delivery_seconds=need.outlook.delivery_seconds)
-    return replace(query, adapter=AdapterNeed(need.adapter, 0, need.deliverable, outlook))
+    return query._replace(adapter=AdapterNeed(need.adapter, 0, need.deliverable, outlook))
 
 
 def rank_blind() -> Policy:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import random
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -41,29 +46,134 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "tie_word_embeddings": True,
     },
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
 }
 POSITIONS = 4096
 WEIGHT_STD = 0.15
 """Wide enough that the most likely token of a random model stands clear of the next."""
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16"}
+SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+STAGING_BYTES = 2**28
+SHARED_MEMORY = Path("/dev/shm")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def build(folder: Path, name: str) -> Path:
-    """Saves the model `name` of SHAPES in float32; the same weights every time."""
+def build(
+    folder: Path,
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    positions: int = POSITIONS,
+) -> Path:
+    """Saves the model `name` of SHAPES, with weights drawn on `device`; the same weights every time."""
     config = LlamaConfig(
         **SHAPES[name],
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=positions,
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=1,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    torch.nn.Module.to(model, dtype)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=WEIGHT_STD)
-    model.save_pretrained(folder)
+    _save(model, folder, dtype)
     return folder
+
+
+def _save(model: LlamaForCausalLM, folder: Path, dtype: torch.dtype) -> None:
+    """Writes the files of `save_pretrained`. It would hold the weights twice in host memory first, which takes a
+    minute for 16 GB from a GPU."""
+    config: Any = model.config
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    generation: Any = model.generation_config
+    generation.save_pretrained(folder)
+    tensors = dict(model.state_dict())
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[key] = {
+            "dtype": SAFETENSORS_TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    staging = torch.empty(
+        min(largest, STAGING_BYTES), dtype=torch.uint8, pin_memory=model.device.type == "cuda"
+    )
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            for part in tensor.contiguous().view(-1).view(torch.uint8).split(len(staging)):
+                staged = staging[: len(part)].copy_(part)
+                file.write(staged.numpy().data)
+
+
+def save_tokenizer(folder: Path, vocabulary_size: int) -> None:
+    """Saves a tokenizer whose ids are bytes, one for each byte of a text, and then words, which no text becomes."""
+    dice = random.Random(0)
+    vocabulary = {"<end>": 0, "<pad>": 1}
+    for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocabulary[letter] = len(vocabulary)
+    while len(vocabulary) < vocabulary_size:
+        word = "".join(dice.choices(LETTERS, k=dice.randint(3, 8)))
+        vocabulary.setdefault(word, len(vocabulary))
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def quick_folder(names: Sequence[str], dtype: torch.dtype) -> Path | None:
+    """Shared memory where it has room for these models of SHAPES, else None."""
+    needed = sum(weights(SHAPES[name]) for name in names) * dtype.itemsize
+    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 1.2 * needed:
+        return SHARED_MEMORY
+    return None
+
+
+def layer_weights(shape: dict[str, Any]) -> int:
+    """The weights of a layer's products."""
+    hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    return int(hidden * size * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
+
+
+def weights(shape: dict[str, Any]) -> int:
+    """The weights of a model, but those of its norms."""
+    tables = 1 if shape["tie_word_embeddings"] else 2
+    embeddings = tables * shape["vocab_size"] * shape["hidden_size"]
+    return int(shape["num_hidden_layers"] * layer_weights(shape) + embeddings)
 
 
 def llama_cpp_is_there() -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -20,7 +19,6 @@ from trtmesh.cli.throw_away import ThrowAway
 
 MODEL_DIR = Path(__file__).parent.parent / "models" / "demo"
 READY_SECONDS = 120.0
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +28,7 @@ class Stack:
     address: str
     pids: Mapping[str, int]
     engine_metrics_port: int | None = None
+    engine_address: str = ""
 
     def cpu_seconds(self) -> dict[str, float]:
         """User and system CPU time of each service, by the operating system's accounting."""
@@ -37,27 +36,30 @@ class Stack:
 
 
 def _cpu_seconds(pid: int) -> float:
-    # The name, field 2, may hold spaces; fields 14 and 15 count ticks in user and system mode.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+    """The time of all threads: /proc/PID/stat has it in ticks of 10 ms, and this in nanoseconds."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 @contextmanager
 def stack(
-    *engine_flags: str, backend: str = "simulated", tls: ThrowAway | None = None
+    *engine_flags: str,
+    backend: str = "simulated",
+    model_dir: Path = MODEL_DIR,
+    tls: ThrowAway | None = None,
 ) -> Iterator[Stack]:
-    """Runs one tokenizer, one engine and one router on free ports until the block ends. `tls` is for the router's
-    clients."""
+    """Runs one tokenizer, one engine and one router on free ports until the block ends. `model_dir` is the tokenizer's,
+    `tls` is for the router's clients."""
     children: list[subprocess.Popen[str]] = []
     try:
-        tokenizer = _start(children, "tokenizer", "--model-dir", str(MODEL_DIR))
-        engine = _start(children, "engine", "--backend", backend, *engine_flags)
+        tokenizer = _start(children, "tokenizer", "--port", "0", "--model-dir", str(model_dir))
+        engine = _start(children, "engine", "--port", "0", "--backend", backend, *engine_flags)
         router = _start(children, "router", "--port", "0", "--admin-port", "0", "--http-port", "none",
                         "--engines", engine["address"], "--tokenizers", tokenizer["address"],
                         *(tls.server_flags if tls else ()))  # fmt: skip
         _wait_until_serving(router["address"], tls.client if tls else None)
         pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
-        yield Stack(router["address"], pids, engine["metrics_port"])
+        yield Stack(router["address"], pids, engine["metrics_port"], engine["address"])
     finally:
         _end(children)
 
@@ -76,8 +78,11 @@ def fleet(engines: Sequence[Sequence[str]], *router_flags: str) -> Iterator[Flee
     """Runs one tokenizer, one router, and an engine for each list of flags, until the block ends."""
     children: list[subprocess.Popen[str]] = []
     try:
-        tokenizer = _start(children, "tokenizer", "--model-dir", str(MODEL_DIR))
-        started = [_start(children, "engine", "--metrics-port", "0", *flags) for flags in engines]
+        tokenizer = _start(children, "tokenizer", "--port", "0", "--model-dir", str(MODEL_DIR))
+        started = [
+            _start(children, "engine", "--port", "0", "--metrics-port", "0", *flags)
+            for flags in engines
+        ]
         addresses = ",".join(engine["address"] for engine in started)
         router = _start(children, "router", "--port", "0", "--admin-port", "0", "--http-port", "none",
                         "--metrics-port", "0", "--engines", addresses,
@@ -144,9 +149,11 @@ def _wait_until_serving(address: str, tls: ClientTls | None = None) -> None:
         else grpc.insecure_channel(address)
     ) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        for response in health.Watch(health_pb2.HealthCheckRequest(), timeout=READY_SECONDS):
-            if response.status == health_pb2.HealthCheckResponse.SERVING:
-                return
-            if time.monotonic() > deadline:
-                break
+        # Its own deadline is an error.
+        with suppress(grpc.RpcError):
+            for response in health.Watch(health_pb2.HealthCheckRequest(), timeout=READY_SECONDS):
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                if time.monotonic() > deadline:
+                    break
     raise SystemExit("the router was not ready in time")

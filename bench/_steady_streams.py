@@ -1,7 +1,7 @@
 """Streams beside a burst, in a process of their own so that only the mesh delays them.
 
-Prints a line when all streams run, then one for each line of standard input: the longest gap in milliseconds between
-two messages of a stream since the line before.
+Arguments: address, number of streams, door. Prints a line when all streams run, then one for each line of standard
+input: the longest gap in milliseconds between two messages of a stream since the line before.
 """
 
 from __future__ import annotations
@@ -14,32 +14,25 @@ import sys
 import time
 
 import uvloop
-from trtmesh.chassis.grpc.client import ClientConnection, Method, connected
-from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2 as router_pb
+from _doors import DOORS, Door
+from trtmesh.chassis.grpc.client import ClientConnection, connected
 
-GENERATE: Method[bytes, bytes] = Method("/trtmesh.v1.MeshService/Generate", bytes, bytes)
 ENDLESS = 1_000_000
 WARM_MESSAGES = 20
-
-
-def request(prompt: str, max_tokens: int) -> bytes:
-    config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=max_tokens))
-    item = router_pb.GenerateItem(prompt=pb.Prompt(text=prompt))
-    return router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
 
 
 class Streams:
     """Streams that never end, and the longest gap of any."""
 
-    def __init__(self) -> None:
+    def __init__(self, door: Door) -> None:
+        self._door = door
         self.longest = 0.0
         self.arrivals: dict[int, float] = {}
         self.messages = 0
 
     async def run(self, connection: ClientConnection, number: int) -> None:
-        call = connection.open(GENERATE)
-        await call.write(request(f"stream {number}", ENDLESS))
+        call = connection.open(self._door.method)
+        await call.write(self._door.request(f"stream {number}", ENDLESS))
         call.half_close()
         async for _ in call:
             now = time.perf_counter()
@@ -56,8 +49,8 @@ class Streams:
         return longest
 
 
-async def main(address: str, count: int) -> None:
-    streams = Streams()
+async def main(address: str, count: int, door: Door) -> None:
+    streams = Streams(door)
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin.fileno(), lambda: lines.put_nowait(sys.stdin.readline()))
@@ -75,4 +68,4 @@ async def main(address: str, count: int) -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(sys.argv[1], int(sys.argv[2])))
+        runner.run(main(sys.argv[1], int(sys.argv[2]), DOORS[sys.argv[3]]))

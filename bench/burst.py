@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from _doors import DOORS
 from _stack import stack
-from _steady_streams import ENDLESS, GENERATE, request
+from _steady_streams import ENDLESS
 from trtmesh.chassis.grpc.client import ClientConnection, connected
-from trtmesh.v1 import router_pb2 as router_pb
 
 STEP_MS = 10
 KV_BLOCKS = 2**20
@@ -61,7 +61,7 @@ class Gaps:
 
 
 @asynccontextmanager
-async def steady(address: str, count: int) -> AsyncIterator[Gaps]:
+async def steady(address: str, count: int, door: str = "native") -> AsyncIterator[Gaps]:
     """Runs `count` streams until the block ends."""
     script = Path(__file__).with_name("_steady_streams.py")
     process = await asyncio.create_subprocess_exec(
@@ -69,6 +69,7 @@ async def steady(address: str, count: int) -> AsyncIterator[Gaps]:
         str(script),
         address,
         str(count),
+        door,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -81,85 +82,105 @@ async def steady(address: str, count: int) -> AsyncIterator[Gaps]:
         await process.wait()
 
 
-async def ask(connection: ClientConnection, number: int) -> None:
+async def ask(connection: ClientConnection, door: str, number: int) -> None:
     """One request with one token."""
-    call = connection.open(GENERATE)
+    chosen = DOORS[door]
+    call = connection.open(chosen.method)
     try:
-        await call.write(request(f"burst {number}", 1))
+        await call.write(chosen.request(f"burst {number}", 1))
         call.half_close()
         messages = [message async for message in call]
     finally:
         call.cancel()
-    events = [e for m in messages for e in router_pb.GenerateResponse.FromString(m).events]
-    if not any(len(event.tokens.token_ids) == 1 for event in events):
-        raise SystemExit(f"a request had no token: {events}")
+    chosen.check(messages, 1)
 
 
-async def burst(connections: list[ClientConnection], count: int, gaps: Gaps) -> tuple[float, float]:
-    """The longest gap beside the burst, and the requests served per second."""
-    await gaps.worst_ms()
-    began = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for number in range(count):
-            group.create_task(ask(connections[number % CONNECTIONS], number))
-    seconds = time.perf_counter() - began
-    return await gaps.worst_ms(), count / seconds
+class Bursts:
+    """Bursts and cancels beside running streams, over connections that stay open."""
+
+    def __init__(self, connections: list[ClientConnection], gaps: Gaps, door: str) -> None:
+        self._connections, self._gaps, self._door = connections, gaps, door
+
+    async def quiet(self) -> float:
+        """The longest gap with nothing beside the streams."""
+        await self._gaps.worst_ms()
+        await asyncio.sleep(QUIET_SECONDS)
+        return await self._gaps.worst_ms()
+
+    async def starts(self, count: int) -> tuple[float, float]:
+        """The longest gap beside requests that begin at once, and the requests served per second."""
+        await self._gaps.worst_ms()
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(count):
+                connection = self._connections[number % CONNECTIONS]
+                group.create_task(ask(connection, self._door, number))
+        seconds = time.perf_counter() - began
+        gap = await self._gaps.worst_ms()
+        await asyncio.sleep(AFTER_SECONDS)
+        return gap, count / seconds
+
+    async def cancels(self) -> float:
+        """The longest gap beside the cancellation of running requests."""
+        calls, door = [], DOORS[self._door]
+        for number in range(CANCELLED):
+            call = self._connections[number % CONNECTIONS].open(door.method)
+            await call.write(door.request(f"cancelled {number}", ENDLESS))
+            call.half_close()
+            calls.append(call)
+        for call in calls:
+            while (message := await call.read()) is not None and not door.begins(message):
+                pass
+        await self._gaps.worst_ms()
+        for call in calls:
+            call.cancel()
+        await asyncio.sleep(AFTER_SECONDS)
+        gap = await self._gaps.worst_ms()
+        await asyncio.sleep(AFTER_SECONDS)
+        return gap
 
 
-async def cancels(connections: list[ClientConnection], gaps: Gaps) -> float:
-    """The longest gap beside the cancellation of running requests."""
-    calls = []
-    for number in range(CANCELLED):
-        call = connections[number % CONNECTIONS].open(GENERATE)
-        await call.write(request(f"cancelled {number}", ENDLESS))
-        call.half_close()
-        calls.append(call)
-    for call in calls:
-        # The second message has a token.
-        await call.read()
-        await call.read()
-    await gaps.worst_ms()
-    for call in calls:
-        call.cancel()
-    await asyncio.sleep(AFTER_SECONDS)
-    return await gaps.worst_ms()
+@asynccontextmanager
+async def beside(address: str, streams: int, door: str) -> AsyncIterator[Bursts]:
+    """Runs `streams` streams, and connections for bursts beside them, until the block ends."""
+    async with steady(address, streams, door) as gaps, AsyncExitStack() as open_until_end:
+        connections = [
+            await open_until_end.enter_async_context(connected(address, 2**26, 30.0))
+            for _ in range(CONNECTIONS)
+        ]
+        yield Bursts(connections, gaps, door)
 
 
-async def measure(streams: int, bursts: list[int], runs: int) -> Figures:
+async def measure(
+    address: str, streams: int, bursts: list[int], runs: int, door: str = "native"
+) -> Figures:
     """Medians of the runs."""
     found: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
         found.setdefault(name, []).append(value)
 
-    with stack(*ENGINE) as mesh:
-        async with steady(mesh.address, streams) as gaps, AsyncExitStack() as open_until_end:
-            connections = [
-                await open_until_end.enter_async_context(connected(mesh.address, 2**26, 30.0))
-                for _ in range(CONNECTIONS)
-            ]
-            await burst(connections, 64, gaps)
-            for _ in range(runs):
-                await gaps.worst_ms()
-                await asyncio.sleep(QUIET_SECONDS)
-                note("quiet_gap_ms", await gaps.worst_ms())
-                for count in bursts:
-                    gap, rate = await burst(connections, count, gaps)
-                    note(f"gap_ms_{count}", gap)
-                    note(f"requests_per_second_{count}", rate)
-                    await asyncio.sleep(AFTER_SECONDS)
-                note("gap_ms_cancels", await cancels(connections, gaps))
-                await asyncio.sleep(AFTER_SECONDS)
+    async with beside(address, streams, door) as disturbance:
+        await disturbance.starts(64)
+        for _ in range(runs):
+            note("quiet_gap_ms", await disturbance.quiet())
+            for count in bursts:
+                gap, rate = await disturbance.starts(count)
+                note(f"gap_ms_{count}", gap)
+                note(f"requests_per_second_{count}", rate)
+            note("gap_ms_cancels", await disturbance.cancels())
     figures: Figures = {name: round(statistics.median(values), 1) for name, values in found.items()}
     print(f"{streams} streams: {json.dumps(figures)}", file=sys.stderr)
     return figures
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    results = {
-        str(streams): await measure(streams, arguments.bursts, arguments.runs)
-        for streams in arguments.streams
-    }
+    results = {}
+    for streams in arguments.streams:
+        with stack(*ENGINE) as mesh:
+            results[str(streams)] = await measure(
+                mesh.address, streams, arguments.bursts, arguments.runs
+            )
     print(json.dumps({"step_ms": STEP_MS, "streams": results}))
 
 

@@ -232,7 +232,11 @@ def summary(counts: dict[str, list[int]]) -> dict[str, float]:
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    settings = {"dtype": arguments.dtype, "threads": arguments.threads}
+    settings = {
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "device": arguments.device,
+    }
     if arguments.batch_invariant:
         settings["batch_invariant"] = True
     rng = random.Random(arguments.seed)
@@ -257,6 +261,7 @@ async def main(arguments: argparse.Namespace) -> None:
                 "by_kind": {kind: summary({kind: count}) for kind, count in sorted(counts.items())},
                 **happened,
                 "dtype": arguments.dtype,
+                "device": arguments.device,
                 "batch_invariant": arguments.batch_invariant,
                 "seconds": round(time.perf_counter() - started),
             }
@@ -267,7 +272,8 @@ async def main(arguments: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=DEMO)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=100, help="new tokens of each stream")

@@ -275,7 +275,10 @@ def main(arguments: argparse.Namespace) -> int:
     soak = Soak(arguments.seed)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         backend = TorchBackend(
-            build(Path(folder) / "tiny", "tiny"), TorchSettings.model_validate(SETTINGS)
+            build(Path(folder) / "tiny", "tiny"),
+            TorchSettings.model_validate(
+                {**SETTINGS, "device": arguments.device, "dtype": "float32"}
+            ),
         )
         runner.run(backend.start(soak.deliver, soak.fail))
         started = time.monotonic()
@@ -318,6 +321,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=120, help="ends after so long")
     parser.add_argument("--requests", type=float, default=math.inf, help="or after so many")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="of the engine, such as cuda:0")
     return parser.parse_args()
 
 

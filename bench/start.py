@@ -1,0 +1,331 @@
+"""Measures what the start of a request costs, and whom it disturbs, from the text to the first token.
+
+The longest gap of 16 streams beside bursts of 64, 500 and 2,000 starts and 500 cancels; requests a second and CPU a
+request, one after the other and many at once, by the native door and by `ensemble`; time to first token of one request
+and of 64 that begin together; what the mesh adds to a lone request of 200 tokens; CPU of a step with 1 to 256 streams.
+`floor` is a server that only sends messages through grpc.aio. Every request must end with its tokens, or the run fails.
+`--peer triton://HOST:PORT` or `--peer native://HOST:PORT` measures another system in the same run, without its CPU.
+"""
+
+from __future__ import annotations
+
+# gRPC reads the environment when it is first imported.
+import trtmesh.chassis.environment  # noqa: F401  # isort: skip
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.request import urlopen
+
+import burst
+import data_path
+import uvloop
+from _doors import DOORS, Door
+from _stack import Stack, stack
+from trtmesh.chassis.grpc.client import ClientConnection, connected
+from trtmesh.chassis.grpc.client.call import Method
+from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.v1 import engine_pb2 as engine_pb
+
+STEP_MS = 10
+CONNECTIONS = 4
+PROMPT = "def fibonacci(n):\n    "
+LONE_TOKENS = 200
+LONE_TEXT = "def fibonacci(n):\n    return n\n\n" * 18
+STEADY_SECONDS = 4.0
+CONNECT: Method[engine_pb.EngineServiceConnectRequest, engine_pb.EngineServiceConnectResponse] = (
+    Method(
+        "/trtmesh.v1.EngineService/Connect",
+        engine_pb.EngineServiceConnectRequest.SerializeToString,
+        engine_pb.EngineServiceConnectResponse.FromString,
+    )
+)
+PEERS = {"triton": "ensemble", "native": "native"}
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of `tokens` tokens, `at_once` at any time."""
+
+    door: str
+    at_once: int
+    tokens: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.door}_{self.at_once}" + (
+            f"_of_{self.tokens}_tokens" if self.tokens > 1 else ""
+        )
+
+
+LOADS = (
+    *(Load(door, count) for door in DOORS for count in (1, 16, 32, 64, 256)),
+    Load("native", 16, tokens=8),
+)
+
+
+@dataclass(slots=True)
+class Found:
+    """Values of several runs by name."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def note(self, name: str, value: float) -> None:
+        self.values.setdefault(name, []).append(value)
+
+    def medians(self) -> Figures:
+        return {name: round(statistics.median(each), 2) for name, each in self.values.items()}
+
+
+@asynccontextmanager
+async def connections(address: str, count: int) -> AsyncIterator[list[ClientConnection]]:
+    async with AsyncExitStack() as until_end:
+        yield [
+            await until_end.enter_async_context(connected(address, 2**26, 30.0))
+            for _ in range(count)
+        ]
+
+
+async def ask(connection: ClientConnection, door: Door, request: bytes, tokens: int) -> float:
+    """Sends a request; seconds to the first token. Raises SystemExit unless every token came."""
+    call, began, first, messages = connection.open(door.method), time.perf_counter(), 0.0, []
+    try:
+        await call.write(request)
+        call.half_close()
+        async for message in call:
+            if not first and door.begins(message):
+                first = time.perf_counter() - began
+            messages.append(message)
+    finally:
+        call.cancel()
+    door.check(messages, tokens)
+    return first
+
+
+async def served(address: str, load: Load, count: int) -> float:
+    """Requests served per second."""
+    door = DOORS[load.door]
+    request, left = door.request(PROMPT, load.tokens), iter(range(count))
+
+    async def client(connection: ClientConnection) -> None:
+        for _ in left:
+            await ask(connection, door, request, load.tokens)
+
+    async with connections(address, min(CONNECTIONS, load.at_once)) as opened:
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(load.at_once):
+                group.create_task(client(opened[number % len(opened)]))
+        return count / (time.perf_counter() - began)
+
+
+async def measure_requests(
+    address: str, mesh: Stack | None, loads: list[Load], seconds: float, runs: int
+) -> Figures:
+    """Rates and CPU of each load, in turn."""
+    found = {load.name: Found() for load in loads}
+    counts = {
+        load: max(load.at_once, int(seconds * await served(address, load, 300))) for load in loads
+    }
+    for _ in range(runs):
+        for load, count in counts.items():
+            before = mesh.cpu_seconds() if mesh else {}
+            found[load.name].note("per_second", await served(address, load, count))
+            after = mesh.cpu_seconds() if mesh else {}
+            used = {name: (after[name] - before[name]) / count * 1e6 for name in after}
+            for name, microseconds in used.items():
+                found[load.name].note(f"{name}_us", microseconds)
+            if used:
+                found[load.name].note("services_us", sum(used.values()))
+    return {name: each.medians() for name, each in found.items()}
+
+
+async def measure_first_tokens(address: str, door: str, runs: int) -> Figures:
+    """Median time to first token of one request, and of 64 that begin together."""
+    chosen, found = DOORS[door], Found()
+    request = chosen.request(PROMPT, 8)
+    async with connections(address, CONNECTIONS) as opened:
+        for _ in range(runs):
+            for together in (1, 64):
+                for _ in range(64 // together if together == 1 else 4):
+                    asked = (
+                        ask(opened[number % CONNECTIONS], chosen, request, 8)
+                        for number in range(together)
+                    )
+                    firsts = await asyncio.gather(*asked)
+                    found.note(f"ttft_p50_ms_{together}", statistics.median(firsts) * 1e3)
+    return found.medians()
+
+
+class BareEngine:
+    """A client of the engine itself: what a request takes without router and tokenizer."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._call = connection.open(CONNECT)
+        self._handle = self._steps = 0
+
+    async def greet(self) -> None:
+        hello = engine_pb.HelloCommand(
+            router="bench", schema_revision=SCHEMA_REVISION, unacknowledged_steps=4
+        )
+        await self._send(engine_pb.EngineCommand(hello=hello))
+
+    async def ask(self, ids: list[int]) -> float:
+        """Seconds to the single token of a request."""
+        self._handle += 1
+        submit = engine_pb.SubmitCommand(handle=self._handle, request_id="lone", token_ids=ids)
+        submit.config.stopping.max_tokens = 1
+        began = time.perf_counter()
+        await self._send(engine_pb.EngineCommand(submit=submit))
+        first = 0.0
+        while (response := await self._call.read()) is not None:
+            for event in response.events:
+                if not event.HasField("step"):
+                    continue
+                self._steps += 1
+                if len(event.step.token_ids):
+                    first = time.perf_counter() - began
+                if event.step.ends:
+                    acknowledge = engine_pb.AcknowledgeCommand(received_steps=self._steps)
+                    await self._send(engine_pb.EngineCommand(acknowledge=acknowledge))
+                    return first
+        raise SystemExit("the engine ended the stream")
+
+    async def _send(self, command: engine_pb.EngineCommand) -> None:
+        await self._call.write(engine_pb.EngineServiceConnectRequest(commands=[command]))
+
+
+async def measure_lone(mesh: Stack, runs: int) -> Figures:
+    """Median times to the token of a lone request of 200 tokens: by text, by ids, and by the engine alone, in turn."""
+    native, found = DOORS["native"], Found()
+    ids = list(range(1, LONE_TOKENS + 1))
+    text, by_ids = native.request(LONE_TEXT, 1), native.request(ids, 1)
+    async with (
+        connected(mesh.address, 2**26, 30.0) as router,
+        connected(mesh.engine_address, 2**26, 30.0) as engine,
+    ):
+        bare = BareEngine(engine)
+        await bare.greet()
+        ways: dict[str, Callable[[], Awaitable[float]]] = {
+            "text": lambda: ask(router, native, text, 1),
+            "ids": lambda: ask(router, native, by_ids, 1),
+            "engine": lambda: bare.ask(ids),
+        }
+        for _ in range(100 * runs):
+            for name, way in ways.items():
+                found.note(f"{name}_ms", await way() * 1e3)
+    figures = found.medians()
+    return figures | {
+        f"{name}_added_ms": round(figures[f"{name}_ms"] - figures["engine_ms"], 2)
+        for name in ("text", "ids")
+    }
+
+
+def generated_tokens(mesh: Stack) -> int:
+    """The engine's own count."""
+    with urlopen(f"http://127.0.0.1:{mesh.engine_metrics_port}/metrics") as page:
+        for line in page.read().decode().splitlines():
+            if line.startswith("trtmesh_engine_generated_tokens_total "):
+                return int(float(line.split()[1]))
+    raise SystemExit("the engine does not report its tokens")
+
+
+async def measure_steps(mesh: Stack, streams: int, door: str, runs: int) -> Figures:
+    """CPU of the services per token of running streams, their starts excluded."""
+    found = Found()
+    async with burst.steady(mesh.address, streams, door):
+        for _ in range(runs):
+            tokens, before = generated_tokens(mesh), mesh.cpu_seconds()
+            await asyncio.sleep(STEADY_SECONDS)
+            after, tokens = mesh.cpu_seconds(), generated_tokens(mesh) - tokens
+            used = {name: (after[name] - before[name]) / tokens * 1e6 for name in after}
+            for name, microseconds in used.items():
+                found.note(f"{name}_us", microseconds)
+            found.note("services_us", sum(used.values()))
+    return found.medians()
+
+
+async def measure_peer(url: str, arguments: argparse.Namespace) -> Figures:
+    """The rows of another system: the paces of its steps are its own."""
+    scheme, _, address = url.partition("://")
+    if scheme not in PEERS or not address:
+        raise SystemExit(f"--peer is {url!r}, not triton://HOST:PORT or native://HOST:PORT")
+    door = PEERS[scheme]
+    loads = [load for load in LOADS if load.door == door]
+    return {
+        "requests": await measure_requests(address, None, loads, arguments.seconds, arguments.runs),
+        "first_tokens": await measure_first_tokens(address, door, arguments.runs),
+        "gaps": await burst.measure(address, 16, arguments.bursts, arguments.runs, door),
+    }
+
+
+async def measure(arguments: argparse.Namespace) -> Figures:
+    """The rows of trtmesh."""
+    parts, runs, results = arguments.parts, arguments.runs, Figures()
+    paced = ("--metrics-port", "0", *burst.ENGINE)
+    if {"requests", "lone"} & set(parts):
+        with stack("--simulated-timing-step-ms", "0") as mesh:
+            if "requests" in parts:
+                loads = [load for load in LOADS if load.door in arguments.doors]
+                results["requests"] = await measure_requests(
+                    mesh.address, mesh, loads, arguments.seconds, runs
+                )
+            if "lone" in parts:
+                results["lone"] = await measure_lone(mesh, runs)
+    if "first_tokens" in parts:
+        with stack(*paced) as mesh:
+            results["first_tokens"] = {
+                door: await measure_first_tokens(mesh.address, door, runs)
+                for door in arguments.doors
+            }
+    if "gaps" in parts:
+        with stack(*paced) as mesh:
+            results["gaps"] = await burst.measure(mesh.address, 16, arguments.bursts, runs)
+    if "steps" in parts:
+        steps = results["steps"] = Figures()
+        with stack(*paced) as mesh:
+            for streams, door in ((1, "native"), (8, "native"), (64, "native"), (256, "native"),
+                                  (64, "ensemble")):  # fmt: skip
+                if door in arguments.doors:
+                    steps[f"{door}_{streams}"] = await measure_steps(mesh, streams, door, runs)
+    if "floor" in parts:
+        results["floor"] = await data_path.measure_floor(64, 256, runs)
+    return results
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    results = await measure(arguments)
+    if arguments.peer:
+        results["peer"] = {"address": arguments.peer} | await measure_peer(
+            arguments.peer, arguments
+        )
+    print(json.dumps({"step_ms": STEP_MS, **results}))
+
+
+PARTS = ("requests", "lone", "first_tokens", "gaps", "steps", "floor")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--doors", nargs="*", choices=list(DOORS), default=list(DOORS))
+    parser.add_argument("--bursts", type=int, nargs="*", default=[64, 500, 2000])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="time of a load, in each of the runs"
+    )
+    parser.add_argument("--peer", help="triton://HOST:PORT or native://HOST:PORT")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(parse()))
