@@ -9,13 +9,17 @@ from trtmesh.chassis import errors, http_server, logs, metrics_endpoint, parsing
 from trtmesh.chassis.grpc import field_check
 from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS
 from trtmesh.chassis.grpc.server.connection import MAX_CONCURRENT_STREAMS
-from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES
+from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE_CALLS
 from trtmesh.chassis.http2 import connection, frames, headers
 from trtmesh.chassis.http2.rates import RATES, Rate
 from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
 from trtmesh.router.doors.triton import calls, tensors
 from trtmesh.router.doors.triton.http import json_parser
-from trtmesh.router.doors.triton.http.door import HttpSettings
+from trtmesh.router.doors.triton.http.door import (
+    IDLE_SECONDS,
+    STALL_MARGIN_SECONDS,
+    HttpSettings,
+)
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.values import request
 from trtmesh.router.values.handoff_state import MAX_STATE_BYTES
@@ -65,6 +69,11 @@ TABLES: dict[str, list[Row]] = {
             _ROUTER.admission.max_items_per_request,
             INVALID,
         ),
+        (
+            "bytes of all requests of 128 KiB or more (`admission.max_request_bytes`)",
+            _ROUTER.admission.max_request_bytes,
+            "QUEUE_FULL",
+        ),
         ("token ids of a prompt", parsing.MAX_PROMPT_TOKENS, INVALID),
         ("token ids of all prompts", request.MAX_REQUEST_TOKENS, INVALID),
         (
@@ -104,15 +113,31 @@ TABLES: dict[str, list[Row]] = {
     ],
     "HTTP": [
         ("connections (`http.max_connections`)", _HTTP.max_connections, "503, closed"),
-        ("connections of the metrics port", metrics_endpoint.LIMITS.connections, "503, closed"),
+        (
+            "connections of an IPv4 address or IPv6 network (`http.max_per_address`)",
+            _HTTP.max_per_address,
+            "503, closed",
+        ),
+        ("connections of the metrics port", metrics_endpoint.LIMITS.max_open, "503, closed"),
         ("bytes of the request line or a header", http_server.MAX_LINE_BYTES, "400, closed"),
         ("headers", http_server.MAX_HEADERS, "400, closed"),
+        ("parts of a path", http_server.MAX_SEGMENTS, "404"),
         ("seconds to send a body (`http.receive_seconds`)", _HTTP.receive_seconds, "408"),
         ("bytes of a body, also decompressed", _ROUTER.max_message_bytes, "413"),
         (
-            "bytes of all unparsed bodies (`http.max_unfinished_bytes`)",
+            "seconds to send a head, or from an answer to the next request",
+            IDLE_SECONDS,
+            "closed",
+        ),
+        (
+            "seconds in which nothing of an answer is read (`client.stall_seconds` and one more)",
+            _ROUTER.client.stall_seconds + STALL_MARGIN_SECONDS,
+            "closed",
+        ),
+        (
+            "unparsed bytes of all connections (`http.max_unfinished_bytes`)",
             _HTTP.max_unfinished_bytes,
-            "429",
+            "429 for the largest body, or the connection with more ends",
         ),
         ("bytes of JSON (`http.max_json_bytes`)", _HTTP.max_json_bytes, "400"),
         ("nested lists and objects of JSON", json_parser.MAX_DEPTH, "400"),
@@ -141,14 +166,24 @@ TABLES: dict[str, list[Row]] = {
         ("bytes of a header list", headers.MAX_HEADER_LIST_SIZE, "RESOURCE_EXHAUSTED"),
         ("bytes of a header list with a block within its limit", headers.MAX_LIST_BYTES, CALM),
         (
-            "unread bytes of all connections (twice `max_message_bytes`)",
+            "unread bytes of all connections, unparsed input included (twice `max_message_bytes`)",
             HELD_MESSAGES * _ROUTER.max_message_bytes,
-            "the largest call of the largest connection ends with RESOURCE_EXHAUSTED",
+            "the largest call of the largest connection ends with RESOURCE_EXHAUSTED, or it ends",
+        ),
+        (
+            "calls without their whole request, and watches of health (twice `connections.max_open`)",
+            IDLE_CALLS * _ROUTER.connections.max_open,
+            "the latest such call of the connection with most ends with RESOURCE_EXHAUSTED",
         ),
         (
             "unread bytes of answers to all connections (four times `max_message_bytes`)",
             HELD_ANSWERS * _ROUTER.max_message_bytes,
             "the largest answer to the largest connection ends with RESOURCE_EXHAUSTED",
+        ),
+        (
+            "bytes of output that waits for all clients (`client.total_bytes`)",
+            _ROUTER.client.total_bytes,
+            "the request with most ends with SLOW_CLIENT",
         ),
         ("bytes of a frame other than DATA", frames.MAX_CONTROL_FRAME_SIZE, CALM),
         ("bytes of SETTINGS", connection.MAX_SETTINGS_BYTES, CALM),
