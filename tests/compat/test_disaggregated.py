@@ -77,7 +77,13 @@ async def test_prompt_moves_between_the_engines(mesh: Mesh, triton: Triton) -> N
         return await reported(mesh, "request_count") == before + 2
 
     await eventually(are_reported)
-    assert await reported(mesh, "kv_cache_transfer_ms") >= 0
+
+    async def takes_time() -> bool:
+        """Whether transfers add up to a millisecond; some take less."""
+        await triton.infer("tensorrt_llm", ASK)
+        return await reported(mesh, "kv_cache_transfer_ms") > 0
+
+    await eventually(takes_time)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

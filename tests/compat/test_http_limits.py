@@ -8,14 +8,11 @@ import json
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 import pytest
 import pytest_asyncio
 from compat.plain_http import PlainHttp
-from e2e.mesh import eventually
 from processes import service_process
-from trtmesh.router.doors.triton.http.bodies import FREE_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -120,40 +117,16 @@ async def test_body_must_arrive_in_time() -> None:
     assert b"did not come within 1 s (http.receive_seconds)" in answer
 
 
-LARGE = body(FREE_BYTES + 2000)
-
-
 async def test_bodies_together_are_limited() -> None:
-    """Bodies that do not end hold what they sent; small ones are served beside them."""
+    """The largest gives way, here the only one; what comes after it is served."""
     async with router_with("--http-max-unfinished-bytes", str(2**20)) as http:
-        # A large body that overtakes the endless one takes its place.
-        await eventually(partial(refused_beside_an_endless_body, http))
-
-        async def served() -> bool:
-            return (await http.post(PATH, LARGE)).status == NOT_READY
-
-        await eventually(served)
-
-
-async def refused_beside_an_endless_body(http: PlainHttp) -> bool:
-    host, _, port = http.address.rpartition(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    try:
-        writer.write(HEAD + b"Content-Length: 4000000\r\n\r\n")
-        writer.write(b" " * (2**20 + FREE_BYTES - 1000))
-        await writer.drain()
-        await asyncio.sleep(0.1)
-        reply = await http.post(PATH, LARGE)
-        small = await http.post(PATH, body(FREE_BYTES))
-    finally:
-        writer.close()
-    assert small.status == NOT_READY
-    if reply.status == NOT_READY:
-        return False
-    assert reply.status == 429
-    assert "(http.max_unfinished_bytes)" in reply.json["error"]
-    assert reply.headers["trtmesh-error-reason"] == "EXHAUSTED"
-    return True
+        head = HEAD + b"Content-Length: 4000000\r\nConnection: close\r\n\r\n"
+        answer = await raw(http, head, b" " * (2**20 + 1))
+        assert answer.startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
+        assert b"(http.max_unfinished_bytes)" in answer
+        assert b"\r\ntrtmesh-error-reason: EXHAUSTED\r\n" in answer
+        assert b"\r\nRetry-After: 1\r\n" in answer
+        assert (await http.post(PATH, body(2**19))).status == NOT_READY
 
 
 async def test_endless_head_is_cut_off(http: PlainHttp) -> None:

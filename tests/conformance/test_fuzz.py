@@ -24,7 +24,7 @@ from trtmesh.chassis.http2.frames import ACK, PREFACE, FrameType, frame
 from trtmesh.chassis.http2.frames import settings as settings_frame
 
 EXAMPLES = 400
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 QUESTION = b"fuzzing?"
 PING = frame(FrameType.PING, 0, 0, QUESTION)
 PONG = frame(FrameType.PING, ACK, 0, QUESTION)
@@ -55,13 +55,16 @@ def fuzz(runner: asyncio.Runner, trial: Trial, greeting: bytes, seconds: float) 
         if at is not None:
             sent[at % len(sent)] = byte
         whole = greeting + bytes(sent)
-        duty = Duty.END if broken(whole) else Duty.ANSWER_OR_END
-        runner.run(trial(whole, duty if at is None else Duty.NOTHING))
+        runner.run(trial(whole, _duty_of(whole) if at is None else Duty.NOTHING))
 
     end = time.monotonic() + seconds
     run()
     while time.monotonic() < end:
         run()
+
+
+def _duty_of(frames: bytes) -> Duty:
+    return Duty.END if broken(frames) else Duty.ANSWER_OR_END
 
 
 def _to_the_first_broken(greeting: bytes, frames: list[bytes]) -> bytes:

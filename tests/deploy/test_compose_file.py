@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from deploy.stack import COMPOSE_FILE, VARIABLES
+from trtmesh.chassis.device_names import DeviceNames
 from trtmesh.chassis.settings import load_settings
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.chassis.tls.settings import SecuredSettings
@@ -16,6 +18,7 @@ from trtmesh.router.settings import RouterSettings
 from trtmesh.tokenizer.settings import TokenizerSettings
 
 TLS_FILE = COMPOSE_FILE.with_name("docker-compose.tls.yml")
+CUDA_FILE = COMPOSE_FILE.with_name("docker-compose.cuda.yml")
 
 SETTINGS: dict[str, type[SecuredSettings]] = {
     "router": RouterSettings,
@@ -25,9 +28,9 @@ SETTINGS: dict[str, type[SecuredSettings]] = {
 }
 
 
-def services() -> dict[str, Any]:
+def services(file: Path = COMPOSE_FILE) -> dict[str, Any]:
     """The services with the defaults of their variables."""
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", COMPOSE_FILE.read_text("utf-8"))
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", file.read_text("utf-8"))
     return dict(yaml.safe_load(text)["services"])
 
 
@@ -44,8 +47,7 @@ def test_variables_of_a_service_are_its_settings(name: str) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_variables_over_tls_are_settings(name: str) -> None:
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", TLS_FILE.read_text("utf-8"))
-    secure = yaml.safe_load(text)["services"]
+    secure = services(TLS_FILE)
     assert secure.keys() == SETTINGS.keys()
     both = {**services()[name]["environment"], **secure[name]["environment"]}
     tls = load_settings(SETTINGS[name], [], both).tls
@@ -53,6 +55,26 @@ def test_variables_over_tls_are_settings(name: str) -> None:
     probe = ClientTls.of_environment(both)
     assert probe is not None
     assert probe.server_name == "trtmesh.internal"
+
+
+@pytest.mark.parametrize("name", ["engine", "prefill", "decode"])
+def test_an_engine_on_a_gpu_has_one_device_and_a_place_for_kernels(name: str) -> None:
+    gpu = services(CUDA_FILE)[name]
+    both = {**services()[name]["environment"], **gpu["environment"]}
+    settings = load_settings(EngineSettings, [], both)
+    assert settings.torch.device == DeviceNames("cuda:0")
+    (reserved,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert (reserved["driver"], len(reserved["device_ids"])) == ("nvidia", 1)
+    assert gpu["tmpfs"] == [f"{both['TRITON_CACHE_DIR']}:exec"]
+    assert gpu["image"] != services()[name]["image"]
+
+
+def test_the_image_for_gpus_is_built_by_an_argument_that_the_build_knows() -> None:
+    device = services(CUDA_FILE)["engine"]["build"]["args"]["DEVICE"]
+    text = COMPOSE_FILE.with_name("engine.Dockerfile").read_text("utf-8")
+    assert "ARG DEVICE=cpu\n" in text
+    assert f" {device}) " in text
+    assert f"${{DEVICE}} != {device} " in text
 
 
 def test_every_service_is_tested() -> None:

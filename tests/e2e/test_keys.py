@@ -372,7 +372,7 @@ async def test_stranger_stops_no_request_of_triton(keyed: Keyed) -> None:
     stop = infer_request("hers", stop=("BOOL", True))
     async with grpc.aio.insecure_channel(keyed.address) as channel:
         running = inference(channel)(metadata=metadata_of(ALICE))
-        await running.write(infer_request("hers", tokens=1500))
+        await running.write(infer_request("hers", tokens=ENDLESS))
         await eventually(lambda: live_here(keyed, 1))
         for key in (BOB, ALICE):
             call = inference(channel)(iter([stop]), metadata=metadata_of(key))

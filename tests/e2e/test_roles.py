@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from e2e.mesh import PATIENT, SIMULATED, Mesh, eventually, running_mesh
+from e2e.mesh import ENDLESS, PATIENT, SIMULATED, Mesh, check_beginning, eventually, running_mesh
 from trtmesh.client import ItemResult
 from trtmesh.router.placement.split import ALWAYS, FASTER, NO_DECODE, SLOWER
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -59,21 +59,22 @@ async def seen(mesh: Mesh) -> dict[str, admin_pb.Worker]:
 
 
 async def no_leases(mesh: Mesh) -> None:
-    """Waits until no worker holds a lease, and checks their conservation."""
+    """Waits until every lease of every worker has an outcome: reports lag behind by their interval."""
 
-    async def none() -> bool:
+    async def all_ended() -> bool:
         loads = [worker.load for worker in (await seen(mesh)).values()]
-        return not any(load.sent_handoffs.held or load.received_handoffs.held for load in loads)
+        return all(
+            each.granted == each.consumed + each.released + each.expired
+            for load in loads
+            for each in (load.sent_handoffs, load.received_handoffs)
+        )
 
-    await eventually(none)
-    for worker in (await seen(mesh)).values():
-        for counts in (worker.load.sent_handoffs, worker.load.received_handoffs):
-            assert counts.granted == counts.consumed + counts.released + counts.expired
+    await eventually(all_ended)
     await mesh.idle()
 
 
 async def test_long_prompt_is_split_beside_running_sequences(mesh: Mesh) -> None:
-    chats = [mesh.open([[n]], max_tokens=20_000) for n in range(10, 20)]
+    chats = [mesh.open([[n]], max_tokens=ENDLESS) for n in range(10, 20)]
     for chat in chats:
         await chat.tokens_here(2)
     expected = await ask(mesh, LONG, "split")
@@ -120,9 +121,8 @@ async def test_prefill_worker_takes_whole_items_when_no_other_is_left(mesh: Mesh
 
 async def test_roles_change_under_load(mesh: Mesh) -> None:
     prompts = [[n, *LONG[: 40 + n]] for n in range(12)]
-    options = {**OPTIONS, "max_tokens": 600}
-    expected = await asyncio.gather(*(ask(mesh, prompt, **options) for prompt in prompts))
-    running = [mesh.open([prompt], **options) for prompt in prompts]
+    expected = await asyncio.gather(*(ask(mesh, prompt, max_tokens=600) for prompt in prompts))
+    running = [mesh.open([prompt], **{**OPTIONS, "max_tokens": ENDLESS}) for prompt in prompts]
     for reader in running:
         await reader.tokens_here(8)
     moved = 0
@@ -138,9 +138,7 @@ async def test_roles_change_under_load(mesh: Mesh) -> None:
         assert placement.worker not in excluded
     assert moved > 0
     for reader, undisturbed in zip(running, expected, strict=True):
-        (item,) = await reader.result()
-        assert item.error is None
-        assert item.token_ids == undisturbed.token_ids
+        check_beginning(await reader.stopped_at(600), [undisturbed])
     await no_leases(mesh)
     workers = await seen(mesh)
     assert sum(worker.load.received_handoffs.consumed for worker in workers.values()) > 0
