@@ -84,11 +84,14 @@ attack: $(INSTALLED_DEV)  ## Run every flood against a router, from 1 and from 2
 	$(BIN)/pytest -s --timeout=0 -m measured tests/attack --attack-seconds=$(or $(SECONDS),1)
 
 # With GPU_PYTHON, a Python that has all that the tests import, nothing is installed: machines with GPUs often have no
-# package index, and a PyTorch of their own. WORKERS share the GPU; the soak takes one of them.
+# package index, and a PyTorch of their own. WORKERS share the GPU; the soak takes one of them. Tests that fill the
+# GPU's memory follow alone.
+GPU_TESTS = $(or $(GPU_PYTHON),$(BIN)/python) -m pytest --timeout=600 $(if $(GPU),--gpu=$(GPU)) $(if $(K),-k "$(K)")
 gpu-test: $(if $(GPU_PYTHON),,$(INSTALLED_DEV))  ## Run the tests of a GPU; GPU_PYTHON=python3, SOAK_REQUESTS=10000, SOAK_MINUTES=5, WORKERS=4, GPU=cuda:0; TRITON_INTERPRET=1 K=kernels without one
-	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu --timeout=600 -n $(or $(WORKERS),4) --dist worksteal \
-	    $(if $(GPU),--gpu=$(GPU)) $(if $(SOAK_REQUESTS),--soak-requests=$(SOAK_REQUESTS)) \
-	    $(if $(SOAK_MINUTES),--soak-minutes=$(SOAK_MINUTES)) $(if $(K),-k "$(K)") tests/engine/torch
+	$(GPU_TESTS) -m "gpu and not whole_gpu" -n $(or $(WORKERS),4) --dist worksteal \
+	    $(if $(SOAK_REQUESTS),--soak-requests=$(SOAK_REQUESTS)) \
+	    $(if $(SOAK_MINUTES),--soak-minutes=$(SOAK_MINUTES)) tests/engine/torch
+	$(if $(K),,$(GPU_TESTS) -m whole_gpu tests/engine/torch)
 
 # Its environment is the library's image with this repository beside it, so nothing is installed: see services/engine/README.md.
 tensorrt-llm-test:  ## Run the TensorRT-LLM backend over the real library, beside the torch backend; LIBRARY_PYTHON, TORCH_PYTHON

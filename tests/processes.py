@@ -93,6 +93,10 @@ async def service_process(
             _log=log,
             _collecting=collecting,
         )
+    except BaseException:
+        # What a failed test shows of the process.
+        print(f"--- log of {service} {process.pid} ---\n{''.join(log)}")
+        raise
     finally:
         if process.returncode is None:
             process.kill()

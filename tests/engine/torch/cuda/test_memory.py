@@ -112,6 +112,7 @@ async def test_a_cache_larger_than_the_gpu_is_refused(llama: Path) -> None:
     await backend.close()
 
 
+@pytest.mark.whole_gpu
 async def test_graphs_fit_beside_the_largest_cache(llama: Path) -> None:
     settings = {
         "device": "cuda:0",
