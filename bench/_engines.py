@@ -445,7 +445,8 @@ class ContinuousBatching:
         length = len(prompts[0]) + new_tokens
         pages = -(-length // PAGE_TOKENS) * len(prompts)
         config = library.ContinuousBatchingConfig(
-            num_blocks=pages + 8,
+            # Its scheduler takes no further prompt once a part of the blocks is in use.
+            num_blocks=pages * 4 // 3 + 8,
             max_batch_tokens=max(self._step_tokens, len(prompts)),
             use_cuda_graph=self._graphs,
             use_async_batching=self._graphs,

@@ -43,7 +43,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The class and the arguments of each."""
 COSTLY = ("decode", "prefill")
-"""Parts that `--batch-invariant` measures again."""
+"""Parts that `--batch-invariant` and `--ranks` measure again."""
 PROMPT_TOKENS = 128
 PREFILLS = (128, 512, 1024, 2048, 4096, 8192)
 FIRST_TOKEN_RUNS = 9
@@ -136,6 +136,9 @@ class Bench:
         if costly and self.arguments.batch_invariant:
             title = f"{name} batch_invariant"
             figures["batch_invariant"] = self._measured(title, name, costly, batch_invariant=True)
+        if costly and self.arguments.ranks > 1:
+            devices = ",".join(f"cuda:{rank}" for rank in range(self.arguments.ranks))
+            figures["ranks"] = self._measured(f"{name} {devices}", name, costly, device=devices)
         return figures
 
     def _measured(
@@ -143,7 +146,7 @@ class Bench:
         title: str,
         name: str,
         parts: Mapping[str, Callable[[Remote, str], Cells]],
-        **settings: bool,
+        **settings: bool | str,
     ) -> Figures:
         """Parts of one engine with these settings."""
         engine = Remote(COMMAND_SECONDS)
@@ -155,16 +158,16 @@ class Bench:
             engine.end()
         return figures
 
-    def _load(self, engine: Remote, name: str, settings: Mapping[str, bool]) -> Cells:
+    def _load(self, engine: Remote, name: str, settings: Mapping[str, bool | str]) -> Cells:
         started = time.monotonic()
         folder = self.model(name)
         built = time.monotonic()
         yield "build_seconds", round(built - started, 1)
         engine.open(
-            "Trtmesh", folder, self.arguments.dtype, 0, device=self.arguments.device,
+            "Trtmesh", folder, self.arguments.dtype, 0,
             kv_cache={"prefix_reuse": False, "tokens": self._kv_tokens},
             batching={"max_step_tokens": STEP_TOKENS}, limits={"max_batch_size": self._most},
-            **settings,
+            **{"device": self.arguments.device, **settings},
         )  # fmt: skip
         yield "load_seconds", round(time.monotonic() - built, 1)
 
@@ -410,6 +413,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--batch-invariant", action="store_true", help="also with this setting")
+    parser.add_argument("--ranks", type=int, default=1, help="also with so many GPUs together")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of a sequence")
     parser.add_argument("--peer-tokens", type=int, default=64, help="the same of peers")

@@ -94,10 +94,12 @@ class NarrowCpu(Cpu):
         super().__init__(settings)
         self._most_tokens = most_tokens
 
-    def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
+    def compute(
+        self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
+    ) -> Compute:
         if len(tables.rows) == 2:
             # The check of the model, which keeps the logits of several steps.
-            return super().compute(model, cache, tables)
+            return super().compute(model, cache, tables, most_tokens)
         attention = PagedAttention(
             cache, tables, model.compute_dtype, decode_copy_bytes=0, uses_fused=fused_is_faster
         )
@@ -213,7 +215,7 @@ async def test_a_load_without_memory_says_what_to_lower(
 
     def fails(*arguments: Any) -> Any:
         # The check of the model computes first, with two sequences.
-        if method == "compute" and len(arguments[-1].rows) == 2:
+        if method == "compute" and len(arguments[-2].rows) == 2:
             return own(*arguments)
         raise out_of_memory("2.00 GiB")
 

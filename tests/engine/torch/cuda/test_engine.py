@@ -14,6 +14,7 @@ from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch.compute.device import Batch
+from trtmesh.engine.backends.torch.cuda import chunk_graphs
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
 from trtmesh.engine.backends.torch.cuda.decode_graphs import sizes
 from trtmesh.engine.backends.torch.cuda.device import Cuda
@@ -123,11 +124,11 @@ async def test_chunks_by_graph_equal_chunks_without(llama: Path) -> None:
     async def run(engine: Harness) -> list[list[list[int]]]:
         found = [await engine.run([prompt], FREE) for prompt in prompts]
         # Together more than a graph takes.
-        found.append(await engine.run(prompts[-2:], FREE))
+        found.append(await engine.run(prompts[-8:] + prompts[-3:], FREE))
         # The last arrive while others decode.
-        return found + [await engine.run(several[:count], FREE) for count in (2, 7, 8, 9, 24)]
+        return found + [await engine.run(several[:count], FREE) for count in (2, 7, 16, 17, 24)]
 
-    options: dict[str, Any] = {"max_batch_size": 12, "prefix_reuse": False}
+    options: dict[str, Any] = {"max_batch_size": 20, "prefix_reuse": False}
     async with running(llama, **options) as engine:
         expected = await run(engine)
     async with running(llama, device="cuda:0", dtype="float32", **options) as engine:
@@ -144,9 +145,9 @@ async def test_chunks_by_graph_equal_chunks_without(llama: Path) -> None:
         chunks.launch = launch  # type: ignore[method-assign]
         assert await run(engine) == expected
     assert {tokens for tokens, _ in launched} >= set(lengths)
-    assert max(tokens for tokens, _ in launched) <= 512
-    assert {count for _, count in launched} >= {2, 7, 8}
-    assert max(count for _, count in launched) == 8
+    assert max(tokens for tokens, _ in launched) <= chunk_graphs.SIZES[-1]
+    assert {count for _, count in launched} >= {2, 7, 16}
+    assert max(count for _, count in launched) == chunk_graphs.MOST_CHUNKS
 
 
 async def test_a_sequence_longer_than_a_run_of_keys(tmp_path: Path) -> None:
@@ -197,3 +198,11 @@ def test_sizes_of_graphs_cover_every_step() -> None:
         assert found == sorted(set(found))
         assert found[-1] == most
     assert sizes(20) == [1, 2, 4, 8, 16, 20]
+
+
+def test_sizes_of_chunk_graphs_cover_steps_of_up_to_2048_tokens() -> None:
+    for most in (1, 64, 65, 300, 2048):
+        found = chunk_graphs.sizes(most)
+        assert found == sorted(set(found))
+        assert found[-1] == most
+    assert chunk_graphs.sizes(8192) == chunk_graphs.sizes(2048)

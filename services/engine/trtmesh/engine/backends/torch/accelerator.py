@@ -47,7 +47,9 @@ class Accelerator(Device):
     def products(self, tables: Collection[UpdateTable], max_tokens: int) -> Products:
         return SlotProducts(tables, max_tokens)
 
-    def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
+    def compute(
+        self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
+    ) -> Compute:
         attention = PagedAttention(
             cache, tables, model.compute_dtype, decode_copy_bytes=0, uses_fused=lambda _: True
         )

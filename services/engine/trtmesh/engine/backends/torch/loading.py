@@ -98,7 +98,8 @@ def load_follower(
     device = _device_of_rank(name, settings, group)
     installed = _install(model_dir, settings, device, group)
     tables = _tables(settings, installed.sizes)
-    compute = device.compute(installed.model, installed.cache, tables)
+    most_tokens = _most_step_tokens(settings)
+    compute = device.compute(installed.model, installed.cache, tables, most_tokens)
     group.wait()
     return Follower(compute, tables)
 
@@ -192,7 +193,7 @@ def _engine(
         scheduler, layers=model.kv_shape.layers, layers_per_part=info.layers_per_part
     )
     with fitting("what steps need beside the KV cache", f"{LESS_CACHE}, or {LESS_STEP}"):
-        compute = device.compute(model, cache, scheduler.tables)
+        compute = device.compute(model, cache, scheduler.tables, _most_step_tokens(settings))
     if ranks:
         ranks.group.wait()
         tokens_per_block = settings.kv_cache.tokens_per_block

@@ -124,7 +124,10 @@ class Device(ABC):
         """Computes the updates of adapters in these tables, in steps of up to `max_tokens` tokens."""
 
     @abstractmethod
-    def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute: ...
+    def compute(
+        self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
+    ) -> Compute:
+        """For steps of up to `most_tokens` tokens."""
 
     @property
     def copies_blocks(self) -> CopiesBlocks:

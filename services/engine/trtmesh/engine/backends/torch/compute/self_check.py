@@ -27,7 +27,7 @@ CHUNKS = (7, 9, 1, 1, 5)
 MATE_CHUNKS = (3, 1, 1, 4, 2)
 LONG_CHUNKS = ((1, 70, 1, 1, 131, 5, 1, 1), (90, 1, 1, 3, 1, 1, 40, 2))
 """Chunks to compare bit by bit, also with the whole prompts."""
-MATES = 9
+MATES = 15
 """Short prompts beside them: more sequences than a GPU computes as a graph of chunks."""
 TOKENS_PER_BLOCK = 4
 LONGEST_WINDOW = 512
@@ -144,7 +144,8 @@ def _paged(model: Model, prompts: list[list[int]], chunks: Parts, device: Device
         sequence.slot = tables.take()
         blocks = [sequence.key + 1 + len(prompts) * place for place in range(width)]
         tables.put(sequence.slot, 0, blocks)
-    compute = device.compute(model, cache, tables)
+    most_tokens = sum(max(counts) for counts in chunks)
+    compute = device.compute(model, cache, tables, most_tokens)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     for part in zip(*chunks, strict=True):
         step = []

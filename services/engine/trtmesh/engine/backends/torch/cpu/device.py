@@ -73,7 +73,9 @@ class Cpu(Device):
     def products(self, tables: Collection[UpdateTable], max_tokens: int) -> Products:
         return TiledProducts(tables) if self._settings.batch_invariant else GroupedProducts()
 
-    def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
+    def compute(
+        self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
+    ) -> Compute:
         attention = self._attention(model, cache, tables)
         return Runner(model, cache, tables, attention, Chooser(ORDERING), _nothing)
 

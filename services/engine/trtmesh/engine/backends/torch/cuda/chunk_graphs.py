@@ -25,10 +25,10 @@ from trtmesh.engine.backends.torch.model.model import Model
 
 log = logging.getLogger(__name__)
 
-SIZES = (64, 128, 256, 512)
-"""Tokens of a graph. Beyond, the device takes longer than the host."""
+SIZES = (64, 128, 256, *range(384, 2049, 128))
+"""Tokens of a graph. Beyond, the device takes longer than the host, and what fills up would cost more than it saves."""
 
-MOST_CHUNKS = 8
+MOST_CHUNKS = 16
 
 
 class ChunkGraphs:
@@ -40,15 +40,18 @@ class ChunkGraphs:
         cache: KvCache,
         tables: BlockTables,
         attention: GraphAttention,
+        most_tokens: int,
         record: Record,
     ) -> None:
+        """`most_tokens` are those of the largest step, beyond which no graph is useful."""
         self._model = model
+        self._sizes = sizes(most_tokens)
         self._tables = tables.rows
         self._tokens_per_block = cache.tokens_per_block
         null = np.full(1, NULL_BLOCK, dtype=np.int64)
         null_rows = cache.rows_of_tokens(null, np.zeros(1, dtype=np.int64)).reshape(-1)
         self._rows_per_token = len(null_rows)
-        most, device = SIZES[-1], cache.pool.device
+        most, device = self._sizes[-1], cache.pool.device
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -70,7 +73,7 @@ class ChunkGraphs:
         """Whether a graph can compute a batch."""
         return (
             bool(self._replays)
-            and len(batch.token_ids) <= SIZES[-1]
+            and len(batch.token_ids) <= self._sizes[-1]
             and len(batch.step.slots) <= MOST_CHUNKS
             and not (batch.tables or batch.reading or batch.adapters)
         )
@@ -79,7 +82,7 @@ class ChunkGraphs:
     def launch(self, batch: Batch) -> Tensor:
         """The logits of the completing chunks [completing, vocabulary]."""
         count = len(batch.token_ids)
-        size = SIZES[bisect_left(SIZES, count)]
+        size = self._sizes[bisect_left(self._sizes, count)]
         self._fill(batch, count, size)
         return self._replays[size]()[: len(batch.completing)].clone()
 
@@ -104,7 +107,7 @@ class ChunkGraphs:
             self._model.adapters.begin(())
         begun = time.monotonic()
         try:
-            for size in reversed(SIZES):
+            for size in reversed(self._sizes):
                 self._replays[size] = record(partial(self._step, size))
         except torch.OutOfMemoryError:
             raise
@@ -118,8 +121,8 @@ class ChunkGraphs:
             return
         log.info(
             "captured chunks of up to %d tokens as %d graphs in %.1f s",
-            SIZES[-1],
-            len(SIZES),
+            self._sizes[-1],
+            len(self._sizes),
             time.monotonic() - begun,
         )
 
@@ -128,3 +131,9 @@ class ChunkGraphs:
         token_rows = self._token_rows[: size * self._rows_per_token]
         self._chunks.begin(StepTokens(none, none, none, 0, token_rows), size)
         return self._model.logits(self._token_ids[:size], self._positions[:size], self._kept_rows)
+
+
+def sizes(most_tokens: int) -> list[int]:
+    """Numbers of tokens with a graph, for steps of up to `most_tokens`."""
+    most = min(most_tokens, SIZES[-1])
+    return [*(size for size in SIZES if size < most), most]

@@ -82,7 +82,9 @@ class Cuda(Accelerator):
     def copies_blocks(self) -> CopiesBlocks:
         return copy_blocks
 
-    def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
+    def compute(
+        self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
+    ) -> Compute:
         attention = self._attention(cache, tables)
         chooser = KernelChooser(self.ordering)
         runner = Runner(
@@ -92,7 +94,7 @@ class Cuda(Accelerator):
         share = self._group.share if self._group else None
         graphs = DecodeGraphs(model, attention, inputs, len(tables.rows), self._recorder(), share)
         # In memory of its own: a step may launch graphs of both kinds.
-        chunks = ChunkGraphs(model, cache, tables, attention, self._recorder())
+        chunks = ChunkGraphs(model, cache, tables, attention, most_tokens, self._recorder())
         return GraphRunner(runner, graphs, chunks, chooser, self.name)
 
     def _attention(self, cache: KvCache, tables: BlockTables) -> GraphAttention:

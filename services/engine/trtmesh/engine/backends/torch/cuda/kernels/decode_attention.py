@@ -22,8 +22,11 @@ from trtmesh.engine.backends.torch.model.attention import Rule
 MOST_SPLITS = 16
 LEAST_RUN = 256
 """Keys of a run, where a sequence has fewer than MOST_SPLITS times as many."""
-PROGRAMS = 1056
-"""Programs that fill a large GPU; longer sequences are not cut for more."""
+PROGRAMS = 4096
+"""Programs of a launch in which sequences are cut: many times what fills a large GPU, so that one long sequence among
+short ones has as many as a lone one."""
+MOST_CUT_PAIRS = 512
+"""Pairs of row and KV head of such a launch. More fill a GPU, and programs without work would take time."""
 FEW_PROGRAMS = 64
 """Pairs of row and KV head so few that each gets a whole multiprocessor."""
 LEAST_SIZE = 16
@@ -255,12 +258,13 @@ class DecodeWorkspace:
 
 def splits(rows: int, kv_heads: int) -> int:
     """Programs that share the runs of a sequence."""
-    return max(1, min(MOST_SPLITS, PROGRAMS // (rows * kv_heads)))
+    pairs = rows * kv_heads
+    return min(MOST_SPLITS, PROGRAMS // pairs) if pairs <= MOST_CUT_PAIRS else 1
 
 
 def most_shared_rows(kv_heads: int) -> int:
     """The most rows with `splits` above 1: more fill the GPU without cutting."""
-    return max(1, PROGRAMS // (2 * kv_heads))
+    return max(1, MOST_CUT_PAIRS // kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
