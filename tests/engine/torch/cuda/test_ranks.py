@@ -34,9 +34,6 @@ async def test_families_equal_generate(tmp_path: Path) -> None:
             own: Any = compute._own
             assert own._graphs._replays
             assert own._chunks._replays
-            ranks = engine.backend._loaded.ranks
-            assert ranks
-            assert ranks.group.reads_peers == torch.cuda.can_device_access_peer(0, 1)
             for count in (1, 3, 17):
                 assert await engine.run(prompts[:count], FREE) == expected[:count]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,9 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trtmesh.engine.backends.torch.parallel.peer_sums import RANKS, PeerSums
-
-log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)
@@ -42,18 +38,9 @@ class Group:
         self.place = place
         self._device = device
         self._backend = _backend(store, place, device)
-        self._peers = self._peer_sums(store)
-
-    @property
-    def reads_peers(self) -> bool:
-        """Whether small sums read the memory of the other GPUs."""
-        return self._peers is not None
 
     def add(self, tensor: Tensor) -> Tensor:
         """Replaces a tensor by the sum over all ranks, with the same bits on each; returns it."""
-        if self._peers and self._peers.takes(tensor):
-            self._peers.add(tensor)
-            return tensor
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def least(self, values: Iterable[int]) -> list[int]:
@@ -75,26 +62,8 @@ class Group:
 
     def abort(self) -> None:
         """Ends operations of a GPU that wait for a rank, from any thread. On a CPU they end by themselves."""
-        if self._peers:
-            self._peers.release()
         if self._device.type == "cuda":
             self._backend.abort()
-
-    def _peer_sums(self, store: Path) -> PeerSums | None:
-        """None unless all ranks can."""
-        if self._device.type != "cuda" or self.place.ranks not in RANKS:
-            return None
-        untyped: Any = dist
-        file = untyped.PrefixStore("peers", untyped.FileStore(str(store), self.place.ranks))
-        try:
-            found = PeerSums(
-                f"trtmesh-{store}", file, self.place.rank, self.place.ranks, self._device
-            )
-        except RuntimeError as error:
-            log.warning("GPUs do not read each other's memory, so sums take NCCL: %s", error)
-            found = None
-        (all_can,) = self.least([int(found is not None)])
-        return found if all_can else None
 
     def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         options = dist.AllreduceOptions()
