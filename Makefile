@@ -85,8 +85,8 @@ attack: $(INSTALLED_DEV)  ## Run every flood against a router, from 1 and from 2
 
 # With GPU_PYTHON, a Python that has all that the tests import, nothing is installed: machines with GPUs often have no
 # package index, and a PyTorch of their own. WORKERS share the GPU; the soak takes one of them. Tests that fill the
-# GPU's memory follow alone.
-GPU_TESTS = $(or $(GPU_PYTHON),$(BIN)/python) -m pytest --timeout=600 $(if $(GPU),--gpu=$(GPU)) $(if $(K),-k "$(K)")
+# GPU's memory follow alone. pytest-benchmark, where it is installed, warns of xdist, and warnings are errors.
+GPU_TESTS = $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -p no:benchmark --timeout=600 $(if $(GPU),--gpu=$(GPU)) $(if $(K),-k "$(K)")
 gpu-test: $(if $(GPU_PYTHON),,$(INSTALLED_DEV))  ## Run the tests of a GPU; GPU_PYTHON=python3, SOAK_REQUESTS=10000, SOAK_MINUTES=5, WORKERS=4, GPU=cuda:0; TRITON_INTERPRET=1 K=kernels without one
 	$(GPU_TESTS) -m "gpu and not whole_gpu" -n $(or $(WORKERS),4) --dist worksteal \
 	    $(if $(SOAK_REQUESTS),--soak-requests=$(SOAK_REQUESTS)) \
