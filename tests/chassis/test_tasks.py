@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import pytest
+from leaks import gone, without_collector
 from trtmesh.chassis.tasks import until_all_end, until_first_ends
+
+Until = Callable[..., Awaitable[None]]
 
 
 async def test_first_error_is_raised_and_others_end() -> None:
@@ -53,6 +57,20 @@ async def test_an_error_of_one_ends_all() -> None:
     with pytest.raises(ValueError, match="one"):
         await until_all_end(wait(), fail())
     assert ended.is_set()
+
+
+@pytest.mark.parametrize("until", [until_first_ends, until_all_end])
+async def test_errors_leave_nothing_for_the_garbage_collector(until: Until) -> None:
+    class Broken(Exception):
+        pass
+
+    async def fail() -> None:
+        raise Broken
+
+    with without_collector():
+        with suppress(Broken):
+            await until(fail(), fail(), asyncio.sleep(3600))
+        await gone(Broken)
 
 
 async def test_cancellation_of_the_caller_is_kept() -> None:

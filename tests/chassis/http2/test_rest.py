@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from time import perf_counter
 
+from leaks import alive, gone, without_collector
 from trtmesh.chassis.http2.rest import MOST_SECONDS, REST_PASSES, after_rest
 
 
@@ -21,6 +22,17 @@ async def test_a_chain_of_callbacks_advances_during_a_rest() -> None:
     loop.call_soon(hop)
     after_rest(lambda: rested.set_result(passes))
     assert await rested >= REST_PASSES
+
+
+async def test_a_rest_leaves_nothing_for_the_garbage_collector() -> None:
+    class Work:
+        def go_on(self) -> None:
+            pass
+
+    with without_collector():
+        after_rest(Work().go_on)
+        assert alive(Work)
+        await gone(Work)
 
 
 async def test_a_long_pass_ends_a_rest() -> None:

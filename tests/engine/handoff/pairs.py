@@ -18,9 +18,16 @@ from engine_streams import (
     serving,
     submit,
 )
+from leaks import gone, without_collector
 from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.handoff.fetch import Fetch
+from trtmesh.engine.handoff.fetch_server import ServedFetch
 from trtmesh.engine.handoff.handoffs import Handoffs
+from trtmesh.engine.handoff.leases import Timer
+from trtmesh.engine.handoff.received import ReceivedHandoff, Transfer
+from trtmesh.engine.handoff.sent import SentHandoff
+from trtmesh.engine.service.router_session import RouterSession
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
@@ -177,15 +184,18 @@ async def pair(
     receiver: dict[str, Any] | None = None,
     handoff: dict[str, Any] | None = None,
 ) -> AsyncIterator[Pair]:
-    """Two workers; in the end nothing of a handoff is left."""
+    """Two workers; in the end nothing of a handoff is left, without help of the garbage collector."""
     grpc_alone = {"transports": ("grpc",)} | (handoff or {})
-    async with (
-        side(grpc_alone, **(sender or {})) as prefill_side,
-        side(grpc_alone, **(receiver or {})) as decode_side,
-    ):
-        both = Pair(prefill_side, decode_side)
-        yield both
-        await both.settled()
+    with without_collector():
+        async with (
+            side(grpc_alone, **(sender or {})) as prefill_side,
+            side(grpc_alone, **(receiver or {})) as decode_side,
+        ):
+            both = Pair(prefill_side, decode_side)
+            yield both
+            await both.settled()
+            await gone(ReceivedHandoff, Transfer, Fetch, SentHandoff, ServedFetch, Timer)
+        await gone(RouterSession)
 
 
 async def oracle(prompt: Sequence[int] = PROMPT, max_tokens: int = 20) -> list[int]:

@@ -177,15 +177,14 @@ class TestWholeHandoffs:
     async def test_memory_of_messages_is_free_while_the_sequence_runs(self) -> None:
         async with pair() as both:
             _, receiver_lease = await both.attached()
-            handoff = both.receiver.handoffs.received.get(receiver_lease)
-            assert handoff
+            (handoff,) = both.receiver.handoffs.received.all()
             first = await both.sender.stream.end(1)
             await both.receiver.stream.send(continuation(1, receiver_lease, first.token_ids[0]))
             await eventually(lambda: both.receiver.received.consumed)
-            transfer = handoff._transfer
-            assert transfer
-            assert transfer._parts
-            assert all(streamed is None for _, streamed, _ in transfer._parts)
+            assert handoff._transfer
+            assert handoff._transfer._parts
+            assert all(streamed is None for _, streamed, _ in handoff._transfer._parts)
+            del handoff
 
     async def test_context_only_lease_outlives_its_stream(self) -> None:
         config = pb.GenerationConfig()
@@ -278,6 +277,7 @@ class TestEndsOfTheReceiver:
             await both.receiver.failed(later_one)
             assert both.receiver.received.held == 1
             assert list(stream.handoffs_failed) == [later_one]
+            await stream.send(release(receiver_lease))
 
     async def test_end_of_the_stream(self) -> None:
         async with pair(SLOW) as both:

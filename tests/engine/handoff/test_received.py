@@ -159,8 +159,8 @@ async def test_checksum_of_a_part_is_that_of_its_bytes() -> None:
 
         async with scripted(script) as address:
             receiver_lease = await attached_to(both, address)
-            (received,) = both.receiver.handoffs.received.all()
-            await eventually(lambda: received._lease.phase is Phase.COMPLETE)
+            received = both.receiver.handoffs.received
+            await eventually(lambda: received.all()[0]._lease.phase is Phase.COMPLETE)
             await both.receiver.stream.send(release(receiver_lease))
             await both.receiver.settled()
 
@@ -350,9 +350,9 @@ class TestOneSidedReads:
             _, receiver_lease = await both.attached()
             await both.sender.stream.end(1)
             await eventually(lambda: gated.begun)
-            (sent,) = both.sender.handoffs.sent.all()
+            (block, *_) = both.sender.handoffs.sent.all()[0].blocks
             memory = gated.memories(gated.sender)[0]
-            memory.rows[sent.blocks[0]] ^= 1
+            memory.rows[block] ^= 1
             gated.gate.set()
             assert "damaged" in (await both.receiver.failed(receiver_lease)).message
 
@@ -374,9 +374,9 @@ class TestOneSidedReads:
             assert both.receiver.stream.blocks_reserved.pop().error.reason == "QUEUE_FULL"
             gated.gate.set()
             await both.settled()
-            await both.reserve(lease())
-            for held in both.receiver.handoffs.received.all():
-                held.release()
+            last = lease()
+            await both.reserve(last)
+            await both.receiver.stream.send(release(last))
 
     async def test_defect_leaves_blocks_in_quarantine_until_their_reads_end(self) -> None:
         async with pair() as both:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtmesh.chassis.errors import InvalidField, SlowClient
+from trtmesh.chassis.errors import Draining, InvalidField, SlowClient
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import PerfMetrics, PromptDetails, SequenceStart, TokenDetails
 from trtmesh.engine.service.event_outbox import (
@@ -19,6 +19,8 @@ from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.step_part import StepPart, merge, split
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
+
+FAREWELL = Draining("the worker stops; use another")
 
 
 def part(step: int, tokens: dict[int, list[int]], offsets: dict[int, int]) -> StepPart:
@@ -201,10 +203,12 @@ def test_only_steps_need_credit() -> None:
     response = outbox.take(0)
     assert response
     assert [event.load.step_count for event in response.events] == [2]
-    outbox.close()
+    outbox.finish(FAREWELL)
     response = outbox.take(0)
     assert response
     assert response.events[0].step.ends[0].handle == 2
+    with pytest.raises(Draining):
+        outbox.check_open()
 
 
 def test_acknowledgement_of_unsent_steps_is_refused() -> None:
@@ -307,7 +311,7 @@ def test_logits_are_split_without_loss(
             outbox.acknowledge(reader.steps)
     for handle in offsets:
         outbox.put_end(epb.SequenceEnd(handle=handle))
-    outbox.close()
+    outbox.finish(FAREWELL)
     while response := outbox.take(len(history)):
         assert len(reader.ended) in (0, len(offsets))
         read(response)

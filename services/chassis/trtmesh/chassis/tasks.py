@@ -18,13 +18,24 @@ async def until_all_end(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) 
 
 
 async def _until(end: str, waits: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any]]) -> None:
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(wait) for wait in waits]
+    done: set[asyncio.Future[Any]] = set()
     try:
         done, _ = await asyncio.wait(tasks, return_when=end)
-        for task in done:
-            task.result()
+        while done:
+            done.pop().result()
     finally:
-        for task in tasks:
-            task.cancel()
+        # An error that leaves refers to this frame, which must refer to no task with an error: no cycle.
+        done.clear()
+        await _end(tasks)
+
+
+async def _end(tasks: list[asyncio.Future[Any]]) -> None:
+    """Cancels tasks, waits for their end and empties the list."""
+    for task in tasks:
+        task.cancel()
+    try:
         # `suppress(CancelledError)` around each await would also swallow a cancellation of the caller.
         await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        tasks.clear()

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from engine.config_fields import LEAVES
 from engine_streams import PATIENCE_SECONDS, RunningEngine, serving
+from leaks import gone, without_collector
 from recording_backend import INFO, RecordingBackend
 from smg_grpc_proto.generated import trtllm_service_pb2 as tpb
 from tokenizers import Tokenizer
@@ -36,6 +37,7 @@ from trtmesh.engine.backend import (
     StepOutput,
     TokenDetails,
 )
+from trtmesh.engine.service.trtllm.call import GenerateCall
 from trtmesh.v1 import generation_pb2 as pb
 
 EVERYTHING = replace(INFO, supported_fields=frozenset(LEAVES), vocabulary_size=6144)
@@ -253,10 +255,15 @@ async def test_metrics_are_seconds_and_the_arrival_is_the_clients() -> None:
 async def test_the_error_of_a_sequence_ends_the_call_and_its_siblings() -> None:
     recording = backend()
     sampling = tpb.SamplingConfig(num_return_sequences=2, temperature=1.0)
-    async with running(recording, request(sampling_config=sampling)) as (call, (first, second)):
-        recording.end(first, reason=pb.FINISH_REASON_ERROR, error=BackendFailed("item 1 is broken"))
-        error = await refusal(call)
-        await until(lambda: not recording.live)
+    asked = request(sampling_config=sampling)
+    with without_collector():
+        async with running(recording, asked) as (call, (first, second)):
+            broken = BackendFailed("item 1 is broken")
+            recording.end(first, reason=pb.FINISH_REASON_ERROR, error=broken)
+            del broken
+            error = await refusal(call)
+            await until(lambda: not recording.live)
+        await gone(GenerateCall)
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "item 1 is broken" in (error.details() or "")
     assert recording.stops == [((second,), pb.FINISH_REASON_CANCELLED)]

@@ -19,12 +19,13 @@ MOST_SECONDS = 0.005
 
 def after_rest(callback: Callable[[], None]) -> None:
     """Calls `callback` in the pass after a rest."""
-    loop, until = asyncio.get_running_loop(), perf_counter() + MOST_SECONDS
+    until = perf_counter() + MOST_SECONDS
+    asyncio.get_running_loop().call_soon(_rest, REST_PASSES, until, callback)
 
-    def wait(passes: int) -> None:
-        if passes and perf_counter() < until:
-            loop.call_soon(wait, passes - 1)
-        else:
-            callback()
 
-    loop.call_soon(wait, REST_PASSES)
+# No closure: one that names itself is a cycle.
+def _rest(passes: int, until: float, callback: Callable[[], None]) -> None:
+    if passes and perf_counter() < until:
+        asyncio.get_running_loop().call_soon(_rest, passes - 1, until, callback)
+    else:
+        callback()

@@ -35,19 +35,25 @@ class LeaseOwner(Protocol):
 
 
 class Timer:
-    """The remaining life of a lease."""
+    """The remaining life of a lease. Lease and timer are a cycle until the lease has ended and cancels its timer."""
 
     def __init__(self, seconds: float, expire: Callable[[], None]) -> None:
-        self._expire = expire
+        self._expire: Callable[[], None] | None = expire
         self._handle: asyncio.TimerHandle | None = None
         self.renew(seconds)
 
     def renew(self, seconds: float) -> None:
-        """The lease ends after `seconds`."""
-        self.cancel()
-        self._handle = asyncio.get_running_loop().call_later(seconds, self._expire)
+        """The lease ends after `seconds`, unless the timer is cancelled."""
+        self._stop()
+        if self._expire:
+            self._handle = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     def cancel(self) -> None:
+        """Ends the timer for good, and forgets the lease."""
+        self._stop()
+        self._expire = None
+
+    def _stop(self) -> None:
         if self._handle:
             self._handle.cancel()
             self._handle = None

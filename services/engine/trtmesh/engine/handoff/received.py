@@ -338,6 +338,8 @@ class Transfer:
         try:
             await self.fetch.run()
         finally:
+            # The fetch refers to the lease, and the lease to this.
+            self.fetch = None
             await self.close()
 
     async def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,16 +27,8 @@ class AdapterCommands:
     Every router gets every change, but a failed load only the router that asked for it.
     """
 
-    def __init__(
-        self,
-        engine: LoadedEngine,
-        outbox: EventOutbox,
-        router: str,
-        finish: Callable[[TrtmeshError], None],
-    ) -> None:
-        """`finish` ends the router's stream with an error."""
+    def __init__(self, engine: LoadedEngine, outbox: EventOutbox, router: str) -> None:
         self._engine = engine
-        self._finish = finish
         self._outbox = outbox
         self._router = router
         self._deliveries = Deliveries(engine.delivery_memory)
@@ -103,7 +95,7 @@ class AdapterCommands:
         try:
             self._refuse(identity.id, identity.name, identity.version, error)
         except SlowClient as slow:
-            self._finish(slow)
+            self._outbox.finish(slow)
 
     def _load(self, load: AdapterLoad) -> None:
         log.info("router %s loads adapter %d", self._router, load.identity.id)

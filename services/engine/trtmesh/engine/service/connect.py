@@ -80,5 +80,4 @@ async def _write(session: RouterSession, engine: LoadedEngine, context: Context)
         while response := outbox.take(engine.streams.step_count):
             await context.write(response)
             session.sent()
-        if session.farewell:
-            raise session.farewell
+        outbox.check_open()

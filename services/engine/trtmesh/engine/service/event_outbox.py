@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from trtmesh.chassis.errors import InvalidField, SlowClient
+from trtmesh.chassis.errors import InvalidField, SlowClient, TrtmeshError
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.step_part import StepPart, merge, split
 from trtmesh.engine.service.wire import fill_step
@@ -49,7 +49,7 @@ class EventOutbox:
         self._most_tensor_bytes = most_tensor_bytes
         self._sent_steps = 0
         self._acknowledged_steps = 0
-        self._closing = False
+        self._farewell: TrtmeshError | None = None
         self._parts: list[StepPart] = []
         self._part_tokens = 0
         self._most_part_tokens = MERGED_TOKENS
@@ -126,14 +126,23 @@ class EventOutbox:
             if self.holds_steps:
                 self.filled.set()
 
-    def close(self) -> None:
-        """Sends the rest without credit, because the stream is about to end."""
-        self._closing = True
+    def finish(self, farewell: TrtmeshError) -> None:
+        """Sends the rest without credit, then ends the stream with `farewell`."""
+        self._farewell = farewell
         self.filled.set()
+
+    def check_open(self) -> None:
+        """Raises the farewell, whose turn it is once everything was taken."""
+        if self._farewell:
+            try:
+                raise self._farewell
+            finally:
+                # It has this frame, and so this outbox: they must not be a cycle.
+                self._farewell = None
 
     def take(self, step_count: int) -> epb.EngineServiceConnectResponse | None:
         """Returns the next message with all sendable events, or None."""
-        may_step = self._closing or self.unacknowledged_steps < self._credit
+        may_step = self._farewell is not None or self.unacknowledged_steps < self._credit
         steps = may_step and self.holds_steps
         if not (steps or self._answers or self._kv_events or self._load):
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import (
@@ -38,11 +37,8 @@ Handoff = SentHandoff | ReceivedHandoff | SentState | ReceivedState
 class HandoffCommands:
     """The leases of one router; implements LeaseOwner."""
 
-    def __init__(
-        self, engine: LoadedEngine, outbox: EventOutbox, finish: Callable[[TrtmeshError], None]
-    ) -> None:
-        """`finish` ends the router's stream with an error."""
-        self._engine, self._outbox, self._finish = engine, outbox, finish
+    def __init__(self, engine: LoadedEngine, outbox: EventOutbox) -> None:
+        self._engine, self._outbox = engine, outbox
         self._open = True
 
     @property
@@ -212,7 +208,7 @@ class HandoffCommands:
         try:
             self._outbox.put_answer(event)
         except SlowClient as error:
-            self._finish(error)
+            self._outbox.finish(error)
 
     def _handoffs(self, command: str) -> Handoffs:
         if self._engine.handoffs is None:

@@ -69,7 +69,6 @@ class RouterSession:
             engine.metrics,
             min(MOST_TENSOR_BYTES, engine.settings.max_message_bytes // 4),
         )
-        self.farewell: TrtmeshError | None = None
         self._engine = engine
         self._live: dict[int, _Item] = {}
         self._continuing: dict[int, ReceivedState] = {}
@@ -79,8 +78,8 @@ class RouterSession:
         self._failed = False
         self._number = engine.streams.add(self)
         self.outbox.put_answer(epb.EngineEvent(welcome=epb.Welcome(engine=engine.description)))
-        self._adapters = AdapterCommands(engine, self.outbox, self.router, self.finish)
-        self._handoffs = HandoffCommands(engine, self.outbox, self.finish)
+        self._adapters = AdapterCommands(engine, self.outbox, self.router)
+        self._handoffs = HandoffCommands(engine, self.outbox)
         # The router may place items right away, without waiting for the next report.
         self.take_load(engine.load())
         engine.metrics.open_streams += 1
@@ -188,8 +187,7 @@ class RouterSession:
 
     def finish(self, farewell: TrtmeshError) -> None:
         """Sends the waiting events, then ends the stream with `farewell`."""
-        self.farewell = farewell
-        self.outbox.close()
+        self.outbox.finish(farewell)
 
     def close(self) -> None:
         """Stops the live sequences at once, because the stream is over."""

@@ -36,9 +36,10 @@ class StreamedPart:
         self.size = self.missing_bytes = rows * sum(last - first for first, last in spans)
         self.chunks: list[memoryview | bytearray] = []
         """The bytes so far."""
-        self._complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether all bytes came. No exception, which would refer to the reader, and the reader to this."""
         if not self.missing_bytes:
-            self._complete.set_result(None)
+            self._complete.set_result(True)
 
     def feed(self, data: memoryview) -> None:
         """Takes the next bytes, at most the missing ones. They must not change until the part was read."""
@@ -51,18 +52,17 @@ class StreamedPart:
             chunks.append(bytearray(data))
         self.missing_bytes -= len(data)
         if not self.missing_bytes and not self._complete.done():
-            self._complete.set_result(None)
+            self._complete.set_result(True)
 
     def abandon(self) -> None:
         """No bytes follow."""
         if not self._complete.done():
-            self._complete.set_exception(ReadFailed("the fetch ended within a part"))
-            # Retrieved here for parts that are never read.
-            self._complete.exception()
+            self._complete.set_result(False)
 
     async def read(self, copies: Sequence[ShardCopy]) -> None:
         """Copies the blocks, once all have arrived. Raises ReadFailed."""
-        await self._complete
+        if not await self._complete:
+            raise ReadFailed("the fetch ended within a part")
         await self._copying(self._scatter(copies))
 
     def _scatter(self, copies: Sequence[ShardCopy]) -> Iterator[None]:

@@ -90,6 +90,10 @@ class GenerateCall:
     def close(self) -> None:
         """Stops the live sequences at once, because the call is over."""
         self._open = False
+        # If an error was raised, it refers to this.
+        self._error = None
+        for sequence in self._sequences:
+            sequence.end = None
         if self._live:
             self._stop(self._live)
         else:

@@ -77,6 +77,8 @@ class KvSubscription:
         self._stream = engine.streams.add(self)
 
     def close(self) -> None:
+        # If it was raised, it refers to this.
+        self._farewell = None
         self._engine.streams.remove(self._stream)
 
     async def next(self) -> list[common_pb2.KvEventBatch]:
