@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from e2e.mesh import PATIENT, SIMULATED, Mesh, eventually, running_mesh, scrape
-from engine.tensorrt_llm.site import Site
-from engine.tensorrt_llm.stand_in.package import RELEASES
+from e2e import backends
+from e2e.backends import Backend
+from e2e.mesh import PATIENT, Mesh, eventually, running_mesh, scrape
 from trtmesh.client import Client, FinishReason, GenerationPhase, HandoffConfig, ItemResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -22,14 +22,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 class Fleet:
     """Workers of a backend. Each kind, the end of their names, makes pairs of its own."""
 
-    flags: Sequence[str]
-    """Of every worker."""
+    backend: Backend
     workers: Mapping[str, Sequence[str]]
     handoff: str
     """The kind of their state, as an explanation names it."""
-    draws: Mapping[str, Any]
-    """How both halves choose the tokens of the whole."""
-    env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kinds(self) -> set[str]:
@@ -38,9 +34,6 @@ class Fleet:
     @property
     def by_lease(self) -> list[str]:
         return [name for name in self.workers if name.endswith("-lease")]
-
-    async def start(self, mesh: Mesh, *flags: str) -> None:
-        await mesh.start_engine(*self.flags, *flags, env=self.env)
 
 
 def simulated(directory: Path) -> Fleet:
@@ -55,12 +48,10 @@ def simulated(directory: Path) -> Fleet:
         for kind, flags in kinds.items()
         for role in ("prefill", "decode")
     }
-    return Fleet(SIMULATED, workers, "simulated", {"seed": 5, "temperature": 0.8})
+    return Fleet(backends.simulated(directory), workers, "simulated")
 
 
 def tensorrt_llm(directory: Path) -> Fleet:
-    """Over the stand-in of the library."""
-    site = Site(directory, RELEASES[-1])
     roles = {
         "p": ("--role", "prefill", "--tensorrt-llm-batching-overlap", "false"),
         "d": ("--role", "decode"),
@@ -72,8 +63,7 @@ def tensorrt_llm(directory: Path) -> Fleet:
         for kind, flags in kinds.items()
         for name, role in roles.items()
     }
-    # A sampled second half draws from another seed.
-    return Fleet(site.flags, workers, "trtllm", {"ignore_end_id": True}, site.env)
+    return Fleet(backends.tensorrt_llm(directory), workers, "trtllm")
 
 
 FLEETS: Mapping[str, Callable[[Path], Fleet]] = {
@@ -97,7 +87,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 async def mesh(fleet: Fleet) -> AsyncIterator[Mesh]:
     async def start(mesh: Mesh) -> None:
         workers = fleet.workers.items()
-        starts = (fleet.start(mesh, *flags, "--worker", name) for name, flags in workers)
+        starts = (fleet.backend.start(mesh, *flags, "--worker", name) for name, flags in workers)
         await asyncio.gather(*starts)
         await mesh.start_router(*ROUTER)
         await mesh.ready(len(fleet.workers))
@@ -161,7 +151,7 @@ async def test_two_routers_pair_equal_kinds_and_get_the_tokens_of_one_worker(
 ) -> None:
     numbers = range(24)
     asked = [
-        ask(client, number, **fleet.draws, request_id=f"{name}-{number}")
+        ask(client, number, **fleet.backend.draws, request_id=f"{name}-{number}")
         for number in numbers
         for name, client in (("here", mesh.client), ("there", other))
     ]
@@ -177,12 +167,12 @@ async def test_two_routers_pair_equal_kinds_and_get_the_tokens_of_one_worker(
     await no_leases(mesh)
 
     async def whole(mesh: Mesh) -> None:
-        await fleet.start(mesh)
+        await fleet.backend.start(mesh)
         await mesh.start_router(*PATIENT)
         await mesh.ready(1)
 
     async with running_mesh(start=whole) as alone:
-        expected = [await ask(alone.client, number, **fleet.draws) for number in numbers]
+        expected = [await ask(alone.client, number, **fleet.backend.draws) for number in numbers]
     for number in numbers:
         for item in items[2 * number : 2 * number + 2]:
             assert item.token_ids == expected[number].token_ids
@@ -205,8 +195,8 @@ async def test_clients_bring_halves_together_without_a_state(fleet: Fleet, mesh:
     for name in fleet.by_lease:
         await mesh.admin.drain_worker(name)
     try:
-        expected = await ask(mesh.client, 7, **fleet.draws)
-        first = await ask(mesh.client, 7, **fleet.draws, handoff=context)
+        expected = await ask(mesh.client, 7, **fleet.backend.draws)
+        first = await ask(mesh.client, 7, **fleet.backend.draws, handoff=context)
         assert first.reason is FinishReason.LENGTH
         assert first.token_ids == expected.token_ids[:1]
         finished = first.sequences[0].finished
@@ -216,7 +206,7 @@ async def test_clients_bring_halves_together_without_a_state(fleet: Fleet, mesh:
         generation = HandoffConfig(
             phase=GenerationPhase.GENERATION_PHASE_GENERATION_ONLY, state=finished.handoff_state
         )
-        second = await ask(mesh.client, 7, **fleet.draws, handoff=generation)
+        second = await ask(mesh.client, 7, **fleet.backend.draws, handoff=generation)
         assert second.token_ids == expected.token_ids
     finally:
         for name in fleet.by_lease:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from e2e import test_fan_out, test_output
-from e2e.mesh import DEMO, ENDLESS, PATIENT, Mesh, check_beginning, decode, eventually, running_mesh
+from e2e.mesh import DEMO, PATIENT, Mesh, decode, eventually, running_mesh
 from engine.tensorrt_llm.site import Site, suite_of
 from engine.tensorrt_llm.stand_in.package import RELEASES
 from processes import run_to_exit
@@ -29,7 +28,6 @@ globals().update(suite_of(test_fan_out, test_output, but=OTHERS))
 
 PROMPTS = [f"item {number}" for number in range(4)]
 TOKENS = 60
-WORKERS = ("engine-0", "engine-1")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=RELEASES)
@@ -45,26 +43,6 @@ async def mesh(
 
     async with running_mesh(start=start) as mesh:
         yield mesh
-
-
-async def test_a_killed_engine_moves_its_greedy_items(tmp_path: Path) -> None:
-    """The stand-in continues any tokens as it would have; a model does but for near ties."""
-    site = Site(tmp_path, RELEASES[0])
-
-    async def start(mesh: Mesh) -> None:
-        engines = (site.engine(mesh, "--worker", name) for name in WORKERS)
-        await asyncio.gather(mesh.start_tokenizer(), *engines)
-        await mesh.start_router("--placement-policy", "round_robin")
-        await mesh.ready(2, 1)
-
-    async with running_mesh(start=start) as mesh:
-        expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
-        reader = mesh.open(PROMPTS, max_tokens=ENDLESS, ignore_end_id=True)
-        await reader.until(lambda r: all(r.tokens(index) > 10 for index in range(len(PROMPTS))))
-        mesh.engines[0].signal(signal.SIGKILL)
-        await mesh.counted("moved_sequences", len(PROMPTS) / 2)
-        check_beginning(await reader.stopped_at(TOKENS), expected)
-        await mesh.idle()
 
 
 @pytest.mark.parametrize("release", RELEASES)
