@@ -90,9 +90,12 @@ gpu-test: $(if $(GPU_PYTHON),,$(INSTALLED_DEV))  ## Run the tests of a GPU; GPU_
 	    $(if $(GPU),--gpu=$(GPU)) $(if $(SOAK_REQUESTS),--soak-requests=$(SOAK_REQUESTS)) \
 	    $(if $(SOAK_MINUTES),--soak-minutes=$(SOAK_MINUTES)) $(if $(K),-k "$(K)") tests/engine/torch
 
-# Its environment is the library's image with this repository beside it, so nothing is installed: see services/engine/README.md.
+# Nothing is installed: services/engine/README.md says how to make its environment.
 tensorrt-llm-test:  ## Run the TensorRT-LLM backend over the real library, beside the torch backend; LIBRARY_PYTHON, TORCH_PYTHON
-	$(or $(LIBRARY_PYTHON),python3) -m pytest -v -rs -m tensorrt_llm --timeout=0 tests/engine/tensorrt_llm
+	@$(or $(LIBRARY_PYTHON),python3) -c 'import sys; from importlib.util import find_spec; \
+	    lacks = [name for name in ("tensorrt_llm", "trtmesh", "pytest") if find_spec(name) is None]; \
+	    sys.exit("%s lacks %s; see services/engine/README.md" % (sys.executable, ", ".join(lacks)) if lacks else 0)'
+	$(or $(LIBRARY_PYTHON),python3) -m pytest -v -rs -m tensorrt_llm --timeout=0 tests/engine/tensorrt_llm/test_library.py
 
 images:  ## Build the images of the three services and print their sizes
 	@for service in router tokenizer engine; do \
