@@ -30,9 +30,9 @@ def simulated(_directory: Path) -> Backend:
     return Backend(SIMULATED, {"seed": 5, "temperature": 0.8})
 
 
-def tensorrt_llm(directory: Path) -> Backend:
+def tensorrt_llm(directory: Path, release: str = RELEASES[0]) -> Backend:
     """Over the stand-in of the library, in a fresh directory. A sampled stream continues with other draws."""
-    site = Site(directory, RELEASES[-1])
+    site = Site(directory, release)
     return Backend(site.flags, {"ignore_end_id": True}, site.env)
 
 

@@ -13,6 +13,7 @@ import pytest_asyncio
 from e2e import backends
 from e2e.backends import Backend
 from e2e.mesh import PATIENT, Mesh, eventually, running_mesh, scrape
+from engine.tensorrt_llm.stand_in.package import RELEASES
 from trtmesh.client import Client, FinishReason, GenerationPhase, HandoffConfig, ItemResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,7 +64,7 @@ def tensorrt_llm(directory: Path) -> Fleet:
         for kind, flags in kinds.items()
         for name, role in roles.items()
     }
-    return Fleet(backends.tensorrt_llm(directory), workers, "trtllm")
+    return Fleet(backends.tensorrt_llm(directory, RELEASES[-1]), workers, "trtllm")
 
 
 FLEETS: Mapping[str, Callable[[Path], Fleet]] = {
