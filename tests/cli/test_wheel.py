@@ -63,16 +63,24 @@ def test_up_without_a_model_says_what_to_do(installed: Path, tmp_path: Path) -> 
     assert "--model DIR (hf download " in result.stderr
 
 
-def test_up_without_the_extras_names_them(installed: Path, tmp_path: Path) -> None:
-    hidden = "import sys; sys.modules.update(tokenizers=None, torch=None);"
-    for backend, extras in (
-        ("torch", "tokenizer,engine"),
-        ("simulated", "tokenizer"),
-    ):
-        flags = ("--backend", backend, "--model", str(DEMO))
-        result = trtmesh(installed, tmp_path, "up", *FREE_PORTS, *flags, prelude=hidden)
-        assert result.returncode == 1
-        assert f"pip install 'trtmesh[{extras}]'" in result.stderr
+@pytest.mark.parametrize(
+    ("flags", "extras"),
+    [
+        (("--backend", "torch"), "tokenizer,engine"),
+        (("--backend", "simulated"), "tokenizer"),
+        (("--engines-at", "vllm://127.0.0.1:1"), "tokenizer,foreign"),
+        (("--engines-at", "vllm://127.0.0.1:1", "--engines", "1"), "tokenizer,engine,foreign"),
+    ],
+)
+def test_up_without_the_extras_names_them(
+    installed: Path, tmp_path: Path, flags: tuple[str, ...], extras: str
+) -> None:
+    missing = "tokenizers=None, torch=None, smg_grpc_proto=None"
+    hidden = f"import sys; sys.modules.update({missing});"
+    given = (*FREE_PORTS, *flags, "--model", str(DEMO))
+    result = trtmesh(installed, tmp_path, "up", *given, prelude=hidden)
+    assert result.returncode == 1
+    assert f"pip install 'trtmesh[{extras}]'" in result.stderr
 
 
 def test_up_serves_a_given_model(installed: Path, tmp_path: Path) -> None:

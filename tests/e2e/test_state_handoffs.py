@@ -3,49 +3,102 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from e2e.mesh import PATIENT, SIMULATED, Mesh, eventually, running_mesh, scrape
+from e2e import backends
+from e2e.backends import Backend
+from e2e.mesh import PATIENT, Mesh, eventually, running_mesh, scrape
+from engine.tensorrt_llm.stand_in.package import RELEASES
 from trtmesh.client import Client, FinishReason, GenerationPhase, HandoffConfig, ItemResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-STATE = ("--simulated-handoff-by", "state")
-OTHER = (*STATE, "--simulated-handoff-compatibility", "fp8")
-WORKERS = {
-    "p-bf16": ("--role", "prefill", *STATE),
-    "d-bf16": ("--role", "decode", *STATE),
-    "p-fp8": ("--role", "prefill", *OTHER),
-    "d-fp8": ("--role", "decode", *OTHER),
-    "p-lease": ("--role", "prefill"),
-    "d-lease": ("--role", "decode"),
+
+@dataclass(frozen=True)
+class Fleet:
+    """Workers of a backend. Each kind, the end of their names, makes pairs of its own."""
+
+    backend: Backend
+    workers: Mapping[str, Sequence[str]]
+    handoff: str
+    """The kind of their state, as an explanation names it."""
+
+    @property
+    def kinds(self) -> set[str]:
+        return {name.partition("-")[2] for name in self.workers}
+
+    @property
+    def by_lease(self) -> list[str]:
+        return [name for name in self.workers if name.endswith("-lease")]
+
+
+def simulated(directory: Path) -> Fleet:
+    state = ("--simulated-handoff-by", "state")
+    kinds = {
+        "bf16": state,
+        "fp8": (*state, "--simulated-handoff-compatibility", "fp8"),
+        "lease": (),
+    }
+    workers = {
+        f"{role[0]}-{kind}": ("--role", role, *flags)
+        for kind, flags in kinds.items()
+        for role in ("prefill", "decode")
+    }
+    return Fleet(backends.simulated(directory), workers, "simulated")
+
+
+def tensorrt_llm(directory: Path) -> Fleet:
+    roles = {
+        "p": ("--role", "prefill", "--tensorrt-llm-batching-overlap", "false"),
+        "d": ("--role", "decode"),
+    }
+    kinds = {"bf16": (), "fp8": ("--tensorrt-llm-kv-cache-dtype", "fp8")}
+    transfer = ("--tensorrt-llm-transceiver-backend", "UCX")
+    workers = {
+        f"{name}-{kind}": (*role, *transfer, *flags)
+        for kind, flags in kinds.items()
+        for name, role in roles.items()
+    }
+    return Fleet(backends.tensorrt_llm(directory, RELEASES[-1]), workers, "trtllm")
+
+
+FLEETS: Mapping[str, Callable[[Path], Fleet]] = {
+    "simulated": simulated,
+    "tensorrt_llm": tensorrt_llm,
 }
-"""Each kind makes pairs of its own."""
 ROUTER = (*PATIENT, "--handoff-enabled", "always", "--placement-policy", "round_robin")
-OPTIONS: dict[str, Any] = {"max_tokens": 24, "seed": 5, "temperature": 0.8, "text": False}
+OPTIONS: dict[str, Any] = {"max_tokens": 24, "text": False}
 
 
 def prompt(number: int) -> list[int]:
     return [number, *range(100, 300)]
 
 
+@pytest.fixture(scope="module", params=FLEETS)
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    return FLEETS[request.param](tmp_path_factory.mktemp("fleet"))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
+async def mesh(fleet: Fleet) -> AsyncIterator[Mesh]:
     async def start(mesh: Mesh) -> None:
-        engines = ((*SIMULATED, *flags, "--worker", name) for name, flags in WORKERS.items())
-        await asyncio.gather(*(mesh.start_engine(*flags) for flags in engines))
+        workers = fleet.workers.items()
+        starts = (fleet.backend.start(mesh, *flags, "--worker", name) for name, flags in workers)
+        await asyncio.gather(*starts)
         await mesh.start_router(*ROUTER)
-        await mesh.ready(len(WORKERS))
+        await mesh.ready(len(fleet.workers))
 
     async with running_mesh(start=start) as mesh:
         yield mesh
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def other(mesh: Mesh) -> AsyncIterator[Client]:
+async def other(fleet: Fleet, mesh: Mesh) -> AsyncIterator[Client]:
     """A client of a second router of the same workers."""
     engines = ",".join(engine.address for engine in mesh.engines)
     process = await mesh.start("router", "--port", "0", "--engines", engines, *ROUTER)
@@ -53,7 +106,7 @@ async def other(mesh: Mesh) -> AsyncIterator[Client]:
 
         async def serves() -> bool:
             samples = await scrape(process)
-            return samples.get("trtmesh_router_ready_workers") == len(WORKERS)
+            return samples.get("trtmesh_router_ready_workers") == len(fleet.workers)
 
         await eventually(serves)
         yield client
@@ -95,11 +148,11 @@ async def no_leases(mesh: Mesh) -> None:
 
 
 async def test_two_routers_pair_equal_kinds_and_get_the_tokens_of_one_worker(
-    mesh: Mesh, other: Client
+    fleet: Fleet, mesh: Mesh, other: Client
 ) -> None:
     numbers = range(24)
     asked = [
-        ask(client, number, request_id=f"{name}-{number}")
+        ask(client, number, **fleet.backend.draws, request_id=f"{name}-{number}")
         for number in numbers
         for name, client in (("here", mesh.client), ("there", other))
     ]
@@ -109,18 +162,18 @@ async def test_two_routers_pair_equal_kinds_and_get_the_tokens_of_one_worker(
         (placement,) = (await mesh.admin.explain(f"here-{number}")).placements
         kind = placement.prefill_worker.removeprefix("p-")
         assert placement.worker == f"d-{kind}"
-        assert placement.handoff_kind == ("" if kind == "lease" else "simulated")
+        assert placement.handoff_kind == ("" if kind == "lease" else fleet.handoff)
         kinds.add(kind)
-    assert kinds == {"bf16", "fp8", "lease"}
+    assert kinds == fleet.kinds
     await no_leases(mesh)
 
     async def whole(mesh: Mesh) -> None:
-        await mesh.start_engine(*SIMULATED)
+        await fleet.backend.start(mesh)
         await mesh.start_router(*PATIENT)
         await mesh.ready(1)
 
     async with running_mesh(start=whole) as alone:
-        expected = [await ask(alone.client, number) for number in numbers]
+        expected = [await ask(alone.client, number, **fleet.backend.draws) for number in numbers]
     for number in numbers:
         for item in items[2 * number : 2 * number + 2]:
             assert item.token_ids == expected[number].token_ids
@@ -137,14 +190,14 @@ async def test_metrics_name_the_transport(mesh: Mesh) -> None:
         assert bool(by_state.get("trtmesh_engine_handoffs_total")) is not name.endswith("lease")
 
 
-async def test_clients_bring_halves_together_without_a_state(mesh: Mesh) -> None:
+async def test_clients_bring_halves_together_without_a_state(fleet: Fleet, mesh: Mesh) -> None:
     """No client gets a state of a backend, so the second half computes the prompt again."""
     context = HandoffConfig(phase=GenerationPhase.GENERATION_PHASE_CONTEXT_ONLY)
-    for name in ("p-lease", "d-lease"):
+    for name in fleet.by_lease:
         await mesh.admin.drain_worker(name)
     try:
-        expected = await ask(mesh.client, 7)
-        first = await ask(mesh.client, 7, handoff=context)
+        expected = await ask(mesh.client, 7, **fleet.backend.draws)
+        first = await ask(mesh.client, 7, **fleet.backend.draws, handoff=context)
         assert first.reason is FinishReason.LENGTH
         assert first.token_ids == expected.token_ids[:1]
         finished = first.sequences[0].finished
@@ -154,9 +207,9 @@ async def test_clients_bring_halves_together_without_a_state(mesh: Mesh) -> None
         generation = HandoffConfig(
             phase=GenerationPhase.GENERATION_PHASE_GENERATION_ONLY, state=finished.handoff_state
         )
-        second = await ask(mesh.client, 7, handoff=generation)
+        second = await ask(mesh.client, 7, **fleet.backend.draws, handoff=generation)
         assert second.token_ids == expected.token_ids
     finally:
-        for name in ("p-lease", "d-lease"):
+        for name in fleet.by_lease:
             await mesh.admin.resume_worker(name)
     await no_leases(mesh)

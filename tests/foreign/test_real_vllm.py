@@ -15,9 +15,11 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from e2e.mesh import DEMO, PATIENT, Mesh, eventually, running_mesh, scrape
+from chaos.proxy import proxy_to
+from e2e.mesh import DEMO, PATIENT, Mesh, StreamReader, eventually, running_mesh, scrape
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from trtmesh.client import FinishReason, ItemResult
+from trtmesh.chassis.errors import Unavailable
+from trtmesh.client import Client, FinishReason, ItemResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 pytestmark = [pytest.mark.foreign, pytest.mark.asyncio(loop_scope="module")]
@@ -183,26 +185,42 @@ async def test_three_prompts_stream(site: Site) -> None:
     assert {worker_of(item) for item in items} == {worker.url for worker in site.workers}
 
 
-async def idle(site: Site) -> None:
-    async def nothing_runs() -> bool:
+async def running(site: Site, count: int) -> None:
+    """Waits until this many sequences run on vLLM, by its own figures."""
+
+    async def so_many() -> bool:
         workers = (await site.mesh.status()).workers
         loads = [worker.load for worker in workers]
-        return not any(load.running_sequences + load.waiting_sequences for load in loads)
+        return sum(load.running_sequences + load.waiting_sequences for load in loads) == count
 
-    await eventually(nothing_runs)
+    await eventually(so_many)
 
 
-async def test_stop_and_disconnect(site: Site) -> None:
+@pytest.mark.parametrize("how", ["stop", "cancel", "disconnect"])
+async def test_sequences_end_on_vllm(site: Site, how: str) -> None:
+    """Before they are complete: another of equal length, which began earlier, still runs."""
     await site.only(foreign=True)
-    stopped = site.mesh.open(PROMPTS, max_tokens=1500, ignore_end_id=True)
-    items = await stopped.stopped_at(5)
-    assert {item.reason for item in items} == {FinishReason.STOPPED}
-    await idle(site)
-    left = site.mesh.open(PROMPTS, max_tokens=1500, ignore_end_id=True)
-    await left.tokens_here(5)
-    await left.cancel()
-    await idle(site)
-    show("both ended the sequences on vLLM: its load is back to 0")
+    client, endless = site.mesh.client, {"max_tokens": 1900, "ignore_end_id": True}
+    control = site.mesh.open(PROMPTS[:1], **endless)
+    await control.tokens_here(1)
+    async with proxy_to(site.mesh.router.address) as proxy, Client(proxy.address) as other:
+        reader = StreamReader(client if how == "stop" else other, PROMPTS, **endless)
+        await reader.tokens_here(5)
+        await running(site, len(PROMPTS) + 1)
+        if how == "stop":
+            items = await reader.stopped_at(5)
+            assert {item.reason for item in items} == {FinishReason.STOPPED}
+        elif how == "cancel":
+            await reader.cancel()
+        else:
+            proxy.cut()
+            with pytest.raises(Unavailable):
+                await reader.result()
+        await running(site, 1)
+    assert not control.is_over
+    show(f"{how}: of 4 sequences on vLLM 1 was left, after {control.tokens()} of 1900 tokens")
+    await control.stopped_at(1)
+    await running(site, 0)
 
 
 async def test_end_of_a_stop_sequence_and_of_a_stop_text(site: Site) -> None:

@@ -134,6 +134,10 @@ PYTORCH: dict[str, set[str]] = {
 }
 
 
+def test_page_is_up_to_date() -> None:
+    assert PAGE["PAGE"].read_text("utf-8") == PAGE["page"](), "run python docs/build.py"
+
+
 @pytest.mark.parametrize("weights", Weights)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
 def test_dry_run_prints_the_command_or_names_what_is_missing(

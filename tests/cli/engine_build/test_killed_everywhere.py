@@ -18,11 +18,13 @@ from cli.engine_build.building import Workshop, plan_of
 TESTS = Path(__file__).parents[2]
 
 
-def plan(revision: str) -> dict[str, Any]:
-    precision = {"weights": "fp8", "kv_cache": "fp8"}
-    return plan_of(
-        model={"revision": revision, "config": "tiny.json", "precisions": precision, "tensor": 1}
-    )
+PRECISION = {"weights": "fp8", "kv_cache": "fp8"}
+
+
+def plan(flow: str, revision: str) -> dict[str, Any]:
+    """Downloads and quantizes; the TensorRT-engine flow builds an engine too."""
+    model = {"revision": revision, "config": "tiny.json", "precisions": PRECISION, "tensor": 1}
+    return plan_of(flow=flow, model=model)
 
 
 def by_directory(results: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -35,16 +37,17 @@ def by_directory(results: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.timeout(1800)  # It runs more than sixty builds, one after another.
-def test_no_kill_leaves_half_a_result_and_each_is_made_up_for(tmp_path: Path) -> None:
-    workshop = Workshop(tmp_path).write(plan("new"))
+@pytest.mark.parametrize("flow", ["tensorrt", "pytorch"])
+def test_no_kill_leaves_half_a_result_and_each_is_made_up_for(tmp_path: Path, flow: str) -> None:
+    workshop = Workshop(tmp_path).write(plan(flow, "new"))
     assert workshop.run().returncode == 0
     new = workshop.results()
     shutil.rmtree(workshop.out)
-    workshop.write(plan("old"))
+    workshop.write(plan(flow, "old"))
     assert workshop.run().returncode == 0
     old = workshop.results()
     shutil.move(workshop.out, tmp_path / "old")
-    workshop.write(plan("new"))
+    workshop.write(plan(flow, "new"))
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("killed_everywhere.py")],
         cwd=tmp_path,
@@ -54,7 +57,8 @@ def test_no_kill_leaves_half_a_result_and_each_is_made_up_for(tmp_path: Path) ->
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [status for _, status, *_ in lines] == [-SIGKILL] * (len(lines) - 1) + [0]
-    assert len(lines) > 30, "changes of files in three steps"
+    assert len(lines) > 20, "a dozen changes of files in each step"
+    print(f"{len(lines) - 1} kills")
     whole = [by_directory(results) for results in (old, new)]
     for change, _, killed, status, resumed in lines:
         for directory, files in by_directory(killed).items():

@@ -7,7 +7,12 @@ from importlib.util import find_spec
 
 from trtmesh.chassis.errors import StartupError
 
-MODULE_OF_EXTRA = {"tokenizer": "tokenizers", "engine": "torch", "tls": "cryptography"}
+MODULE_OF_EXTRA = {
+    "tokenizer": "tokenizers",
+    "engine": "torch",
+    "foreign": "smg_grpc_proto",
+    "tls": "cryptography",
+}
 """A module that comes with each extra of the package."""
 
 

@@ -133,12 +133,22 @@ class Plan:
         self._given = ServiceSettingsGiven(sections, os.environ)
         self._given.refuse_overruled()
         self._backend = settings.backend or self._given.value("engine", "backend") or "torch"
-        check_extras(["tokenizer", *([] if self._backend == "simulated" else ["engine"])])
+        check_extras(self._extras())
         self._models = _served_models(settings, self._given)
         _check_devices(settings, self._models)
         self._check_groups()
         _check_roles(settings, self._given)
         self.adapters = self._find_adapters()
+
+    def _extras(self) -> Iterator[str]:
+        """The optional parts of the package that the processes need."""
+        settings = self._settings
+        own = settings.mixed_engines or settings.has_roles or settings.devices
+        yield "tokenizer"
+        if own and self._backend != "simulated":
+            yield "engine"
+        if any(map(is_foreign, settings.engines_at)):
+            yield "foreign"
 
     @property
     def first_model(self) -> str:

@@ -120,6 +120,8 @@ class LLM:
             raise error("gather_generation_logits must be enabled")
         if not RELEASE.startswith("1.2"):
             salt, priority = arguments.get("cache_salt"), arguments.get("priority", 0.5)
+            if not isinstance(salt, str | None):
+                raise TypeError(f"cache_salt must be a str, not {type(salt).__name__}")
             if salt is not None and len(salt.encode()) > 256:
                 raise ValueError("cache_salt is longer than 256 bytes")
             if not 0 <= priority <= 1:

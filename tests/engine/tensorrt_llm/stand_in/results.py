@@ -43,6 +43,8 @@ class RequestOutput:
         self._queue: asyncio.Queue[Response] | None = asyncio.Queue() if loop else None
         self._outputs = [made("CompletionOutput")(index) for index in range(request.count)]
         self._aborted = False
+        self._death: BaseException | None = None
+        """Of the engine: from 1.3 each later use of the result raises it again."""
 
     @property
     def outputs(self) -> list[Any]:
@@ -70,6 +72,8 @@ class RequestOutput:
         return self
 
     async def __anext__(self) -> RequestOutput:
+        if self._death:
+            raise self._death
         if self.finished:
             raise StopAsyncIteration
         await self._step()
@@ -79,6 +83,8 @@ class RequestOutput:
         return self.aresult().__await__()
 
     async def aresult(self) -> RequestOutput:
+        if self._death:
+            raise self._death
         while not self.finished:
             await self._step()
         return self
@@ -88,6 +94,8 @@ class RequestOutput:
         response = await self._queue.get()
         if response.error:
             self.finished = True
+            if type(response.error).__name__ == "EngineDeadError":
+                self._death = response.error
             raise response.error
         self._apply(response)
         self.finished = response.is_final

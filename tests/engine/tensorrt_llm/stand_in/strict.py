@@ -7,11 +7,12 @@ import enum
 import inspect
 import json
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
 SIGNATURES = json.loads(Path(__file__).with_name("signatures.json").read_text(encoding="utf-8"))
 CLASSES: dict[str, dict[str, Any]] = SIGNATURES["classes"]
@@ -109,14 +110,60 @@ def _model(name: str, described: dict[str, Any]) -> Any:
     # Where its own fields are not published, any are taken.
     extra: Any = "forbid" if known is not None else "allow"
     config = ConfigDict(extra=extra, arbitrary_types_allowed=True, protected_namespaces=())
-    base = create_model(f"{name}Base", __config__=config) if not parents else parents[0]
+    base: Any = create_model(f"{name}Base", __config__=config) if not parents else parents[0]
     fields: dict[str, Any] = {
         each: (Any, default[0] if default else ...)
         for each, _, *default in known or ()
         if not each.startswith("_")
     }
-    model: type[BaseModel] = create_model(name, __base__=base, **fields)
+    checks: dict[str, Any] = {}
+    if name in CHECKS:
+        checks["_check"] = model_validator(mode="after")(CHECKS[name])
+    model: type[BaseModel] = create_model(name, __base__=base, __validators__=checks, **fields)
     return model
+
+
+def _needs(*positive: str, given: str = "") -> Callable[[Any], Any]:
+    """Refuses a configuration with less than 1 of something, or without something."""
+
+    def check(self: Any) -> Any:
+        for name in positive:
+            if not (getattr(self, name) or 0) > 0:
+                raise ValueError(f"{name} must be > 0")
+        if given and not getattr(self, given):
+            raise ValueError(f"{given} must be provided")
+        return self
+
+    return check
+
+
+def _check_kv_cache(self: Any) -> Any:
+    share = self.free_gpu_memory_fraction
+    if share is not None and not 0 <= share <= 1:
+        raise ValueError(f"free_gpu_memory_fraction must be in [0, 1], not {share}")
+    if self.max_gpu_total_bytes < 0:
+        raise ValueError("max_gpu_total_bytes must be non-negative")
+    windows = self.max_attention_window
+    if windows is not None and not (windows and all(each > 0 for each in windows)):
+        raise ValueError("max_attention_window must have positive values")
+    return self
+
+
+def _check_adapter_cache(self: Any) -> Any:
+    if self.lora_prefetch_dir is not None:
+        raise ValueError("lora_prefetch_dir is not supported")
+    return self
+
+
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "TorchLlmArgs": _needs("stream_interval"),
+    "KvCacheConfig": _check_kv_cache,
+    "PeftCacheConfig": _check_adapter_cache,
+    "NGramDecodingConfig": _needs("max_draft_len", "max_matching_ngram_size"),
+    "EagleDecodingConfig": _needs("max_draft_len", given="speculative_model"),
+    "DraftTargetDecodingConfig": _needs("max_draft_len", given="speculative_model"),
+}
+"""What a release's own validation refuses beyond unknown names."""
 
 
 class KvCacheRetentionConfig:
