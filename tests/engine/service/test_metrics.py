@@ -83,10 +83,11 @@ def test_waiting_for_kv_is_not_busy_time() -> None:
 def test_gauges_show_the_last_report() -> None:
     metrics = EngineMetrics()
     assert scrape(metrics)["trtmesh_engine_total_blocks"] == 0
-    metrics.stats = replace(IDLE, step_count=9, used_blocks=3, free_blocks=97)
+    metrics.stats = replace(IDLE, step_count=9, captured_steps=4, used_blocks=3, free_blocks=97)
     metrics.told_busy_seconds = 1.5
     values = scrape(metrics)
     assert values["trtmesh_engine_steps_total"] == 9
+    assert values["trtmesh_engine_captured_steps_total"] == 4
     assert values["trtmesh_engine_busy_seconds_total"] == 1.5
     assert values["trtmesh_engine_used_blocks"] == 3
     assert values["trtmesh_engine_free_blocks"] == 97

@@ -165,6 +165,8 @@ async def test_non_finite_logits_fail_their_item_alone(
             keys = [engine.submit(prompt, SHORT)[0] for prompt in good]
             failing = engine.submit([5, bad, 6], config)
             assert [stream.token_ids for stream in await engine.ended(keys)] == expected
+            # Also where the first KV of the only sequence is not finite.
+            failing += engine.submit([bad, 5], config)
             for failed in await engine.ended(failing):
                 assert end_of(failed).reason == pb.FINISH_REASON_ERROR
                 assert isinstance(end_of(failed).error, BackendFailed)

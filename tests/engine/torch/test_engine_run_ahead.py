@@ -178,6 +178,7 @@ class Following:
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
         self.may_follow = False
+        self.captured_steps = 0
         self.followed = 0
         self.fails_at: set[int] = set()
         self.needless = 0

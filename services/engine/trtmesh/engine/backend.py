@@ -375,6 +375,8 @@ class BackendStats:
     generated_tokens: int
     lacks_blocks: bool = False
     """Whether the next waiting sequence finds too few free blocks."""
+    captured_steps: int = 0
+    """Of the steps, those that a GPU replayed as graphs alone; a metric only."""
     paused_sequences: int = 0
     preemptions: int = 0
     new_blocks: int = 0

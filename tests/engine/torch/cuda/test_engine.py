@@ -143,7 +143,9 @@ async def test_chunks_by_graph_equal_chunks_without(llama: Path) -> None:
 
         # Bound to the instance: a recorder around the method.
         chunks.launch = launch  # type: ignore[method-assign]
+        before = engine.backend.stats().captured_steps
         assert await run(engine) == expected
+        assert engine.backend.stats().captured_steps - before >= len(launched)
     assert {tokens for tokens, _ in launched} >= set(lengths)
     assert max(tokens for tokens, _ in launched) <= chunk_graphs.SIZES[-1]
     assert {count for _, count in launched} >= {2, 7, 16}

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ON_GPU: dict[str, Any] = {"device": "cuda:0", "dtype": "float32", "kv_cache_tokens": 2048}
 SHORT = configure(max_tokens=8, ignore_end_id=True)
+READ = configure(max_tokens=8, ignore_end_id=True, prompt_log_probs=True)
 
 
 async def test_blocks_come_back_from_the_host(llama: Path) -> None:
@@ -76,7 +77,7 @@ def taking_memory(engine: Harness, marked: int) -> Iterator[None]:
 
 
 async def test_a_step_that_runs_out_of_memory_fails_the_sequence_to_blame(tmp_path: Path) -> None:
-    """The marked prompt is longer than chunk graphs take, so it is computed operation by operation."""
+    """Prompt log-probabilities are read operation by operation, and not in a graph."""
     folder, marked = tiny_models.build(tmp_path, max_position_embeddings=2048), 250
     prompts = [[token for token in each if token != marked] for each in tiny_models.prompts(5)]
     long = [7] * 600 + [marked] + [8] * 20
@@ -87,7 +88,7 @@ async def test_a_step_that_runs_out_of_memory_fails_the_sequence_to_blame(tmp_pa
             for _ in range(3):
                 with engine.gate.held():
                     keys = [engine.submit(prompt, SHORT)[0] for prompt in prompts[:3]]
-                    (failing,) = engine.submit(long, SHORT)
+                    (failing,) = engine.submit(long, READ)
                     keys += [engine.submit(prompt, SHORT)[0] for prompt in prompts[3:]]
                 assert [stream.token_ids for stream in await engine.ended(keys)] == expected
                 (failed,) = await engine.ended([failing])

@@ -130,6 +130,11 @@ class EngineMetrics(Collector):
         stats = self.stats
         plain = (
             ("steps", "Engine steps.", stats.step_count if stats else 0),
+            (
+                "captured_steps",
+                "Of the steps, those replayed as CUDA graphs alone.",
+                stats.captured_steps if stats else 0,
+            ),
             ("busy_seconds", "Time with sequences to compute.", self.told_busy_seconds),
             ("prompt_tokens", "Prompt tokens of the items taken.", self.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens that were reused.", self.cached_prompt_tokens),

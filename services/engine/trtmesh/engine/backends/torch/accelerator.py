@@ -63,7 +63,8 @@ class Accelerator(Device):
     def spare_memory(self, model: Model, largest: StepSize) -> int:
         peak = self.peak_of(partial(rehearse, model, largest, self.name))
         self.release_memory()
-        free, taken = self.free_memory(), KINDS_OF_STEPS * peak + WORKSPACES
+        free = self.free_memory()
+        taken = KINDS_OF_STEPS * peak + WORKSPACES + self._kept_bytes(model, largest)
         if free <= taken:
             raise ModelUnusable(
                 f"the model leaves {free >> 20} MiB free on {self.name}, and steps take {taken >> 20} MiB, so there is"
@@ -71,6 +72,10 @@ class Accelerator(Device):
             )
         log.info("of %d MiB free on %s, steps take %d MiB", free >> 20, self.name, taken >> 20)
         return free - taken
+
+    def _kept_bytes(self, _model: Model, _largest: StepSize) -> int:
+        """Memory that results of steps keep for good."""
+        return 0
 
     def peak_of(self, compute: Callable[[], object]) -> int:
         """Most bytes of tensors that an operation has at once."""

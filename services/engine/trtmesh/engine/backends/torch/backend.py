@@ -150,6 +150,7 @@ class TorchBackend:
         used = scheduler.pool.used_blocks
         return BackendStats(
             step_count=engine.step_count,
+            captured_steps=engine.captured_steps,
             running_sequences=len(scheduler.running),
             waiting_sequences=scheduler.waiting_sequences + self._incoming_sequences,
             pending_prompt_tokens=scheduler.pending_prompt_tokens + self._incoming_tokens,

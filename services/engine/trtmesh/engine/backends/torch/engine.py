@@ -95,6 +95,10 @@ class Engine:
         # By the keys of the sequences.
         self._decodings: dict[int, Decoding[Any]] = {}
 
+    @property
+    def captured_steps(self) -> int:
+        return self._compute.captured_steps
+
     def add(self, keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
         """Takes an item. A sequence that another worker generated to its end ends at once."""
         for decoding in _decodings(keys, sequences):

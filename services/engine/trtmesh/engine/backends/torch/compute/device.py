@@ -80,6 +80,10 @@ class Compute(Protocol):
         written the KV of a layer."""
 
     @property
+    def captured_steps(self) -> int:
+        """Steps that were replayed as graphs alone; only grows."""
+
+    @property
     def may_follow(self) -> bool:
         """Whether `follow` can compute the step after the last, whose tokens were not read yet."""
 

@@ -33,6 +33,7 @@ class Runner:
     """Implements Compute with PyTorch operations, one after another."""
 
     may_follow = False
+    captured_steps = 0
 
     def __init__(
         self,
@@ -117,6 +118,15 @@ class Runner:
         raise NotImplementedError("a step is prepared from tokens that were read")
 
     def check(self) -> None:
+        blocks = self._tables[0].copy()
+        self._tables[0] = NULL_BLOCK
+        try:
+            self._check()
+        finally:
+            self._tables[0] = blocks
+
+    def _check(self) -> None:
+        """As of the sequence in the first row of the table, which has no blocks."""
         one = np.zeros(1, dtype=np.int64)
         null = np.full(1, NULL_BLOCK, dtype=np.int64)
         rows = torch.from_numpy(self._cache.rows_of_tokens(null, one).reshape(-1))

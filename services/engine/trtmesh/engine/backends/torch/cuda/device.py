@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.accelerator import ORDERING, Accelerator
 from trtmesh.engine.backends.torch.compute.device import Compute
+from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
 from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.cuda import chunk_graphs, decode_graphs
 from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
 from trtmesh.engine.backends.torch.cuda.choice import KernelChooser
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
@@ -55,6 +57,8 @@ STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 
 MOST_TABLED_POSITIONS = 2**18
 
+FLOAT_BYTES = 4
+
 
 class Cuda(Accelerator):
     """Runs models with fused layers and kernels of this package."""
@@ -77,6 +81,12 @@ class Cuda(Accelerator):
         if self._group:
             add_up(module, self._group)
         return fitted(module, dtype)
+
+    def _kept_bytes(self, model: Model, largest: StepSize) -> int:
+        """The logits of each graph."""
+        decoded = sum(decode_graphs.sizes(largest.rows)) * model.dtype.itemsize
+        chunks = len(chunk_graphs.sizes(largest.tokens)) * chunk_graphs.MOST_CHUNKS * FLOAT_BYTES
+        return (decoded + chunks) * model.vocabulary_size
 
     @property
     def copies_blocks(self) -> CopiesBlocks:
@@ -123,7 +133,7 @@ def _tabulate_positions(module: Any, dtype: torch.dtype) -> None:
 
 
 class _Recorder:
-    """Captures operations as graphs that share memory: each overwrites the results of the others."""
+    """Captures operations as graphs that share memory but for their results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

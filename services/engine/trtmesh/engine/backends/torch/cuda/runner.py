@@ -41,6 +41,7 @@ class GraphRunner:
         # The last step that a graph computed whole.
         self._rows: Rows | None = None
         self.may_follow = False
+        self.captured_steps = 0
         self.move = runner.move
         self.synchronize = runner.synchronize
         self.check = runner.check
@@ -58,6 +59,7 @@ class GraphRunner:
 
     def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
         self._rows, self.may_follow = None, False
+        self.captured_steps += not len(batch.token_ids) or self._chunks.takes(batch)
         if not batch.decoding:
             return self._prefill(batch, written)
         rows = self._graphs.launch(batch.decoding)
@@ -76,6 +78,7 @@ class GraphRunner:
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
         self._rows, self.may_follow = self._graphs.follow(chunks, rows), False
+        self.captured_steps += 1
         return Forward(list(chunks), self._rows.logits, [])
 
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:

@@ -45,6 +45,10 @@ class LeadingCompute:
         self.release_memory = own.release_memory
 
     @property
+    def captured_steps(self) -> int:
+        return self._own.captured_steps
+
+    @property
     def may_follow(self) -> bool:
         return self._own.may_follow
 

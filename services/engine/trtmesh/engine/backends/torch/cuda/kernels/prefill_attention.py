@@ -100,6 +100,9 @@ def _prefill(
     for at in tl.range(seen, end, keys, num_stages=stages):
         key = at + n
         there = key < end
+        if has_window:
+            # Blocks before the window may have been dropped.
+            there = there & (key > start - window)
         block = tl.load(blocks + key // block_tokens, mask=there, other=0)
         place = base + block * block_stride + (key % block_tokens) * dim
         spots = place[:, None] + d[None, :]
