@@ -25,6 +25,9 @@ TRANSPORTS = ["shared_memory", "grpc"] + ["nixl"] * (find_spec("nixl_cu12") is n
 ATTEMPTS = 20
 """A slow moment of the machine may end a request before its step."""
 
+FIRST_DEADLINE_SECONDS = 0.5
+"""Less than the mesh takes to do without a held handoff."""
+
 OPTIONS: dict[str, Any] = {"ignore_end_id": True, "temperature": 0.9, "seed": 5}
 
 
@@ -81,7 +84,7 @@ async def held_at(mesh: HandoffMesh, case: Case, scene_type: type[Prefill]) -> A
         prompts = mesh.fresh_prompts(count, scene_type.prompt_tokens)
         options = {**OPTIONS, "max_tokens": scene_type.max_tokens}
         if case.fault == "deadline":
-            options["timeout_seconds"] = 0.5 * 2**attempt
+            options["timeout_seconds"] = FIRST_DEADLINE_SECONDS * 2**attempt
         async with client_of(mesh, case) as (client, proxy):
             held = Held(mesh, client, proxy, prompts, options)
             scene = scene_type(held)
@@ -134,7 +137,13 @@ async def end_by_client(held: Held, fault: str) -> None:
         case "deadline":
             with suppress(DeadlineExceeded):
                 items = await reader.result()
-                assert {item.reason for item in items} == {FinishReason.CANCELLED}
+                possible = {FinishReason.CANCELLED}
+                if held.options["timeout_seconds"] > FIRST_DEADLINE_SECONDS:
+                    # After a slow attempt, the mesh may do without the handoff and finish first.
+                    possible.add(FinishReason.LENGTH)
+                ends = {item.reason for item in items}
+                assert ends
+                assert ends <= possible
 
 
 def check_beginning(items: Sequence[ItemResult], whole: Sequence[ItemResult]) -> None:

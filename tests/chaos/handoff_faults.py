@@ -72,8 +72,7 @@ async def struck(held: Held, fault: str) -> AsyncIterator[list[Lane]]:
 async def damaged(held: Held) -> AsyncIterator[None]:
     """Damages the KV on its way: in a message, or in the memory that the receiver reads. Checks that it was found."""
     mesh = held.mesh
-    router, sender = mesh.process(ROUTERS[0]), mesh.process(held.sender)
-    before = sum(map(router.stderr.count, (FOUND, *LATE)))
+    sender = mesh.process(held.sender)
     if mesh.transport == "grpc":
         mesh.workers[held.sender].fetch_link(held.receiver).from_target.damage_data()
         yield
@@ -82,8 +81,9 @@ async def damaged(held: Held) -> AsyncIterator[None]:
             await held.until_true(lambda: is_idle(sender))
         with damaged_pools(sender.pid):
             yield
-    # On a slow machine the handoff may end before anyone reads the damage.
-    assert sum(map(router.stderr.count, (FOUND, *LATE))) > before, "nobody saw the damage"
+    # On a slow machine the handoff may end before anyone reads the damage, or before it is done.
+    log = held.router_log
+    assert any(words in log for words in (FOUND, *LATE)), f"nobody saw the damage: {log}"
 
 
 async def is_idle(worker: ServiceProcess) -> bool:

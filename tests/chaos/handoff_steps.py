@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos.handoff_mesh import ROLES, SENDER, HandoffMesh
+from chaos.handoff_mesh import ROLES, ROUTERS, SENDER, HandoffMesh
 from chaos.proxy import Lane, Proxy
 from e2e.mesh import StreamReader, eventually
 from trtmesh.client import Client
@@ -42,6 +42,14 @@ class Held:
     lanes: list[Lane] = field(default_factory=list)
     sender: str = SENDER
     receiver: str = ""
+
+    def __post_init__(self) -> None:
+        self._logged = len(self.mesh.process(ROUTERS[0]).stderr)
+
+    @property
+    def router_log(self) -> str:
+        """What the first router has logged since it did not know the request."""
+        return self.mesh.process(ROUTERS[0]).stderr[self._logged :]
 
     def open(self) -> None:
         self.reader = StreamReader(self.client, self.prompts, **self.options)
