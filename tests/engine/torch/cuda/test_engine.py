@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backends.torch.compute.device import Batch
 from trtmesh.engine.backends.torch.cuda import chunk_graphs
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
+from trtmesh.engine.backends.torch.cuda.chunk_inputs import MOST_CHUNKS
 from trtmesh.engine.backends.torch.cuda.decode_graphs import sizes
 from trtmesh.engine.backends.torch.cuda.device import Cuda
 from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -134,22 +136,22 @@ async def test_chunks_by_graph_equal_chunks_without(llama: Path) -> None:
     async with running(llama, device="cuda:0", dtype="float32", **options) as engine:
         compute = engine.backend._loaded.engine._compute
         assert isinstance(compute, GraphRunner)
-        chunks = compute._chunks
+        graphs = compute._chunks
         launched: list[tuple[int, int]] = []
 
-        def launch(batch: Batch) -> torch.Tensor:
-            launched.append((len(batch.token_ids), len(batch.step.slots)))
-            return ChunkGraphs.launch(chunks, batch)
+        def launch(chunks: SequenceOf[Chunk]) -> torch.Tensor:
+            launched.append((sum(chunk.count for chunk in chunks), len(chunks)))
+            return ChunkGraphs.launch(graphs, chunks)
 
         # Bound to the instance: a recorder around the method.
-        chunks.launch = launch  # type: ignore[method-assign]
+        graphs.launch = launch  # type: ignore[method-assign]
         before = engine.backend.stats().captured_steps
         assert await run(engine) == expected
         assert engine.backend.stats().captured_steps - before >= len(launched)
     assert {tokens for tokens, _ in launched} >= set(lengths)
     assert max(tokens for tokens, _ in launched) <= chunk_graphs.SIZES[-1]
     assert {count for _, count in launched} >= {2, 7, 16}
-    assert max(count for _, count in launched) == chunk_graphs.MOST_CHUNKS
+    assert max(count for _, count in launched) == MOST_CHUNKS
 
 
 async def test_a_sequence_longer_than_a_run_of_keys(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.compute import self_check
 from trtmesh.engine.backends.torch.cuda import chunk_graphs
 from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
-from trtmesh.engine.backends.torch.cuda.decode_graphs import Record
+from trtmesh.engine.backends.torch.cuda.capturing import Record
 from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.invariant_layers import Trial, make_invariant
@@ -28,6 +28,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
     product_reference,
     shares_of,
 )
+from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import (
     prefill_attention_reference,
 )
@@ -192,15 +193,18 @@ def stored(cache: Cache, row: int, position: int) -> Tensor:
 
 @pytest.mark.parametrize(("kv_heads", "dim"), [(2, 16), (3, 24)])
 def test_store(kv_heads: int, dim: int, device: torch.device) -> None:
-    cache = Cache([0, 4, 5, 63, 7], kv_heads, dim, device)
-    # A row that only fills a graph.
-    cache.table[4] = 0
-    kv = torch.randn(5, 3 + 2 * kv_heads, dim, device=device)[:, 3:]
+    cache = Cache([63, 40, 7], kv_heads, dim, device)
+    # A row for tokens that only fill a graph.
+    cache.table[2] = 0
+    owners = torch.tensor([1, 0, 2, 0, 1, 0], device=device)
+    positions = torch.tensor([5, 62, 7, 63, 40, 0], device=device)
+    tokens = TableRows(positions, owners, cache.table, cache.width)
+    kv = torch.randn(6, 3 + 2 * kv_heads, dim, device=device)[:, 3:]
     before = cache.pages.pool.clone()
-    store_tokens(kv, cache.positions, cache.table, cache.width, cache.pages, LAYER)
+    store_tokens(kv, tokens, cache.pages, LAYER)
     got = cache.pages.pool.clone()
     cache.pages.pool.copy_(before)
-    store_reference(kv, cache.positions, cache.table, cache.pages, LAYER)
+    store_reference(kv, tokens, cache.pages, LAYER)
     assert torch.equal(got, cache.pages.pool)
     assert not torch.equal(got, before)
     assert not got[0].any()

@@ -43,6 +43,8 @@ class Batch:
     adapters: list[AdapterRows]
     decoding: SequenceOf[Chunk] = ()
     """Chunks of one token that the device computes in another way; the other fields leave them out."""
+    prefilling: SequenceOf[Chunk] = ()
+    """Chunks that it computes in a third way, left out as well."""
 
 
 @dataclass(frozen=True, slots=True)

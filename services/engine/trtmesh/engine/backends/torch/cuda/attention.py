@@ -8,18 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.chunk_inputs import ChunkInputs
 from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
     most_shared_rows,
 )
-from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
+from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages, TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import (
-    TILE,
     prefill_attention,
     tiles_of,
 )
+from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
@@ -42,24 +43,22 @@ class KernelAttention(GraphAttention):
         self._rows, self.turns = None, False
         self._chunks = _chunks_of(step, self._tables, self.cache)
 
-    def begin_static(self, step: StepTokens, chunks: Chunks) -> None:
-        """Prepares for forwards over the static inputs of a graph, of which the step has only `token_rows`."""
-        super().begin(step)
-        self._rows, self.turns = None, False
-        self._chunks = chunks
-
     def begin_rows(self, inputs: StepInputs, rows: int) -> None:
         self._rows, self.turns = (inputs, rows), True
 
-    def static_chunks(self, positions: Tensor, table: Tensor) -> StaticTiles:
-        return StaticTiles(self, len(positions), table)
+    def begin_chunks(self, inputs: ChunkInputs, size: int) -> None:
+        self._rows, self.turns = None, False
+        self._chunks = Chunks(None, inputs.table, inputs.tiles(size), inputs.rows(size))
 
     def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
         if self._rows:
             return self._attend_rows(layer, queries, kv, rule, None)
-        self._write(layer, kv)
         chunks = self._chunks
         assert chunks
+        if chunks.static:
+            store_tokens(kv, chunks.static, self._pages, layer)
+        else:
+            self._write(layer, kv)
         singles = len(chunks.rows[0]) if chunks.rows else 0
         if chunks.rows and singles == len(queries):
             return self._decode(layer, queries, kv, chunks.rows, rule, writes=False)
@@ -123,6 +122,8 @@ class Chunks:
     """[sequences, width]"""
     tiles: Tensor
     """Of the other sequences, [tiles, 4]; see `tiles_of`."""
+    static: TableRows | None = None
+    """All tokens of a graph; None where the step says where they are stored."""
 
 
 def _chunks_of(step: StepTokens, tables: np.ndarray, cache: KvCache) -> Chunks:
@@ -137,27 +138,3 @@ def _chunks_of(step: StepTokens, tables: np.ndarray, cache: KvCache) -> Chunks:
     starts, counts = step.starts[singles:].tolist(), step.counts[singles:].tolist()
     tiles = tiles_of(starts, counts, first_row=singles, first=singles)
     return Chunks(rows, table, torch.tensor(tiles, dtype=torch.int64, device=device).view(-1, 4))
-
-
-class StaticTiles:
-    """Implements StaticChunks."""
-
-    def __init__(self, attention: KernelAttention, most_tokens: int, table: Tensor) -> None:
-        self._attention = attention
-        self._table = table
-        most = self._count(most_tokens)
-        self._tiles = torch.zeros(most, 4, dtype=torch.int64, device=table.device)
-
-    def fill(self, step: StepTokens, size: int) -> None:
-        tiles = tiles_of(step.starts.tolist(), step.counts.tolist(), first_row=0, first=0)
-        # A tile without tokens reads and stores nothing.
-        tiles += [[0, 0, 0, 0]] * (self._count(size) - len(tiles))
-        self._tiles[: len(tiles)].copy_(torch.tensor(tiles, dtype=torch.int64))
-
-    def begin(self, step: StepTokens, size: int) -> None:
-        tiles = self._tiles[: self._count(size)]
-        self._attention.begin_static(step, Chunks(None, self._table, tiles))
-
-    def _count(self, tokens: int) -> int:
-        """Most tiles of the chunks of a graph with this many tokens together."""
-        return tokens // TILE + len(self._table) - 1

@@ -6,30 +6,23 @@ graph has fills it up with rows that store nothing.
 
 from __future__ import annotations
 
-import logging
-import time
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.capturing import Record, capture, needs_only_tokens
 from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.race import choose_tokens, known_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 
-log = logging.getLogger(__name__)
-
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 FURTHER = 128
 """Distance of sizes beyond."""
-
-Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Captures an operation; returns what computes it again and returns the same tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +54,15 @@ class DecodeGraphs:
         self._inputs = inputs
         self._tokens = torch.zeros_like(inputs.positions[:most_rows])
         self._sizes = sizes(most_rows)
-        self._replays: dict[int, Callable[[], Tensor]] = {}
-        self._capture(record)
+        self._replays = capture(model, record, self._step, self._sizes, "decode steps", "sequences")
 
     def takes(self, chunk: Chunk) -> bool:
         """Whether a graph can compute a chunk."""
-        sequence = chunk.sequence
         return (
-            chunk.count == 1
+            bool(self._replays)
+            and chunk.count == 1
             and chunk.completes
-            and bool(self._replays)
-            and sequence.reader is None
-            and sequence.adapter is None
-            and (sequence.prompt_table is None or chunk.start >= sequence.prompt_tokens)
+            and needs_only_tokens(chunk)
         )
 
     def launch(self, chunks: SequenceOf[Chunk]) -> Rows:
@@ -94,32 +83,6 @@ class DecodeGraphs:
     def _replay(self, size: int, count: int) -> Rows:
         logits = self._replays[size]()
         return Rows(logits[:count], self._tokens[:count])
-
-    @torch.inference_mode()
-    def _capture(self, record: Record) -> None:
-        if self._model.adapters:
-            self._model.adapters.begin(())
-        begun = time.monotonic()
-        try:
-            # The largest first, so that the smaller ones share its memory.
-            for size in reversed(self._sizes):
-                self._replays[size] = record(partial(self._step, size))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the model still runs, only slower
-            self._replays = {}
-            log.warning(
-                "decode steps of model type %s cannot be captured and run operation by operation: %s",
-                self._model.module.config.model_type,
-                error,
-            )
-            return
-        log.info(
-            "captured decode steps of up to %d sequences as %d graphs in %.1f s",
-            self._sizes[-1],
-            len(self._sizes),
-            time.monotonic() - begun,
-        )
 
     def _step(self, rows: int) -> Tensor:
         inputs = self._inputs

@@ -16,9 +16,11 @@ from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cuda import chunk_graphs, decode_graphs
 from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
+from trtmesh.engine.backends.torch.cuda.capturing import Record
 from trtmesh.engine.backends.torch.cuda.choice import KernelChooser
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
-from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs, Record
+from trtmesh.engine.backends.torch.cuda.chunk_inputs import MOST_CHUNKS, ChunkInputs
+from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
 from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.block_copies import copy_blocks
 from trtmesh.engine.backends.torch.cuda.kernels.layers import norm, norm_reference
@@ -85,7 +87,7 @@ class Cuda(Accelerator):
     def _kept_bytes(self, model: Model, largest: StepSize) -> int:
         """The logits of each graph."""
         decoded = sum(decode_graphs.sizes(largest.rows)) * model.dtype.itemsize
-        chunks = len(chunk_graphs.sizes(largest.tokens)) * chunk_graphs.MOST_CHUNKS * FLOAT_BYTES
+        chunks = len(chunk_graphs.sizes(largest.tokens)) * MOST_CHUNKS * FLOAT_BYTES
         return (decoded + chunks) * model.vocabulary_size
 
     @property
@@ -103,8 +105,11 @@ class Cuda(Accelerator):
         inputs = StepInputs(tables.rows, cache.tokens_per_block, self.name)
         share = self._group.share if self._group else None
         graphs = DecodeGraphs(model, attention, inputs, len(tables.rows), self._recorder(), share)
+        prompts = ChunkInputs(
+            tables.rows, cache.tokens_per_block, chunk_graphs.sizes(most_tokens)[-1], self.name
+        )
         # In memory of its own: a step may launch graphs of both kinds.
-        chunks = ChunkGraphs(model, cache, tables, attention, most_tokens, self._recorder())
+        chunks = ChunkGraphs(model, attention, prompts, most_tokens, self._recorder())
         return GraphRunner(runner, graphs, chunks, chooser, self.name)
 
     def _attention(self, cache: KvCache, tables: BlockTables) -> GraphAttention:

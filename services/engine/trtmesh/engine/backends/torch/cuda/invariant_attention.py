@@ -8,39 +8,26 @@ a decoded one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.chunk_inputs import ChunkInputs
 from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
     fixed_tiling,
 )
-from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
+from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages, TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache, Rows
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
 
 ROWS_AT_ONCE = 256
 """Rows of a launch, which needs memory for each."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableRows:
-    """Tokens as rows, on the device."""
-
-    positions: Tensor
-    """[rows]"""
-    owners: Tensor
-    """The rows of the table with their blocks, [rows]."""
-    table: Tensor
-    """Of `width` [1] blocks a row."""
-    width: Tensor
 
 
 class InvariantAttention(GraphAttention):
@@ -54,31 +41,25 @@ class InvariantAttention(GraphAttention):
         self._own = torch.arange(len(tables.rows), device=cache.pool.device)
         self._workspace: DecodeWorkspace | None = None
         self._rows: TableRows | None = None
-        self._is_decoding = False
+        self._is_static = False
 
     def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
-        self.begin_chunks(step, self._rows_of(step), written)
-
-    def begin_chunks(
-        self, step: StepTokens, rows: TableRows, written: Callable[[int], None] | None = None
-    ) -> None:
-        """Prepares for forwards over the tokens of chunks, which have these rows."""
         super().begin(step, written)
-        self._rows, self._is_decoding = rows, False
+        self._rows, self._is_static = self._rows_of(step), False
 
     def begin_rows(self, inputs: StepInputs, rows: int) -> None:
         positions, owners = inputs.positions[:rows], self._own[:rows]
         self._rows = TableRows(positions, owners, inputs.table, inputs.width)
-        self._is_decoding = True
+        self._is_static = True
 
-    def static_chunks(self, positions: Tensor, table: Tensor) -> StaticRows:
-        return StaticRows(self, positions, table)
+    def begin_chunks(self, inputs: ChunkInputs, size: int) -> None:
+        self._rows, self._is_static = inputs.rows(size), True
 
     def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
         rows = self._rows
         assert rows
-        if self._is_decoding:
-            store_tokens(kv, rows.positions, rows.table, rows.width, self._pages, layer)
+        if self._is_static:
+            store_tokens(kv, rows, self._pages, layer)
         else:
             self._write(layer, kv)
         parts = [
@@ -112,35 +93,12 @@ class InvariantAttention(GraphAttention):
     def _rows_of(self, step: StepTokens) -> TableRows:
         device, counts = self.cache.pool.device, step.counts
         before = np.cumsum(counts) - counts
+        owners = np.repeat(np.arange(len(counts)), counts)
         positions = np.repeat(step.starts - before, counts) + np.arange(int(counts.sum()))
         width = int(-(-(step.starts + counts).max() // self.cache.tokens_per_block))
         return TableRows(
             torch.from_numpy(positions).to(device),
-            torch.from_numpy(_owners(step)).to(device),
+            torch.from_numpy(owners).to(device),
             torch.from_numpy(self._tables[step.slots, :width]).to(device),
             torch.tensor([width], device=device),
         )
-
-
-class StaticRows:
-    """Implements StaticChunks."""
-
-    def __init__(self, attention: InvariantAttention, positions: Tensor, table: Tensor) -> None:
-        self._attention = attention
-        width = torch.tensor([table.shape[1]], device=table.device)
-        self._rows = TableRows(positions, torch.zeros_like(positions), table, width)
-
-    def fill(self, step: StepTokens, size: int) -> None:
-        owners, rows = torch.from_numpy(_owners(step)), self._rows
-        rows.owners[: len(owners)].copy_(owners)
-        rows.owners[len(owners) : size].fill_(len(rows.table) - 1)
-
-    def begin(self, step: StepTokens, size: int) -> None:
-        rows = self._rows
-        static = TableRows(rows.positions[:size], rows.owners[:size], rows.table, rows.width)
-        self._attention.begin_chunks(step, static)
-
-
-def _owners(step: StepTokens) -> Rows:
-    """The place of each token's chunk in the step, [tokens]."""
-    return np.repeat(np.arange(len(step.counts)), step.counts)

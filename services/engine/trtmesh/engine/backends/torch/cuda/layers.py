@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from trtmesh.engine.backends.torch.cuda.kernels.layers import gated_silu, norm, turn
 from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows, Scale
-from trtmesh.engine.backends.torch.model.attention import ATTRIBUTE, Angles
+from trtmesh.engine.backends.torch.model.attention import Angles
 from trtmesh.engine.backends.torch.model.fused_layers import FusedLayer, FusedMlp, Norm, Rotation
 from trtmesh.engine.backends.torch.parallel.layers import SummedLinear
 
@@ -129,20 +129,20 @@ class KernelLayer(FusedLayer):
         super().__init__(own)
         self._products = products
 
-    def forward(self, hidden: Tensor, position_embeddings: Angles, **others: Any) -> Tensor:
-        attention, mlp, products = self.self_attn, self.mlp, self._products
-        if getattr(attention, ATTRIBUTE) is None:
-            return super().forward(hidden, position_embeddings, **others)
-        rows = hidden[0]
-        qkv = products.of_norm(rows, self.input_layernorm, attention.qkv)
-        attended = attention.attended(qkv, position_embeddings)
-        rows = products.sum(rows, attended, attention.o_proj)
+    def attend(self, hidden: Tensor, angles: Angles) -> Tensor:
+        attention = self.self_attn
+        qkv = self._products.of_norm(hidden, self.input_layernorm, attention.qkv)
+        attended: Tensor = attention.attended(qkv, angles)
+        return attended
+
+    def complete(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        mlp, norm_before, products = self.mlp, self.post_attention_layernorm, self._products
+        hidden = products.sum(hidden, attended, self.self_attn.o_proj)
         if isinstance(mlp, KernelMlp) and mlp.is_silu:
-            norm_after = self.post_attention_layernorm
-            gated = products.of_norm(rows, norm_after, mlp.gate_up, gated=True)
-            return products.sum(rows, gated, mlp.down_proj)[None]
-        output: Tensor = rows + mlp(self.post_attention_layernorm(rows))
-        return output[None]
+            gated = products.of_norm(hidden, norm_before, mlp.gate_up, gated=True)
+            return products.sum(hidden, gated, mlp.down_proj)
+        output: Tensor = hidden + mlp(norm_before(hidden))
+        return output
 
 
 class KernelHead(nn.Module):

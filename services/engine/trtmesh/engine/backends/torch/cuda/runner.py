@@ -49,22 +49,23 @@ class GraphRunner:
 
     def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
         decoding = [chunk for chunk in chunks if self._graphs.takes(chunk)]
-        if not decoding:
-            return self._runner.prepare(chunks)
         if len(decoding) == len(chunks):
             return replace(self._nothing, decoding=decoding)
         taken = {chunk.sequence.key for chunk in decoding}
         rest = [chunk for chunk in chunks if chunk.sequence.key not in taken]
+        if self._chunks.takes(rest):
+            return replace(self._nothing, decoding=decoding, prefilling=rest)
         return replace(self._runner.prepare(rest), decoding=decoding)
 
     def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
         self._rows, self.may_follow = None, False
-        self.captured_steps += not len(batch.token_ids) or self._chunks.takes(batch)
+        is_captured = not len(batch.token_ids)
+        self.captured_steps += is_captured
         if not batch.decoding:
             return self._prefill(batch, written)
         rows = self._graphs.launch(batch.decoding)
         decoding = list(batch.decoding)
-        if not len(batch.token_ids):
+        if is_captured and not batch.prefilling:
             self._rows = rows
             return Forward(decoding, rows.logits, [])
         rest = self._prefill(batch, written)
@@ -72,9 +73,10 @@ class GraphRunner:
         return Forward(decoding + rest.completing, logits, rest.given)
 
     def _prefill(self, batch: Batch, written: Callable[[int], None] | None) -> Forward:
-        if self._chunks.takes(batch):
-            return Forward(batch.completing, self._chunks.launch(batch), [])
-        return self._runner.forward(batch, written)
+        if not batch.prefilling:
+            return self._runner.forward(batch, written)
+        completing = [chunk for chunk in batch.prefilling if chunk.completes]
+        return Forward(completing, self._chunks.launch(batch.prefilling), [])
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
         self._rows, self.may_follow = self._graphs.follow(chunks, rows), False

@@ -1,24 +1,21 @@
-"""The inputs of a captured step: one buffer on the device, filled by one copy from pinned memory."""
+"""The inputs of a captured decode step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from typing import Any
 
 import numpy as np
 import torch
+from trtmesh.engine.backends.torch.cuda.staging import ALIGNED, StagedWords, aligned
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
 from trtmesh.engine.backends.torch.sampling.draws import places_of
 from trtmesh.engine.backends.torch.sampling.filters import temperature_of
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 
-HEADER = 16
-"""Words before the rows, so that these begin where kernels read them at once."""
+HEADER = ALIGNED
 FIELDS = 4
-IN_FLIGHT = 2
-"""Pinned buffers: a step is filled while the copy of the step before may still run."""
 
 
 class StepInputs:
@@ -30,18 +27,15 @@ class StepInputs:
         """`tables` are the rows of the BlockTables."""
         self._tables = tables
         self._tokens_per_block = tokens_per_block
-        # A multiple, for the same reason as HEADER.
-        self._most = -(-len(tables) // HEADER) * HEADER
-        words = HEADER + self._most * (FIELDS + tables.shape[1])
-        self._buffer = torch.zeros(words, dtype=torch.int64, device=device)
-        self._stages = [_Stage(words, device) for _ in range(IN_FLIGHT)]
-        self._next = 0
-        self.width = self._buffer[:1]
-        fields = self._buffer[HEADER : HEADER + FIELDS * self._most].view(FIELDS, self._most)
+        self._most = aligned(len(tables))
+        self._staged = StagedWords(HEADER + self._most * (FIELDS + tables.shape[1]), device)
+        buffer = self._staged.buffer
+        self.width = buffer[:1]
+        fields = buffer[HEADER : HEADER + FIELDS * self._most].view(FIELDS, self._most)
         self.token_ids, self.positions, self.places = fields[0], fields[1], fields[2]
         self.temperatures = fields[3].view(torch.float64)
         self.lowest = torch.full((self._most,), -math.inf, dtype=torch.float64, device=device)
-        self.table = self._buffer[HEADER + FIELDS * self._most :]
+        self.table = buffer[HEADER + FIELDS * self._most :]
 
     def fill(self, chunks: SequenceOf[Chunk], rows: int) -> None:
         """Takes the last tokens of sequences; further ones of the `rows` have the null block and store nothing."""
@@ -54,13 +48,10 @@ class StepInputs:
     def _fill(
         self, chunks: SequenceOf[Chunk], rows: int, first_field: SequenceOf[int], unknown: int = 0
     ) -> None:
-        stage = self._stages[self._next]
-        self._next = (self._next + 1) % IN_FLIGHT
-        stage.wait()
         count, most = len(chunks), self._most
         starts = [chunk.start for chunk in chunks]
         width = max(starts) // self._tokens_per_block + 1
-        words = stage.words
+        words = self._staged.begin()
         words[0] = width
         fields = words[HEADER : HEADER + FIELDS * most].reshape(FIELDS, most)
         fields[:, :rows] = 0
@@ -77,24 +68,4 @@ class StepInputs:
         table = words[first : first + rows * width].reshape(rows, width)
         table[:count] = self._tables[[chunk.sequence.slot for chunk in chunks], :width]
         table[count:] = NULL_BLOCK
-        stage.send(self._buffer, first + rows * width)
-
-
-class _Stage:
-    """Pinned memory, and the end of the last copy from there."""
-
-    def __init__(self, words: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._memory = torch.zeros(words, dtype=torch.int64, pin_memory=pinned)
-        untyped: Any = torch.cuda
-        self._copied = untyped.Event() if pinned else None
-        self.words = self._memory.numpy()
-
-    def wait(self) -> None:
-        if self._copied:
-            self._copied.synchronize()
-
-    def send(self, buffer: torch.Tensor, words: int) -> None:
-        buffer[:words].copy_(self._memory[:words], non_blocking=True)
-        if self._copied:
-            self._copied.record()
+        self._staged.send(first + rows * width)

@@ -147,7 +147,8 @@ def _joined(layers: list[nn.Linear]) -> nn.Linear:
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer without the code of transformers for training."""
+    """A decoder layer without the code of transformers for training, in two halves: only the first needs other tokens
+    than those that it gives."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()
@@ -156,11 +157,27 @@ class FusedLayer(nn.Module):
         self.post_attention_layernorm = own.post_attention_layernorm
         self.mlp = own.mlp
 
-    def forward(
-        self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
-    ) -> Tensor:
-        attended, _ = self.self_attn(self.input_layernorm(hidden), position_embeddings, **others)
-        hidden = hidden + attended
+    def forward(self, hidden: Tensor, position_embeddings: Angles, **others: Any) -> Tensor:
+        """As transformers calls it; `hidden` is [1, tokens, size]."""
+        if getattr(self.self_attn, ATTRIBUTE) is None:
+            attended, _ = self.self_attn(
+                self.input_layernorm(hidden), position_embeddings, **others
+            )
+            hidden = hidden + attended
+            output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+            return output
+        rows = hidden[0]
+        return self.complete(rows, self.attend(rows, position_embeddings))[None]
+
+    def attend(self, hidden: Tensor, angles: Angles) -> Tensor:
+        """Stores the keys and values of tokens; returns what they attend to, [tokens, size] as `hidden`."""
+        attention = self.self_attn
+        attended: Tensor = attention.attended(attention.qkv(self.input_layernorm(hidden)), angles)
+        return attended
+
+    def complete(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The output for tokens by what they attend to; may change `hidden`."""
+        hidden = hidden + self.self_attn.o_proj(attended)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 

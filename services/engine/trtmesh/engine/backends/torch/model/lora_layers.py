@@ -131,6 +131,11 @@ class DeviceAdapters:
     def slots(self) -> int:
         return min(len(table.ranks) for table in self._tables.values())
 
+    @property
+    def in_use(self) -> bool:
+        """Whether the step that was begun has adapters."""
+        return self._adapted
+
     def load(self, slot: int, updates: Mapping[Place, Update]) -> None:
         """Copies an adapter into a slot that no step uses; on any thread."""
         for place, table in self._tables.items():

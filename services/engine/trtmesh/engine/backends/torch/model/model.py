@@ -93,12 +93,20 @@ class Model:
         """The model's forward without masks: paged attention uses none."""
         model: Any = self.module
         body = model.model
-        hidden = embedded[None]
-        position_embeddings = body.rotary_emb(hidden, positions[None])
-        for layer in body.layers:
-            hidden = layer(hidden, position_embeddings)
-        # A norm sees one token at a time.
-        logits: Tensor = model.lm_head(body.norm(hidden[0] if rows is None else hidden[0, rows]))
+        angles = body.rotary_emb(embedded[None], positions[None])
+        *before, last = body.layers
+        hidden = embedded
+        for layer in before:
+            hidden = layer.complete(hidden, layer.attend(hidden, angles))
+        attended = last.attend(hidden, angles)
+        # What follows sees one token at a time. Adapters know the rows of the whole batch.
+        is_early = rows is not None and not (self.adapters and self.adapters.in_use)
+        if is_early:
+            hidden, attended = hidden[rows], attended[rows]
+        hidden = last.complete(hidden, attended)
+        if rows is not None and not is_early:
+            hidden = hidden[rows]
+        logits: Tensor = model.lm_head(body.norm(hidden))
         return logits
 
 

@@ -47,3 +47,16 @@ class Pages:
         found = self.pool[blocks, layer]
         rows = found.permute(1, 0, 3, 2, 4).flatten(1, 2)
         return rows[0, :tokens], rows[1, :tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """Tokens of sequences, on the device."""
+
+    positions: Tensor
+    """[tokens]"""
+    owners: Tensor
+    """The rows of the table with their blocks, [tokens]."""
+    table: Tensor
+    """Of `width` [1] blocks a row."""
+    width: Tensor

@@ -1,4 +1,4 @@
-"""The store of the keys and values of new tokens, one for each sequence, into the paged cache."""
+"""The store of the keys and values of new tokens into the paged cache."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
-from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
+from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages, TableRows
 
 
 @triton.jit
 def _store(
     kv,
     positions,
+    owners,
     table,
     width,
     pool,
@@ -34,7 +35,8 @@ def _store(
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row)
-    block = tl.load(table + row * tl.load(width) + position // block_tokens)
+    owner = tl.load(owners + row)
+    block = tl.load(table + owner * tl.load(width) + position // block_tokens)
     if overlaps:
         gdc_wait()
     # Rows that only fill a graph have the null block, which stays zero.
@@ -50,17 +52,15 @@ def _store(
         tl.store(to, numbers.to(pool.dtype.element_ty), mask=there)
 
 
-def store_tokens(
-    kv: Tensor, positions: Tensor, table: Tensor, width: Tensor, pages: Pages, layer: int
-) -> None:
-    """Stores `kv` [rows, 2 * kv_heads, dim] at `positions` [rows] of sequences whose blocks are in `table`, a row of
-    `width` [1] blocks each; nothing for a row whose block is the null block."""
+def store_tokens(kv: Tensor, tokens: TableRows, pages: Pages, layer: int) -> None:
+    """Stores `kv` [tokens, 2 * kv_heads, dim]; nothing for a token whose block is the null block."""
     rows, count, dim = kv.shape
     _store[(rows,)](
         kv,
-        positions,
-        table,
-        width,
+        tokens.positions,
+        tokens.owners,
+        tokens.table,
+        tokens.width,
         pages.pool,
         pages.layer_offset(layer),
         pages.block_stride,
@@ -76,10 +76,12 @@ def store_tokens(
     )
 
 
-def store_reference(kv: Tensor, positions: Tensor, table: Tensor, pages: Pages, layer: int) -> None:
-    """The same with PyTorch, row by row; `table` is [rows, width]."""
-    for row, position in enumerate(positions.tolist()):
-        block = int(table[row, position // pages.block_tokens])
+def store_reference(kv: Tensor, tokens: TableRows, pages: Pages, layer: int) -> None:
+    """The same with PyTorch, token by token."""
+    table = tokens.table.view(-1, int(tokens.width))
+    places = zip(tokens.owners.tolist(), tokens.positions.tolist(), strict=True)
+    for row, (owner, position) in enumerate(places):
+        block = int(table[owner, position // pages.block_tokens])
         if block:
             place = pages.pool[block, layer, :, :, position % pages.block_tokens]
             place.copy_(kv[row].view(place.shape))

@@ -1,0 +1,73 @@
+"""Steps as captured graphs, one for each of some sizes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+
+import torch
+from torch import Tensor
+from trtmesh.engine.backends.torch.model.model import Model
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+
+log = logging.getLogger(__name__)
+
+Replay = Callable[[], Tensor]
+"""Computes a captured operation again; returns the same tensor."""
+Record = Callable[[Callable[[], Tensor]], Replay]
+"""Captures an operation."""
+
+
+@torch.inference_mode()
+def capture(
+    model: Model,
+    record: Record,
+    step: Callable[[int], Tensor],
+    sizes: SequenceOf[int],
+    what: str,
+    unit: str,
+) -> dict[int, Replay]:
+    """The graphs of `step` by ascending size; none of a model that cannot be captured, which still runs, only slower.
+
+    `what` and `unit` name steps and what their sizes count.
+    """
+    if model.adapters:
+        model.adapters.begin(())
+    begun = time.monotonic()
+    replays: dict[int, Replay] = {}
+    try:
+        # The largest first, so that the smaller ones share its memory.
+        for size in reversed(sizes):
+            replays[size] = record(partial(step, size))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - any operation may refuse
+        log.warning(
+            "%s of model type %s cannot be captured and run operation by operation: %s",
+            what,
+            model.module.config.model_type,
+            error,
+        )
+        return {}
+    log.info(
+        "captured %s of up to %d %s as %d graphs in %.1f s",
+        what,
+        sizes[-1],
+        unit,
+        len(sizes),
+        time.monotonic() - begun,
+    )
+    return replays
+
+
+def needs_only_tokens(chunk: Chunk) -> bool:
+    """Whether the forward of a chunk is a function of its tokens and blocks, as that of a graph."""
+    sequence = chunk.sequence
+    return (
+        sequence.reader is None
+        and sequence.adapter is None
+        and (sequence.prompt_table is None or chunk.start >= sequence.prompt_tokens)
+    )

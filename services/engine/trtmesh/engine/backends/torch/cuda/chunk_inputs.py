@@ -1,0 +1,97 @@
+"""The inputs of captured chunks of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
+from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import TILE, tiles_of
+from trtmesh.engine.backends.torch.cuda.staging import StagedWords, aligned
+from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK
+from trtmesh.engine.backends.torch.memory.kvcache import Rows
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+
+MOST_CHUNKS = 16
+FIELDS = 3
+TILE_WORDS = 4
+
+Words = TypeVar("Words", Rows, Tensor)
+
+
+class ChunkInputs:
+    """The tokens of chunks in a row. A chunk has a row of `table` [1 + chunks, width]; row 0 has the null block, for
+    tokens that only fill up: they store nothing and belong to no tile."""
+
+    def __init__(
+        self, tables: Rows, tokens_per_block: int, most_tokens: int, device: torch.device
+    ) -> None:
+        """`tables` are the rows of the BlockTables."""
+        self._tables = tables
+        self._tokens_per_block = tokens_per_block
+        width = tables.shape[1]
+        kept = aligned(MOST_CHUNKS)
+        tiles = aligned(_most_tiles(most_tokens) * TILE_WORDS)
+        self._most = aligned(most_tokens)
+        self._first_tile = kept
+        self._first_field = kept + tiles
+        self._first_row = self._first_field + FIELDS * self._most
+        self._staged = StagedWords(self._first_row + (1 + MOST_CHUNKS) * width, device)
+        self.kept_rows, self._tiles, fields, self.table = self._parts(self._staged.buffer)
+        self.token_ids, self.positions, self._owners = fields
+        self._width = torch.tensor([width], device=device)
+
+    def rows(self, size: int) -> TableRows:
+        """The tokens of a graph with `size` tokens."""
+        return TableRows(self.positions[:size], self._owners[:size], self.table, self._width)
+
+    def tiles(self, size: int) -> Tensor:
+        """The tiles of a graph with `size` tokens, [tiles, 4], see `tiles_of`; some have no tokens."""
+        return self._tiles[: _most_tiles(size)]
+
+    def fill(self, chunks: SequenceOf[Chunk], size: int) -> None:
+        """Takes the tokens of chunks for a graph with `size` tokens. `kept_rows` are the last tokens of the chunks that
+        complete their sequences, in order."""
+        words = self._staged.begin()
+        kept_rows, tiles, fields, table = self._parts(words)
+        token_ids, positions, owners = fields
+        kept: list[int] = []
+        first = 0
+        table[0] = NULL_BLOCK
+        for row, chunk in enumerate(chunks, 1):
+            last, end = first + chunk.count, chunk.start + chunk.count
+            token_ids[first:last] = chunk.sequence.tokens[chunk.start : end]
+            positions[first:last] = np.arange(chunk.start, end)
+            owners[first:last] = row
+            width = -(-end // self._tokens_per_block)
+            table[row, :width] = self._tables[chunk.sequence.slot, :width]
+            if chunk.completes:
+                kept.append(last - 1)
+            first = last
+        fields[:, first:size] = 0
+        kept_rows[:] = 0
+        kept_rows[: len(kept)] = kept
+        starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
+        found = tiles_of(starts, counts, first_row=1, first=0)
+        tiles[: len(found)] = found
+        # A tile without tokens reads and stores nothing.
+        tiles[len(found) : _most_tiles(size)] = 0
+        self._staged.send(self._first_row + (1 + len(chunks)) * self._tables.shape[1])
+
+    def _parts(self, words: Words) -> tuple[Words, Words, Words, Words]:
+        """Kept rows, tiles, fields and table, as views."""
+        width = self._tables.shape[1]
+        return (
+            words[:MOST_CHUNKS],
+            words[self._first_tile : self._first_field].reshape(-1, TILE_WORDS),
+            words[self._first_field : self._first_row].reshape(FIELDS, self._most),
+            words[self._first_row :].reshape(-1, width),
+        )
+
+
+def _most_tiles(tokens: int) -> int:
+    """Of up to MOST_CHUNKS chunks with so many tokens together."""
+    return tokens // TILE + MOST_CHUNKS
