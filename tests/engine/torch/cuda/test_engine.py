@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -11,17 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from engine.torch.cuda.launches import recorded
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch.cuda import chunk_graphs
-from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
+from trtmesh.engine.backends.torch.cuda.capturing import Rows
+from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs, parts_of
 from trtmesh.engine.backends.torch.cuda.chunk_inputs import MOST_CHUNKS
 from trtmesh.engine.backends.torch.cuda.decode_graphs import sizes
 from trtmesh.engine.backends.torch.cuda.device import Cuda
 from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
+from trtmesh.engine.stopping import EndRule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -139,19 +144,85 @@ async def test_chunks_by_graph_equal_chunks_without(llama: Path) -> None:
         graphs = compute._chunks
         launched: list[tuple[int, int]] = []
 
-        def launch(chunks: SequenceOf[Chunk]) -> torch.Tensor:
+        def launch(chunks: SequenceOf[Chunk]) -> Rows:
             launched.append((sum(chunk.count for chunk in chunks), len(chunks)))
-            return ChunkGraphs.launch(graphs, chunks)
+            return ChunkGraphs._launch(graphs, chunks)
 
         # Bound to the instance: a recorder around the method.
-        graphs.launch = launch  # type: ignore[method-assign]
-        before = engine.backend.stats().captured_steps
+        graphs._launch = launch  # type: ignore[method-assign]
+        before = engine.backend.stats()
         assert await run(engine) == expected
-        assert engine.backend.stats().captured_steps - before >= len(launched)
+        after = engine.backend.stats()
+        assert after.captured_steps - before.captured_steps == after.step_count - before.step_count
     assert {tokens for tokens, _ in launched} >= set(lengths)
-    assert max(tokens for tokens, _ in launched) <= chunk_graphs.SIZES[-1]
+    assert max(tokens for tokens, _ in launched) == chunk_graphs.SIZES[-1]
     assert {count for _, count in launched} >= {2, 7, 16}
     assert max(count for _, count in launched) == MOST_CHUNKS
+
+
+def nameless(key: int) -> Sequence:
+    config = FREE
+    return Sequence(
+        key=key,
+        batch_index=0,
+        sequence_index=0,
+        tokens=[],
+        rule=EndRule(config.stopping, (), 0, 0),
+        token_rules=TokenRules(config),
+        config=config,
+        submitted_tokens=0,
+    )
+
+
+def test_parts_of_chunks_have_each_token_once() -> None:
+    dice = random.Random(1)
+    for most in (1, 7, 64):
+        counts = [dice.randrange(1, 200) for _ in range(dice.randrange(1, 40))]
+        chunks = [
+            Chunk(nameless(key), dice.randrange(9), count) for key, count in enumerate(counts)
+        ]
+        parts = parts_of(chunks, most)
+        assert all(sum(chunk.count for chunk in part) <= most for part in parts)
+        assert all(len(part) <= MOST_CHUNKS for part in parts)
+        # Only a full part is followed by another.
+        for part in parts[:-1]:
+            assert sum(chunk.count for chunk in part) == most or len(part) == MOST_CHUNKS
+        tokens = [
+            (chunk.sequence.key, token)
+            for part in parts
+            for chunk in part
+            for token in range(chunk.start, chunk.start + chunk.count)
+        ]
+        assert tokens == [
+            (chunk.sequence.key, token)
+            for chunk in chunks
+            for token in range(chunk.start, chunk.start + chunk.count)
+        ]
+
+
+async def test_the_step_after_a_prompt_is_launched_ahead(llama: Path) -> None:
+    """Alone, and beside decoding sequences."""
+    prompts = tiny_models.prompts(6)
+    configs = [FREE, *(configure(max_tokens=9, ignore_end_id=True, **draw) for draw in DRAWS)]
+
+    async def run(engine: Harness) -> list[list[int]]:
+        alone = await engine.run(prompts[:1], FREE)
+        keys: list[int] = []
+        for place, prompt in enumerate(prompts):
+            keys += engine.submit(prompt, configs[place % len(configs)])
+            await asyncio.sleep(0)
+        return alone + [stream.token_ids for stream in await engine.ended(keys)]
+
+    async with running(llama, max_batch_size=8) as engine:
+        expected = await run(engine)
+    async with running(llama, device="cuda:0", dtype="float32", max_batch_size=8) as engine:
+        compute = engine.backend._loaded.engine._compute
+        assert isinstance(compute, GraphRunner)
+        kinds = recorded(compute, ("forward", "follow"))
+        await engine.run(prompts[:1], FREE)
+        # The prompt, and all tokens after the first.
+        assert kinds == ["forward", *(["follow"] * (NEW_TOKENS - 1))]
+        assert await run(engine) == expected
 
 
 async def test_a_sequence_longer_than_a_run_of_keys(tmp_path: Path) -> None:

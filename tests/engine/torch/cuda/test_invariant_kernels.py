@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.torch.cuda.cached_sequences import BLOCK_TOKENS, LAYER, Cache, close, rule
-from oracle import tiny_models
+from engine.torch.cuda.interpreted import Interpreted, small_model
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.compute import self_check
-from trtmesh.engine.backends.torch.cuda import chunk_graphs
 from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
-from trtmesh.engine.backends.torch.cuda.capturing import Record
 from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.invariant_layers import Trial, make_invariant
@@ -258,16 +256,8 @@ def test_layers_that_multiply_in_their_own_way_are_refused(
         make_invariant(model, products)
 
 
-class OnCpu(InvariantCuda):
-    """The device in the interpreter: a graph is computed again."""
-
-    pins_memory = False
-
-    def _synchronize(self) -> Callable[[], None]:
-        return lambda: None
-
-    def _recorder(self) -> Record:
-        return lambda compute: compute
+class OnCpu(Interpreted, InvariantCuda):
+    pass
 
 
 class WithTiles(OnCpu):
@@ -279,13 +269,9 @@ class WithTiles(OnCpu):
 
 @pytest.fixture
 def small(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A model and checks for the interpreter, which is slow."""
     if device.type == "cuda":
         pytest.skip("test_batch_invariant.py loads models on a GPU")
-    monkeypatch.setattr(chunk_graphs, "SIZES", (8, 16))
-    monkeypatch.setattr(decode_attention, "MOST_SPLITS", 2)
-    monkeypatch.setattr(self_check, "LONG_CHUNKS", ((1, 3, 1, 2), (2, 1, 1, 1)))
-    return tiny_models.build(tmp_path, num_hidden_layers=1, num_key_value_heads=1)
+    return small_model(tmp_path, monkeypatch)
 
 
 def test_a_model_passes_the_checks_at_load(small: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,6 +20,16 @@ Replay = Callable[[], Tensor]
 """Computes a captured operation again; returns the same tensor."""
 Record = Callable[[Callable[[], Tensor]], Replay]
 """Captures an operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The results of a graph; the next launch may overwrite them."""
+
+    logits: Tensor
+    """[rows, vocabulary], in the type in which the model computes them"""
+    tokens: Tensor
+    """The highest logits, or draws without filters, [rows] int64."""
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import TokenDetails
@@ -46,10 +47,7 @@ class KernelChooser:
             if _has_filters(sequence) and not _has_rules(sequence)
         ]
         if tokens is None:
-            others = {*ruled, *filtered}
-            tokens = self._raced(
-                sequences, logits, [row not in others for row in range(len(sequences))]
-            )
+            tokens = _raced(sequences, logits)
         if filtered:
             rows = indexes(filtered, logits)
             part = [sequences[row] for row in filtered]
@@ -69,33 +67,35 @@ class KernelChooser:
         top_p = [sequence.top_p for sequence in sequences]
         peaks = logits.amax(dim=1, keepdim=True)
         lowest = self._filters.lowest(configs, logits, peaks, top_p)
-        return self._raced(sequences, logits, [True] * len(sequences), lowest[:, 0])
+        return _raced(sequences, logits, lowest[:, 0])
 
-    def _raced(
-        self,
-        sequences: SequenceOf[Continuation],
-        logits: Tensor,
-        draws: list[bool],
-        lowest: Tensor | None = None,
-    ) -> Tensor:
-        """The tokens [rows]; rows that do not draw get their highest logit."""
-        drawing = [
-            row
-            for row, sequence in enumerate(sequences)
-            if draws[row] and not sequence.token_rules.greedy
-        ]
-        temperatures = np.zeros(len(sequences))
-        places = np.zeros(len(sequences), dtype=np.int64)
-        if drawing:
-            part = [sequences[row] for row in drawing]
-            temperatures[drawing] = [temperature_of(each.token_rules.sampling) for each in part]
-            places[drawing] = places_of(part)
-        temperature = given(temperatures, logits)
-        if lowest is None:
-            lowest = torch.full_like(temperature, -torch.inf)
-        tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-        choose_tokens(logits, given(places, logits), temperature, lowest, tokens)
-        return tokens
+
+def draws_of(
+    sequences: SequenceOf[Continuation], unknown: int = 0
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The places and temperatures by which `choose_tokens` draws, [rows], after `unknown` tokens that the device alone
+    knows; 0 for a row that takes its highest logit."""
+    places = np.zeros(len(sequences), dtype=np.int64)
+    temperatures = np.zeros(len(sequences))
+    drawing = [row for row, each in enumerate(sequences) if not each.token_rules.greedy]
+    if drawing:
+        part = [sequences[row] for row in drawing]
+        places[drawing] = places_of(part, unknown)
+        temperatures[drawing] = [temperature_of(each.token_rules.sampling) for each in part]
+    return places, temperatures
+
+
+def _raced(
+    sequences: SequenceOf[Continuation], logits: Tensor, lowest: Tensor | None = None
+) -> Tensor:
+    """The tokens [rows] that `choose_tokens` gives."""
+    places, temperatures = draws_of(sequences)
+    temperature = given(temperatures, logits)
+    if lowest is None:
+        lowest = torch.full_like(temperature, -torch.inf)
+    tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
+    choose_tokens(logits, given(places, logits), temperature, lowest, tokens)
+    return tokens
 
 
 def are_plain(sequences: SequenceOf[Continuation]) -> bool:

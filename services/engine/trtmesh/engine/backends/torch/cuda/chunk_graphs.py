@@ -1,28 +1,30 @@
-"""Short chunks of prompts as captured graphs, one for each of some numbers of tokens.
+"""Chunks of prompts as captured graphs, one for each of some numbers of tokens.
 
 Operation by operation, a short prompt costs the time in which the host starts kernels. A graph has the forward of the
-model over static inputs; what a batch leaves over is filled up with tokens that store nothing.
+model over static inputs, and the choice of tokens; what a step leaves over is filled up with tokens that store nothing.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.capturing import Record, capture, needs_only_tokens
+from trtmesh.engine.backends.torch.cuda.capturing import Record, Rows, capture, needs_only_tokens
 from trtmesh.engine.backends.torch.cuda.chunk_inputs import MOST_CHUNKS, ChunkInputs
 from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
+from trtmesh.engine.backends.torch.cuda.kernels.race import choose_tokens
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 
 SIZES = (64, 128, 256, *range(384, 2049, 128))
-"""Tokens of a graph. Beyond, the device takes longer than the host, and what fills up would cost more than it saves."""
+"""Tokens of a graph. More are computed by several, as one of more tokens would not be faster."""
 
 
 class ChunkGraphs:
-    """Computes few chunks with few tokens."""
+    """Computes chunks of any number and size, as many in a graph as it takes."""
 
     def __init__(
         self,
@@ -31,40 +33,69 @@ class ChunkGraphs:
         inputs: ChunkInputs,
         most_tokens: int,
         record: Record,
+        share: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`most_tokens` are those of the largest step, beyond which no graph is useful."""
+        """`most_tokens` are those of the largest step, beyond which no graph is useful; for `share` see
+        DecodeGraphs."""
         self._model = model
         self._attention = attention
         self._inputs = inputs
+        self._share = share
+        self._tokens = torch.zeros_like(inputs.kept_rows)
         self._sizes = sizes(most_tokens)
         self._replays = capture(
             model, record, self._step, self._sizes, "chunks of prompts", "tokens"
         )
 
     def takes(self, chunks: SequenceOf[Chunk]) -> bool:
-        """Whether a graph can compute chunks together."""
-        return (
-            bool(self._replays)
-            and len(chunks) <= MOST_CHUNKS
-            and sum(chunk.count for chunk in chunks) <= self._sizes[-1]
-            and all(needs_only_tokens(chunk) for chunk in chunks)
+        """Whether graphs can compute chunks."""
+        return bool(self._replays) and all(needs_only_tokens(chunk) for chunk in chunks)
+
+    def launch(self, chunks: SequenceOf[Chunk]) -> Rows:
+        """The rows of the completing chunks, in order; the logits are float32."""
+        parts = [self._launch(part) for part in parts_of(chunks, self._sizes[-1])]
+        if len(parts) == 1:
+            return parts[0]
+        return Rows(
+            torch.cat([part.logits for part in parts]), torch.cat([part.tokens for part in parts])
         )
 
     @torch.inference_mode()
-    def launch(self, chunks: SequenceOf[Chunk]) -> Tensor:
-        """The logits of the completing chunks [completing, vocabulary]."""
+    def _launch(self, chunks: SequenceOf[Chunk]) -> Rows:
         count = sum(chunk.count for chunk in chunks)
         size = self._sizes[bisect_left(self._sizes, count)]
         self._inputs.fill(chunks, size)
+        logits = self._replays[size]()
         completing = sum(chunk.completes for chunk in chunks)
-        return self._replays[size]()[:completing].clone()
+        return Rows(logits[:completing].clone(), self._tokens[:completing].clone())
 
     def _step(self, size: int) -> Tensor:
         inputs = self._inputs
         self._attention.begin_chunks(inputs, size)
-        return self._model.logits(
+        logits = self._model.logits(
             inputs.token_ids[:size], inputs.positions[:size], inputs.kept_rows
         )
+        choose_tokens(logits, inputs.places, inputs.temperatures, inputs.lowest, self._tokens)
+        if self._share:
+            self._share(self._tokens)
+        return logits
+
+
+def parts_of(chunks: SequenceOf[Chunk], most_tokens: int) -> list[list[Chunk]]:
+    """The same chunks, divided where a part would have more than MOST_CHUNKS or `most_tokens`."""
+    parts: list[list[Chunk]] = [[]]
+    left = most_tokens
+    for chunk in chunks:
+        start, end = chunk.start, chunk.start + chunk.count
+        while start < end:
+            if not left or len(parts[-1]) == MOST_CHUNKS:
+                parts.append([])
+                left = most_tokens
+            count = min(left, end - start)
+            parts[-1].append(Chunk(chunk.sequence, start, count))
+            start += count
+            left -= count
+    return parts
 
 
 def sizes(most_tokens: int) -> list[int]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.choice import draws_of
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import TILE, tiles_of
 from trtmesh.engine.backends.torch.cuda.staging import StagedWords, aligned
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
 
 MOST_CHUNKS = 16
+KEPT_FIELDS = 3
 FIELDS = 3
 TILE_WORDS = 4
 
@@ -33,14 +36,17 @@ class ChunkInputs:
         self._tables = tables
         self._tokens_per_block = tokens_per_block
         width = tables.shape[1]
-        kept = aligned(MOST_CHUNKS)
+        kept = KEPT_FIELDS * aligned(MOST_CHUNKS)
         tiles = aligned(_most_tiles(most_tokens) * TILE_WORDS)
         self._most = aligned(most_tokens)
         self._first_tile = kept
         self._first_field = kept + tiles
         self._first_row = self._first_field + FIELDS * self._most
         self._staged = StagedWords(self._first_row + (1 + MOST_CHUNKS) * width, device)
-        self.kept_rows, self._tiles, fields, self.table = self._parts(self._staged.buffer)
+        kept_fields, self._tiles, fields, self.table = self._parts(self._staged.buffer)
+        self.kept_rows, self.places = kept_fields[0], kept_fields[1]
+        self.temperatures = kept_fields[2].view(torch.float64)
+        self.lowest = torch.full_like(self.temperatures, -math.inf)
         self.token_ids, self.positions, self._owners = fields
         self._width = torch.tensor([width], device=device)
 
@@ -54,11 +60,10 @@ class ChunkInputs:
 
     def fill(self, chunks: SequenceOf[Chunk], size: int) -> None:
         """Takes the tokens of chunks for a graph with `size` tokens. `kept_rows` are the last tokens of the chunks that
-        complete their sequences, in order."""
-        words = self._staged.begin()
-        kept_rows, tiles, fields, table = self._parts(words)
+        complete their sequences, in order, and `places` and `temperatures` those of their draws."""
+        kept_fields, tiles, fields, table = self._parts(self._staged.begin())
         token_ids, positions, owners = fields
-        kept: list[int] = []
+        kept: list[tuple[int, Sequence]] = []
         first = 0
         table[0] = NULL_BLOCK
         for row, chunk in enumerate(chunks, 1):
@@ -69,11 +74,14 @@ class ChunkInputs:
             width = -(-end // self._tokens_per_block)
             table[row, :width] = self._tables[chunk.sequence.slot, :width]
             if chunk.completes:
-                kept.append(last - 1)
+                kept.append((last - 1, chunk.sequence))
             first = last
         fields[:, first:size] = 0
-        kept_rows[:] = 0
-        kept_rows[: len(kept)] = kept
+        kept_fields[:] = 0
+        kept_fields[0, : len(kept)] = [row for row, _ in kept]
+        places, temperatures = draws_of([sequence for _, sequence in kept])
+        kept_fields[1, : len(kept)] = places
+        kept_fields[2].view(np.float64)[: len(kept)] = temperatures
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
         found = tiles_of(starts, counts, first_row=1, first=0)
         tiles[: len(found)] = found
@@ -82,10 +90,10 @@ class ChunkInputs:
         self._staged.send(self._first_row + (1 + len(chunks)) * self._tables.shape[1])
 
     def _parts(self, words: Words) -> tuple[Words, Words, Words, Words]:
-        """Kept rows, tiles, fields and table, as views."""
+        """Fields of kept rows, tiles, fields of tokens and table, as views."""
         width = self._tables.shape[1]
         return (
-            words[:MOST_CHUNKS],
+            words[: self._first_tile].reshape(KEPT_FIELDS, -1)[:, :MOST_CHUNKS],
             words[self._first_tile : self._first_field].reshape(-1, TILE_WORDS),
             words[self._first_field : self._first_row].reshape(FIELDS, self._most),
             words[self._first_row :].reshape(-1, width),

@@ -9,11 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.capturing import Record, capture, needs_only_tokens
+from trtmesh.engine.backends.torch.cuda.capturing import Record, Rows, capture, needs_only_tokens
 from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.race import choose_tokens, known_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
@@ -23,16 +22,6 @@ from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 FURTHER = 128
 """Distance of sizes beyond."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The results of a graph, overwritten by its next launch."""
-
-    logits: Tensor
-    """[rows, vocabulary], in the type in which the model computes them"""
-    tokens: Tensor
-    """The highest logits, or draws without filters, [rows] int64."""
 
 
 class DecodeGraphs:
@@ -56,19 +45,31 @@ class DecodeGraphs:
         self._sizes = sizes(most_rows)
         self._replays = capture(model, record, self._step, self._sizes, "decode steps", "sequences")
 
+    @property
+    def are_captured(self) -> bool:
+        return bool(self._replays)
+
     def takes(self, chunk: Chunk) -> bool:
         """Whether a graph can compute a chunk."""
         return (
-            bool(self._replays)
-            and chunk.count == 1
-            and chunk.completes
-            and needs_only_tokens(chunk)
+            self.are_captured and chunk.count == 1 and chunk.completes and needs_only_tokens(chunk)
         )
 
     def launch(self, chunks: SequenceOf[Chunk]) -> Rows:
         size = self._size(len(chunks))
         self._inputs.fill(chunks, size)
         return self._replay(size, len(chunks))
+
+    @torch.inference_mode()
+    def with_more(self, rows: Rows | None, more: Rows) -> Rows:
+        """The rows of the last launch, None without any, and more of the same step, as a launch that `follow` knows."""
+        if rows is None:
+            tokens, logits = self._tokens[: len(more.tokens)], more.logits
+        else:
+            tokens = self._tokens[: len(rows.tokens) + len(more.tokens)]
+            logits = torch.cat((rows.logits.float(), more.logits))
+        tokens[len(tokens) - len(more.tokens) :].copy_(more.tokens)
+        return Rows(logits, tokens)
 
     @torch.inference_mode()
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Rows:

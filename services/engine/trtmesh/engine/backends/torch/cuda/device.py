@@ -109,7 +109,7 @@ class Cuda(Accelerator):
             tables.rows, cache.tokens_per_block, chunk_graphs.sizes(most_tokens)[-1], self.name
         )
         # In memory of its own: a step may launch graphs of both kinds.
-        chunks = ChunkGraphs(model, attention, prompts, most_tokens, self._recorder())
+        chunks = ChunkGraphs(model, attention, prompts, most_tokens, self._recorder(), share)
         return GraphRunner(runner, graphs, chunks, chooser, self.name)
 
     def _attention(self, cache: KvCache, tables: BlockTables) -> GraphAttention:

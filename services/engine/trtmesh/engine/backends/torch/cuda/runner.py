@@ -1,5 +1,5 @@
-"""A step: its decoding sequences as a captured graph, short chunks of prompts as another, long ones operation by
-operation."""
+"""A step: its decoding sequences as a captured graph, chunks of prompts as others, and operation by operation what no
+graph can compute."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.compute.device import Batch, Forward
 from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.cuda.capturing import Rows
 from trtmesh.engine.backends.torch.cuda.choice import KernelChooser, are_plain
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
-from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs, Rows
+from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
 from trtmesh.engine.backends.torch.model.attention import StepTokens
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
@@ -38,7 +39,7 @@ class GraphRunner:
         self._chunks = chunks
         self._chooser = chooser
         self._nothing = _nothing(device)
-        # The last step that a graph computed whole.
+        # Of the last step, if graphs computed it whole.
         self._rows: Rows | None = None
         self.may_follow = False
         self.captured_steps = 0
@@ -59,24 +60,21 @@ class GraphRunner:
 
     def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
         self._rows, self.may_follow = None, False
-        is_captured = not len(batch.token_ids)
-        self.captured_steps += is_captured
-        if not batch.decoding:
-            return self._prefill(batch, written)
-        rows = self._graphs.launch(batch.decoding)
         decoding = list(batch.decoding)
-        if is_captured and not batch.prefilling:
-            self._rows = rows
-            return Forward(decoding, rows.logits, [])
-        rest = self._prefill(batch, written)
-        logits = torch.cat((rows.logits.float(), rest.logits))
-        return Forward(decoding + rest.completing, logits, rest.given)
-
-    def _prefill(self, batch: Batch, written: Callable[[int], None] | None) -> Forward:
-        if not batch.prefilling:
-            return self._runner.forward(batch, written)
+        rows = self._graphs.launch(decoding) if decoding else None
+        if len(batch.token_ids):
+            rest = self._runner.forward(batch, written)
+            if rows is None:
+                return rest
+            logits = torch.cat((rows.logits.float(), rest.logits))
+            return Forward(decoding + rest.completing, logits, rest.given)
+        self.captured_steps += 1
         completing = [chunk for chunk in batch.prefilling if chunk.completes]
-        return Forward(completing, self._chunks.launch(batch.prefilling), [])
+        if batch.prefilling:
+            rows = self._graphs.with_more(rows, self._chunks.launch(batch.prefilling))
+        assert rows
+        self._rows = rows
+        return Forward(decoding + completing, rows.logits, [])
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
         self._rows, self.may_follow = self._graphs.follow(chunks, rows), False
@@ -85,8 +83,9 @@ class GraphRunner:
 
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
         tokens = self._rows.tokens if self._rows and logits is self._rows.logits else None
-        self.may_follow = tokens is not None and are_plain(sequences)
-        if not self.may_follow:
+        is_plain = tokens is not None and are_plain(sequences)
+        self.may_follow = is_plain and self._graphs.are_captured
+        if not is_plain:
             logits = logits.float()
         return self._chooser.choose(sequences, logits, tokens)
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import torch
+from trtmesh.engine.backends.torch.cuda.choice import draws_of
 from trtmesh.engine.backends.torch.cuda.staging import ALIGNED, StagedWords, aligned
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
-from trtmesh.engine.backends.torch.sampling.draws import places_of
-from trtmesh.engine.backends.torch.sampling.filters import temperature_of
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 
 HEADER = ALIGNED
@@ -57,13 +56,9 @@ class StepInputs:
         fields[:, :rows] = 0
         fields[0, :count] = first_field
         fields[1, :count] = starts
-        drawing = [row for row, chunk in enumerate(chunks) if not chunk.sequence.token_rules.greedy]
-        if drawing:
-            sequences = [chunks[row].sequence for row in drawing]
-            fields[2, drawing] = places_of(sequences, unknown)
-            fields[3].view(np.float64)[drawing] = [
-                temperature_of(each.token_rules.sampling) for each in sequences
-            ]
+        places, temperatures = draws_of([chunk.sequence for chunk in chunks], unknown)
+        fields[2, :count] = places
+        fields[3].view(np.float64)[:count] = temperatures
         first = HEADER + FIELDS * most
         table = words[first : first + rows * width].reshape(rows, width)
         table[:count] = self._tables[[chunk.sequence.slot for chunk in chunks], :width]

@@ -1,0 +1,57 @@
+"""A GPU in triton's interpreter: tensors are in host memory, and a graph is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import tiny_models
+from torch import Tensor
+from trtmesh.engine.backends.torch.accelerator import Accelerator
+from trtmesh.engine.backends.torch.compute import self_check
+from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
+from trtmesh.engine.backends.torch.cuda import chunk_graphs
+from trtmesh.engine.backends.torch.cuda.capturing import Record
+from trtmesh.engine.backends.torch.cuda.kernels import decode_attention
+from trtmesh.engine.backends.torch.model.model import Model
+
+
+class Interpreted(Accelerator):
+    """Goes before the class of a GPU."""
+
+    pins_memory = False
+
+    def free_memory(self) -> int:
+        return 1 << 30
+
+    def spare_memory(self, _model: Model, _largest: StepSize) -> int:
+        return 1 << 26
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def release_memory(self) -> None:
+        """There is none."""
+
+    def _synchronize(self) -> Callable[[], None]:
+        return lambda: None
+
+    def _recorder(self) -> Record:
+        def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            def again() -> Tensor:
+                with torch.inference_mode():
+                    return compute()
+
+            return again
+
+        return record
+
+
+def small_model(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """A model, graphs and checks for the interpreter, which is slow."""
+    patch.setattr(chunk_graphs, "SIZES", (8, 16))
+    patch.setattr(decode_attention, "MOST_SPLITS", 2)
+    patch.setattr(self_check, "LONG_CHUNKS", ((1, 3, 1, 2), (2, 1, 1, 1)))
+    return tiny_models.build(folder, num_hidden_layers=1, num_key_value_heads=1)

@@ -1,0 +1,83 @@
+"""The engine over the kernels in triton's interpreter: the tokens of the CPU, by the launches that a GPU gets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.torch.cuda.interpreted import Interpreted, small_model
+from engine.torch.cuda.launches import recorded
+from engine.torch.harness import Harness, configure, running
+from trtmesh.engine.backends.torch import loading
+from trtmesh.engine.backends.torch.cuda.device import Cuda
+from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Triton starts a C compiler.
+    pytest.mark.slow,
+    # Of triton's interpreter.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    # Tokens that only fill up belong to no tile, and have what was in memory.
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
+
+NEW_TOKENS = 5
+FREE = configure(max_tokens=NEW_TOKENS, ignore_end_id=True)
+CONFIGS = [
+    FREE,
+    configure(max_tokens=4, ignore_end_id=True, temperature=1.1, seed=8),
+    configure(max_tokens=4, ignore_end_id=True, temperature=1.0, seed=3, top_k=20),
+    configure(max_tokens=4, ignore_end_id=True, repetition_penalty=1.4),
+]
+OPTIONS: dict[str, Any] = {
+    "max_batch_size": 4,
+    "tokens_per_block": 4,
+    "kv_cache_tokens": 512,
+    "max_sequence_tokens": 64,
+    "max_step_tokens": 40,
+}
+
+
+class OnCpu(Interpreted, Cuda):
+    pass
+
+
+@pytest.fixture
+def small(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    if device.type == "cuda":
+        pytest.skip("test_engine.py runs engines on a GPU")
+    return small_model(tmp_path, monkeypatch)
+
+
+async def test_tokens_and_launches(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks shorter and longer than a graph's, alone, together, and beside decoding sequences."""
+    dice = random.Random(1)
+    prompts = [[dice.randrange(3, 300) for _ in range(length)] for length in (5, 21, 3, 33)]
+
+    async def run(engine: Harness) -> list[list[int]]:
+        found = await engine.run(prompts[1:2], FREE)
+        keys: list[int] = []
+        for prompt, config in zip(prompts, CONFIGS, strict=True):
+            keys += engine.submit(prompt, config)
+            await asyncio.sleep(0)
+        return found + [stream.token_ids for stream in await engine.ended(keys)]
+
+    async with running(small, **OPTIONS) as engine:
+        expected = await run(engine)
+    monkeypatch.setattr(loading, "_device", lambda _: OnCpu(torch.device("cpu")))
+    async with running(small, **OPTIONS) as engine:
+        compute = engine.backend._loaded.engine._compute
+        assert isinstance(compute, GraphRunner)
+        launches = recorded(compute, ("forward", "follow"))
+        before = engine.backend.stats()
+        assert await run(engine) == expected
+        after = engine.backend.stats()
+    assert after.captured_steps - before.captured_steps == after.step_count - before.step_count
+    # The prompt, and all tokens after the first.
+    alone = ["forward", *(["follow"] * (NEW_TOKENS - 1))]
+    assert launches[:NEW_TOKENS] == alone
