@@ -141,7 +141,7 @@ class KernelLayer(FusedLayer):
         if isinstance(mlp, KernelMlp) and mlp.is_silu:
             gated = products.of_norm(hidden, norm_before, mlp.gate_up, gated=True)
             return products.sum(hidden, gated, mlp.down_proj)
-        output: Tensor = hidden + mlp(norm_before(hidden))
+        output: Tensor = hidden + mlp(norm_before(hidden)[None])[0]
         return output
 
 

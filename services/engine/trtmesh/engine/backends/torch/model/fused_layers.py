@@ -178,7 +178,8 @@ class FusedLayer(nn.Module):
     def complete(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The output for tokens by what they attend to; may change `hidden`."""
         hidden = hidden + self.self_attn.o_proj(attended)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        # Experts want the shape that transformers gives them.
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden)[None])[0]
         return output
 
 
