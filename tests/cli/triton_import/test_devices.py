@@ -46,6 +46,7 @@ def test_model_over_several_gpus_runs_on_the_first_of_each_instance(tmp_path: Pa
     outcome, reason = finding(conversion, "tensorrt_llm", IDS)
     assert outcome is Outcome.UNSUPPORTED
     assert "cuda:0, cuda:2" in reason
+    assert "an entry of mesh.devices may name them, such as cuda:0,cuda:1" in reason
 
 
 def test_models_have_devices_of_their_own(tmp_path: Path) -> None:

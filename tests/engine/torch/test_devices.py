@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from trtmesh.chassis.device_names import VISIBLE, DeviceName
-from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.device_names import VISIBLE, DeviceName, DeviceNames
+from trtmesh.chassis.errors import ModelUnusable, SettingsError
+from trtmesh.engine.backends.torch import loading
 from trtmesh.engine.backends.torch.devices import present, see_alone
+from trtmesh.engine.backends.torch.settings import TorchSettings
 
 GPU = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 OTHER = "GPU-00000000-d72c-4106-c12f-20bd9faed9f6"
@@ -70,3 +74,24 @@ def test_present_devices_are_pytorchs(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert present(DeviceName(text)) == torch.device(device)
+
+
+@pytest.mark.parametrize("text", ["auto", "cuda:0"])
+def test_a_full_device_is_an_error_that_says_so(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+
+    # The room needs Triton.
+    room = SimpleNamespace(Cuda=None, InvariantCuda=None, works=None)
+    for module in ("device", "invariant_device"):
+        monkeypatch.setitem(sys.modules, f"trtmesh.engine.backends.torch.cuda.{module}", room)
+    monkeypatch.setattr(loading, "find_spec", lambda _: True)
+    for name, value in (("is_available", True), ("device_count", 1), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_device", full)
+    with pytest.raises(ModelUnusable) as caught:
+        loading._device(TorchSettings(device=DeviceNames(text)))
+    assert str(caught.value) == (
+        "a first kernel does not fit into memory: CUDA error: out of memory; lower what else runs on cuda:0, or take"
+        " another device"
+    )

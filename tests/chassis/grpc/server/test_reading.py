@@ -9,6 +9,7 @@ from chassis.grpc.server.conftest import Example
 from chassis.grpc.server.wire import message, wired
 from trtmesh.chassis.grpc.server import call as server_call
 from trtmesh.chassis.http2.frames import END_STREAM, ErrorCode, FrameType, frame, rst_stream
+from trtmesh.chassis.pacing import Pacing
 
 MESSAGES = 2000
 FLOOD = b"".join(message(b"%04d" % number) for number in range(MESSAGES))
@@ -57,3 +58,27 @@ async def test_a_reset_ends_a_call_that_waits_for_its_turn(
         before = len(turns)
         await wire.echoes(5)
         assert len(turns) == before < MESSAGES
+
+
+async def test_a_handler_cancelled_in_the_pass_of_its_turn_holds_up_no_other_call(
+    example: Example, turns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proceed = server_call.ServerCall.proceed
+    cancelled: list[int] = []
+
+    def cancelled_before(call: server_call.ServerCall) -> None:
+        if call._turn is not None and call._task is not None:
+            # As a Triton stream ends with the failure of one of its requests.
+            cancelled.append(call.stream.stream_id)
+            call._task.cancel()
+        proceed(call)
+
+    monkeypatch.setattr(server_call.ServerCall, "proceed", cancelled_before)
+    monkeypatch.setattr(Pacing, "enter", lambda _: False)
+    async with wired(example) as wire:
+        wire.send(wire.call(1, "Join"), frame(FrameType.DATA, END_STREAM, 1, FLOOD))
+        await begin(turns)
+        _, said = await wire.answer(1)
+        assert said["grpc-status"] == "1"
+        assert cancelled == [1]
+        await wire.echoes(3)

@@ -13,7 +13,10 @@ from e2e.mesh import DEMO, PATIENT, Mesh, check_beginning, eventually, running_m
 from engine.torch.harness import configure, running
 from engine.torch.parallel.followers import followers
 from processes import ServiceProcess, service_process
-from trtmesh.chassis.errors import WorkerLost
+from trtmesh.chassis.errors import StartupError, WorkerLost
+from trtmesh.engine.backends.torch.parallel import ranks
+from trtmesh.engine.backends.torch.parallel.ranks import Ranks
+from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
 
 LONG = configure(max_tokens=400, ignore_end_id=True)
@@ -141,6 +144,21 @@ async def test_a_killed_rank_ends_the_start() -> None:
         assert await engine.wait() == 1
         assert "rank 1 on cpu" in engine.stderr
         await gone(rank)
+
+
+def test_a_rank_killed_before_all_are_there_ends_the_start(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrive = ranks._await
+
+    def arrive_and_die(other: ranks._Other) -> None:
+        arrive(other)
+        other.process.kill()
+
+    monkeypatch.setattr(ranks, "_await", arrive_and_die)
+    with pytest.raises(StartupError, match=r"rank 1 on cpu .* was killed by SIGKILL"):
+        Ranks(["cpu", "cpu"], llama, TorchSettings())
+    assert not followers()
 
 
 async def started(engine: ServiceProcess) -> psutil.Process:

@@ -119,7 +119,8 @@ def _convert_gpus(model: RepositoryModel, devices: list[str] | None, draft: Draf
         first = ", ".join(dict.fromkeys(_devices_of(model)))
         draft.refuse(
             subject,
-            f"an embedded engine runs on one GPU; of each instance the first is used: {first}",
+            f"of each instance the first is used: {first}; where several can share the model, an entry of"
+            f" {'.'.join(DEVICES)} may name them, such as cuda:0,cuda:1",
         )
     else:
         draft.count(subject, f"{'.'.join(DEVICES)}: {', '.join(devices)}")

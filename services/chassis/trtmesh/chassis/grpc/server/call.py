@@ -276,7 +276,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             self._task = self._loop.create_task(self._run())
             self._task.add_done_callback(self._over)
         elif self._turn is not None and not self._ended:
-            self._turn.set_result(None)
+            # In this pass the handler's own task may have been cancelled.
+            if not self._turn.done():
+                self._turn.set_result(None)
             self._turn = None
         else:
             self._task.cancel()

@@ -340,10 +340,11 @@ def _with_kernels(
     from trtmesh.engine.backends.torch.cuda.device import Cuda, works
     from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 
-    # Triton runs kernels on the current device of the thread.
-    torch.cuda.set_device(name)
-    if not works(name):
-        return None
+    with fitting("a first kernel", f"what else runs on {name}, or take another device"):
+        # Triton runs kernels on the current device of the thread.
+        torch.cuda.set_device(name)
+        if not works(name):
+            return None
     return InvariantCuda(name) if settings.batch_invariant else Cuda(name, group)
 
 

@@ -38,6 +38,7 @@ from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
 from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.shortage import shortage
 from trtmesh.engine.backends.torch.model.fusing import (
     fuse_layers,
     fuse_norms,
@@ -165,7 +166,8 @@ class _Recorder:
 
 
 def works(device: torch.device) -> bool:
-    """Whether the kernels compile and compute on a device; says in the log why they do not."""
+    """Whether the kernels compile and compute on a device; says in the log why they do not. Raises what says that there
+    is no memory even for a trial."""
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         log.warning("%s has no tensor cores for bfloat16, which the kernels need", device)
         return False
@@ -174,7 +176,10 @@ def works(device: torch.device) -> bool:
     try:
         got = norm(given, weight, 1e-5)
         is_right = torch.allclose(got, norm_reference(given, weight, 1e-5), atol=1e-5)
-    except Exception as error:  # noqa: BLE001 - another way of computing is chosen
+    except Exception as error:
+        if shortage(error) is not None:
+            raise
+        # Another way of computing is chosen.
         log.warning("kernels do not run on %s: %s", device, error)
         return False
     if not is_right:

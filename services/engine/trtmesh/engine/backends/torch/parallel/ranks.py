@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -34,6 +35,8 @@ END_SECONDS = 2.0
 """For ranks to end by themselves."""
 CAUSE_SECONDS = 5.0
 """Until the end of a rank is known, after an operation failed by it."""
+LOOK_SECONDS = 0.1
+"""Between two looks whether all ranks live, until all have joined the group."""
 
 Lost = Callable[[Exception], None]
 """Called once, on a thread of its own, with the reason."""
@@ -80,7 +83,7 @@ class Ranks:
                 self._others.append(_start(f"rank {rank} on {names[rank]}", task))
             for other in self._others:
                 _await(other)
-            self.group = Group(store, Place(0, len(names)), torch.device(names[0]))
+            self.group = self._join(store, Place(0, len(names)), torch.device(names[0]))
         except BaseException:
             self.close()
             raise
@@ -88,6 +91,25 @@ class Ranks:
             watching = threading.Thread(target=self._watch, args=(other,), name=other.name)
             watching.daemon = True
             watching.start()
+
+    def _join(self, store: Path, place: Place, device: torch.device) -> Group:
+        """Waits for the others on another thread: for one that has ended, gloo waits for minutes and NCCL for good.
+        Raises StartupError where one ends before."""
+        joined: Future[Group] = Future()
+
+        def join() -> None:
+            try:
+                joined.set_result(Group(store, place, device))
+            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+                joined.set_exception(error)
+
+        threading.Thread(target=join, name="join-ranks", daemon=True).start()
+        while not joined.done():
+            for other in self._others:
+                if (status := other.process.poll()) is not None:
+                    raise StartupError(str(_loss(other, status)))
+            wait((joined,), LOOK_SECONDS)
+        return joined.result()
 
     def watch(self, lost: Lost) -> None:
         """Lets `lost` be called when a rank ends, and where one has."""
