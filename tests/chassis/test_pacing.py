@@ -54,6 +54,27 @@ async def test_a_burst_proceeds_over_several_passes() -> None:
     assert log == [str(number) for number in range(200)]
 
 
+async def test_a_call_that_fails_costs_no_other_its_turn() -> None:
+    class Failing:
+        def proceed(self) -> None:
+            raise ValueError("this call fails")
+
+    complaints = list[str]()
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: complaints.append(str(context["exception"]))
+    )
+    pacing, log = Pacing(), list[str]()
+    lane, other = Lane(pacing), Lane(pacing)
+    for number in range(100):
+        lane.add(Recorded(str(number), log))
+    pacing.wait(lane, Failing())
+    pacing.wait(other, Failing())
+    lane.add(Recorded("last", log))
+    await _until(log, 101)
+    assert log == [*(str(number) for number in range(100)), "last"]
+    assert complaints == ["this call fails"] * 2
+
+
 async def test_connections_take_turns() -> None:
     pacing, log = Pacing(), list[str]()
     greedy, modest = Lane(pacing), Lane(pacing)

@@ -36,7 +36,11 @@ def test_each_instance_has_an_engine_on_its_gpu(
     conversion = convert(repository(tmp_path / "models", ids, count))
     mesh = conversion.sections["mesh"]
     assert (mesh["devices"], "engines" in mesh) == ({"demo": devices}, False)
-    assert finding(conversion, "tensorrt_llm", IDS)[0] is Outcome.CARRIED
+    outcome, reason = finding(conversion, "tensorrt_llm", IDS)
+    assert outcome is Outcome.CARRIED
+    is_shared = len({*devices}) < len(devices)
+    assert is_shared == ("cuda:3 has several engines" in reason)
+    assert is_shared == ("set engine.torch.kv_cache.bytes" in reason)
     assert "device" not in conversion.sections["engine"]["torch"]
 
 

@@ -164,6 +164,13 @@ async def test_an_announcement_leaves_without_tokens_after_a_while() -> None:
     ]
 
 
+async def test_the_opening_event_leaves_alone_after_a_while() -> None:
+    stream = ClientStream(OPENING, Turns())
+    waiting = await stream.next_entries()
+    assert waiting
+    assert [event.WhichOneof("event") for event in as_response(waiting).events] == ["accepted"]
+
+
 async def test_details_follow_a_text_without_tokens() -> None:
     _, stream = opened()
     stream.put_tokens(0, 0, 0, [], "a", None)

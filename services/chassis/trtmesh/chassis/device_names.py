@@ -67,7 +67,7 @@ class DeviceNames:
 
 
 def _parsed(value: object) -> DeviceNames:
-    return value if isinstance(value, DeviceNames) else DeviceNames(str(value))
+    return value if isinstance(value, DeviceNames) else DeviceNames(str(value).strip())
 
 
 Devices = Annotated[DeviceNames, BeforeValidator(_parsed), PlainSerializer(str, return_type=str)]

@@ -145,17 +145,26 @@ class Pacing:
         loop, room = asyncio.get_running_loop(), self._room
         # These callbacks run in a row in the next pass: begin, the tasks, and end.
         loop.call_soon(self._begin)
-        while self._lanes and self._proceeding < room:
-            lane = self._lanes.popleft()
-            if call := next(iter(lane.waiting), None):
-                del lane.waiting[call]
-                self._proceeding += 1
-                call.proceed()
-            if lane.waiting:
-                self._lanes.append(lane)
-            else:
-                lane.queued = False
-        loop.call_soon(self._end, self._proceeding)
+        try:
+            while self._lanes and self._proceeding < room:
+                self._proceed()
+        finally:
+            # Whatever a call raises, the others have their turns.
+            loop.call_soon(self._end, self._proceeding)
+
+    def _proceed(self) -> None:
+        """Gives the next lane a turn."""
+        lane = self._lanes.popleft()
+        call = next(iter(lane.waiting), None)
+        if call is not None:
+            del lane.waiting[call]
+        if lane.waiting:
+            self._lanes.append(lane)
+        else:
+            lane.queued = False
+        if call is not None:
+            self._proceeding += 1
+            call.proceed()
 
     def _begin(self) -> None:
         self._began = perf_counter()

@@ -25,7 +25,7 @@ from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.v1 import generation_pb2 as pb
 
 ON_THE_SPOT_BYTES = 4096
-"""Largest text encoded on the spot, in less than a millisecond; one in a pass of the event loop. A thread costs a lone
+"""Largest text encoded on the spot, in about a millisecond; one in a pass of the event loop. A thread costs a lone
 text more than its encoding. Under load threads gather texts meanwhile, and so the batches of all that follows grow."""
 
 HUGE_TO_LONG = 16

@@ -123,7 +123,21 @@ def _convert_gpus(model: RepositoryModel, devices: list[str] | None, draft: Draf
             f" {'.'.join(DEVICES)} may name them, such as cuda:0,cuda:1",
         )
     else:
-        draft.count(subject, f"{'.'.join(DEVICES)}: {', '.join(devices)}")
+        text = f"{'.'.join(DEVICES)}: {', '.join(devices)}"
+        draft.count(subject, text + _advice(devices, draft))
+
+
+def _advice(devices: Sequence[str], draft: Draft) -> str:
+    """What engines need that share a GPU with others of the mesh."""
+    engines = Counter(each for names in draft.get(DEVICES).values() for each in names)
+    shared = sorted({each for each in devices if engines[each] > 1})
+    limits = (draft.get((*TORCH, "kv_cache", limit)) for limit in ("bytes", "tokens"))
+    if not shared or any(limits):
+        return ""
+    return (
+        f"; {', '.join(shared)} has several engines, each of which takes most of the memory that it finds free: set"
+        f" {'.'.join(TORCH)}.kv_cache.bytes"
+    )
 
 
 def _convert_router_instances(model: RepositoryModel, draft: Draft) -> None:

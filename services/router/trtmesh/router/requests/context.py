@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.pacing import Lane, Pacing
@@ -69,11 +70,12 @@ class RequestContext:
         return asyncio.get_running_loop().time() - self.arrival_time
 
     def remaining_ms(self) -> int | None:
-        """Time until the client's deadline, at least 1 ms; None without a deadline."""
+        """Time until the client's deadline, at least 1 ms; None without a deadline. Rounded up: no worker should
+        end a call before it."""
         if self.deadline is None:
             return None
         remaining = self.deadline - asyncio.get_running_loop().time()
-        return min(max(1, int(remaining * 1000)), 2**32 - 1)
+        return min(max(1, math.ceil(remaining * 1000)), 2**32 - 1)
 
     def spend(self, tokens: int) -> None:
         """Charges tokens to the owner."""

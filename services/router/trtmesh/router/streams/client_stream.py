@@ -19,6 +19,10 @@ MOST_MESSAGE_BYTES = 2 * 2**20
 ANNOUNCED_SECONDS = 0.02
 """Longest wait of an announcement for the first tokens. These take longer for a long prompt or in a queue."""
 
+OPENING_SECONDS = 0.5
+"""Longest wait of the opening event for another: without it a client cannot stop a request in a queue. Longer than a
+burst of starts takes, which would cost as many messages more."""
+
 TOKEN_BYTES = 4
 """Bytes counted for an id beside text and data."""
 
@@ -91,8 +95,8 @@ class ClientStream:
     """The queue from the data path, the producer, to the RPC handler, the consumer.
 
     Merging uses no timer: a fast client gets a message per step, and a slow client gets everything queued during the
-    last write. Deltas ready together share a message within the limit. The opening event waits for the next event, and
-    an announcement for a short time, so that a short answer is a single message.
+    last write. Deltas ready together share a message within the limit. The opening event and an announcement wait for
+    the next event, each for a time of its own, so that a short answer is a single message.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class ClientStream:
         self._entries: list[Waiting] = [WaitingEvent(opening, 0)]
         self._followed = False
         """Whether anything waits that is worth a message."""
-        self._announcing: asyncio.TimerHandle | None = None
+        self._telling: asyncio.TimerHandle | None = None
         self._growing: dict[tuple[int, int], WaitingTokens] = {}
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
@@ -116,6 +120,7 @@ class ClientStream:
         """Waiting bytes at which the watcher hears of them."""
         self.merged_tokens = 0
         self._taken_at: float | None = None
+        self._tell_within(OPENING_SECONDS)
 
     def put_tokens(
         self,
@@ -167,12 +172,19 @@ class ClientStream:
         entry = WaitingEvent(event, event.ByteSize())
         self._entries.append(entry)
         self._count(entry.size)
-        if self._announcing is None:
-            loop = asyncio.get_running_loop()
-            self._announcing = loop.call_later(ANNOUNCED_SECONDS, self._tell)
+        self._tell_within(ANNOUNCED_SECONDS)
+
+    def _tell_within(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + seconds
+        if self._telling is not None:
+            if self._telling.when() <= due:
+                return
+            self._telling.cancel()
+        self._telling = loop.call_at(due, self._tell)
 
     def _tell(self) -> None:
-        """Sends what was announced without anything else."""
+        """Sends the opening event and what was announced without anything else."""
         self._followed = True
         self._wake()
 
@@ -266,9 +278,9 @@ class ClientStream:
             self.watcher.on_read()
 
     def _wake(self) -> None:
-        if self._announcing is not None:
-            self._announcing.cancel()
-            self._announcing = None
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
         if self._taker is not None:
             self._turns.ask(self._taker)
             self._taker = None

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from trtmesh.engine.backends.torch.memory.shortage import shortage
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 
@@ -53,9 +54,10 @@ def capture(
         # The largest first, so that the smaller ones share its memory.
         for size in reversed(sizes):
             replays[size] = record(partial(step, size))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - any operation may refuse
+    except Exception as error:
+        if shortage(error) is not None:
+            raise
+        # Any operation may refuse.
         log.warning(
             "%s of model type %s cannot be captured and run operation by operation: %s",
             what,

@@ -47,9 +47,13 @@ class ChunkGraphs:
             model, record, self._step, self._sizes, "chunks of prompts", "tokens"
         )
 
+    @property
+    def are_captured(self) -> bool:
+        return bool(self._replays)
+
     def takes(self, chunks: SequenceOf[Chunk]) -> bool:
         """Whether graphs can compute chunks."""
-        return bool(self._replays) and all(needs_only_tokens(chunk) for chunk in chunks)
+        return self.are_captured and all(needs_only_tokens(chunk) for chunk in chunks)
 
     def launch(self, chunks: SequenceOf[Chunk]) -> Rows:
         """The rows of the completing chunks, in order; the logits are float32."""

@@ -63,6 +63,8 @@ class DecodeGraphs:
     @torch.inference_mode()
     def with_more(self, rows: Rows | None, more: Rows) -> Rows:
         """The rows of the last launch, None without any, and more of the same step, as a launch that `follow` knows."""
+        if rows and not len(more.tokens):
+            return rows
         if rows is None:
             tokens, logits = self._tokens[: len(more.tokens)], more.logits
         else:

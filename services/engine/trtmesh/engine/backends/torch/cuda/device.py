@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.accelerator import ORDERING, Accelerator
 from trtmesh.engine.backends.torch.compute.device import Compute
 from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
@@ -111,6 +112,12 @@ class Cuda(Accelerator):
         )
         # In memory of its own: a step may launch graphs of both kinds.
         chunks = ChunkGraphs(model, attention, prompts, most_tokens, self._recorder(), share)
+        if self._group and not (graphs.are_captured and chunks.are_captured):
+            # Ranks that compute in different ways would wait for each other's sums.
+            raise ModelUnusable(
+                f"steps of model type {model.module.config.model_type} cannot be captured on {self.name}, as several"
+                " GPUs need; the log has the reason; name one in engine.torch.device"
+            )
         return GraphRunner(runner, graphs, chunks, chooser, self.name)
 
     def _attention(self, cache: KvCache, tables: BlockTables) -> GraphAttention:
