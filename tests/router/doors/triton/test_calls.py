@@ -160,6 +160,13 @@ def test_parts_are_counted_before_they_are_copied(build: Any, most: int) -> None
         read_call(ENSEMBLE, build(most + 1))
 
 
+def test_dimensions_are_counted_before_they_are_copied() -> None:
+    request = raw_request()
+    request.inputs[0].shape[:] = [1] * 17
+    with pytest.raises(InvalidRequest, match="has 17 dimensions but must have at most 16"):
+        read_call(ENSEMBLE, request)
+
+
 def test_typed_elements_are_counted_before_they_are_converted() -> None:
     with pytest.raises(InvalidRequest, match="has 1048577 typed elements"):
         read_call(CORE, with_typed_ids(calls.MOST_TYPED_ELEMENTS + 1))
