@@ -167,7 +167,8 @@ def parse_request(
             try:
                 items.append(_parse_item(batch_index, item, message.config, shared))
             except TrtmeshError as error:
-                errors[batch_index] = error
+                # Its frames have this one, with the message.
+                errors[batch_index] = error.with_traceback(None)
     if not items:
         raise errors[0].of_item(0)
     invalid = tuple(RefusedItem(index, error) for index, error in sorted(errors.items()))

@@ -79,7 +79,8 @@ class GenerationTemplate(Template, ABC):
                     put(item, tensor, row)
                 self.settle(item, call)
             except TrtmeshError as error:
-                refused[row] = error
+                # Its frames have this one, with the inputs.
+                refused[row] = error.with_traceback(None)
         parsed = parse_request(request, request_id, max_items, refused)
         if parsed.refused and not call.decoupled:
             # The only response is an error; the other rows need not run.
