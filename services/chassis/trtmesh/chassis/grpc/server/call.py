@@ -10,8 +10,7 @@ from time import perf_counter
 from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
-from google.protobuf.descriptor import Descriptor
-from trtmesh.chassis.grpc.field_check import LARGE_BYTES, FieldCheck
+from trtmesh.chassis.grpc.large_message import LARGE_BYTES, LargeMessage
 from trtmesh.chassis.grpc.messages import (
     BadMessage,
     Message,
@@ -109,6 +108,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         "_unread_counted",
         "_unread_seconds",
         "_writer",
+        "message_bytes",
         "stream",
     )
 
@@ -146,7 +146,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._line = line
         self._account = account
         self._checking = 0
-        """Bytes of a message whose fields are counted."""
+        """Bytes of a message that is being parsed."""
+        self.message_bytes = 0
+        """Bytes of the message that the handler got last. To measure it takes as long as to serialise it."""
         self._writer = writer
         self._lane = lane
         self._unread = unread
@@ -573,24 +575,26 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             raise BadMessage(grpc.StatusCode.UNIMPLEMENTED, "the call has no request message")
         return await self._deserialized(data)
 
-    async def _check_fields(self, data: Message, descriptor: Descriptor) -> None:
-        """Raises BadMessage for a large message that would take long to parse. It counts as unread until then."""
-        self._checking = len(data)
-        self._account.add(self._checking)
+    async def _deserialized(self, data: Message) -> Any:
+        """A large message is parsed in turns, and counts as unread until then. Raises BadMessage."""
+        size = self.message_bytes = len(data)
+        read = self._handler.request_deserializer
+        descriptor = getattr(getattr(read, "__self__", None), "DESCRIPTOR", None)
+        if size < LARGE_BYTES or descriptor is None:
+            return self._parsed(data)
+        self._checking = size
+        self._account.add(size)
         try:
-            await FieldCheck(data, descriptor).run(self._line)
+            return await LargeMessage(data, descriptor, self._parsed).run(self._line)
         finally:
-            self._account.add(-self._checking)
+            self._account.add(-size)
             self._checking = 0
 
-    async def _deserialized(self, data: Message) -> Any:
+    def _parsed(self, data: Message) -> Any:
         read = self._handler.request_deserializer
-        parsed = getattr(read, "__self__", None)
-        if len(data) >= LARGE_BYTES and (descriptor := getattr(parsed, "DESCRIPTOR", None)):
-            await self._check_fields(data, descriptor)
+        if read is None:
+            return bytes(data)
         try:
-            if read is None:
-                return bytes(data)
             # A copy of a large message would count nowhere; protobuf reads arrays, too.
             return read(bytes(data) if isinstance(data, memoryview) else cast(bytes, data))
         except Exception as error:
