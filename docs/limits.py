@@ -171,9 +171,9 @@ TABLES: dict[str, list[Row]] = {
             "the largest call of the largest connection ends with RESOURCE_EXHAUSTED, or it ends",
         ),
         (
-            "calls without their whole request, and watches of health (twice `connections.max_open`)",
+            "calls with unsent requests or unread answers, watches of health (twice `connections.max_open`)",
             IDLE_CALLS * _ROUTER.connections.max_open,
-            "the latest such call of the connection with most ends with RESOURCE_EXHAUSTED",
+            "the latest such call of the connection with most ends with RESOURCE_EXHAUSTED, or is reset",
         ),
         (
             "unread bytes of answers to all connections (four times `max_message_bytes`)",

@@ -306,6 +306,10 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         for call in reversed(self._streams.values()):
             if call.idle:
                 occasionally("idle", logging.WARNING, "%s has too many idle calls", self._peer)
+                if call.unread:
+                    # A status would wait behind the answer.
+                    call.fail(ErrorCode.ENHANCE_YOUR_CALM)
+                    return
                 call.end_with(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     "too many calls wait for their clients; finish some before you open others",
