@@ -602,9 +602,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     async def _deserialized(self, data: Message) -> Any:
         """A large message is parsed in turns, and counts as unread until then. Raises BadMessage."""
         size = self.message_bytes = len(data)
-        read = self._handler.request_deserializer
-        descriptor = getattr(getattr(read, "__self__", None), "DESCRIPTOR", None)
-        if size < LARGE_BYTES or descriptor is None:
+        if size < LARGE_BYTES:
+            return self._parsed(data)
+        kind = getattr(self._handler.request_deserializer, "__self__", None)
+        if (descriptor := getattr(kind, "DESCRIPTOR", None)) is None:
             return self._parsed(data)
         self._checking = size
         self._account.add(size)
