@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtmesh.chassis import errors, http_server, logs, metrics_endpoint, parsing
-from trtmesh.chassis.grpc import field_check
+from trtmesh.chassis.grpc import large_message
 from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS
 from trtmesh.chassis.grpc.server.connection import MAX_CONCURRENT_STREAMS
 from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE_CALLS
@@ -160,8 +160,8 @@ TABLES: dict[str, list[Row]] = {
         ),
         ("calls at once", MAX_CONCURRENT_STREAMS, "refused"),
         ("messages of a single request", 1, "INTERNAL"),
-        ("fields of a message of 128 KiB or more", field_check.MAX_FIELDS, "INVALID_ARGUMENT"),
-        ("numbers in lists of such a message", field_check.MAX_NUMBERS, "INVALID_ARGUMENT"),
+        ("fields of a message of 128 KiB or more", large_message.MAX_FIELDS, "INVALID_ARGUMENT"),
+        ("numbers in lists of such a message", large_message.MAX_NUMBERS, "INVALID_ARGUMENT"),
         ("bytes of a header block", headers.MAX_BLOCK_BYTES, CALM),
         ("bytes of a header list", headers.MAX_HEADER_LIST_SIZE, "RESOURCE_EXHAUSTED"),
         ("bytes of a header list with a block within its limit", headers.MAX_LIST_BYTES, CALM),
@@ -171,9 +171,9 @@ TABLES: dict[str, list[Row]] = {
             "the largest call of the largest connection ends with RESOURCE_EXHAUSTED, or it ends",
         ),
         (
-            "calls without their whole request, and watches of health (twice `connections.max_open`)",
+            "calls with unsent requests or unread answers, watches of health (twice `connections.max_open`)",
             IDLE_CALLS * _ROUTER.connections.max_open,
-            "the latest such call of the connection with most ends with RESOURCE_EXHAUSTED",
+            "the latest such call of the connection with most ends with RESOURCE_EXHAUSTED, or is reset",
         ),
         (
             "unread bytes of answers to all connections (four times `max_message_bytes`)",

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import count, repeat
 
 from hpack import Encoder
+from trtmesh.chassis.grpc.large_message import MAX_NUMBERS
 from trtmesh.chassis.http2.frames import (
     END_HEADERS,
     END_STREAM,
@@ -20,12 +21,15 @@ from trtmesh.chassis.http2.frames import (
     settings,
     window_update,
 )
+from trtmesh.kserve import grpc_service_pb2 as kserve
+from trtmesh.v1 import router_pb2 as router_pb
 
 PIECE_FRAMES = 200
 """Frames or calls in a piece."""
 
 HEALTH = "/grpc.health.v1.Health/Check"
 GENERATE = "/trtmesh.v1.MeshService/Generate"
+INFER = "/inference.GRPCInferenceService/ModelInfer"
 CHAT = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 Attack = Callable[[], Iterator[bytes]]
@@ -120,6 +124,42 @@ def unfinished(caller: Caller) -> bytes:
     return caller.data(head + bytes(16000)) + caller.data(bytes(16000)) * 2
 
 
+def large_message(path: str, build: Callable[[], bytes]) -> Attack:
+    """Calls with one large message each, whole."""
+
+    def attack() -> Iterator[bytes]:
+        caller, whole = Caller(path), build()
+        while True:
+            yield caller.open()
+            for at in range(0, len(whole), 2**14):
+                yield caller.data(whole[at : at + 2**14])
+            yield caller.data(b"", END_STREAM)
+
+    return attack
+
+
+@cache
+def _many_dimensions() -> bytes:
+    request = kserve.ModelInferRequest(model_name="tensorrt_llm")
+    request.inputs.add(name="input_ids", datatype="INT32", shape=[100] * MAX_NUMBERS)
+    return message(request.SerializeToString())
+
+
+@cache
+def _long_prompt() -> bytes:
+    request = router_pb.GenerateRequest()
+    request.items.add().prompt.token_ids.ids.extend([2**31] * MAX_NUMBERS)
+    return message(request.SerializeToString())
+
+
+@cache
+def _large_config() -> bytes:
+    request = router_pb.GenerateRequest()
+    request.items.add().prompt.text = "x"
+    request.config.sampling.embedding_bias.extend([0.5] * (15 * 2**20))
+    return message(request.SerializeToString())
+
+
 _LONG = b"\x40\x01a" + b"\x7f\x80\x1f" + b"v" * (127 + 31 * 128)
 """A literal of 4 KiB that fills the HPACK table."""
 
@@ -164,6 +204,9 @@ FLOODS: Mapping[str, Attack] = {
     ),
     "CONTINUATION": continuations,
     "gzip bomb": gzip_bomb,
+    "dimensions": large_message(INFER, _many_dimensions),
+    "long prompts": large_message(GENERATE, _long_prompt),
+    "large configs": large_message(GENERATE, _large_config),
 }
 """Attacks at the speed of the network, by name."""
 
@@ -180,6 +223,6 @@ slowed."""
 
 USUAL = (
     *("rapid reset", "unknown methods", "idle calls", "unfinished messages", "second messages"),
-    *("table churn", "Huffman", "PING", "gzip bomb"),
+    *("table churn", "Huffman", "PING", "gzip bomb", "large configs"),
 )
 """One attack of each bound, for every run of the tests."""

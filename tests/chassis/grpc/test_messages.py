@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 import zlib
 
 import pytest
@@ -71,3 +72,20 @@ async def test_a_cancelled_reader_frees_what_it_decompressed() -> None:
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     assert account.held == 0
+
+
+def test_large_message_is_handed_over_without_a_copy() -> None:
+    reader, body = MessageReader("identity", MOST), bytes(range(256)) * 2**18
+    data = pack_prefix(0, len(body)) + body + pack_prefix(0, 2) + b"ab" + pack_prefix(0, 3)
+    for at in range(0, len(data), 2**16):
+        reader.add(data[at : at + 2**16])
+    tracemalloc.start()
+    try:
+        compressed, taken = reader.take()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (compressed, taken) == (False, body)
+    assert most < 2**20
+    assert reader.take() == (False, b"ab")
+    assert (reader.size, reader.missing) == (5, 3)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from time import time
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc.client import Method, connected
 from trtmesh.chassis.http2.frames import PREFACE, settings
 from trtmesh.chassis.tls.client import ClientTls
+from trtmesh.chassis.tls.listener import TlsListener
 from trtmesh.chassis.tls.settings import TlsSettings
 
 PATIENCE_SECONDS = 60.0
@@ -252,6 +254,38 @@ async def test_an_idle_flood_from_one_address_keeps_nobody_out(
         assert sum(map(_is_open, idle)) <= 8
         for each in idle:
             each.close()
+
+
+async def test_an_idle_flood_from_one_ipv6_network_keeps_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its owner may take another address for each connection."""
+    monkeypatch.setattr("trtmesh.chassis.tls.listener.MAX_PENDING", 4)
+    hosts = ["2001:db8:1::1", *(f"2001:db8:2::{number}" for number in range(6))]
+    pairs = [socket.socketpair() for _ in hosts]
+    arriving = [(ours, (host, 1, 0, 0)) for (ours, _), host in zip(pairs, hosts, strict=True)]
+
+    class Port:
+        def accept(self) -> Any:
+            if not arriving:
+                raise BlockingIOError
+            return arriving.pop(0)
+
+        def fileno(self) -> int:
+            return -1
+
+    tls: Any = SimpleNamespace(handshake_seconds=PATIENCE_SECONDS)
+    port: Any = Port()
+    listener = TlsListener(port, asyncio.Protocol, tls)
+    listener._accept()
+    await asyncio.sleep(0.01)
+    # The oldest of the busy network had to go, not the client that was first.
+    ours, theirs = zip(*pairs, strict=True)
+    assert [each.fileno() < 0 for each in ours] == [False, True, True, True, False, False, False]
+    listener.close()
+    await asyncio.sleep(0.01)
+    for each in theirs:
+        each.close()
 
 
 async def test_a_truncated_connection_ends_streams_as_unavailable(paper: Paper) -> None:

@@ -151,3 +151,16 @@ async def test_large_requests_have_a_sum_until_they_end() -> None:
         again = asyncio.create_task(client.complete([tokens], text=False, max_tokens=9))
         await finish(engine, 2)
         await again
+
+
+async def test_what_a_resumed_request_received_counts_with_it() -> None:
+    limits = {"max_request_bytes": 2**18}
+    async with door(admission=limits, triton={"enabled": False}) as (_, client):
+        resume = router_pb.ResumeRequest()
+        resume.request.request_id = "r"
+        resume.request.items.add().prompt.text = "x"
+        resume.received.add(token_ids=[2**20] * 100_000)
+        async with grpc.aio.insecure_channel(client.address) as channel:
+            call = router_pb2_grpc.MeshServiceStub(channel).Resume(resume)
+            with pytest.raises(grpc.aio.AioRpcError, match="max_request_bytes"):
+                await call.read()

@@ -17,10 +17,12 @@ from router.scripted import (
     until_states,
 )
 from router.scripted_fleet import FIELDS, Fleet, fleet
+from trtmesh.chassis.errors import PromptTooLong
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
+from trtmesh.router.fleet.fleet import LONG_TOKENS
 from trtmesh.router.fleet.fleet import Fleet as RouterFleet
-from trtmesh.router.kv_index import recent
+from trtmesh.router.kv_index import prompt_blocks, recent
 from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Residency, load_guard
@@ -131,6 +133,24 @@ async def test_dispatched_prompts_count_as_cached(monkeypatch: pytest.MonkeyPatc
         assert seen[home.description.worker].cached_tokens == 8
         assert seen[on.other(home).description.worker].cached_tokens == 0
         assert len(home.submits) == 2
+
+
+async def test_a_prompt_that_no_worker_takes_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = list[int]()
+
+    def chain(root: int, token_ids: Any, size: int) -> list[int]:
+        hashed.append(len(token_ids))
+        return []
+
+    monkeypatch.setattr(prompt_blocks, "chain", chain)
+    some = engines("one", tokens_per_block=4, max_sequence_tokens=LONG_TOKENS + 1)
+    async with fleet(*some, placement={"policy": "prefix_aware"}) as on:
+        (told,) = await on.client.complete([[5] * (LONG_TOKENS + 1)], text=False, max_tokens=1)
+        assert isinstance(told.error, PromptTooLong)
+        assert not hashed
+        on.start([5] * LONG_TOKENS, request_id="fits")
+        await on.submitted(1)
+        assert set(hashed) == {LONG_TOKENS}
 
 
 async def test_blocks_of_a_lost_worker_are_forgotten() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from leaks import alive, without_collector
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, QueueFull
 from trtmesh.chassis.parsing import MAX_PROMPT_TOKENS
 from trtmesh.client.options import build_config, build_items
@@ -78,6 +80,16 @@ def test_invalid_item_is_refused_alone() -> None:
 def test_request_without_a_valid_item_is_refused_with_the_first_error() -> None:
     with pytest.raises(InvalidRequest, match=r"items\[0\]: sampling\.top_p is 2"):
         parse_request(message(bad_item(), bad_item()), "", 9)
+
+
+def test_refused_items_keep_no_message() -> None:
+    """Each has its own parts of it, of up to 60 MiB, and services rarely collect garbage."""
+    with without_collector():
+        with suppress(InvalidRequest):
+            parse_request(message(bad_item()), "", 9)
+        refused = parse_request(message(bad_item(), "a"), "", 9).refused
+        assert not alive(router_pb.GenerateRequest)
+        assert refused
 
 
 def test_every_field_of_the_router_exists_and_never_reaches_a_worker() -> None:

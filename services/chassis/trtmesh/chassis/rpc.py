@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from trtmesh.chassis.error_wire import to_metadata
@@ -25,6 +25,12 @@ def request_id_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
         if key == REQUEST_ID_METADATA_KEY:
             return value if isinstance(value, str) else value.decode("latin-1")
     return ""
+
+
+def message_bytes_of(context: grpc.aio.ServicerContext[Any, Any]) -> int:
+    """Bytes of the message that the handler of a call got last."""
+    size: int = cast(Any, context).message_bytes
+    return size
 
 
 class Answering(AbstractAsyncContextManager[None]):

@@ -38,6 +38,7 @@ from trtmesh.chassis.http2.frames import (
     settings,
     window_update,
 )
+from trtmesh.chassis.http2.writer import MAX_PASS_BYTES
 
 ENDS_CONNECTION: dict[str, tuple[Breach, ErrorCode]] = {
     "frame exceeds MAX_FRAME_SIZE": (
@@ -662,6 +663,29 @@ async def test_the_largest_unread_answer_gives_way(example: Example) -> None:
             assert (len(body), said["grpc-status"]) == (held + 5 - 10, "0")
         await greedy.echoes(5)
     assert example.server.answers.held == 0
+
+
+async def test_what_a_transport_holds_counts_as_unread(example: Example) -> None:
+    """Many connections with a little each are as much as one with all."""
+    example.hold_unread(4096)
+    limits = {Setting.INITIAL_WINDOW_SIZE: 2**24}
+    async with (
+        wired(example, limits, receive_bytes=4096) as greedy,
+        wired(example, limits) as modest,
+    ):
+        greedy.send(window_update(0, 2**24), greedy.call(1, "Many"), greedy.data(1, b"9,100000"))
+        while example.server.answers.held < MAX_PASS_BYTES:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await modest.echoes(1)
+        example.server.answers._limit = MAX_PASS_BYTES
+        modest.send(raw_settings((Setting.INITIAL_WINDOW_SIZE, 10)), modest.call(3, "Many"))
+        modest.send(modest.data(3, b"1,1000"))
+        with suppress(ConnectionError):
+            await greedy.closed()
+        modest.send(window_update(3, 1000))
+        assert (await modest.answer(3))[1]["grpc-status"] == "0"
+    while example.server.answers.held:  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 async def test_a_late_event_loop_does_not_judge_its_peers(

@@ -13,7 +13,7 @@ from chassis.grpc.server.wire import Wire, message, wired
 from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
-from trtmesh.chassis.http2.frames import FrameType
+from trtmesh.chassis.http2.frames import ErrorCode, FrameType, Setting, window_update
 
 EXHAUSTED = str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
 
@@ -81,3 +81,26 @@ async def test_a_client_that_watches_health_is_idle(small: Example) -> None:
         _, said = await wire.answer(15)
         assert said["grpc-status"] == EXHAUSTED
         assert small.server.idle.held == 7
+
+
+@pytest.mark.parametrize("method", ["Whole", "Many", "CutOff"])
+async def test_a_client_that_reads_no_answer_is_idle(small: Example, method: str) -> None:
+    """Each call costs some KiB, however short its answer is."""
+    asked = b"1,100" if method == "Many" else b"100"
+    windows = {Setting.INITIAL_WINDOW_SIZE: 10}
+    async with wired(small, windows) as wire, wired(small) as other:
+        for stream in range(1, 17, 2):
+            wire.send(wire.call(stream, method), wire.data(stream, asked))
+            await wire.next(FrameType.DATA, stream=stream)
+        assert small.server.idle.held == 8
+        wire.send(wire.call(17, method))
+        _, said = await wire.answer(17)
+        assert said["grpc-status"] == EXHAUSTED
+        await other.echoes(1)
+        reset = await wire.next(FrameType.RST_STREAM, stream=15)
+        assert ErrorCode.parse(reset.payload) is ErrorCode.ENHANCE_YOUR_CALM
+        assert small.server.idle.held == 7
+        wire.send(window_update(1, 1000))
+        _, said = await wire.answer(1)
+        assert said["grpc-status"] == "0"
+        assert small.server.idle.held == 6

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from compat.triton import asked
+from leaks import alive, without_collector
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.triton import calls
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
+from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.doors.triton.tensors import MOST_TEXTS
 
 ENSEMBLE = triton_models(TritonSettings())["ensemble"]
@@ -160,6 +163,13 @@ def test_parts_are_counted_before_they_are_copied(build: Any, most: int) -> None
         read_call(ENSEMBLE, build(most + 1))
 
 
+def test_dimensions_are_counted_before_they_are_copied() -> None:
+    request = raw_request()
+    request.inputs[0].shape[:] = [1] * 17
+    with pytest.raises(InvalidRequest, match="has 17 dimensions but must have at most 16"):
+        read_call(ENSEMBLE, request)
+
+
 def test_typed_elements_are_counted_before_they_are_converted() -> None:
     with pytest.raises(InvalidRequest, match="has 1048577 typed elements"):
         read_call(CORE, with_typed_ids(calls.MOST_TYPED_ELEMENTS + 1))
@@ -177,6 +187,16 @@ def test_ids_of_a_row_are_counted_before_they_are_copied() -> None:
             request.raw_input_contents.append(data)
         with pytest.raises(InvalidRequest, match=said):
             asked(read_call(CORE, request))
+
+
+def test_refused_rows_keep_no_call() -> None:
+    """Services rarely collect garbage."""
+    request = raw_request()
+    request.raw_input_contents[3] = struct.pack("<f", 9)
+    with without_collector():
+        with suppress(InvalidRequest):
+            asked(read_call(ENSEMBLE, request))
+        assert not alive(Call)
 
 
 def test_names_are_echoed_in_part() -> None:

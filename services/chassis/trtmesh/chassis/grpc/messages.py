@@ -22,13 +22,13 @@ pack_prefix = _PREFIX.pack
 """Encodes the compressed flag and the length of a message."""
 
 Message: TypeAlias = "bytes | bytearray | memoryview"
-"""A message; a memoryview if it was received into given memory, a bytearray if it was inflated."""
+"""A message; a memoryview if it was received into given memory, a bytearray if it is large or was inflated."""
 
 Memory: TypeAlias = "Callable[[int], memoryview]"
 """Gives memory for a message of a size; it belongs to whoever reads the message."""
 
 MIN_LARGE_BYTES = 2**16
-"""Messages of this size or more are received into given memory."""
+"""Messages of this size or more are received into given memory, or handed over without a copy."""
 
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """zlib's parameter for each supported grpc-encoding."""
@@ -148,10 +148,16 @@ class MessageReader:
         if self._large is not None:
             large, self._large = self._large, None
             return large
-        end = len(self._buffer) + self.missing
-        body = bytes(self._buffer[_PREFIX.size : end])
-        del self._buffer[:end]
-        return body
+        buffer, end = self._buffer, len(self._buffer) + self.missing
+        if end < MIN_LARGE_BYTES:
+            body = bytes(buffer[_PREFIX.size : end])
+            del buffer[:end]
+            return body
+        # What follows is copied, at most a window of it: to copy the largest message takes 50 ms.
+        self._buffer = buffer[end:]
+        del buffer[end:]
+        del buffer[: _PREFIX.size]
+        return buffer
 
     def check_end(self) -> None:
         """Raises BadMessage if the data ended inside a message."""

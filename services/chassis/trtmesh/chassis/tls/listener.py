@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from trtmesh.chassis.arrivals import origin_of
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.chassis.tls.client import H2
 from trtmesh.chassis.tls.identity import has_expired, identity_of
@@ -44,6 +45,7 @@ class _Visitor:
 
     connection: socket.socket
     host: str
+    """Its IPv4 address or its network of IPv6: within one, addresses are free to choose."""
     handed_over: bool = False
     """Whether a transport owns the connection."""
 
@@ -104,7 +106,7 @@ class TlsListener:
                 loop.call_later(NO_DESCRIPTORS_SECONDS, self._watch)
                 return
             connection.settimeout(0)
-            self._take(connection, address[0])
+            self._take(connection, origin_of(address[0]))
 
     def _take(self, connection: socket.socket, host: str) -> None:
         if sum(map(len, self._pending.values())) >= MAX_PENDING:

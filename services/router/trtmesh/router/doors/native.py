@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
 from trtmesh.chassis.logs import rebind_request_id
-from trtmesh.chassis.rpc import answering, request_id_of
+from trtmesh.chassis.rpc import answering, message_bytes_of, request_id_of
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import GenerationCall, caller_of, identity_of
-from trtmesh.router.doors.parsing import Parsing
+from trtmesh.router.doors.parsing import Parsing, is_large
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.streams.client_stream import as_response
-from trtmesh.router.values.request import GenerationRequest, parse_request, parse_stopped
-from trtmesh.router.values.resumption import parse_received
+from trtmesh.router.values.request import parse_request, parse_stopped
+from trtmesh.router.values.resumption import parse_resumption
 from trtmesh.v1 import router_pb2 as pb
 from trtmesh.v1 import router_pb2_grpc
 
@@ -37,9 +38,13 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         with GenerationCall(self._metrics) as call:
             async with answering(context, request.request_id):
                 caller = caller_of(self._callers, context)
-                size = request.ByteSize()
+                size = message_bytes_of(context)
                 with self._requests.holding(size):
-                    valid = await self._parsed(request, size, request_id_of(context))
+                    most, own_id = self._requests.max_items_per_request, request_id_of(context)
+                    valid = await self._parsing.run(
+                        size,
+                        partial(parse_request, request, own_id, most, is_large=is_large(size)),
+                    )
                     rebind_request_id(valid.request_id)
                     opening = self._requests.open(valid, caller.remaining_seconds, caller.identity)
                     async with call.running(opening) as live:
@@ -53,22 +58,18 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         with GenerationCall(self._metrics) as call:
             async with answering(context, request.request.request_id):
                 caller = caller_of(self._callers, context)
-                size = request.request.ByteSize()
+                size = message_bytes_of(context)
                 with self._requests.holding(size):
-                    valid = await self._parsed(request.request, size, "")
-                    received = parse_received(request, valid)
+                    most = self._requests.max_items_per_request
+                    valid, received = await self._parsing.run(
+                        size, partial(parse_resumption, request, most, is_large=is_large(size))
+                    )
                     opening = self._requests.resume(
                         valid, received, caller.remaining_seconds, caller.identity
                     )
                     async with call.running(opening) as live:
                         self._metrics.resumed += 1
                         await self._forward(live, write)
-
-    async def _parsed(
-        self, request: pb.GenerateRequest, size: int, request_id: str
-    ) -> GenerationRequest:
-        most = self._requests.max_items_per_request
-        return await self._parsing.run(size, lambda: parse_request(request, request_id, most))
 
     async def _forward(
         self, live: LiveRequest, write: Callable[[pb.GenerateResponse], Awaitable[None]]

@@ -14,6 +14,11 @@ LARGE_BYTES = 128 * 2**10
 T = TypeVar("T")
 
 
+def is_large(size: int) -> bool:
+    """Whether a message of so many bytes is large."""
+    return size >= LARGE_BYTES
+
+
 class Parsing:
     """Parses one large message at a time. Limits count before they copy, so none takes longer than a second."""
 
@@ -22,7 +27,7 @@ class Parsing:
 
     async def run(self, size: int, parse: Callable[[], T]) -> T:
         """The result of `parse` for a message of `size` bytes."""
-        if size < LARGE_BYTES:
+        if not is_large(size):
             return parse()
         loop = asyncio.get_running_loop()
         # Log lines carry the request id.

@@ -47,6 +47,9 @@ UNKNOWN = Typical()
 
 NO_SIZES: frozenset[int] = frozenset()
 
+LONG_TOKENS = 2**14
+"""Tokens of a prompt that is hashed only if a worker takes it."""
+
 
 class Fleet:
     """All workers by address."""
@@ -216,7 +219,7 @@ class Fleet:
 
     def block_hashes(self, model: str, blocks: PromptBlocks) -> list[int]:
         """Names of a prompt's blocks on the model's workers; empty if the policy ignores prefixes."""
-        return blocks.hashes(min(self._block_sizes_of(model), default=0))
+        return blocks.hashes(min(self._block_sizes_of(model, blocks), default=0))
 
     def has_blocks(self, hashes: Sequence[int]) -> bool:
         """Whether any worker holds all the blocks."""
@@ -277,7 +280,7 @@ class Fleet:
         self.snapshot()
         typical = self._typical.get(query.model, UNKNOWN)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
-        sizes = self._block_sizes_of(query.model)
+        sizes = self._block_sizes_of(query.model, blocks)
         return query._replace(
             cached_tokens=self._cached_tokens(query, blocks, sizes, now),
             prefix=next(iter(blocks.hashes(min(sizes, default=0))), None),
@@ -296,11 +299,18 @@ class Fleet:
         need = replace(need, rank=rank)
         return replace(need, outlook=shares.outlook(need, typical))
 
-    def _block_sizes_of(self, model: str) -> frozenset[int]:
-        """Block sizes of the model's workers with KV events; empty if the policy ignores prefixes."""
+    def _block_sizes_of(self, model: str, blocks: PromptBlocks) -> frozenset[int]:
+        """Block sizes of the model's workers with KV events; empty if the policy ignores prefixes, and for a prompt
+        too long for all workers: to hash a million tokens takes 130 ms."""
         if not POLICIES[self.policy].looks_at_prefixes:
             return NO_SIZES
         self._with_former_loads()
+        tokens = blocks.prompt_tokens
+        if tokens >= LONG_TOKENS and not any(
+            worker.model == model and tokens < worker.max_sequence_tokens
+            for worker in self.snapshot()
+        ):
+            return NO_SIZES
         return self._block_sizes.get(model, NO_SIZES)
 
     def _cached_tokens(

@@ -35,6 +35,10 @@ class PromptBlocks:
         self._token_ids = token_ids
         self._by_size: dict[int, list[int]] = {}
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._token_ids)
+
     def hashes(self, tokens_per_block: int) -> list[int]:
         """A hash per full block; empty without reusable KV."""
         if self._root is None or tokens_per_block < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -139,8 +139,11 @@ def parse_request(
     metadata_request_id: str,
     max_items: int,
     refused: Mapping[int, TrtmeshError] = NONE_REFUSED,
+    *,
+    is_large: bool = False,
 ) -> GenerationRequest:
-    """Parses a request; items of `refused` are known to be invalid. Raises InvalidRequest with the field and, without
+    """Parses a request; items of `refused` are known to be invalid. To measure the configs of one that `is_large` would
+    hold the interpreter as long as to serialise them. Raises InvalidRequest with the field and, without
     any valid item, the first batch_index."""
     request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
     if len(message.model) > MAX_MODEL_CHARACTERS:
@@ -156,18 +159,19 @@ def parse_request(
             value=str(len(message.items)),
             limit=f"1 to {max_items}",
         )
-    # A token takes a byte or more, so few requests need to be counted.
-    if message.ByteSize() > MAX_REQUEST_TOKENS:
+    if len(message.items) > 1:
         _check_tokens(message.items)
-    shared = _config_of(message.config)
+    read_config = parse_config if is_large else _config_of
+    shared = read_config(message.config)
     errors = dict(refused)
     items: list[ItemRequest] = []
     for batch_index, item in enumerate(message.items):
         if batch_index not in errors:
             try:
-                items.append(_parse_item(batch_index, item, message.config, shared))
+                items.append(_parse_item(batch_index, item, message.config, shared, read_config))
             except TrtmeshError as error:
-                errors[batch_index] = error
+                # Its frames have this one, with the message.
+                errors[batch_index] = error.with_traceback(None)
     if not items:
         raise errors[0].of_item(0)
     invalid = tuple(RefusedItem(index, error) for index, error in sorted(errors.items()))
@@ -214,11 +218,12 @@ def _parse_item(
     item: router_pb.GenerateItem,
     shared_message: pb.GenerationConfig,
     shared: GenerationConfig,
+    read_config: Callable[[pb.GenerationConfig], GenerationConfig],
 ) -> ItemRequest:
     prompt = parse_prompt(item.prompt)
     config, message = shared, shared_message
     if item.HasField("config"):
-        config, message = _config_of(item.config), item.config
+        config, message = read_config(item.config), item.config
     handoff = config.handoff
     if handoff is None or handoff.state is None:
         return ItemRequest(batch_index, prompt, config, message)

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.router.values.request import MAX_REQUEST_TOKENS, GenerationRequest, ItemRequest
+from trtmesh.router.values.request import (
+    MAX_REQUEST_TOKENS,
+    GenerationRequest,
+    ItemRequest,
+    parse_request,
+)
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -41,6 +46,14 @@ class Received:
 
 
 NOTHING = Received()
+
+
+def parse_resumption(
+    message: router_pb.ResumeRequest, max_items: int, *, is_large: bool = False
+) -> tuple[GenerationRequest, Received]:
+    """The request to resume, and what was received of it. Raises InvalidRequest."""
+    request = parse_request(message.request, "", max_items, is_large=is_large)
+    return request, parse_received(message, request)
 
 
 def parse_received(message: router_pb.ResumeRequest, request: GenerationRequest) -> Received:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
-from google.protobuf.descriptor import Descriptor
-from trtmesh.chassis.grpc.field_check import LARGE_BYTES, FieldCheck
+from trtmesh.chassis.grpc.large_message import LARGE_BYTES, LargeMessage
 from trtmesh.chassis.grpc.messages import (
     BadMessage,
     Message,
@@ -109,6 +108,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         "_unread_counted",
         "_unread_seconds",
         "_writer",
+        "message_bytes",
         "stream",
     )
 
@@ -146,7 +146,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._line = line
         self._account = account
         self._checking = 0
-        """Bytes of a message whose fields are counted."""
+        """Bytes of a message that is being parsed."""
+        self.message_bytes = 0
+        """Bytes of the message that the handler got last. To measure it takes as long as to serialise it."""
         self._writer = writer
         self._lane = lane
         self._unread = unread
@@ -154,6 +156,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._unread_counted = 0
         self._only_listens = headers.path == HEALTH_WATCH
         self._idle = idle
+        self._incomplete = False
+        """Whether the rest of its request is to come."""
+        self._readers_awaited = 0
+        """Blocks that wait for the client to read."""
         self.idle = False
         """Whether it counts among the calls that wait for their clients."""
         self._count_failure = count_failure
@@ -229,13 +235,20 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     def wait_for_client(self) -> None:
         """Counts the call as idle until its request is complete, be it one message or a stream."""
-        self.idle = True
-        self._idle.add(1)
+        self._incomplete = True
+        self._count_idle()
 
     def _be_busy(self) -> None:
-        if self.idle:
-            self.idle = False
-            self._idle.add(-1)
+        if self._incomplete:
+            self._incomplete = False
+            self._count_idle()
+
+    def _count_idle(self) -> None:
+        """Adjusts the account to whether the call waits for its client; to make room, it may end this call."""
+        idle = self._incomplete or (self._readers_awaited > 0 and self.stream.unsent.size > 0)
+        if idle != self.idle:
+            self.idle = idle
+            self._idle.add(1 if idle else -1)
 
     def receive_trailers(self, block: HeaderBlock) -> None:
         """Takes a second header block, which ends the request. Raises Http2StreamError."""
@@ -303,6 +316,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     def _cancel(self) -> None:
         """Cancels the handler, unless the call has ended already and the handler cleans up."""
         self._writer.drop_unsent(self.stream)
+        self._count_idle()
         if not self._ended:
             self._ended = True
             self._forget_requests()
@@ -488,18 +502,30 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         try:
             if self._handler.response_streaming:
                 # How long it may take is the handler's to decide.
-                await self._writer.drain(self.stream)
+                with self._waiting_for_client():
+                    await self._writer.drain(self.stream)
             else:
                 await self._drain_last()
         finally:
             self._count_unread()
+
+    @contextmanager
+    def _waiting_for_client(self) -> Iterator[None]:
+        """The block in which the client reads: a call whose answer nobody reads costs more than its bytes."""
+        self._readers_awaited += 1
+        self._count_idle()
+        try:
+            yield
+        finally:
+            self._readers_awaited -= 1
+            self._count_idle()
 
     async def _drain_last(self) -> None:
         """Waits until the client reads the rest, after which nothing comes. Resets the stream of a client that reads
         nothing for long."""
         unsent = self.stream.unsent
         while size := unsent.size:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError), self._waiting_for_client():
                 async with asyncio.timeout(self._unread_seconds):
                     await self._writer.drain(self.stream)
             if unsent.size == size:
@@ -575,24 +601,27 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             raise BadMessage(grpc.StatusCode.UNIMPLEMENTED, "the call has no request message")
         return await self._deserialized(data)
 
-    async def _check_fields(self, data: Message, descriptor: Descriptor) -> None:
-        """Raises BadMessage for a large message that would take long to parse. It counts as unread until then."""
-        self._checking = len(data)
-        self._account.add(self._checking)
+    async def _deserialized(self, data: Message) -> Any:
+        """A large message is parsed in turns, and counts as unread until then. Raises BadMessage."""
+        size = self.message_bytes = len(data)
+        if size < LARGE_BYTES:
+            return self._parsed(data)
+        kind = getattr(self._handler.request_deserializer, "__self__", None)
+        if (descriptor := getattr(kind, "DESCRIPTOR", None)) is None:
+            return self._parsed(data)
+        self._checking = size
+        self._account.add(size)
         try:
-            await FieldCheck(data, descriptor).run(self._line)
+            return await LargeMessage(data, descriptor, self._parsed).run(self._line)
         finally:
-            self._account.add(-self._checking)
+            self._account.add(-size)
             self._checking = 0
 
-    async def _deserialized(self, data: Message) -> Any:
+    def _parsed(self, data: Message) -> Any:
         read = self._handler.request_deserializer
-        parsed = getattr(read, "__self__", None)
-        if len(data) >= LARGE_BYTES and (descriptor := getattr(parsed, "DESCRIPTOR", None)):
-            await self._check_fields(data, descriptor)
+        if read is None:
+            return bytes(data)
         try:
-            if read is None:
-                return bytes(data)
             # A copy of a large message would count nowhere; protobuf reads arrays, too.
             return read(bytes(data) if isinstance(data, memoryview) else cast(bytes, data))
         except Exception as error:

@@ -111,6 +111,8 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self._retiring = False
         self._retire_at = math.inf
         self._admitted = False
+        self._buffered = 0
+        """Bytes that the transport holds, as counted last."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -292,13 +294,29 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         except Http2ConnectionError as error:
             self._fail(error)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._count_buffered()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._count_buffered()
+
+    def _count_buffered(self) -> None:
+        """Counts what the transport holds of answers, status and metadata included; to make room, it may end the
+        connection."""
+        buffered = self._transport.get_write_buffer_size() if self._writer.paused else 0
+        change, self._buffered = buffered - self._buffered, buffered
+        self._unread.add(change)
+
     def _end_least_read(self) -> None:
-        """Ends the call with the largest unread answer, to make room for other connections."""
-        if self._streams:
-            call = max(self._streams.values(), key=lambda call: call.unread)
-            occasionally(
-                "unread", logging.WARNING, "%s reads too little of its answers", self._peer
-            )
+        """Ends the call with the largest unread answer, or the connection if its transport holds more, to make room
+        for other connections."""
+        occasionally("unread", logging.WARNING, "%s reads too little of its answers", self._peer)
+        call = max(self._streams.values(), key=lambda call: call.unread, default=None)
+        if call is None or call.unread < self._buffered:
+            self._transport.abort()
+        else:
             call.fail(ErrorCode.ENHANCE_YOUR_CALM)
 
     def _end_idle(self) -> None:
@@ -306,6 +324,10 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         for call in reversed(self._streams.values()):
             if call.idle:
                 occasionally("idle", logging.WARNING, "%s has too many idle calls", self._peer)
+                if call.unread:
+                    # A status would wait behind the answer.
+                    call.fail(ErrorCode.ENHANCE_YOUR_CALM)
+                    return
                 call.end_with(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     "too many calls wait for their clients; finish some before you open others",
@@ -315,6 +337,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
     def _look_at_streams(self) -> None:
         if self._loop.time() >= self._retire_at and not self._retiring:
             self._retire()
+        self._count_buffered()
         for call in list(self._streams.values()):
             call.end_if_overdue()
 

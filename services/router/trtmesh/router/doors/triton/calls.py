@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.parsing import MAX_DIMENSIONS
 from trtmesh.chassis.quoting import cut, quoted
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
@@ -151,6 +152,7 @@ def _read_inputs(request: Any, model: Model) -> tuple[dict[str, InputTensor], in
         if given.name in tensors:
             raise InvalidRequest(f"input '{given.name}' already exists in request")
         _check_most(f"input '{given.name}'", "parameters", given.parameters, MOST_PARAMETERS)
+        _check_most(f"input '{given.name}'", "dimensions", given.shape, MAX_DIMENSIONS)
         _check(given, spec, model)
         shape = tuple(given.shape) if model.max_batch_size else (1, *given.shape)
         batch_size = batch_size or shape[0]

@@ -13,7 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.logs import Occasionally, request_id_bound
 from trtmesh.chassis.quoting import cut
-from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.rpc import answering, message_bytes_of
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import caller_of
@@ -104,7 +104,7 @@ class TritonDoor:
                 raise UnsupportedCall(
                     "ModelInfer RPC doesn't support models with decoupled transaction policy"
                 )
-            size = request.ByteSize()
+            size = message_bytes_of(context)
             with self._server.holding(size):
                 call = await self._server.read(request, size, speech, model, unary=True)
                 async with self._server.serve(call, caller_of(self._callers, context)) as answers:
@@ -166,7 +166,8 @@ class _InferStream:
         # Before a request is read: meanwhile it counts as unread bytes.
         await self._room.acquire()
         async for request in requests:
-            task = asyncio.create_task(self._serve_one(request))
+            size = message_bytes_of(self._context)
+            task = asyncio.create_task(self._serve_one(request, size))
             self._tasks.add(task)
             task.add_done_callback(self._on_done)
             # Its first step counts as time of this call, which then gives way to others.
@@ -185,14 +186,13 @@ class _InferStream:
             self._failure = failure
             self._reader.cancel()
 
-    async def _serve_one(self, request: Any) -> None:
-        """Serves a request. Errors become responses; only a slow client ends the stream."""
+    async def _serve_one(self, request: Any, size: int) -> None:
+        """Serves a request of so many bytes. Errors become responses; only a slow client ends the stream."""
         # A name or an id beyond the limits is refused, and echoed up to them.
         name, own_id = cut(request.model_name), cut(request.id, MOST_ID_CHARACTERS)
         writer, speech = ResponseWriter(name, own_id), Speech()
         parameter = request.parameters.get("triton_enable_empty_final_response")
         empty_final = parameter is not None and parameter.bool_param
-        size = request.ByteSize()
         with request_id_bound(request.id):
             try:
                 with self._server.holding(size):

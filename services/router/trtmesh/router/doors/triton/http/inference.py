@@ -66,9 +66,10 @@ class Inference:
                 len(body) * JSON_COST,
                 lambda: read_infer(model, body, length, limits.most_json_bytes),
             )
+            size = len(body)
         # A large body was read in another context.
         rebind_request_id(asked.id)
-        outputs = await self._only_response(request, model, asked, unary=True)
+        outputs = await self._only_response(request, model, asked, size, unary=True)
         # Binary outputs are copied as they are.
         told = [output for output in outputs if output.name not in binary]
         data, header_length = await self._parsing.run(
@@ -84,18 +85,17 @@ class Inference:
 
     async def generate(self, request: web.Request, model: Model) -> web.Response:
         """A single response, as plain JSON."""
-        asked = await self._read_generate(request, model)
+        asked, size = await self._read_generate(request, model)
         unary = not model.refuses_unary_calls
-        outputs = await self._only_response(request, model, asked, unary=unary)
+        outputs = await self._only_response(request, model, asked, size, unary=unary)
         body = await self._written(model, asked, outputs)
         return _compressed(request, web.Response(body=body, content_type="application/json"))
 
     async def generate_stream(self, request: web.Request, model: Model) -> web.StreamResponse:
         """Responses as server-sent events."""
-        asked = await self._read_generate(request, model)
+        asked, size = await self._read_generate(request, model)
         events = _EventStream(request)
         try:
-            size = asked.ByteSize()
             with self._server.holding(size):
                 call = await self._server.read(asked, size, request[SPEECH], model)
                 async with self._server.serve(call, _caller_of(request)) as answers:
@@ -112,16 +112,18 @@ class Inference:
             await events.fail(error)
         return await events.end()
 
-    async def _read_generate(self, request: web.Request, model: Model) -> Any:
+    async def _read_generate(self, request: web.Request, model: Model) -> tuple[Any, int]:
+        """The request, and the size of its body."""
         limits = self._bodies.limits
         async with self._bodies.of(request, limits.most_bytes) as body:
             asked = await self._parsing.run(
                 len(body) * JSON_COST,
                 lambda: read_generate(model, body, limits.most_json_bytes),
             )
+            size = len(body)
         # A large body was read in another context.
         rebind_request_id(asked.id)
-        return asked
+        return asked, size
 
     async def _written(self, model: Model, asked: Any, outputs: Sequence[Output]) -> bytes:
         """A response of `generate` or `generate_stream`."""
@@ -130,10 +132,9 @@ class Inference:
         )
 
     async def _only_response(
-        self, request: web.Request, model: Model, asked: Any, *, unary: bool
+        self, request: web.Request, model: Model, asked: Any, size: int, *, unary: bool
     ) -> Sequence[Output]:
-        """The outputs of the only response. Raises TrtmeshError."""
-        size = asked.ByteSize()
+        """The outputs of the only response to a body of so many bytes. Raises TrtmeshError."""
         with self._server.holding(size):
             call = await self._server.read(asked, size, request[SPEECH], model, unary=unary)
             async with self._server.serve(call, _caller_of(request)) as answers:

@@ -19,6 +19,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
 )
 from trtmesh.chassis.parsing import parse_config
+from trtmesh.router.doors.parsing import is_large
 from trtmesh.router.doors.triton.settings import LogitsDataType
 from trtmesh.router.doors.triton.templates.outputs import DetailedOutputs, OutputBuilder
 from trtmesh.router.doors.triton.templates.template import Call, Template
@@ -79,8 +80,10 @@ class GenerationTemplate(Template, ABC):
                     put(item, tensor, row)
                 self.settle(item, call)
             except TrtmeshError as error:
-                refused[row] = error
-        parsed = parse_request(request, request_id, max_items, refused)
+                # Its frames have this one, with the inputs.
+                refused[row] = error.with_traceback(None)
+        large = is_large(call.size_bytes)
+        parsed = parse_request(request, request_id, max_items, refused, is_large=large)
         if parsed.refused and not call.decoupled:
             # The only response is an error; the other rows need not run.
             first = parsed.refused[0]

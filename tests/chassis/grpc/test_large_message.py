@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.message import DecodeError
-from trtmesh.chassis.grpc.field_check import MAX_FIELDS, MAX_NUMBERS, FieldCheck
+from trtmesh.chassis.grpc.large_message import MAX_FIELDS, MAX_NUMBERS, LargeMessage
 from trtmesh.chassis.grpc.messages import BadMessage
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.http2.turns import Line, Turns
@@ -18,8 +19,8 @@ from trtmesh.v1 import router_pb2 as pb
 MOST_BYTES = 2**26
 
 
-async def check(data: bytes, kind: Any) -> None:
-    await FieldCheck(data, kind.DESCRIPTOR).run(Line(Turns()))
+async def parsed(data: bytes, kind: Any) -> Any:
+    return await LargeMessage(data, kind.DESCRIPTOR, kind.FromString).run(Line(Turns()))
 
 
 def request(inputs: int = 0, ids: int = 0, texts: int = 0, raw: int = 0) -> Any:
@@ -45,9 +46,10 @@ def request(inputs: int = 0, ids: int = 0, texts: int = 0, raw: int = 0) -> Any:
 async def test_fields_and_numbers_of_all_parts_count(
     good: dict[str, int], bad: dict[str, int], said: str
 ) -> None:
-    await check(request(**good, raw=2**20).SerializeToString(), kserve.ModelInferRequest)
+    made = request(**good, raw=2**20)
+    assert await parsed(made.SerializeToString(), kserve.ModelInferRequest) == made
     with pytest.raises(BadMessage, match=said) as refused:
-        await check(request(**bad).SerializeToString(), kserve.ModelInferRequest)
+        await parsed(request(**bad).SerializeToString(), kserve.ModelInferRequest)
     assert refused.value.status is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -55,16 +57,40 @@ async def test_fields_and_numbers_of_all_parts_count(
     "data", [b"\xff" * 2**20, b"\x0a" * 999, b"\x2a\xff\xff\xff\xff\x0f", b"\x2a", b"\x2b" * 99]
 )
 async def test_malformed_message_is_left_to_its_parser(data: bytes) -> None:
-    await check(data, kserve.ModelInferRequest)
+    found: list[Any] = []
+    await LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, found.append).run(Line(Turns()))
+    assert found == [data]
     with pytest.raises(DecodeError):
         kserve.ModelInferRequest.FromString(data)
+
+
+async def test_parsing_is_paid_with_the_turns_that_follow() -> None:
+    """Many that are parsed at once would stall what runs for all of them."""
+    turns, passes, ends = Turns(), 0, list[int]()
+
+    def parse(_: object) -> None:
+        time.sleep(0.03)
+        ends.append(passes)
+
+    parsing = [
+        LargeMessage(b"", kserve.ModelInferRequest.DESCRIPTOR, parse).run(Line(turns))
+        for _ in range(3)
+    ]
+    waiting = asyncio.gather(*parsing)
+    while not waiting.done():
+        await asyncio.sleep(0)
+        passes += 1
+    await waiting
+    first, second, third = ends
+    assert second - first > 20
+    assert third - second > 20
 
 
 async def test_other_connections_have_turns_in_between() -> None:
     turns, turn = Turns(), 0
     data = request(inputs=MAX_FIELDS - 10_000).SerializeToString()
     checking = asyncio.create_task(
-        FieldCheck(data, kserve.ModelInferRequest.DESCRIPTOR).run(Line(turns))
+        LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, lambda _: None).run(Line(turns))
     )
     while not checking.done():
         await asyncio.sleep(0)
@@ -76,7 +102,10 @@ async def test_other_connections_have_turns_in_between() -> None:
 async def test_server_refuses_a_message_of_too_many_fields() -> None:
     server = GrpcServer(MOST_BYTES)
 
+    sizes = set[int]()
+
     async def count(asked: Any, context: Any) -> pb.StopResponse:
+        sizes.add(context.message_bytes)
         return pb.StopResponse(stopped_items=len(asked.items))
 
     async def count_all(asked: Any, context: Any) -> pb.StopResponse:
@@ -122,5 +151,6 @@ async def test_server_refuses_a_message_of_too_many_fields() -> None:
             with pytest.raises(grpc.aio.AioRpcError, match="more than 262144 fields") as refused:
                 await call
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert sizes == {len(good)}
     assert not server.budget.held
     await server.stop(grace=None)
