@@ -8,5 +8,9 @@ from trtmesh.chassis.service import run
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings
 
+SWITCH_SECONDS = 0.0005
+"""Longest wait of the event loop for the thread that parses a large message, once in each of its passes."""
+
 if __name__ == "__main__":
+    sys.setswitchinterval(SWITCH_SECONDS)
     sys.exit(run(RouterSettings, Router, sys.argv[1:]))

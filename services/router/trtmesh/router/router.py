@@ -27,6 +27,7 @@ from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.doors.guard import CallerGuard
 from trtmesh.router.doors.native import MeshService
+from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.doors.triton.front import TritonFront
 from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
 from trtmesh.router.fleet.bridge import Bridge
@@ -113,6 +114,7 @@ class Router:
             runtime.certificates.server(H2),
             settings.connections,
         )
+        self._parsing = Parsing()
         self._triton = self._triton_front() if settings.triton.enabled else None
         self._metrics.gauges = self._gauges
         runtime.registry.register(self._metrics)
@@ -120,7 +122,7 @@ class Router:
             runtime.registry.register(self._recorder)
 
     def register(self, server: grpc.aio.Server) -> None:
-        mesh_service = MeshService(self._requests, self._callers, self._metrics)
+        mesh_service = MeshService(self._requests, self._callers, self._metrics, self._parsing)
         router_pb2_grpc.add_MeshServiceServicer_to_server(mesh_service, server)
         self._runtime.addresses["admin_address"] = self._admin_door.listen()
         if self._triton is not None:
@@ -156,6 +158,7 @@ class Router:
             self._requests,
             self._callers,
             self._metrics,
+            self._parsing,
         )
 
     async def start(self) -> None:

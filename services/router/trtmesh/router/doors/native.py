@@ -27,11 +27,13 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class MeshService(router_pb2_grpc.MeshServiceServicer):
     """Translates native calls into requests, and their events into responses."""
 
-    def __init__(self, requests: Requests, callers: Callers, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, requests: Requests, callers: Callers, metrics: RouterMetrics, parsing: Parsing
+    ) -> None:
         self._requests = requests
         self._callers = callers
         self._metrics = metrics
-        self._parsing = Parsing()
+        self._parsing = parsing
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from time import perf_counter, sleep
 from typing import TypeVar
 
 LARGE_BYTES = 128 * 2**10
@@ -20,10 +21,12 @@ def is_large(size: int) -> bool:
 
 
 class Parsing:
-    """Parses one large message at a time. Limits count before they copy, so none takes longer than a second."""
+    """Parses one large message of all doors at a time, then rests for as long as it took: running streams share the
+    interpreter. Limits count before they copy, so none takes longer than a second."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parsing")
+        self._rested_at = 0.0
 
     async def run(self, size: int, parse: Callable[[], T]) -> T:
         """The result of `parse` for a message of `size` bytes."""
@@ -31,4 +34,13 @@ class Parsing:
             return parse()
         loop = asyncio.get_running_loop()
         # Log lines carry the request id.
-        return await loop.run_in_executor(self._thread, copy_context().run, parse)
+        return await loop.run_in_executor(self._thread, copy_context().run, self._parse, parse)
+
+    def _parse(self, parse: Callable[[], T]) -> T:
+        sleep(max(0.0, self._rested_at - perf_counter()))
+        began = perf_counter()
+        try:
+            return parse()
+        finally:
+            ended = perf_counter()
+            self._rested_at = ended + (ended - began)

@@ -127,7 +127,7 @@ async def test_few_of_many_late_bodies_are_used_in_a_pass() -> None:
 
     async def use(request: web.Request, bodies: Bodies) -> web.Response:
         async with bodies.of(request, MOST_BYTES) as body:
-            used.append(body)
+            used.append(bytes(body))
         return web.Response()
 
     async with serving(use) as server, AsyncExitStack() as stack:

@@ -37,11 +37,11 @@ class TritonFront:
         requests: Requests,
         callers: Callers,
         metrics: RouterMetrics,
+        parsing: Parsing,
     ) -> None:
         self._runtime = runtime
         texts = Texts(tokenizers, requests.served_model)
         engines = Engines(fleet)
-        parsing = Parsing()
         generations = Generations(requests, texts, metrics, engines, parsing)
         parameters = Parameters(metrics, refuse_unknown=settings.refuse_unknown_parameters)
         server = TritonServer(

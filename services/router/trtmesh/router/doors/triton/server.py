@@ -77,7 +77,7 @@ class TritonServer:
         self._configured = [*settings.models]
         self._generations = generations
         self._texts = texts
-        self._parsing = parsing
+        self.parsing = parsing
         self._parameters = parameters
         self._statistics = Statistics(self._models)
         self._have_roles = have_roles
@@ -126,7 +126,7 @@ class TritonServer:
     ) -> Call:
         """Reads a ModelInferRequest of `size` bytes, for `speech` too. Raises ModelNotFound or InvalidRequest."""
         served = model or self.find_model(request.model_name, request.model_version)
-        call = speech.call = await self._parsing.run(
+        call = speech.call = await self.parsing.run(
             size, lambda: read_call(served, request, unary=unary)
         )
         self._parameters.check(call)

@@ -74,7 +74,7 @@ class HttpSettings(Settings):
     for all behind it, and needs a connection for each request at a time."""
     max_json_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 16 * 2**20
     """Largest JSON in a body; binary tensors behind it count for `max_message_bytes` alone."""
-    max_unfinished_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 256 * 2**20
+    max_unfinished_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 128 * 2**20
     """Most bytes of requests that are not parsed yet, of all connections together; beyond, the largest body is answered
     with 429."""
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()

@@ -15,6 +15,7 @@ from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.parsing import LARGE_BYTES
 from trtmesh.router.doors.triton.http.bodies import (
     JSON_COST,
+    Body,
     parse_json,
     to_json,
     to_json_in_pieces,
@@ -51,11 +52,12 @@ def begin_request(model: Model, message: Mapping[str, Any]) -> Any:
 
 
 def read_infer(
-    model: Model, body: bytes, header_length: str | None, most_json_bytes: int
+    model: Model, body: Body, header_length: str | None, most_json_bytes: int
 ) -> tuple[Any, BinaryOutputs]:
     """Parses a body; its JSON has `header_length` bytes, None without binary data. Raises InvalidRequest."""
     length = _header_length(model, header_length, len(body))
-    message = parse_json(body[:length], most_json_bytes)
+    whole = memoryview(body)
+    message = parse_json(whole[:length], most_json_bytes)
     request = begin_request(model, message)
     binary = BinaryOutputs()
     for name, value in _objects(message, "parameters").items():
@@ -63,7 +65,7 @@ def read_infer(
             binary.default = _flag(name, value)
         else:
             set_parameter(request, name, value)
-    rest = memoryview(body)[length:]
+    rest = whole[length:]
     for given in _list(message, "inputs"):
         rest = _read_input(request, given, rest)
     if rest:

@@ -10,7 +10,6 @@ from aiohttp import hdrs, web
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
-from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.http.authorising import IDENTITY
 from trtmesh.router.doors.triton.http.bodies import JSON_COST, Bodies, to_json
@@ -39,7 +38,7 @@ class Inference:
     def __init__(self, server: TritonServer, bodies: Bodies) -> None:
         self._server = server
         self._bodies = bodies
-        self._parsing = Parsing()
+        self._parsing = server.parsing
 
     async def serve(
         self, endpoint: str, request: web.Request, model: Model, binary_type: str

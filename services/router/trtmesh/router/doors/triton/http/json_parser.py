@@ -210,10 +210,10 @@ def _refusal(problem: str) -> InvalidRequest:
     return InvalidRequest(f"failed to parse the request JSON buffer: {problem}")
 
 
-def parse(body: bytes, repeated: Repeated) -> Any:
+def parse(body: bytes | bytearray | memoryview, repeated: Repeated) -> Any:
     """A JSON text in UTF-8. Raises InvalidRequest for anything else, and beyond the limits."""
     try:
-        text = body.decode("utf-8-sig")
+        text = str(body, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise _refusal(f"it is not UTF-8 at byte {error.start}") from error
     return _Parser(text, repeated).whole()
