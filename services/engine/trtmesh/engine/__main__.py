@@ -3,7 +3,10 @@
 import trtmesh.chassis.environment  # noqa: F401 - before anything imports gRPC
 
 # isort: split
+import logging
+import os
 import sys
+from typing import NoReturn
 
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.service import Runtime, run
@@ -51,5 +54,16 @@ def _foreign(settings: EngineSettings) -> Backend:
     return ForeignBackend(settings.foreign, settings.max_message_bytes)
 
 
+def main() -> NoReturn:
+    status = run(EngineSettings, build, sys.argv[1:])
+    if status == 0:
+        sys.exit()
+    # Kernels that wait for a lost rank, or a thread that waits for them, would keep the interpreter from ending.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(run(EngineSettings, build, sys.argv[1:]))
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from e2e.mesh import DEMO, PATIENT, Mesh, check_beginning, eventually, running_m
 from engine.torch.harness import configure, running
 from engine.torch.parallel.followers import followers
 from processes import ServiceProcess, service_process
-from trtmesh.chassis.errors import StartupError, WorkerLost
+from trtmesh.chassis.errors import BackendFailed, StartupError, WorkerLost
+from trtmesh.engine.backends.torch import backend
 from trtmesh.engine.backends.torch.parallel import ranks
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -80,6 +82,50 @@ async def test_a_fault_in_a_step_ends_the_engine(llama: Path) -> None:
             assert isinstance(stream.end.error, WorkerLost)
             assert "the device is gone" in str(stream.end.error)
     assert followers() == []
+
+
+async def test_nothing_read_after_a_loss_is_delivered(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation that waited for a rank on a GPU ends with any result."""
+    losses: list[Exception] = []
+    monkeypatch.setattr(Ranks, "loss", property(lambda _: losses[0] if losses else None))
+    async with running(llama, device="cpu,cpu") as engine:
+        (key,) = engine.submit([5, 6, 7], LONG)
+        await engine.until(lambda: engine.streams[key].token_ids)
+        with engine.gate.held():
+            losses.append(BackendFailed("rank 1 has ended"))
+            delivered = list(engine.streams[key].token_ids)
+        (stream,) = await engine.ended()
+        assert stream.token_ids == delivered
+        assert stream.end
+        assert isinstance(stream.end.error, WorkerLost)
+
+
+async def test_a_thread_that_waits_for_good_does_not_keep_the_backend_from_closing(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "LOST_SECONDS", 0.2)
+    waiting, released = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        waiting.set()
+        released.wait()
+
+    async with running(llama, device="cpu,cpu") as engine:
+        compute: Any = engine.backend._loaded.engine._compute
+        mlp = compute._own._model.module.model.layers[1].mlp
+        mlp.register_forward_pre_hook(wait)
+        engine.submit([5, 6, 7], LONG)
+        await asyncio.to_thread(waiting.wait)
+        (rank,) = followers()
+        rank.kill()
+        await engine.until(lambda: engine.failures)
+    thread = engine.backend._thread
+    assert thread
+    assert thread.is_alive()
+    released.set()
+    thread.join()
 
 
 async def test_a_frozen_rank_is_killed_at_the_end(llama: Path) -> None:

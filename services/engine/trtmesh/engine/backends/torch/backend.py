@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.loading import Loaded
     from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter, Slots
     from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
+    from trtmesh.engine.backends.torch.parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +211,8 @@ class TorchBackend:
             self._closing = True
             self._wake.notify()
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            # A thread that waits on a GPU for a lost rank may never end.
+            await asyncio.to_thread(self._thread.join, LOST_SECONDS if self._loss else None)
         # Frees weights and cache; a failed start left none.
         loaded: Loaded | None = self.__dict__.pop("_loaded", None)
         if loaded is not None:
@@ -240,7 +242,7 @@ class TorchBackend:
         if ranks:
             ranks.watch(self._lose)
         try:
-            self._serve(engine)
+            self._serve(engine, ranks)
         except Exception as error:
             log.exception("the engine failed")
             self._break(engine, error)
@@ -254,7 +256,7 @@ class TorchBackend:
     def lost(self, adapter: LoadedAdapter, error: TrtmeshError) -> None:
         self._send(lambda engine: engine.lost_adapter(adapter, error))
 
-    def _serve(self, engine: Engine) -> None:
+    def _serve(self, engine: Engine, ranks: Ranks | None) -> None:
         while True:
             commands, closing = self._take_commands(idle=not engine.scheduler.has_work)
             for command in commands:
@@ -270,7 +272,11 @@ class TorchBackend:
             while step:
                 # Commands find no step in flight.
                 following = None if self._has_commands else engine.launch_next(step)
-                self._deliver(engine.collect(step))
+                output = engine.collect(step)
+                if ranks and ranks.loss:
+                    # Nothing that was read since can be trusted.
+                    raise ranks.loss
+                self._deliver(output)
                 step = following
 
     @property

@@ -121,6 +121,12 @@ class Ranks:
         for other in self._others:
             other.connection.send_bytes(order)
 
+    @property
+    def loss(self) -> Exception | None:
+        """Why the group is broken, once a rank has ended. Operations that waited for it on a GPU end only later, with
+        any result."""
+        return self._losses[0] if self._is_lost.is_set() else None
+
     def cause_of(self, error: Exception) -> Exception:
         """The end of a rank by which an operation failed; `error` itself where none has ended."""
         if not isinstance(error, StartupError) and self._is_lost.wait(CAUSE_SECONDS):
