@@ -7,6 +7,7 @@ import gzip
 import io
 import math
 import os
+import random
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -121,13 +122,41 @@ async def test_bomb_is_counted_while_it_is_inflated(address: str) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("compression", [None, "gzip"])
+async def test_a_body_in_parts_of_any_size_arrives_whole(compression: str | None) -> None:
+    """Parts that are joined on the event loop, and in a thread."""
+    dice = random.Random(7)
+    got = list[bytes]()
+
+    async def take(request: web.Request, bodies: Bodies) -> web.Response:
+        async with bodies.of(request, MOST_BYTES) as body:
+            got.append(body)
+        return web.Response()
+
+    async with serving(take) as server, aiohttp.ClientSession() as client:
+        for most in (3, 1000, 100_000):
+            parts = [dice.randbytes(dice.randrange(1, most)) for _ in range(40)]
+            whole = b"".join(parts)
+            sent = [gzip.compress(whole)] if compression else parts
+
+            async def stream(sent: list[bytes] = sent) -> AsyncIterator[bytes]:
+                for part in sent:
+                    yield part
+                    await asyncio.sleep(0)
+
+            headers = {"Content-Encoding": compression} if compression else {}
+            async with client.post(server.address, data=stream(), headers=headers) as answer:
+                assert answer.status == 200
+            assert got.pop() == whole
+
+
 async def test_few_of_many_late_bodies_are_used_in_a_pass() -> None:
     """Their requests have begun long ago, in turns."""
     used = list[bytes]()
 
     async def use(request: web.Request, bodies: Bodies) -> web.Response:
         async with bodies.of(request, MOST_BYTES) as body:
-            used.append(bytes(body))
+            used.append(body)
         return web.Response()
 
     async with serving(use) as server, AsyncExitStack() as stack:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -26,12 +27,15 @@ PIECE_ELEMENTS = 2**12
 """Elements of a list that are encoded at once, in 3 ms."""
 COMPRESSED_PIECE, INFLATED_PIECE = 2**18, 2**20
 """Bytes that are decompressed at once, and most bytes that come of it at once."""
+PIECE_BYTES = 2**16
+JOINED_BYTES = 2**20
+"""Least bytes that are joined in a thread."""
 JSON_COST = 16
 """Bytes of a protobuf message that take as long as a byte of JSON."""
 
 
-Body: TypeAlias = "bytes | bytearray | memoryview"
-"""A body as it was received: to copy the largest takes 50 ms."""
+Body: TypeAlias = "bytes | memoryview"
+"""A body or a part of it: to copy the largest takes 50 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,11 @@ class Bodies:
     def __init__(self, limits: BodyLimits, server: HttpServer) -> None:
         self.limits = limits
         self._server = server
+        # One, so that large bodies lie in one arena of the allocator.
+        self._joining = ThreadPoolExecutor(max_workers=1, thread_name_prefix="joining")
 
     @asynccontextmanager
-    async def of(self, request: web.Request, most_bytes: int) -> AsyncIterator[Body]:
+    async def of(self, request: web.Request, most_bytes: int) -> AsyncIterator[bytes]:
         """A body, decompressed. It counts as unfinished inside, and gives way there if it is the largest. Raises
         TrtmeshError or an HTTPException."""
         encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").lower()
@@ -64,9 +70,9 @@ class Bodies:
         # Small bodies mostly come with their heads, whose turn is theirs.
         is_whole = request.content.is_eof() and not encoding
         async with _account(self._server.budget) as account:
-            body: Body = await self._receive(request, most_bytes, account)
+            body = await self._receive(request, most_bytes, account)
             if encoding in COMPRESSED:
-                body = await _decompressed(body, most_bytes, account)
+                body = await self._decompressed(body, most_bytes, account)
             if not is_whole:
                 await self._server.turn(request)
             yield body
@@ -76,23 +82,82 @@ class Bodies:
         async with self.of(request, MOST_SETTINGS_BYTES) as body:
             return parse_json(body, MOST_SETTINGS_BYTES) if body else {}
 
-    async def _receive(self, request: web.Request, most_bytes: int, account: Account) -> bytearray:
+    async def _receive(self, request: web.Request, most_bytes: int, account: Account) -> bytes:
         if (request.content_length or 0) > most_bytes:
             raise _too_large(most_bytes)
         seconds = self.limits.receive_seconds
-        body = bytearray()
+        body = _Pieces(most_bytes, account, self._joining)
         try:
             async with asyncio.timeout(seconds):
                 async for part in request.content.iter_any():
-                    if len(body) + len(part) > most_bytes:
-                        raise _too_large(most_bytes)
-                    account.add(len(part))
-                    body += part
+                    body.add(part)
         except TimeoutError:
             raise web.HTTPRequestTimeout(
                 text=f"the body of the request did not come within {seconds:g} s (http.receive_seconds)"
             ) from None
-        return body
+        return await body.joined()
+
+    async def _decompressed(self, body: bytes, most_bytes: int, account: Account) -> bytes:
+        """Decompresses gzip or deflate, whichever the header says, in pieces that count before the next is made."""
+        decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
+        data = _Pieces(most_bytes, account, self._joining)
+        at, rest, piece = 0, b"", b""
+        while not decompressor.eof and (at < len(body) or rest or piece):
+            if not rest:
+                rest, at = body[at : at + COMPRESSED_PIECE], at + COMPRESSED_PIECE
+            try:
+                # zlib releases the GIL.
+                piece = await asyncio.to_thread(decompressor.decompress, rest, INFLATED_PIECE)
+            except zlib.error as error:
+                raise InvalidRequest(
+                    f"the body of the request is not a valid compressed stream: {error}"
+                ) from error
+            rest = decompressor.unconsumed_tail
+            data.add(piece)
+        if not decompressor.eof or decompressor.unused_data or at < len(body):
+            raise InvalidRequest("the body of the request is not one whole compressed stream")
+        return await data.joined()
+
+
+class _Pieces:
+    """Bytes as they come. One buffer that grew would be moved again and again."""
+
+    def __init__(self, most_bytes: int, account: Account, joining: Executor) -> None:
+        self._joining = joining
+        self._most_bytes = most_bytes
+        self._account = account
+        self._size = 0
+        self._pieces: list[bytes] = []
+        self._small = bytearray()
+        """Parts too small for an object each."""
+
+    def add(self, part: bytes) -> None:
+        """Raises HTTPRequestEntityTooLarge."""
+        if self._size + len(part) > self._most_bytes:
+            raise _too_large(self._most_bytes)
+        self._size += len(part)
+        self._account.add(len(part))
+        if len(part) >= PIECE_BYTES:
+            self._put_small()
+            self._pieces.append(part)
+            return
+        self._small += part
+        if len(self._small) >= PIECE_BYTES:
+            self._put_small()
+
+    async def joined(self) -> bytes:
+        self._put_small()
+        pieces, self._pieces = self._pieces, []
+        if self._size < JOINED_BYTES:
+            return b"".join(pieces)
+        # It releases the GIL.
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._joining, b"".join, pieces)
+
+    def _put_small(self) -> None:
+        if self._small:
+            self._pieces.append(bytes(self._small))
+            self._small.clear()
 
 
 @asynccontextmanager
@@ -118,32 +183,6 @@ async def _account(budget: Budget) -> AsyncIterator[Account]:
             " later",
             retry_after_ms=1000,
         ) from None
-
-
-async def _decompressed(body: Body, most_bytes: int, account: Account) -> Body:
-    """Decompresses gzip or deflate, whichever the header says, in pieces that count before the next is made."""
-    decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
-    data = bytearray()
-    at, piece = 0, b""
-    rest: Body = b""
-    while not decompressor.eof and (at < len(body) or rest or piece):
-        if not rest:
-            rest, at = body[at : at + COMPRESSED_PIECE], at + COMPRESSED_PIECE
-        try:
-            # zlib releases the GIL.
-            piece = await asyncio.to_thread(decompressor.decompress, rest, INFLATED_PIECE)
-        except zlib.error as error:
-            raise InvalidRequest(
-                f"the body of the request is not a valid compressed stream: {error}"
-            ) from error
-        rest = decompressor.unconsumed_tail
-        if len(data) + len(piece) > most_bytes:
-            raise _too_large(most_bytes)
-        account.add(len(piece))
-        data += piece
-    if not decompressor.eof or decompressor.unused_data or at < len(body):
-        raise InvalidRequest("the body of the request is not one whole compressed stream")
-    return data
 
 
 def _too_large(most_bytes: int) -> web.HTTPRequestEntityTooLarge:

@@ -9,7 +9,7 @@ from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.router.doors.parsing import LARGE_BYTES
-from trtmesh.router.doors.triton.http.bodies import Body, parse_json, to_json, to_json_in_pieces
+from trtmesh.router.doors.triton.http.bodies import parse_json, to_json, to_json_in_pieces
 from trtmesh.router.doors.triton.http.infer_body import (
     begin_request,
     json_cost,
@@ -26,7 +26,7 @@ NESTED = "parameters"
 """An object under this key is merged into the top level."""
 
 
-def read_generate(model: Model, body: Body, most_bytes: int) -> Any:
+def read_generate(model: Model, body: bytes, most_bytes: int) -> Any:
     """Makes a ModelInferRequest of at most `most_bytes` of JSON. Raises InvalidRequest."""
     message = parse_json(body, most_bytes, partial(_said_twice, model)) if body else {}
     request, near_misses = begin_request(model, message), NearMisses(model)

@@ -15,7 +15,6 @@ from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.parsing import LARGE_BYTES
 from trtmesh.router.doors.triton.http.bodies import (
     JSON_COST,
-    Body,
     parse_json,
     to_json,
     to_json_in_pieces,
@@ -52,7 +51,7 @@ def begin_request(model: Model, message: Mapping[str, Any]) -> Any:
 
 
 def read_infer(
-    model: Model, body: Body, header_length: str | None, most_json_bytes: int
+    model: Model, body: bytes, header_length: str | None, most_json_bytes: int
 ) -> tuple[Any, BinaryOutputs]:
     """Parses a body; its JSON has `header_length` bytes, None without binary data. Raises InvalidRequest."""
     length = _header_length(model, header_length, len(body))

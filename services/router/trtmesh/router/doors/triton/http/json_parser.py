@@ -210,7 +210,7 @@ def _refusal(problem: str) -> InvalidRequest:
     return InvalidRequest(f"failed to parse the request JSON buffer: {problem}")
 
 
-def parse(body: bytes | bytearray | memoryview, repeated: Repeated) -> Any:
+def parse(body: bytes | memoryview, repeated: Repeated) -> Any:
     """A JSON text in UTF-8. Raises InvalidRequest for anything else, and beyond the limits."""
     try:
         text = str(body, "utf-8-sig")
