@@ -13,7 +13,7 @@ from trtmesh.engine.backends.torch.accelerator import Accelerator
 from trtmesh.engine.backends.torch.compute import self_check
 from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
 from trtmesh.engine.backends.torch.cuda import chunk_graphs
-from trtmesh.engine.backends.torch.cuda.capturing import Record
+from trtmesh.engine.backends.torch.cuda.capturing import Record, Replay
 from trtmesh.engine.backends.torch.cuda.kernels import decode_attention
 from trtmesh.engine.backends.torch.model.model import Model
 
@@ -39,14 +39,17 @@ class Interpreted(Accelerator):
         return lambda: None
 
     def _recorder(self) -> Record:
-        def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-            def again() -> Tensor:
-                with torch.inference_mode():
-                    return compute()
+        return recomputed
 
-            return again
 
-        return record
+def recomputed(compute: Callable[[], Tensor]) -> Replay:
+    """In place of a captured operation, the operation itself."""
+
+    def again() -> Tensor:
+        with torch.inference_mode():
+            return compute()
+
+    return again
 
 
 def small_model(folder: Path, patch: pytest.MonkeyPatch) -> Path:

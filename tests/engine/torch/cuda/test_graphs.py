@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from engine.torch.combinations import rows
 from engine.torch.conftest import ModelDir
+from engine.torch.cuda.interpreted import recomputed
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
-from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.device import Cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -22,19 +20,6 @@ CONFIGS = [
     configure(max_tokens=16, ignore_end_id=True),
     configure(max_tokens=16, ignore_end_id=True, temperature=0.9, seed=5),
 ]
-
-
-def uncaptured(_: Cuda) -> Callable[[Callable[[], Tensor]], Callable[[], Tensor]]:
-    """In place of `Cuda._recorder`: the operations themselves are what computes them again."""
-
-    def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def again() -> Tensor:
-            with torch.inference_mode():
-                return compute()
-
-        return again
-
-    return record
 
 
 async def streams(engine: Harness) -> list[tuple[list[int], list[bytes]]]:
@@ -68,7 +53,7 @@ async def test_captured_steps_equal_their_operations(
     }  # fmt: skip
     async with running(folder, **options) as engine:
         captured = await streams(engine)
-    monkeypatch.setattr(Cuda, "_recorder", uncaptured)
+    monkeypatch.setattr(Cuda, "_recorder", lambda _: recomputed)
     async with running(folder, **options) as engine:
         assert await streams(engine) == captured
     assert any(logits for _, logits in captured)
