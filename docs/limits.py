@@ -178,7 +178,7 @@ TABLES: dict[str, list[Row]] = {
         (
             "unread bytes of answers to all connections (four times `max_message_bytes`)",
             HELD_ANSWERS * _ROUTER.max_message_bytes,
-            "the largest answer to the largest connection ends with RESOURCE_EXHAUSTED",
+            "the largest answer to the largest connection ends with RESOURCE_EXHAUSTED, or the connection ends",
         ),
         (
             "bytes of output that waits for all clients (`client.total_bytes`)",

@@ -28,6 +28,7 @@ PIECE_ELEMENTS = 2**12
 COMPRESSED_PIECE, INFLATED_PIECE = 2**18, 2**20
 """Bytes that are decompressed at once, and most bytes that come of it at once."""
 PIECE_BYTES = 2**16
+"""Least bytes of a part that is kept as it came."""
 JOINED_BYTES = 2**20
 """Least bytes that are joined in a thread."""
 JSON_COST = 16
