@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine.torch.harness import running
 from engine.torch.parallel.choices import CONFIGS, FREE, NEW_TOKENS, together
-from engine.torch.parallel.followers import followers
+from engine.torch.parallel.moving import check_killed_rank_moves_items
 from oracle import tiny_models
 from trtmesh.engine.backends.torch.parallel.leading import LeadingCompute
 
@@ -22,20 +22,20 @@ pytestmark = [
 TWO: dict[str, Any] = {"device": "cuda:0,cuda:1", "dtype": "float32", "max_batch_size": 20}
 
 
-async def test_families_equal_generate(tmp_path: Path) -> None:
-    for family in ("llama", "qwen2", "qwen3", "mistral"):
-        folder = tiny_models.build(tmp_path / family, family)
-        prompts = tiny_models.prompts(17)
-        model = tiny_models.reference_model(folder)
-        expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
-        async with running(folder, **TWO) as engine:
-            compute: Any = engine.backend._loaded.engine._compute
-            assert isinstance(compute, LeadingCompute)
-            own: Any = compute._own
-            assert own._graphs._replays
-            assert own._chunks._replays
-            for count in (1, 3, 17):
-                assert await engine.run(prompts[:count], FREE) == expected[:count]
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+async def test_families_equal_generate(tmp_path: Path, family: str) -> None:
+    folder = tiny_models.build(tmp_path / family, family)
+    prompts = tiny_models.prompts(17)
+    model = tiny_models.reference_model(folder)
+    expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
+    async with running(folder, **TWO) as engine:
+        compute: Any = engine.backend._loaded.engine._compute
+        assert isinstance(compute, LeadingCompute)
+        own: Any = compute._own
+        assert own._graphs._replays
+        assert own._chunks._replays
+        for count in (1, 3, 17):
+            assert await engine.run(prompts[:count], FREE) == expected[:count]
 
 
 async def test_every_choice_is_that_of_one_gpu(llama: Path) -> None:
@@ -48,11 +48,5 @@ async def test_every_choice_is_that_of_one_gpu(llama: Path) -> None:
         assert await together(engine, prompts) == expected
 
 
-async def test_a_killed_rank_ends_the_engine(llama: Path) -> None:
-    async with running(llama, **TWO) as engine:
-        (rank,) = followers()
-        engine.submit([5, 6, 7], FREE)
-        rank.kill()
-        await engine.until(lambda: engine.failures)
-        (failure,) = engine.failures
-        assert "was killed by SIGKILL" in str(failure)
+async def test_a_killed_rank_moves_the_items_of_its_worker() -> None:
+    await check_killed_rank_moves_items("cuda:0,cuda:1", "cuda:0", "--torch-dtype", "float32")

@@ -10,9 +10,10 @@ from typing import Any
 
 import psutil
 import pytest
-from e2e.mesh import DEMO, PATIENT, Mesh, check_beginning, eventually, running_mesh
+from e2e.mesh import DEMO, eventually
 from engine.torch.harness import configure, running
 from engine.torch.parallel.followers import followers
+from engine.torch.parallel.moving import check_killed_rank_moves_items
 from processes import ServiceProcess, service_process
 from trtmesh.chassis.errors import BackendFailed, StartupError, WorkerLost
 from trtmesh.engine.backends.torch import backend
@@ -26,11 +27,6 @@ PARALLEL = (
     *("--model-dir", str(DEMO), "--torch-device", "cpu,cpu", "--torch-threads", "1"),
     *("--torch-kv-cache-tokens", "8192"),
 )
-SINGLE = (*("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192"),)
-TOKENS = 60
-LONGEST = 1900
-"""More than are computed before the rank is killed, within the model's positions."""
-PROMPTS = [[300 + number, 40, 50, 60] for number in range(4)]
 
 
 async def gone(process: psutil.Process) -> None:
@@ -136,26 +132,7 @@ async def test_a_frozen_rank_is_killed_at_the_end(llama: Path) -> None:
 
 
 async def test_a_killed_rank_moves_the_items_of_its_worker() -> None:
-    async def start(mesh: Mesh) -> None:
-        await asyncio.gather(
-            mesh.start_tokenizer(),
-            mesh.start_engine(*PARALLEL, "--worker", "parallel"),
-            mesh.start_engine(*SINGLE, "--worker", "single"),
-        )
-        await mesh.start_router(*PATIENT, "--placement-policy", "round_robin")
-        await mesh.ready(workers=2, tokenizers=1)
-
-    async with running_mesh(start=start) as mesh:
-        (parallel,) = [each for each in mesh.engines if followers(each.pid)]
-        expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
-        reader = mesh.open(PROMPTS, max_tokens=LONGEST, ignore_end_id=True)
-        await reader.until(lambda r: all(r.tokens(index) > 3 for index in range(len(PROMPTS))))
-        (rank,) = followers(parallel.pid)
-        rank.kill()
-        check_beginning(await reader.stopped_at(TOKENS), expected)
-        assert await parallel.wait() == 1
-        assert "was killed by SIGKILL" in parallel.stderr
-        await mesh.counted("moved_sequences", 1)
+    await check_killed_rank_moves_items("cpu,cpu", "cpu", "--torch-threads", "1")
 
 
 async def test_a_killed_first_rank_takes_the_others_along() -> None:
