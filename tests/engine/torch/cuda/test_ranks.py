@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from e2e.mesh import DEMO
 from engine.torch.harness import running
 from engine.torch.parallel.choices import CONFIGS, FREE, NEW_TOKENS, together
+from engine.torch.parallel.followers import gone, started
 from engine.torch.parallel.moving import check_killed_rank_moves_items
 from oracle import tiny_models
+from processes import service_process
 from trtmesh.engine.backends.torch.parallel.leading import LeadingCompute
 
 pytestmark = [
@@ -50,3 +53,11 @@ async def test_every_choice_is_that_of_one_gpu(llama: Path) -> None:
 
 async def test_a_killed_rank_moves_the_items_of_its_worker() -> None:
     await check_killed_rank_moves_items("cuda:0,cuda:1", "cuda:0", "--torch-dtype", "float32")
+
+
+async def test_a_worker_stops_in_order() -> None:
+    flags = ("--model-dir", str(DEMO), "--torch-kv-cache-tokens", "8192")
+    async with service_process("engine", *flags, "--torch-device", "cuda:0,cuda:1") as engine:
+        rank = await started(engine)
+        assert await engine.stop() == 0
+        await gone(rank)

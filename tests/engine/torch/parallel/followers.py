@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 import psutil
+from e2e.mesh import eventually
+from processes import ServiceProcess
 from trtmesh.engine.backends.torch.parallel.ranks import PROGRAM
 
 
@@ -16,3 +18,21 @@ def followers(pid: int | None = None) -> list[psutil.Process]:
             if PROGRAM in child.cmdline():
                 found.append(child)
     return found
+
+
+async def started(engine: ServiceProcess) -> psutil.Process:
+    """The other rank of a worker that serves."""
+
+    async def serves() -> bool:
+        return "serves model" in engine.stderr
+
+    await eventually(serves)
+    (rank,) = followers(engine.pid)
+    return rank
+
+
+async def gone(process: psutil.Process) -> None:
+    async def has_ended() -> bool:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+    await eventually(has_ended)

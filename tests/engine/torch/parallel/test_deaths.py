@@ -12,9 +12,9 @@ import psutil
 import pytest
 from e2e.mesh import DEMO, eventually
 from engine.torch.harness import configure, running
-from engine.torch.parallel.followers import followers
+from engine.torch.parallel.followers import followers, gone, started
 from engine.torch.parallel.moving import check_killed_rank_moves_items
-from processes import ServiceProcess, service_process
+from processes import service_process
 from trtmesh.chassis.errors import BackendFailed, StartupError, WorkerLost
 from trtmesh.engine.backends.torch import backend
 from trtmesh.engine.backends.torch.parallel import ranks
@@ -27,13 +27,6 @@ PARALLEL = (
     *("--model-dir", str(DEMO), "--torch-device", "cpu,cpu", "--torch-threads", "1"),
     *("--torch-kv-cache-tokens", "8192"),
 )
-
-
-async def gone(process: psutil.Process) -> None:
-    async def has_ended() -> bool:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-    await eventually(has_ended)
 
 
 @pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
@@ -124,6 +117,17 @@ async def test_a_thread_that_waits_for_good_does_not_keep_the_backend_from_closi
     thread.join()
 
 
+async def test_what_holds_the_group_is_released_after_the_other_ranks(llama: Path) -> None:
+    """Before the group ends: NCCL waits for graphs with its operations."""
+    living: list[list[psutil.Process]] = []
+    async with running(llama, device="cpu,cpu") as engine:
+        ranks = engine.backend._loaded.ranks
+        assert ranks
+        ranks.group.release_first(lambda: living.append(followers()))
+        await engine.run([[5, 6, 7]], configure(max_tokens=4))
+    assert living == [[]]
+
+
 async def test_a_frozen_rank_is_killed_at_the_end(llama: Path) -> None:
     async with running(llama, device="cpu,cpu"):
         (rank,) = followers()
@@ -182,14 +186,3 @@ def test_a_rank_killed_before_all_are_there_ends_the_start(
     with pytest.raises(StartupError, match=r"rank 1 on cpu .* was killed by SIGKILL"):
         Ranks(["cpu", "cpu"], llama, TorchSettings())
     assert not followers()
-
-
-async def started(engine: ServiceProcess) -> psutil.Process:
-    """The other rank of a worker that serves."""
-
-    async def serves() -> bool:
-        return "serves model" in engine.stderr
-
-    await eventually(serves)
-    (rank,) = followers(engine.pid)
-    return rank

@@ -127,7 +127,7 @@ class Cuda(Accelerator):
         return partial(torch.cuda.synchronize, self.name)
 
     def _recorder(self) -> Record:
-        return _Recorder(self.name)
+        return _Recorder(self.name, self._group)
 
 
 def fitted(module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
@@ -148,8 +148,10 @@ def _tabulate_positions(module: Any, dtype: torch.dtype) -> None:
 class _Recorder:
     """Captures operations as graphs that share memory but for their results."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: Group | None) -> None:
+        """`group` are the ranks that the operations need; None without any."""
         self._device = device
+        self._group = group
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -164,6 +166,8 @@ class _Recorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             result = compute()
+        if self._group:
+            self._group.release_first(graph.reset)
 
         def replay() -> Tensor:
             graph.replay()

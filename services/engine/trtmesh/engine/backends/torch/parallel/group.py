@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +38,7 @@ class Group:
         self.place = place
         self._device = device
         self._backend = _backend(store, place, device)
+        self._releases: list[Callable[[], None]] = []
 
     def add(self, tensor: Tensor) -> Tensor:
         """Replaces a tensor by the sum over all ranks, with the same bits on each; returns it."""
@@ -64,6 +65,18 @@ class Group:
         """Ends operations of a GPU that wait for a rank, from any thread. On a CPU they end by themselves."""
         if self._device.type == "cuda":
             self._backend.abort()
+
+    def release_first(self, release: Callable[[], None]) -> None:
+        """Lets `close` call `release` before it ends the group."""
+        self._releases.append(release)
+
+    def close(self) -> None:
+        """Ends the group, whether the other ranks live or not. NCCL waits until the graphs are gone in which its
+        operations are captured, so these go first: the end of the interpreter destroys them in any order."""
+        for release in self._releases:
+            release()
+        self._releases.clear()
+        self.abort()
 
     def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         options = dist.AllreduceOptions()

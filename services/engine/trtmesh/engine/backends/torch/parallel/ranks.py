@@ -85,7 +85,7 @@ class Ranks:
                 _await(other)
             self.group = self._join(store, Place(0, len(names)), torch.device(names[0]))
         except BaseException:
-            self.close()
+            self._end_others()
             raise
         for other in self._others:
             watching = threading.Thread(target=self._watch, args=(other,), name=other.name)
@@ -134,7 +134,11 @@ class Ranks:
         return error
 
     def close(self) -> None:
-        """Ends all ranks."""
+        """Ends the other ranks, and what this one has of the group. Called by the thread that computes."""
+        self._end_others()
+        self.group.close()
+
+    def _end_others(self) -> None:
         with self._lock:
             self._closing = True
         self._is_watched.set()
