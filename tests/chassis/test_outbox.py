@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TypeAlias
 
+import pytest
+from trtmesh.chassis import outbox as module
 from trtmesh.chassis.outbox import ENOUGH_ITEMS, MAX_BYTES, MAX_ITEMS, Outbox
 from trtmesh.v1 import tokenizer_pb2 as pb
 
@@ -47,35 +49,52 @@ async def test_consumer_waits_for_the_first_item() -> None:
     assert await consuming == [7]
 
 
-async def test_message_holds_what_the_next_few_passes_add() -> None:
+async def test_message_after_a_silence_leaves_at_once() -> None:
     outbox = new_outbox()
     consuming = asyncio.create_task(next_handles(outbox))
+    await asyncio.sleep(0)
     for handle in range(MANY):
         add(outbox, handle)
         await asyncio.sleep(0)
+    assert await consuming == [0]
+
+
+@pytest.fixture
+async def burst(monkeypatch: pytest.MonkeyPatch) -> Events:
+    """An outbox whose last message has just left."""
+    monkeypatch.setattr(module, "BURST_SECONDS", 60.0)
+    outbox = new_outbox()
+    add(outbox, 0)
+    await outbox.next_message()
+    return outbox
+
+
+async def test_message_of_a_burst_holds_what_the_next_few_passes_add(burst: Events) -> None:
+    consuming = asyncio.create_task(next_handles(burst))
+    for handle in range(MANY):
+        add(burst, handle)
+        await asyncio.sleep(0)
     first = await consuming
     assert 3 < len(first) < MANY
-    assert first + await next_handles(outbox) == list(range(MANY))
+    assert first + await next_handles(burst) == list(range(MANY))
 
 
-async def test_full_enough_message_does_not_wait() -> None:
-    outbox = new_outbox()
+async def test_full_enough_message_does_not_wait(burst: Events) -> None:
     for handle in range(ENOUGH_ITEMS - 1):
-        add(outbox, handle)
-    consuming = asyncio.create_task(next_handles(outbox))
+        add(burst, handle)
+    consuming = asyncio.create_task(next_handles(burst))
     for handle in range(ENOUGH_ITEMS - 1, MANY):
         await asyncio.sleep(0)
-        add(outbox, handle)
+        add(burst, handle)
     assert await consuming == list(range(ENOUGH_ITEMS))
 
 
-async def test_pass_that_adds_no_item_sends_a_message() -> None:
-    outbox = new_outbox()
-    add(outbox, 1)
-    consuming = asyncio.create_task(next_handles(outbox))
+async def test_pass_that_adds_no_item_sends_a_message(burst: Events) -> None:
+    add(burst, 1)
+    consuming = asyncio.create_task(next_handles(burst))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    add(outbox, 2)
+    add(burst, 2)
     assert await consuming == [1]
 
 

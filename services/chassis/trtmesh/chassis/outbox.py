@@ -1,5 +1,5 @@
-"""Output that waits for a stream: what is added in the next passes of the event loop, or while a write is in flight,
-leaves in one message."""
+"""Output that waits for a stream: what is added while a write is in flight, or in a burst within a few passes of the
+event loop, leaves in one message."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ MAX_BYTES = 2**20
 
 MAX_PASSES = 4
 """Passes of the event loop that a message waits for more items."""
+
+BURST_SECONDS = 0.003
+"""A message that follows another within this time waits for more items. One after a silence leaves at once: the first
+of a burst, and those of steps."""
 
 ENOUGH_ITEMS = 20
 """Items for which no message waits: the peer handles all of a message in one pass, and its streams wait meanwhile."""
@@ -49,6 +53,8 @@ class Outbox(Generic[Message, Item]):
         self._batches: deque[_Batch[Message]] = deque()
         self._waiting = 0
         self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._burst_until = 0.0
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -81,9 +87,11 @@ class Outbox(Generic[Message, Item]):
         while not self._batches and not self._closed:
             self._changed.clear()
             await self._changed.wait()
-        await self._gather()
+        if self._loop.time() < self._burst_until:
+            await self._gather()
         if not self._batches:
             return None
+        self._burst_until = self._loop.time() + BURST_SECONDS
         batch = self._batches.popleft()
         self._waiting -= batch.items
         if self._max_waiting is None or self._waiting < self._max_waiting:

@@ -102,6 +102,8 @@ class ClientStream:
     def __init__(
         self, opening: router_pb.GenerateEvent, turns: Turns, credit: Credit = UNLIMITED
     ) -> None:
+        # Asking for it costs a system call, and every message needs it.
+        self._loop = asyncio.get_running_loop()
         self._turns = turns
         self._credit = credit
         self._entries: list[Waiting] = [WaitingEvent(opening, 0)]
@@ -175,13 +177,12 @@ class ClientStream:
         self._tell_within(ANNOUNCED_SECONDS)
 
     def _tell_within(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time() + seconds
+        due = self._loop.time() + seconds
         if self._telling is not None:
             if self._telling.when() <= due:
                 return
             self._telling.cancel()
-        self._telling = loop.call_at(due, self._tell)
+        self._telling = self._loop.call_at(due, self._tell)
 
     def _tell(self) -> None:
         """Sends the opening event and what was announced without anything else."""
@@ -201,12 +202,12 @@ class ClientStream:
         while not self._followed:
             if self._closed:
                 return None
-            self._taker = asyncio.get_running_loop().create_future()
+            self._taker = self._loop.create_future()
             await self._taker
         entries = self._take_entries()
         if self._reported:
             self._report()
-        self._taken_at = asyncio.get_running_loop().time()
+        self._taken_at = self._loop.time()
         return entries
 
     def unread_seconds(self, now: float) -> float:
