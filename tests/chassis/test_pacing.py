@@ -140,9 +140,7 @@ async def test_few_of_many_long_tasks_go_on_in_a_pass() -> None:
     async def go_on() -> None:
         await Lane(pacing).turn_before_rest()
         log.append("long")
-        ends = perf_counter() + MOST_SECONDS
-        while perf_counter() < ends:
-            pass
+        _work(MOST_SECONDS)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(30):
@@ -184,13 +182,29 @@ async def test_a_rest_is_planned_only_for_calls_that_wait(monkeypatch: pytest.Mo
     assert len(log) + len(lane.waiting) == 1 + MAX_IN_SLICE
 
 
+def _work(seconds: float) -> None:
+    ends = perf_counter() + seconds
+    while perf_counter() <= ends:
+        pass
+
+
 async def test_a_slice_without_waiting_calls_is_over_after_a_rest() -> None:
     pacing, log = Pacing(), list[str]()
     lane = Lane(pacing)
     while pacing.enter():
         pass
-    deadline = perf_counter() + MOST_SECONDS
-    while perf_counter() <= deadline:
-        pass
+    _work(MOST_SECONDS)
+    await asyncio.sleep(0)
     lane.add(Recorded("later", log))
     assert log == ["later"]
+
+
+async def test_slow_calls_of_one_pass_are_one_slice() -> None:
+    pacing = Pacing()
+    entered = 0
+    while pacing.enter():
+        entered += 1
+        assert entered <= MAX_IN_SLICE
+        _work(MOST_SECONDS / 4)
+    await asyncio.sleep(0)
+    assert pacing.enter()

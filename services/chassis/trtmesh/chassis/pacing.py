@@ -96,6 +96,8 @@ class Pacing:
         """Calls that proceed in this slice."""
         self._slice_began = 0.0
         """Of a slice after which no rest is planned, since none waits for the next."""
+        self._is_another_pass = True
+        """Since the last call that entered."""
         self._began = 0.0
         self._planned = False
 
@@ -110,12 +112,21 @@ class Pacing:
         """Whether a call may proceed at once; then it counts."""
         if self._lanes:
             return False
-        if not self._planned and (now := perf_counter()) - self._slice_began > MOST_SECONDS:
-            self._slice_began, self._proceeding = now, 0
+        if self._is_another_pass and not self._planned:
+            # Within a pass, slow calls must not have slice after slice.
+            now = perf_counter()
+            if now - self._slice_began > MOST_SECONDS:
+                self._slice_began, self._proceeding = now, 0
         if self._proceeding >= self._room:
             return False
         self._proceeding += 1
+        if self._is_another_pass:
+            self._is_another_pass = False
+            asyncio.get_running_loop().call_soon(self._pass)
         return True
+
+    def _pass(self) -> None:
+        self._is_another_pass = True
 
     def enter_before_rest(self) -> bool:
         """Whether a call may proceed at once, as the only one until a rest is over."""
