@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -47,16 +48,18 @@ def stack(
     backend: str = "simulated",
     model_dir: Path = MODEL_DIR,
     tls: ThrowAway | None = None,
+    python: str = sys.executable,
 ) -> Iterator[Stack]:
     """Runs one tokenizer, one engine and one router on free ports until the block ends. `model_dir` is the tokenizer's,
-    `tls` is for the router's clients."""
+    `tls` is for the router's clients; `python` may be that of another tree."""
     children: list[subprocess.Popen[str]] = []
+    start = partial(_start, children, python=python)
     try:
-        tokenizer = _start(children, "tokenizer", "--port", "0", "--model-dir", str(model_dir))
-        engine = _start(children, "engine", "--port", "0", "--backend", backend, *engine_flags)
-        router = _start(children, "router", "--port", "0", "--admin-port", "0", "--http-port", "none",
-                        "--engines", engine["address"], "--tokenizers", tokenizer["address"],
-                        *(tls.server_flags if tls else ()))  # fmt: skip
+        tokenizer = start("tokenizer", "--port", "0", "--model-dir", str(model_dir))
+        engine = start("engine", "--port", "0", "--backend", backend, *engine_flags)
+        router = start("router", "--port", "0", "--admin-port", "0", "--http-port", "none",
+                       "--engines", engine["address"], "--tokenizers", tokenizer["address"],
+                       *(tls.server_flags if tls else ()))  # fmt: skip
         _wait_until_serving(router["address"], tls.client if tls else None)
         pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
         yield Stack(router["address"], pids, engine["metrics_port"], engine["address"])
@@ -100,7 +103,9 @@ def bare_server(step_ms: float) -> Iterator[Stack]:
     children: list[subprocess.Popen[str]] = []
     try:
         script = Path(__file__).with_name("_bare_server.py")
-        port = int(_first_line(children, "bare server", [str(script), str(step_ms)]))
+        port = int(
+            _first_line(children, "bare server", [sys.executable, str(script), str(step_ms)])
+        )
         yield Stack(f"127.0.0.1:{port}", {"router": children[0].pid})
     finally:
         _end(children)
@@ -125,15 +130,17 @@ class Announcement(TypedDict):
     pid: int
 
 
-def _start(children: list[subprocess.Popen[str]], service: str, *flags: str) -> Announcement:
+def _start(
+    children: list[subprocess.Popen[str]], service: str, *flags: str, python: str = sys.executable
+) -> Announcement:
     """Starts a service and returns its announcement."""
-    arguments = ["-m", f"trtmesh.{service}", "--log-level", "warning", *flags]
+    arguments = [python, "-m", f"trtmesh.{service}", "--log-level", "warning", *flags]
     announcement: Announcement = json.loads(_first_line(children, service, arguments))
     return announcement
 
 
 def _first_line(children: list[subprocess.Popen[str]], name: str, arguments: list[str]) -> str:
-    child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     children.append(child)
     line = child.stdout.readline() if child.stdout else ""
     if not line:
