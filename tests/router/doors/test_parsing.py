@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from threading import Event
 from time import perf_counter, sleep
+from weakref import ref
 
 import pytest
 from trtmesh.router.doors.parsing import LARGE_BYTES, Parsing
@@ -36,3 +38,54 @@ async def test_a_message_that_fails_is_followed_by_the_next() -> None:
     with pytest.raises(ZeroDivisionError):
         await parsing.run(LARGE_BYTES, lambda: 1 // 0)
     assert await parsing.run(LARGE_BYTES, lambda: 2) == 2
+
+
+async def test_a_message_whose_client_leaves_before_its_turn_is_not_kept() -> None:
+    parsing, begins, goes_on = Parsing(), Event(), Event()
+
+    def parse_first() -> None:
+        begins.set()
+        goes_on.wait()
+
+    first = asyncio.create_task(parsing.run(LARGE_BYTES, parse_first))
+    await asyncio.to_thread(begins.wait)
+    message = _Message()
+    kept = ref(message)
+    second = asyncio.create_task(parsing.run(LARGE_BYTES, message.parse))
+    del message
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait([second])
+    del second
+    assert kept() is None
+    goes_on.set()
+    await first
+
+
+async def test_a_turn_lasts_until_the_thread_is_done_with_a_message_whose_client_left() -> None:
+    parsing, begins, goes_on = Parsing(), Event(), Event()
+
+    def parse_first() -> None:
+        begins.set()
+        goes_on.wait()
+
+    first = asyncio.create_task(parsing.run(LARGE_BYTES, parse_first))
+    await asyncio.to_thread(begins.wait)
+    first.cancel()
+    await asyncio.wait([first])
+    message = _Message()
+    kept = ref(message)
+    second = asyncio.create_task(parsing.run(LARGE_BYTES, message.parse))
+    del message
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait([second])
+    del second
+    assert kept() is None
+    goes_on.set()
+    assert await parsing.run(LARGE_BYTES, lambda: 3) == 3
+
+
+class _Message:
+    def parse(self) -> None:
+        """Never called."""

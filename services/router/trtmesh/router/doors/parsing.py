@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import TypeVar
 
 LARGE_BYTES = 128 * 2**10
@@ -26,18 +26,28 @@ class Parsing:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parsing")
+        self._turn = asyncio.Lock()
         self._rested_at = 0.0
 
     async def run(self, size: int, parse: Callable[[], T]) -> T:
-        """The result of `parse` for a message of `size` bytes."""
+        """The result of `parse` for a message of `size` bytes. A client that leaves before its turn takes its message
+        along: a queue of the thread would keep it."""
         if not is_large(size):
             return parse()
-        loop = asyncio.get_running_loop()
-        # Log lines carry the request id.
-        return await loop.run_in_executor(self._thread, copy_context().run, self._parse, parse)
+        await self._turn.acquire()
+        try:
+            await asyncio.sleep(self._rested_at - perf_counter())
+            loop = asyncio.get_running_loop()
+            # Log lines carry the request id.
+            running = loop.run_in_executor(self._thread, copy_context().run, self._parse, parse)
+        except BaseException:
+            self._turn.release()
+            raise
+        # The thread goes on after a client that leaves, and so does its turn.
+        running.add_done_callback(lambda _: self._turn.release())
+        return await asyncio.shield(running)
 
     def _parse(self, parse: Callable[[], T]) -> T:
-        sleep(max(0.0, self._rested_at - perf_counter()))
         began = perf_counter()
         try:
             return parse()
