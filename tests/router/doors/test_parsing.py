@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from itertools import pairwise
 from threading import Event
 from time import perf_counter, sleep
 from weakref import ref
 
 import pytest
+from leaks import gone, without_collector
 from trtmesh.router.doors.parsing import LARGE_BYTES, Parsing
 
 SECONDS = 0.05
@@ -89,3 +91,17 @@ async def test_a_turn_lasts_until_the_thread_is_done_with_a_message_whose_client
 class _Message:
     def parse(self) -> None:
         """Never called."""
+
+    def fail(self) -> None:
+        raise ZeroDivisionError
+
+
+async def test_a_message_that_fails_is_not_kept() -> None:
+    """Services rarely collect garbage."""
+    parsing = Parsing()
+    with without_collector():
+        message = _Message()
+        with suppress(ZeroDivisionError):
+            await parsing.run(LARGE_BYTES, message.fail)
+        del message
+        await gone(_Message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from contextvars import copy_context
 from time import perf_counter
 from typing import TypeVar
@@ -26,15 +27,19 @@ class Parsing:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parsing")
+        self._entrance = asyncio.Lock()
+        """Of what waits for its first turn: only one waits among those whose requests have begun, so that few requests
+        exist in part."""
         self._turn = asyncio.Lock()
         self._rested_at = 0.0
 
-    async def run(self, size: int, parse: Callable[[], T]) -> T:
-        """The result of `parse` for a message of `size` bytes. A client that leaves before its turn takes its message
-        along: a queue of the thread would keep it."""
+    async def run(self, size: int, parse: Callable[[], T], *, begun: bool = False) -> T:
+        """The result of `parse` for a message of `size` bytes, or for the next form of a request that has `begun`. A
+        client that leaves before its turn takes its message along: a queue of the thread would keep it."""
         if not is_large(size):
             return parse()
-        await self._turn.acquire()
+        async with nullcontext() if begun else self._entrance:
+            await self._turn.acquire()
         try:
             await asyncio.sleep(self._rested_at - perf_counter())
             loop = asyncio.get_running_loop()
@@ -45,7 +50,11 @@ class Parsing:
             raise
         # The thread goes on after a client that leaves, and so does its turn.
         running.add_done_callback(lambda _: self._turn.release())
-        return await asyncio.shield(running)
+        try:
+            return await asyncio.shield(running)
+        finally:
+            # An error's frames have this one: a cycle would keep the message.
+            del running
 
     def _parse(self, parse: Callable[[], T]) -> T:
         began = perf_counter()

@@ -26,6 +26,7 @@ from trtmesh.router.doors.triton.http.bodies import (
     COMPRESSED_PIECE,
     PIECE_ELEMENTS,
     Bodies,
+    Body,
     BodyLimits,
     to_json,
     to_json_in_pieces,
@@ -124,9 +125,9 @@ async def test_bomb_is_counted_while_it_is_inflated(address: str) -> None:
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
 async def test_a_body_in_parts_of_any_size_arrives_whole(compression: str | None) -> None:
-    """Parts that are joined on the event loop, and in a thread."""
+    """In an object, and in a mapping."""
     dice = random.Random(7)
-    got = list[bytes]()
+    got = list[Body]()
 
     async def take(request: web.Request, bodies: Bodies) -> web.Response:
         async with bodies.of(request, MOST_BYTES) as body:
@@ -152,7 +153,7 @@ async def test_a_body_in_parts_of_any_size_arrives_whole(compression: str | None
 
 async def test_few_of_many_late_bodies_are_used_in_a_pass() -> None:
     """Their requests have begun long ago, in turns."""
-    used = list[bytes]()
+    used = list[Body]()
 
     async def use(request: web.Request, bodies: Bodies) -> web.Response:
         async with bodies.of(request, MOST_BYTES) as body:

@@ -16,6 +16,8 @@ from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
 from trtmesh.router.doors.triton.tensors import (
     ELEMENT_CODES,
     MOST_TEXTS,
+    Contents,
+    Elements,
     InputTensor,
     split_elements,
 )
@@ -37,6 +39,8 @@ MOST_PARAMETERS = 256
 MOST_ID_CHARACTERS = 1024
 MOST_OUTPUTS = 256
 """Most requested outputs."""
+PIECE_BYTES = 2**20
+"""Bytes that are copied at once: other threads run between the pieces."""
 MOST_TYPED_ELEMENTS = 2**20
 """Most elements of typed contents, which are converted one by one; raw contents are copied."""
 
@@ -57,11 +61,16 @@ ONE_FOR_ALL_ROWS = frozenset(
 """Inputs that shape the responses: all rows of a request must agree on them."""
 
 
-def read_call(model: Model, request: Any, *, unary: bool = False) -> Call:
-    """Reads a ModelInferRequest; `unary` limits it to one response. Raises InvalidRequest."""
+def read_call(
+    model: Model, request: Any, raw: Sequence[Contents] | None = None, *, unary: bool = False
+) -> Call:
+    """Reads a ModelInferRequest; `raw` are its raw contents where they lie apart, and `unary` limits it to one
+    response. Raises InvalidRequest."""
     arrived_ns = time.monotonic_ns()
+    if raw is None:
+        raw = request.raw_input_contents
     _check_counts(request)
-    inputs, batch_size = _read_inputs(request, model)
+    inputs, batch_size = _read_inputs(request, raw, model)
     _check_alike(inputs, batch_size)
     _check_names(inputs, model)
     call = Call(
@@ -72,7 +81,7 @@ def read_call(model: Model, request: Any, *, unary: bool = False) -> Call:
         model.decoupled and not unary,
         _requested_outputs(model, request.outputs),
         {name: _parameter(parameter) for name, parameter in request.parameters.items()},
-        sum(map(len, request.raw_input_contents)) or request.ByteSize(),
+        sum(map(_size, raw)) or request.ByteSize(),
         arrived_ns,
     )
     if not call.stops:
@@ -138,9 +147,11 @@ def _parameter(parameter: Any) -> Any:
     return getattr(parameter, kind) if kind else None
 
 
-def _read_inputs(request: Any, model: Model) -> tuple[dict[str, InputTensor], int]:
+def _read_inputs(
+    request: Any, raw: Sequence[Contents], model: Model
+) -> tuple[dict[str, InputTensor], int]:
     """The inputs by name, and the batch size; without a batch dimension a request is one row."""
-    raw = iter(request.raw_input_contents) if request.raw_input_contents else None
+    contents = iter(raw) if raw else None
     tensors: dict[str, InputTensor] = {}
     batch_size = 0
     for given in request.inputs:
@@ -160,9 +171,10 @@ def _read_inputs(request: Any, model: Model) -> tuple[dict[str, InputTensor], in
             raise InvalidRequest(
                 f"input '{given.name}' batch size does not match other inputs for '{model.name}'"
             )
-        elements = _elements(given, raw, model.name)
+        _check_length(spec, shape)
+        elements = _elements(given, contents, model.name)
         tensors[given.name] = InputTensor(given.name, given.datatype, shape, elements)
-    left_over = len(request.raw_input_contents) - len(tensors)
+    left_over = len(raw) - len(tensors)
     if left_over > 0:
         raise InvalidRequest(
             f"raw_input_contents has {left_over} more entries than model '{model.name}' got inputs"
@@ -221,7 +233,14 @@ def _dims(dims: Sequence[int]) -> str:
     return f"[{','.join(map(str, dims))}]"
 
 
-def _elements(given: Any, raw: Iterator[bytes] | None, model: str) -> array[Any] | Sequence[bytes]:
+def _check_length(spec: InputSpec, shape: Sequence[int]) -> None:
+    """Raises InvalidRequest, before anything is copied, for rows longer than their field may be."""
+    most, length = spec.put.most if spec.put is not None else None, math.prod(shape[1:])
+    if most is not None and length > most:
+        raise InvalidRequest(f"has {length} elements but must have at most {most}", field=spec.name)
+
+
+def _elements(given: Any, raw: Iterator[Contents] | None, model: str) -> Elements:
     """The elements; `raw` is None where all contents are typed."""
     count = math.prod(given.shape)
     if given.datatype == "BYTES" and count > MOST_TEXTS:
@@ -236,6 +255,8 @@ def _elements(given: Any, raw: Iterator[bytes] | None, model: str) -> array[Any]
             )
         return _typed(given, count, model)
     data = next(raw, b"") if raw is not None else b""
+    if isinstance(data, (array, list)):
+        return data
     if given.datatype == "BYTES":
         return _split(data, given.name, count)
     elements = array(ELEMENT_CODES[given.datatype])
@@ -244,11 +265,12 @@ def _elements(given: Any, raw: Iterator[bytes] | None, model: str) -> array[Any]
             f"input byte size mismatch for input '{given.name}' for model '{model}'. Expected"
             f" {count * elements.itemsize}, got {len(data)}"
         )
-    elements.frombytes(data)
+    for at in range(0, len(data), PIECE_BYTES):
+        elements.frombytes(data[at : at + PIECE_BYTES])
     return elements
 
 
-def _typed(given: Any, count: int, model: str) -> array[Any] | Sequence[bytes]:
+def _typed(given: Any, count: int, model: str) -> Elements:
     wanted = CONTENTS_FIELDS.get(given.datatype)
     for field, values in given.contents.ListFields():
         if field.name != wanted and len(values):
@@ -276,7 +298,13 @@ def _typed(given: Any, count: int, model: str) -> array[Any] | Sequence[bytes]:
         ) from error
 
 
-def _split(data: bytes, name: str, count: int) -> Sequence[bytes]:
+def _size(contents: Contents) -> int:
+    if isinstance(contents, list):
+        return sum(map(len, contents))
+    return len(contents) * (contents.itemsize if isinstance(contents, array) else 1)
+
+
+def _split(data: bytes | memoryview, name: str, count: int) -> Sequence[bytes]:
     try:
         elements = split_elements(data)
     except ValueError as error:

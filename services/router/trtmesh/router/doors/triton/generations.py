@@ -93,7 +93,9 @@ class Generations:
         with GenerationCall(self._metrics) as generation:
             owner = caller.identity
             call, request = await self._parsing.run(
-                call.size_bytes, partial(_read, template, call, vocabulary_size, max_items)
+                call.size_bytes,
+                partial(_read, template, call, vocabulary_size, max_items),
+                begun=True,
             )
             if name := self._mesh_name(owner, call.request_id):
                 request = replace(request, request_id=name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -36,6 +36,7 @@ from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.doors.triton.templates.tokenization import TokenizerTemplate
+from trtmesh.router.doors.triton.tensors import Contents
 
 VERBOSE = "log_verbose_level"
 SHARED_MEMORY = "shared memory; send tensors in the request"
@@ -121,13 +122,17 @@ class TritonServer:
         size: int,
         speech: Speech,
         model: Model | None = None,
+        raw: Sequence[Contents] | None = None,
         *,
         unary: bool = False,
     ) -> Call:
-        """Reads a ModelInferRequest of `size` bytes, for `speech` too. Raises ModelNotFound or InvalidRequest."""
+        """Reads a ModelInferRequest of `size` bytes, for `speech` too; `raw` are its raw contents where a door has them
+        apart. Raises ModelNotFound or InvalidRequest."""
         served = model or self.find_model(request.model_name, request.model_version)
         call = speech.call = await self.parsing.run(
-            size, lambda: read_call(served, request, unary=unary)
+            size,
+            lambda: read_call(served, request, raw, unary=unary),
+            begun=raw is not None,
         )
         self._parameters.check(call)
         return call

@@ -6,13 +6,17 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.router.doors.triton.releases import History
 from trtmesh.v1 import generation_pb2 as pb
 
 Shape = tuple[int, ...]
+Elements: TypeAlias = "array[Any] | Sequence[bytes]"
+"""Elements of a tensor, row-major; of BYTES as separate strings."""
+Contents: TypeAlias = "bytes | memoryview | array[Any] | list[bytes]"
+"""Raw contents of a tensor, which may be part of a body since to copy the largest takes 50 ms; or its elements."""
 
 ELEMENT_CODES = {
     "BOOL": "b",
@@ -71,12 +75,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An input: `shape` includes the batch dimension; elements are row-major, BYTES as separate strings."""
+    """An input: `shape` includes the batch dimension."""
 
     name: str
     data_type: str
     shape: Shape
-    elements: array[Any] | Sequence[bytes]
+    elements: Elements
 
     @property
     def row_shape(self) -> Shape:
@@ -153,7 +157,7 @@ def pad_rows(rows: Sequence[Sequence[float]], pads: Iterable[float]) -> tuple[in
     return longest, elements
 
 
-def split_elements(data: bytes) -> list[bytes]:
+def split_elements(data: bytes | memoryview) -> list[bytes]:
     """Elements of a BYTES tensor, each preceded by four bytes of length. Raises ValueError for incomplete data or too
     many elements."""
     elements: list[bytes] = []
@@ -163,7 +167,7 @@ def split_elements(data: bytes) -> list[bytes]:
             raise ValueError(f"more than {MOST_TEXTS} string elements")
         length = int.from_bytes(data[position : position + 4], "little")
         position += 4 + length
-        elements.append(data[position - length : position])
+        elements.append(bytes(data[position - length : position]))
     if position != len(data):
         raise ValueError("incomplete string length indicator or data")
     return elements

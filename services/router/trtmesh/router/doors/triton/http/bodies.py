@@ -6,10 +6,10 @@ import asyncio
 import json
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, TypeAlias
 
 from aiohttp import hdrs, web
@@ -27,10 +27,8 @@ PIECE_ELEMENTS = 2**12
 """Elements of a list that are encoded at once, in 3 ms."""
 COMPRESSED_PIECE, INFLATED_PIECE = 2**18, 2**20
 """Bytes that are decompressed at once, and most bytes that come of it at once."""
-PIECE_BYTES = 2**16
-"""Least bytes of a part that is kept as it came."""
-JOINED_BYTES = 2**20
-"""Least bytes that are joined in a thread."""
+MAPPED_BYTES = 2**18
+"""Least size of a body in a mapping of its own."""
 JSON_COST = 16
 """Bytes of a protobuf message that take as long as a byte of JSON."""
 
@@ -56,11 +54,9 @@ class Bodies:
     def __init__(self, limits: BodyLimits, server: HttpServer) -> None:
         self.limits = limits
         self._server = server
-        # One, so that large bodies lie in one arena of the allocator.
-        self._joining = ThreadPoolExecutor(max_workers=1, thread_name_prefix="joining")
 
     @asynccontextmanager
-    async def of(self, request: web.Request, most_bytes: int) -> AsyncIterator[bytes]:
+    async def of(self, request: web.Request, most_bytes: int) -> AsyncIterator[Body]:
         """A body, decompressed. It counts as unfinished inside, and gives way there if it is the largest. Raises
         TrtmeshError or an HTTPException."""
         encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").lower()
@@ -83,11 +79,11 @@ class Bodies:
         async with self.of(request, MOST_SETTINGS_BYTES) as body:
             return parse_json(body, MOST_SETTINGS_BYTES) if body else {}
 
-    async def _receive(self, request: web.Request, most_bytes: int, account: Account) -> bytes:
+    async def _receive(self, request: web.Request, most_bytes: int, account: Account) -> Body:
         if (request.content_length or 0) > most_bytes:
             raise _too_large(most_bytes)
         seconds = self.limits.receive_seconds
-        body = _Pieces(most_bytes, account, self._joining)
+        body = _Received(request.content_length or most_bytes, account)
         try:
             async with asyncio.timeout(seconds):
                 async for part in request.content.iter_any():
@@ -96,13 +92,14 @@ class Bodies:
             raise web.HTTPRequestTimeout(
                 text=f"the body of the request did not come within {seconds:g} s (http.receive_seconds)"
             ) from None
-        return await body.joined()
+        return body.whole()
 
-    async def _decompressed(self, body: bytes, most_bytes: int, account: Account) -> bytes:
+    async def _decompressed(self, body: Body, most_bytes: int, account: Account) -> Body:
         """Decompresses gzip or deflate, whichever the header says, in pieces that count before the next is made."""
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
-        data = _Pieces(most_bytes, account, self._joining)
-        at, rest, piece = 0, b"", b""
+        data = _Received(most_bytes, account)
+        at, piece = 0, b""
+        rest: Body = b""
         while not decompressor.eof and (at < len(body) or rest or piece):
             if not rest:
                 rest, at = body[at : at + COMPRESSED_PIECE], at + COMPRESSED_PIECE
@@ -117,48 +114,41 @@ class Bodies:
             data.add(piece)
         if not decompressor.eof or decompressor.unused_data or at < len(body):
             raise InvalidRequest("the body of the request is not one whole compressed stream")
-        return await data.joined()
+        return data.whole()
 
 
-class _Pieces:
-    """Bytes as they come. One buffer that grew would be moved again and again."""
+class _Received:
+    """A body as it comes. What is large lies in a mapping of its own, which takes memory only where it is written and
+    gives it back at once: an object that grew would be moved again and again, and pieces would be there twice once
+    they are joined."""
 
-    def __init__(self, most_bytes: int, account: Account, joining: Executor) -> None:
-        self._joining = joining
+    def __init__(self, most_bytes: int, account: Account) -> None:
         self._most_bytes = most_bytes
         self._account = account
         self._size = 0
-        self._pieces: list[bytes] = []
         self._small = bytearray()
-        """Parts too small for an object each."""
+        self._mapping: memoryview | None = None
 
-    def add(self, part: bytes) -> None:
+    def add(self, part: Body) -> None:
         """Raises HTTPRequestEntityTooLarge."""
-        if self._size + len(part) > self._most_bytes:
+        began, self._size = self._size, self._size + len(part)
+        if self._size > self._most_bytes:
             raise _too_large(self._most_bytes)
-        self._size += len(part)
         self._account.add(len(part))
-        if len(part) >= PIECE_BYTES:
-            self._put_small()
-            self._pieces.append(part)
+        if self._mapping is None and self._size < MAPPED_BYTES:
+            self._small += part
             return
-        self._small += part
-        if len(self._small) >= PIECE_BYTES:
-            self._put_small()
-
-    async def joined(self) -> bytes:
-        self._put_small()
-        pieces, self._pieces = self._pieces, []
-        if self._size < JOINED_BYTES:
-            return b"".join(pieces)
-        # It releases the GIL.
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._joining, b"".join, pieces)
-
-    def _put_small(self) -> None:
-        if self._small:
-            self._pieces.append(bytes(self._small))
+        if self._mapping is None:
+            mapping = mmap(-1, self._most_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+            self._mapping = memoryview(mapping)
+            self._mapping[:began] = self._small
             self._small.clear()
+        self._mapping[began : self._size] = part
+
+    def whole(self) -> Body:
+        if self._mapping is None:
+            return bytes(self._small)
+        return self._mapping[: self._size].toreadonly()
 
 
 @asynccontextmanager

@@ -9,14 +9,20 @@ from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.router.doors.parsing import LARGE_BYTES
-from trtmesh.router.doors.triton.http.bodies import parse_json, to_json, to_json_in_pieces
+from trtmesh.router.doors.triton.http.bodies import Body, parse_json, to_json, to_json_in_pieces
 from trtmesh.router.doors.triton.http.infer_body import (
+    Asked,
     begin_request,
     json_cost,
     response_parameters,
     set_parameter,
 )
-from trtmesh.router.doors.triton.http.json_tensors import BINARY_ONLY, flatten, raw_data, values
+from trtmesh.router.doors.triton.http.json_tensors import (
+    BINARY_ONLY,
+    flatten,
+    read_elements,
+    values,
+)
 from trtmesh.router.doors.triton.http.near_misses import NearMisses
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Model
@@ -26,19 +32,19 @@ NESTED = "parameters"
 """An object under this key is merged into the top level."""
 
 
-def read_generate(model: Model, body: bytes, most_bytes: int) -> Any:
+def read_generate(model: Model, most_bytes: int, body: Body) -> Asked:
     """Makes a ModelInferRequest of at most `most_bytes` of JSON. Raises InvalidRequest."""
     message = parse_json(body, most_bytes, partial(_said_twice, model)) if body else {}
-    request, near_misses = begin_request(model, message), NearMisses(model)
+    asked, near_misses = begin_request(model, message), NearMisses(model)
     own = {k: v for k, v in message.items() if k not in ("id", NESTED)}
-    _read_keys(request, model, own, near_misses)
+    _read_keys(asked, model, own, near_misses)
     nested = message.get(NESTED, {})
     if not isinstance(nested, dict):
         raise InvalidRequest(
             f"Expected JSON object for keyword: '{NESTED}': attempt to access JSON non-object as object"
         )
-    _read_keys(request, model, nested, near_misses)
-    return request
+    _read_keys(asked, model, nested, near_misses)
+    return asked
 
 
 def write_generate(model: Model, request_id: str, outputs: Sequence[Output]) -> bytes:
@@ -59,17 +65,17 @@ def _response(model: Model, request_id: str, outputs: Sequence[Output]) -> dict[
 
 
 def _read_keys(
-    request: Any, model: Model, message: Mapping[str, Any], near_misses: NearMisses
+    asked: Asked, model: Model, message: Mapping[str, Any], near_misses: NearMisses
 ) -> None:
     for key, value in message.items():
         spec = model.inputs.get(key)
         if spec is None:
             near_misses.refuse(key)
-            if key in request.parameters:
+            if key in asked.request.parameters:
                 raise InvalidRequest(_said_twice(model, key))
-            set_parameter(request, key, value)
+            set_parameter(asked.request, key, value)
         else:
-            _add_input(request, spec, flatten(value), model.batch_dims)
+            _add_input(asked, spec, flatten(value), model.batch_dims)
 
 
 def _said_twice(model: Model, key: str) -> str:
@@ -78,12 +84,12 @@ def _said_twice(model: Model, key: str) -> str:
 
 
 def _add_input(
-    request: Any, spec: TensorSpec, elements: Sequence[Any], batch_dims: Sequence[int]
+    asked: Asked, spec: TensorSpec, elements: Sequence[Any], batch_dims: Sequence[int]
 ) -> None:
     data_type = _data_type(spec, elements)
     shape = _shape(spec, len(elements), batch_dims)
-    request.inputs.add(name=spec.name, datatype=data_type, shape=shape)
-    request.raw_input_contents.append(raw_data(spec.name, data_type, elements))
+    asked.request.inputs.add(name=spec.name, datatype=data_type, shape=shape)
+    asked.raw.append(read_elements(spec.name, data_type, elements))
 
 
 def _data_type(spec: TensorSpec, elements: Sequence[Any]) -> str:

@@ -15,14 +15,15 @@ from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.parsing import LARGE_BYTES
 from trtmesh.router.doors.triton.http.bodies import (
     JSON_COST,
+    Body,
     parse_json,
     to_json,
     to_json_in_pieces,
 )
-from trtmesh.router.doors.triton.http.json_tensors import flatten, raw_data, values
+from trtmesh.router.doors.triton.http.json_tensors import flatten, read_elements, values
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Model
-from trtmesh.router.doors.triton.tensors import Output
+from trtmesh.router.doors.triton.tensors import Contents, Output
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 RESERVED_PREFIX = "triton_"
@@ -43,37 +44,43 @@ class BinaryOutputs:
         return self.named.get(str(name), self.default)
 
 
-def begin_request(model: Model, message: Mapping[str, Any]) -> Any:
+@dataclass(slots=True)
+class Asked:
+    """What a body asks for: a ModelInferRequest whose raw contents lie apart, since parts of the body need no copy."""
+
+    request: Any
+    raw: list[Contents] = field(default_factory=list)
+    binary: BinaryOutputs = field(default_factory=BinaryOutputs)
+
+
+def begin_request(model: Model, message: Mapping[str, Any]) -> Asked:
     """A ModelInferRequest with an id alone, for the log lines of its refusal. Raises InvalidRequest."""
     request = kserve.ModelInferRequest(model_name=model.name, id=text_of(message, "id", ""))
     rebind_request_id(request.id)
-    return request
+    return Asked(request)
 
 
-def read_infer(
-    model: Model, body: bytes, header_length: str | None, most_json_bytes: int
-) -> tuple[Any, BinaryOutputs]:
+def read_infer(model: Model, header_length: str | None, most_json_bytes: int, body: Body) -> Asked:
     """Parses a body; its JSON has `header_length` bytes, None without binary data. Raises InvalidRequest."""
     length = _header_length(model, header_length, len(body))
     whole = memoryview(body)
     message = parse_json(whole[:length], most_json_bytes)
-    request = begin_request(model, message)
-    binary = BinaryOutputs()
+    asked = begin_request(model, message)
     for name, value in _objects(message, "parameters").items():
         if name == "binary_data_output":
-            binary.default = _flag(name, value)
+            asked.binary.default = _flag(name, value)
         else:
-            set_parameter(request, name, value)
+            set_parameter(asked.request, name, value)
     rest = whole[length:]
     for given in _list(message, "inputs"):
-        rest = _read_input(request, given, rest)
+        rest = _read_input(asked, given, rest)
     if rest:
         raise InvalidRequest(
             f"unexpected additional input data for model '{model.name}': {len(rest)} bytes belong to no input"
         )
     for wanted in _list(message, "outputs"):
-        _read_output(request, wanted, binary)
-    return request, binary
+        _read_output(asked.request, wanted, asked.binary)
+    return asked
 
 
 def write_infer(
@@ -179,7 +186,7 @@ def _header_length(model: Model, given: str | None, body_length: int) -> int:
     return length
 
 
-def _read_input(request: Any, given: Any, rest: memoryview) -> memoryview:
+def _read_input(asked: Asked, given: Any, rest: memoryview) -> memoryview:
     """Adds an input, with binary data from `rest`; returns the remaining bytes."""
     if not isinstance(given, dict):
         raise InvalidRequest("Unable to parse 'inputs': each must be a JSON object")
@@ -193,7 +200,7 @@ def _read_input(request: Any, given: Any, rest: memoryview) -> memoryview:
         raise InvalidRequest(
             f"Unable to parse 'shape': input '{name}' must have a list of at most {MAX_DIMENSIONS} numbers"
         )
-    tensor = request.inputs.add(name=name, datatype=data_type, shape=shape)
+    tensor = asked.request.inputs.add(name=name, datatype=data_type, shape=shape)
     parameters = _objects(given, "parameters")
     _check_one_content(given, parameters)
     for key, value in parameters.items():
@@ -206,7 +213,7 @@ def _read_input(request: Any, given: Any, rest: memoryview) -> memoryview:
                 f"Unable to parse 'data': Shape does not match true shape of 'data' field: input '{name}' has"
                 f" {len(elements)} elements but shape {shape}"
             )
-        request.raw_input_contents.append(raw_data(name, data_type, elements))
+        asked.raw.append(read_elements(name, data_type, elements))
         return rest
     size = parameters.get(BINARY_SIZE, 0)
     if type(size) is not int or size < 0:
@@ -214,9 +221,9 @@ def _read_input(request: Any, given: Any, rest: memoryview) -> memoryview:
     if size > len(rest):
         raise InvalidRequest(
             f"unexpected size for input '{name}', expecting {size - len(rest)} additional bytes for model"
-            f" '{request.model_name}'"
+            f" '{asked.request.model_name}'"
         )
-    request.raw_input_contents.append(bytes(rest[:size]))
+    asked.raw.append(rest[:size])
     return rest[size:]
 
 

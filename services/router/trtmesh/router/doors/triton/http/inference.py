@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Any
 
 from aiohttp import hdrs, web
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
@@ -12,17 +13,19 @@ from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.http.authorising import IDENTITY
-from trtmesh.router.doors.triton.http.bodies import JSON_COST, Bodies, to_json
+from trtmesh.router.doors.triton.http.bodies import JSON_COST, Bodies, Body, to_json
 from trtmesh.router.doors.triton.http.errors import SPEECH, error_headers
 from trtmesh.router.doors.triton.http.generate_body import read_generate, write_generate
 from trtmesh.router.doors.triton.http.infer_body import (
     HEADER_LENGTH,
+    Asked,
+    BinaryOutputs,
     json_cost,
     read_infer,
     write_infer,
 )
 from trtmesh.router.doors.triton.server import TritonServer
-from trtmesh.router.doors.triton.templates.template import Model
+from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.tensors import Output
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -32,6 +35,15 @@ COMPRESSIONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A call, the size of its body, and the outputs that it wants as binary data."""
+
+    call: Call
+    size: int
+    binary: BinaryOutputs
+
+
 class Inference:
     """The endpoints that run models."""
 
@@ -39,6 +51,7 @@ class Inference:
         self._server = server
         self._bodies = bodies
         self._parsing = server.parsing
+        self._most_json_bytes = bodies.limits.most_json_bytes
 
     async def serve(
         self, endpoint: str, request: web.Request, model: Model, binary_type: str
@@ -59,20 +72,16 @@ class Inference:
             raise UnsupportedCall(
                 "HTTP end point doesn't support models with decoupled transaction policy"
             )
-        length, limits = _header_length(request, binary_type), self._bodies.limits
-        async with self._bodies.of(request, limits.most_bytes) as body:
-            asked, binary = await self._parsing.run(
-                len(body) * JSON_COST,
-                lambda: read_infer(model, body, length, limits.most_json_bytes),
-            )
-            size = len(body)
-        # A large body was read in another context.
-        rebind_request_id(asked.id)
-        outputs = await self._only_response(request, model, asked, size, unary=True)
+        length, most_json_bytes = _header_length(request, binary_type), self._most_json_bytes
+        read = partial(read_infer, model, length, most_json_bytes)
+        asked = await self._read(request, model, read, unary=True)
+        outputs, binary = await self._only_response(request, asked), asked.binary
         # Binary outputs are copied as they are.
         told = [output for output in outputs if output.name not in binary]
         data, header_length = await self._parsing.run(
-            json_cost(told), lambda: write_infer(model, asked.id, outputs, binary)
+            json_cost(told),
+            lambda: write_infer(model, asked.call.request_id, outputs, binary),
+            begun=True,
         )
         response = web.Response(body=data, content_type="application/json")
         if header_length is not None and binary_type:
@@ -84,25 +93,25 @@ class Inference:
 
     async def generate(self, request: web.Request, model: Model) -> web.Response:
         """A single response, as plain JSON."""
-        asked, size = await self._read_generate(request, model)
-        unary = not model.refuses_unary_calls
-        outputs = await self._only_response(request, model, asked, size, unary=unary)
-        body = await self._written(model, asked, outputs)
+        read = partial(read_generate, model, self._most_json_bytes)
+        asked = await self._read(request, model, read, unary=not model.refuses_unary_calls)
+        outputs = await self._only_response(request, asked)
+        body = await self._written(asked, outputs)
         return _compressed(request, web.Response(body=body, content_type="application/json"))
 
     async def generate_stream(self, request: web.Request, model: Model) -> web.StreamResponse:
         """Responses as server-sent events."""
-        asked, size = await self._read_generate(request, model)
+        read = partial(read_generate, model, self._most_json_bytes)
+        asked = await self._read(request, model, read)
         events = _EventStream(request)
         try:
-            with self._server.holding(size):
-                call = await self._server.read(asked, size, request[SPEECH], model)
-                async with self._server.serve(call, _caller_of(request)) as answers:
+            with self._server.holding(asked.size):
+                async with self._server.serve(asked.call, _caller_of(request)) as answers:
                     async for answer in answers:
                         if answer.error is not None:
                             await events.fail(answer.error)
                         elif not answer.only_end:
-                            await events.send(await self._written(model, asked, answer.outputs))
+                            await events.send(await self._written(asked, answer.outputs))
         except SlowClient:
             raise
         except TrtmeshError as error:
@@ -111,32 +120,38 @@ class Inference:
             await events.fail(error)
         return await events.end()
 
-    async def _read_generate(self, request: web.Request, model: Model) -> tuple[Any, int]:
-        """The request, and the size of its body."""
-        limits = self._bodies.limits
-        async with self._bodies.of(request, limits.most_bytes) as body:
-            asked = await self._parsing.run(
-                len(body) * JSON_COST,
-                lambda: read_generate(model, body, limits.most_json_bytes),
-            )
+    async def _read(
+        self,
+        request: web.Request,
+        model: Model,
+        read: Callable[[Body], Asked],
+        *,
+        unary: bool = False,
+    ) -> _Read:
+        """The call of a body, which counts as unfinished until it is read and is needed no longer then."""
+        async with self._bodies.of(request, self._bodies.limits.most_bytes) as body:
             size = len(body)
-        # A large body was read in another context.
-        rebind_request_id(asked.id)
-        return asked, size
+            asked = await self._parsing.run(size * JSON_COST, partial(read, body))
+            # A large body was read in another context.
+            rebind_request_id(asked.request.id)
+            call = await self._server.read(
+                asked.request, size, request[SPEECH], model, asked.raw, unary=unary
+            )
+            return _Read(call, size, asked.binary)
 
-    async def _written(self, model: Model, asked: Any, outputs: Sequence[Output]) -> bytes:
+    async def _written(self, asked: _Read, outputs: Sequence[Output]) -> bytes:
         """A response of `generate` or `generate_stream`."""
+        call = asked.call
         return await self._parsing.run(
-            json_cost(outputs), lambda: write_generate(model, asked.id, outputs)
+            json_cost(outputs),
+            lambda: write_generate(call.model, call.request_id, outputs),
+            begun=True,
         )
 
-    async def _only_response(
-        self, request: web.Request, model: Model, asked: Any, size: int, *, unary: bool
-    ) -> Sequence[Output]:
-        """The outputs of the only response to a body of so many bytes. Raises TrtmeshError."""
-        with self._server.holding(size):
-            call = await self._server.read(asked, size, request[SPEECH], model, unary=unary)
-            async with self._server.serve(call, _caller_of(request)) as answers:
+    async def _only_response(self, request: web.Request, asked: _Read) -> Sequence[Output]:
+        """The outputs of the only response. Raises TrtmeshError."""
+        with self._server.holding(asked.size):
+            async with self._server.serve(asked.call, _caller_of(request)) as answers:
                 return await _only_outputs(answers)
 
 

@@ -1,4 +1,4 @@
-"""Tensor data between JSON and the raw bytes of KServe messages."""
+"""Tensor data in JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, Output, split_elements, text_data
+from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, Output, split_elements
 
 BINARY_ONLY = ("FP16", "BF16")
 """Types without a JSON form."""
@@ -35,8 +35,8 @@ def _elements(data: list[Any]) -> Iterator[Any]:
             yield element
 
 
-def raw_data(name: str, data_type: str, elements: Sequence[Any]) -> bytes:
-    """The elements of an input as raw tensor contents. Raises InvalidRequest."""
+def read_elements(name: str, data_type: str, elements: Sequence[Any]) -> array[Any] | list[bytes]:
+    """The elements of an input. Raises InvalidRequest."""
     if data_type in BINARY_ONLY:
         raise InvalidRequest(
             f"receiving {data_type} data via JSON is not supported. Please use the binary data format for input {name}"
@@ -46,11 +46,9 @@ def raw_data(name: str, data_type: str, elements: Sequence[Any]) -> bytes:
         raise InvalidRequest(f"invalid datatype '{data_type}' for input {name}")
     _check_kinds(name, data_type, set(map(type, elements)))
     if data_type == "BYTES":
-        return text_data(elements)
-    if data_type == "BOOL":
-        return bytes(elements)
+        return list(map(str.encode, elements))
     try:
-        return array(code, elements).tobytes()
+        return array(code, elements)
     except OverflowError as error:
         raise InvalidRequest(
             f"Unable to parse 'data': input '{name}' holds a value outside of {data_type}: {error}"

@@ -31,6 +31,8 @@ class Put:
 
     put_row: PutRow
     fields: tuple[str, ...]
+    most: int | None = None
+    """Most elements of a row, for `read_call` to refuse before it copies them."""
 
     def __call__(self, item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
         self.put_row(item, tensor, row)
@@ -58,17 +60,12 @@ def _of_field(assign: Callable[[Any, str, InputTensor, int], None]) -> Callable[
         most = None if path in WORD_LISTS else MOST_ENTRIES.get(path)
 
         def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-            if most is not None and tensor.row_length > most:
-                raise InvalidRequest(
-                    f"has {tensor.row_length} elements but must have at most {most}",
-                    field=tensor.name,
-                )
             message: Any = item if groups[0] == "prompt" else item.config
             for group in groups:
                 message = getattr(message, group)
             assign(message, name, tensor, row)
 
-        return Put(put, (path,))
+        return Put(put, (path,), most)
 
     return setter
 
