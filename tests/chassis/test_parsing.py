@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import fields
 from typing import Any
 
@@ -240,8 +241,8 @@ def test_unsupported_fields_are_refused() -> None:
 class TestPrompt:
     def test_prompt_has_text_or_ids(self) -> None:
         assert parse_prompt(pb.Prompt(text="")).text == ""
-        assert parse_prompt(pb.Prompt(token_ids=pb.TokenIds(ids=[1]))).token_ids == (1,)
-        assert parse_prompt(pb.Prompt(token_ids=pb.TokenIds())).token_ids == ()
+        assert parse_prompt(pb.Prompt(token_ids=pb.TokenIds(ids=[1]))).token_ids == array("I", [1])
+        assert parse_prompt(pb.Prompt(token_ids=pb.TokenIds())).token_ids == array("I")
         assert (
             parse_prompt(pb.Prompt(text="a", add_special_tokens=False)).add_special_tokens is False
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from threading import Event
 from time import perf_counter, sleep
@@ -11,7 +12,8 @@ from weakref import ref
 
 import pytest
 from leaks import gone, without_collector
-from trtmesh.router.doors.parsing import LARGE_BYTES, Parsing
+from trtmesh.chassis.errors import QueueFull
+from trtmesh.router.doors.parsing import LARGE_BYTES, MOST_WAITING_BYTES, Parsing
 
 SECONDS = 0.05
 
@@ -86,6 +88,49 @@ async def test_a_turn_lasts_until_the_thread_is_done_with_a_message_whose_client
     assert kept() is None
     goes_on.set()
     assert await parsing.run(LARGE_BYTES, lambda: 3) == 3
+
+
+async def test_messages_that_wait_have_a_sum() -> None:
+    """The largest message may wait alone; bodies over HTTP have a sum of their own."""
+    parsing, begins, goes_on = Parsing(), Event(), Event()
+
+    def parse_first() -> None:
+        begins.set()
+        goes_on.wait()
+
+    first = asyncio.create_task(parsing.run(MOST_WAITING_BYTES, parse_first, held=LARGE_BYTES))
+    await asyncio.to_thread(begins.wait)
+    most = 2 * MOST_WAITING_BYTES
+    waiting = asyncio.create_task(parsing.run(most, lambda: "waited", held=most))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await parsing.run(LARGE_BYTES, lambda: None, held=LARGE_BYTES)
+    body = asyncio.create_task(parsing.run(LARGE_BYTES, lambda: "body"))
+    goes_on.set()
+    assert await waiting == "waited"
+    assert await body == "body"
+    await first
+    assert await parsing.run(LARGE_BYTES, lambda: "room", held=LARGE_BYTES) == "room"
+
+
+async def test_a_request_that_has_begun_goes_before_those_that_have_not() -> None:
+    parsing, begins, goes_on = Parsing(), Event(), Event()
+    order = list[str]()
+
+    def parse_first() -> None:
+        begins.set()
+        goes_on.wait()
+
+    first = asyncio.create_task(parsing.run(LARGE_BYTES, parse_first))
+    await asyncio.to_thread(begins.wait)
+    tasks = [first]
+    for name, begun in (("a", False), ("b", False), ("c", False), ("next", True)):
+        append = partial(order.append, name)
+        tasks.append(asyncio.create_task(parsing.run(LARGE_BYTES, append, begun=begun)))
+    await asyncio.sleep(0)
+    goes_on.set()
+    await asyncio.gather(*tasks)
+    assert order == ["a", "next", "b", "c"]
 
 
 class _Message:

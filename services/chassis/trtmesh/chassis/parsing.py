@@ -16,6 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from trtmesh.chassis import vocabulary as v
 from trtmesh.chassis.errors import InvalidField, UnsupportedField
+from trtmesh.chassis.number_lists import ids_of, tuple_of
 from trtmesh.v1 import generation_pb2 as pb
 
 DATACLASSES: dict[str, type] = {
@@ -171,7 +172,7 @@ def parse_prompt(message: pb.Prompt) -> v.Prompt:
         case "token_ids":
             ids = message.token_ids.ids
             _check_count("prompt.token_ids", ids)
-            return v.Prompt(token_ids=tuple(ids), add_special_tokens=special)
+            return v.Prompt(token_ids=ids_of(ids), add_special_tokens=special)
     raise InvalidField("has neither text nor token_ids; set one of them", field="prompt")
 
 
@@ -234,7 +235,7 @@ def _nested(value: Message, path: str, paths: set[str]) -> Any:
             _check_word(path, value.ids)
         else:
             _check_count(path, value.ids)
-        return tuple(value.ids)
+        return tuple_of(value.ids)
     if isinstance(value, pb.Tensor):
         paths.add(path)
         return _message(value, f"{path}.", set())
@@ -265,7 +266,7 @@ def _scalars(path: str, values: Any) -> tuple[Any, ...]:
             f"has {len(values)} dimensions but must have at most {MAX_DIMENSIONS}", field=path
         )
     _check_count(path, values)
-    given = tuple(values)
+    given: tuple[Any, ...] = tuple_of(values)
     if path in WORD_LISTS:
         for word in given:
             _check_word(path, word)

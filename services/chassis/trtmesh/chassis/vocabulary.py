@@ -6,7 +6,7 @@ unset, which differs from zero. The proto documents each field; here stands only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 IdSequence = tuple[int, ...]
@@ -164,7 +164,7 @@ class Prompt:
     """Text or token ids; exactly one is not None."""
 
     text: str | None = None
-    token_ids: IdSequence | None = None
+    token_ids: Sequence[int] | None = None
     add_special_tokens: bool = True
 
 

@@ -8,7 +8,7 @@ from trtmesh.chassis.service import run
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings
 
-SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.0001
 """Longest wait of the event loop for the thread that parses a large message, once in each of its passes."""
 
 if __name__ == "__main__":

@@ -56,6 +56,12 @@ class Turns:
             self._plan()
         return waits
 
+    def charge(self, seconds: float) -> None:
+        """Takes time that input cost outside of its turn from the next slices."""
+        self._spent += seconds
+        if self._spent >= TURN_SECONDS:
+            self._plan()
+
     def _turn(self, work: Work) -> bool:
         began = perf_counter()
         try:

@@ -46,6 +46,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     valid = await self._parsing.run(
                         size,
                         partial(parse_request, request, own_id, most, is_large=is_large(size)),
+                        held=size,
                     )
                     rebind_request_id(valid.request_id)
                     opening = self._requests.open(valid, caller.remaining_seconds, caller.identity)
@@ -64,7 +65,9 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                 with self._requests.holding(size):
                     most = self._requests.max_items_per_request
                     valid, received = await self._parsing.run(
-                        size, partial(parse_resumption, request, most, is_large=is_large(size))
+                        size,
+                        partial(parse_resumption, request, most, is_large=is_large(size)),
+                        held=size,
                     )
                     opening = self._requests.resume(
                         valid, received, caller.remaining_seconds, caller.identity

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from time import perf_counter
 from typing import TypeVar
 
+from trtmesh.chassis.errors import QueueFull
+
 LARGE_BYTES = 128 * 2**10
 """Least size of a large message: smaller ones hold the event loop for less than 10 ms, whatever they contain."""
+
+MOST_WAITING_BYTES = 16 * 2**20
+"""Most bytes of large messages of gRPC that wait, unless it is only one; they take up to eight times as much."""
 
 T = TypeVar("T")
 
@@ -32,14 +37,19 @@ class Parsing:
         exist in part."""
         self._turn = asyncio.Lock()
         self._rested_at = 0.0
+        self._held = 0
 
-    async def run(self, size: int, parse: Callable[[], T], *, begun: bool = False) -> T:
-        """The result of `parse` for a message of `size` bytes, or for the next form of a request that has `begun`. A
-        client that leaves before its turn takes its message along: a queue of the thread would keep it."""
+    async def run(
+        self, size: int, parse: Callable[[], T], *, begun: bool = False, held: int = 0
+    ) -> T:
+        """The result of `parse` for a message of `size` bytes, or for the next form of a request that has `begun`.
+        `held` bytes of it wait that no other limit counts. A client that leaves before its turn takes its message
+        along: a queue of the thread would keep it. Raises QueueFull, and what `parse` raises."""
         if not is_large(size):
             return parse()
-        async with nullcontext() if begun else self._entrance:
-            await self._turn.acquire()
+        with self._waiting(held):
+            async with nullcontext() if begun else self._entrance:
+                await self._turn.acquire()
         try:
             await asyncio.sleep(self._rested_at - perf_counter())
             loop = asyncio.get_running_loop()
@@ -55,6 +65,20 @@ class Parsing:
         finally:
             # An error's frames have this one: a cycle would keep the message.
             del running
+
+    @contextmanager
+    def _waiting(self, held: int) -> Iterator[None]:
+        if held and self._held and self._held + held > MOST_WAITING_BYTES:
+            raise QueueFull.of(
+                MOST_WAITING_BYTES,
+                f"large messages of {self._held} bytes wait to be read and this one has {held}; all may have"
+                f" {MOST_WAITING_BYTES}",
+            )
+        self._held += held
+        try:
+            yield
+        finally:
+            self._held -= held
 
     def _parse(self, parse: Callable[[], T]) -> T:
         began = perf_counter()

@@ -30,6 +30,7 @@ from trtmesh.router.placement import (
     Role,
     WorkerSnapshot,
     check_fields,
+    check_length,
     place,
     place_split,
 )
@@ -171,6 +172,10 @@ class Fleet:
     def check_fields(self, model: str, fields: frozenset[str]) -> None:
         """Raises UnsupportedField if the model has usable workers and none supports all of `fields`."""
         check_fields(self._with_former_loads(), model, fields)
+
+    def check_length(self, model: str, tokens: int) -> None:
+        """Raises PromptTooLong if the model has usable workers and none takes so many tokens."""
+        check_length(self._with_former_loads(), model, tokens)
 
     def place(self, query: PlacementQuery, blocks: PromptBlocks) -> Plan:
         """Books a worker for an item, or two. Raises NoWorker, PromptTooLong or UnsupportedField."""

@@ -61,6 +61,27 @@ def check_fields(fleet: Sequence[WorkerSnapshot], model: str, fields: frozenset[
         raise _unsupported(lacking, model, fields)
 
 
+def check_length(fleet: Sequence[WorkerSnapshot], model: str, tokens: int) -> None:
+    """Raises PromptTooLong if the model has usable workers and none of them takes so many tokens."""
+    longest = [
+        worker.max_sequence_tokens
+        for worker in fleet
+        if not worker.problem and worker.model == model
+    ]
+    if longest and tokens >= max(longest):
+        raise _too_long(model, tokens, max(longest))
+
+
+def _too_long(model: str, tokens: int, most: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"has {tokens} tokens, but with at least one new token a sequence of model {model} has at most {most};"
+        " shorten it",
+        field="prompt",
+        value=str(tokens),
+        limit=f"below {most}",
+    )
+
+
 def _unsupported(
     fit: Sequence[WorkerSnapshot], model: str, fields: frozenset[str]
 ) -> UnsupportedField:
@@ -93,13 +114,7 @@ def _refusal(
         return _unsupported(long_enough, query.model, query.fields)
     if fit and not long_enough:
         most = max(worker.max_sequence_tokens for worker in fit)
-        return PromptTooLong(
-            f"has {query.prompt_tokens} tokens, but with at least one new token a sequence of model {query.model} has"
-            f" at most {most}; shorten it",
-            field="prompt",
-            value=str(query.prompt_tokens),
-            limit=f"below {most}",
-        )
+        return _too_long(query.model, query.prompt_tokens, most)
     reasons = "; ".join(
         f"{worker.worker or worker.address}: {why}"
         for worker, why in zip(fleet, excluded, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import AdapterNotFound, PromptEmpty
@@ -20,7 +21,7 @@ class EncodedItem:
     """An item in token ids. `word_ids` has the ids of `ItemRequest.words`, in order; `stop_vocabulary` has the stop
     texts of a beam search."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     word_ids: list[tuple[int, ...]]
     blocks: PromptBlocks
     adapter: ItemAdapter | None = None
@@ -44,7 +45,7 @@ NOT_ENCODED = EncodedItem([], [], PromptBlocks(None, ()))
 async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem:
     """Encodes prompt and words in a single exchange. Raises PromptEmpty, AdapterNotFound or the pool's errors."""
     prompt, words = item.prompt, item.words
-    token_ids = list(prompt.token_ids or ())
+    token_ids: Sequence[int] = prompt.token_ids or ()
     word_ids: list[tuple[int, ...]] = []
     stop_texts = item.searched_texts
     stop_vocabulary = None

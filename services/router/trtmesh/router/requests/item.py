@@ -112,6 +112,9 @@ class ItemRun:
         """Waits for a sibling with the same prefix, then opens sequences resumed from another router, or from the state
         of a first half."""
         self.stage = "place"
+        # Before blocks are hashed, and received tokens given to a tokenizer.
+        received = self._context.received.longest(self._item.batch_index)
+        self._mesh.fleet.check_length(self._context.model, self.prompt_tokens + received)
         await self._placer.meet_siblings(self._encoded)
         if self._resumed:
             self.open_sequences()

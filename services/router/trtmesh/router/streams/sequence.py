@@ -210,7 +210,7 @@ class SequenceRun(DecodedSequence):
 
     def resume_from(self, received: ReceivedSequence) -> None:
         """Continues a sequence of another router from the last token the client received. Call first."""
-        self.token_ids = list(received.token_ids)
+        self.token_ids = received.token_ids.tolist()
         self.decoded = len(self.token_ids)
         self.moved = bool(self.token_ids)
         self._output.resume_from(received)

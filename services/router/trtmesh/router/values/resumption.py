@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.number_lists import ids_of
 from trtmesh.router.values.request import (
     MAX_REQUEST_TOKENS,
     GenerationRequest,
@@ -20,7 +22,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 class ReceivedSequence:
     """A sequence up to the client's last token. `reason` is set if and only if the end was received."""
 
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
     reason: pb.FinishReason.ValueType | None = None
     cumulative_log_prob: float | None = None
 
@@ -39,6 +41,15 @@ class Received:
     def has(self, batch_index: int) -> bool:
         """Whether the client has part of an unfinished item."""
         return any(index == batch_index for index, _ in self.sequences)
+
+    def longest(self, batch_index: int) -> int:
+        """Most received tokens of a sequence of an item that is to continue."""
+        lengths = (
+            len(sequence.token_ids)
+            for (index, _), sequence in self.sequences.items()
+            if index == batch_index and sequence.reason is None
+        )
+        return max(lengths, default=0)
 
     def rest_of(self, request: GenerationRequest) -> list[ItemRequest]:
         """The items without a received terminal event."""
@@ -145,7 +156,7 @@ def _parse(name: str, offset: router_pb.SequenceOffset, item: ItemRequest) -> Re
         _check_resumable(name, offset, item)
     has_sum = offset.HasField("cumulative_log_prob")
     return ReceivedSequence(
-        tuple(offset.token_ids),
+        ids_of(offset.token_ids),
         offset.reason if offset.finished else None,
         offset.cumulative_log_prob if has_sum else None,
     )

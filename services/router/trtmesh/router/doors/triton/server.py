@@ -127,12 +127,13 @@ class TritonServer:
         unary: bool = False,
     ) -> Call:
         """Reads a ModelInferRequest of `size` bytes, for `speech` too; `raw` are its raw contents where a door has them
-        apart. Raises ModelNotFound or InvalidRequest."""
+        apart. Raises ModelNotFound, QueueFull or InvalidRequest."""
         served = model or self.find_model(request.model_name, request.model_version)
         call = speech.call = await self.parsing.run(
             size,
             lambda: read_call(served, request, raw, unary=unary),
             begun=raw is not None,
+            held=size if raw is None else 0,
         )
         self._parameters.check(call)
         return call

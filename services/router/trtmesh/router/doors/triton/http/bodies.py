@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from time import perf_counter
 from typing import Any, TypeAlias
 
 from aiohttp import hdrs, web
@@ -87,7 +88,9 @@ class Bodies:
         try:
             async with asyncio.timeout(seconds):
                 async for part in request.content.iter_any():
+                    began = perf_counter()
                     body.add(part)
+                    self._server.turns.charge(perf_counter() - began)
         except TimeoutError:
             raise web.HTTPRequestTimeout(
                 text=f"the body of the request did not come within {seconds:g} s (http.receive_seconds)"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
+from trtmesh.chassis.number_lists import fill
 from trtmesh.chassis.parsing import (
     MAX_TOKEN_RANGES,
     MAX_WORD_LENGTH,
@@ -87,7 +88,7 @@ def positive(message: Any, name: str, tensor: InputTensor, row: int) -> None:
 def values(message: Any, name: str, tensor: InputTensor, row: int) -> None:
     """Numbers of a repeated field."""
     try:
-        getattr(message, name)[:] = tensor.row(row)
+        fill(getattr(message, name), tensor.row(row))
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"cannot be set: {error}", field=tensor.name) from error
 
@@ -125,7 +126,10 @@ def dense(message: Any, name: str, tensor: InputTensor, row: int) -> None:
 def ids(message: Any, name: str, tensor: InputTensor, row: int) -> None:
     """The token ids of a prompt, present even if empty."""
     try:
-        getattr(message, name).ids[:] = tensor.row(row)
+        ids = getattr(message, name)
+        # Present even if empty.
+        ids.SetInParent()
+        fill(ids.ids, tensor.row(row))
     except ValueError as error:
         raise InvalidRequest(f"holds an id below 0: {error}", field=tensor.name) from error
 
@@ -210,7 +214,7 @@ def extra_ids(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> No
         raise InvalidRequest(
             f"has {len(ids)} ids but the prompt has {tokens}; give one for each", field=tensor.name
         )
-    item.config.prompt_tuning.extra_ids[:] = ids[:tokens]
+    fill(item.config.prompt_tuning.extra_ids, ids[:tokens])
 
 
 @sets("handoff.state")
