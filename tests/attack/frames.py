@@ -22,6 +22,7 @@ from trtmesh.chassis.http2.frames import (
     window_update,
 )
 from trtmesh.kserve import grpc_service_pb2 as kserve
+from trtmesh.router.values.request import MAX_REQUEST_TOKENS
 from trtmesh.v1 import router_pb2 as router_pb
 
 PIECE_FRAMES = 200
@@ -29,6 +30,7 @@ PIECE_FRAMES = 200
 
 HEALTH = "/grpc.health.v1.Health/Check"
 GENERATE = "/trtmesh.v1.MeshService/Generate"
+RESUME = "/trtmesh.v1.MeshService/Resume"
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 CHAT = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -160,6 +162,16 @@ def _large_config() -> bytes:
     return message(request.SerializeToString())
 
 
+@cache
+def _long_resumption() -> bytes:
+    request = router_pb.ResumeRequest()
+    request.request.request_id = "resumed"
+    request.request.items.add().prompt.text = "x"
+    request.request.config.sampling.seed = 1
+    request.received.add().token_ids.extend([70_000] * MAX_REQUEST_TOKENS)
+    return message(request.SerializeToString())
+
+
 _LONG = b"\x40\x01a" + b"\x7f\x80\x1f" + b"v" * (127 + 31 * 128)
 """A literal of 4 KiB that fills the HPACK table."""
 
@@ -207,6 +219,7 @@ FLOODS: Mapping[str, Attack] = {
     "dimensions": large_message(INFER, _many_dimensions),
     "long prompts": large_message(GENERATE, _long_prompt),
     "large configs": large_message(GENERATE, _large_config),
+    "long resumptions": large_message(RESUME, _long_resumption),
 }
 """Attacks at the speed of the network, by name."""
 

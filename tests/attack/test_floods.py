@@ -74,6 +74,7 @@ async def attack(site: Site, name: str, connections: int, seconds: float, patien
     [
         *((name, 1 if name in CALMED else 20) for name in USUAL),
         ("HTTP chunks of a byte", 20),
+        ("HTTP 60 MiB of binary ids", 20),
     ],
 )
 async def test_healthy_streams_outlast_a_flood(site: Site, name: str, connections: int) -> None:

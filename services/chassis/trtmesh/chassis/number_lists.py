@@ -1,4 +1,4 @@
-"""Lists of numbers in messages, converted in pieces: other threads run in between.
+"""Lists of numbers, converted in pieces: other threads run in between.
 
 To convert a million numbers in one go holds the interpreter for 50 ms.
 """
@@ -16,23 +16,24 @@ PIECE_NUMBERS = 2**13
 def ids_of(field: Sequence[int]) -> array[int]:
     """A copy of a list of ids: four bytes each, of which a tuple with its numbers takes forty."""
     ids = array("I")
-    for piece in _pieces(field):
+    for piece in pieces(field):
         ids.extend(piece)
     return ids
 
 
 def tuple_of(field: Sequence[Any]) -> tuple[Any, ...]:
     """A copy of a list."""
-    return tuple(chain.from_iterable(_pieces(field)))
+    return tuple(chain.from_iterable(pieces(field)))
 
 
 def fill(field: Any, numbers: Sequence[Any]) -> None:
     """Replaces the content of a list of a message. Raises ValueError or TypeError."""
     del field[:]
-    for piece in _pieces(numbers):
+    for piece in pieces(numbers):
         field.extend(piece)
 
 
-def _pieces(numbers: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def pieces(numbers: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """A list in order, a piece at a time."""
     for at in range(0, len(numbers), PIECE_NUMBERS):
         yield numbers[at : at + PIECE_NUMBERS]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.number_lists import pieces
 from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, Output, split_elements
 
 BINARY_ONLY = ("FP16", "BF16")
@@ -44,15 +45,19 @@ def read_elements(name: str, data_type: str, elements: Sequence[Any]) -> array[A
     code = ELEMENT_CODES.get(data_type, "")
     if not code and data_type != "BYTES":
         raise InvalidRequest(f"invalid datatype '{data_type}' for input {name}")
-    _check_kinds(name, data_type, set(map(type, elements)))
+    for piece in pieces(elements):
+        _check_kinds(name, data_type, set(map(type, piece)))
     if data_type == "BYTES":
         return list(map(str.encode, elements))
+    numbers = array(code)
     try:
-        return array(code, elements)
+        for piece in pieces(elements):
+            numbers.extend(piece)
     except OverflowError as error:
         raise InvalidRequest(
             f"Unable to parse 'data': input '{name}' holds a value outside of {data_type}: {error}"
         ) from error
+    return numbers
 
 
 def _check_kinds(name: str, data_type: str, kinds: set[type]) -> None:
