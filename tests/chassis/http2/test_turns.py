@@ -35,6 +35,16 @@ async def test_light_work_is_done_at_once() -> None:
     assert len(log) == 1
 
 
+async def test_time_spent_outside_of_turns_is_taken_from_the_next() -> None:
+    turns, log = Turns(), list[Heavy]()
+    light = Heavy(1, log)
+    turns.charge(10 * SLICE_SECONDS)
+    assert turns.take(light)
+    assert not log
+    await light.done.wait()
+    assert not turns.take(Heavy(1, log))
+
+
 async def test_works_take_turns() -> None:
     turns, log = Turns(), list[Heavy]()
     works = [Heavy(100, log) for _ in range(3)]

@@ -17,6 +17,7 @@ from trtmesh.router.placement import (
     Residency,
     WorkerAdapters,
     WorkerSnapshot,
+    check_length,
     place,
 )
 from trtmesh.router.placement.filters import ADAPTER_ABSENT, BREAKER_OPEN, SIBLINGS_ELSEWHERE
@@ -97,6 +98,22 @@ def test_long_prompt_needs_a_worker_with_enough_length(policy: str) -> None:
         place(policy, fleet, query(prompt_tokens=1000))
     error = refused.value
     assert (error.field, error.value, error.limit) == ("prompt", "1000", "below 1000")
+
+
+def test_length_that_no_usable_worker_takes_is_refused_without_blocks() -> None:
+    fleet = [
+        worker("short", max_sequence_tokens=100),
+        worker("long", max_sequence_tokens=1000),
+        worker("lost", max_sequence_tokens=9999, problem="lost"),
+        worker("other", max_sequence_tokens=9999, model="other"),
+    ]
+    model = fleet[0].model
+    check_length(fleet, model, 999)
+    with pytest.raises(PromptTooLong) as refused:
+        check_length(fleet, model, 1000)
+    assert (refused.value.value, refused.value.limit) == ("1000", "below 1000")
+    # The wait for a worker decides.
+    check_length(fleet[2:], model, 1000)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
