@@ -76,7 +76,7 @@ TABLES: dict[str, list[Row]] = {
             "QUEUE_FULL",
         ),
         (
-            "bytes of messages of 128 KiB or more over gRPC that wait to be read, unless it is one",
+            "bytes of large messages over gRPC that wait to be read, of resumptions times four, unless it is one",
             MOST_WAITING_BYTES,
             "QUEUE_FULL",
         ),

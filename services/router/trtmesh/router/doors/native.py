@@ -11,7 +11,7 @@ from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import answering, message_bytes_of, request_id_of
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import GenerationCall, caller_of, identity_of
-from trtmesh.router.doors.parsing import Parsing, is_large
+from trtmesh.router.doors.parsing import RESUMPTION_COST, Parsing, is_large
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -67,7 +67,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     valid, received = await self._parsing.run(
                         size,
                         partial(parse_resumption, request, most, is_large=is_large(size)),
-                        held=size,
+                        held=RESUMPTION_COST * size,
                     )
                     opening = self._requests.resume(
                         valid, received, caller.remaining_seconds, caller.identity

@@ -15,8 +15,11 @@ from trtmesh.chassis.errors import QueueFull
 LARGE_BYTES = 128 * 2**10
 """Least size of a large message: smaller ones hold the event loop for less than 10 ms, whatever they contain."""
 
-MOST_WAITING_BYTES = 16 * 2**20
+MOST_WAITING_BYTES = 64 * 2**20
 """Most bytes of large messages of gRPC that wait, unless it is only one; they take up to eight times as much."""
+
+RESUMPTION_COST = 4
+"""Bytes for which one of a resumption counts: prompts arrive about as fast as they are read, resumptions pile up."""
 
 T = TypeVar("T")
 
