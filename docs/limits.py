@@ -13,7 +13,6 @@ from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE
 from trtmesh.chassis.http2 import connection, frames, headers
 from trtmesh.chassis.http2.rates import RATES, Rate
 from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
-from trtmesh.router.doors.parsing import MOST_WAITING_BYTES
 from trtmesh.router.doors.triton import calls, tensors
 from trtmesh.router.doors.triton.http import json_parser
 from trtmesh.router.doors.triton.http.door import (
@@ -73,11 +72,6 @@ TABLES: dict[str, list[Row]] = {
         (
             "bytes of all requests of 128 KiB or more (`admission.max_request_bytes`)",
             _ROUTER.admission.max_request_bytes,
-            "QUEUE_FULL",
-        ),
-        (
-            "bytes of large messages over gRPC that wait to be read, of resumptions times four, unless it is one",
-            MOST_WAITING_BYTES,
             "QUEUE_FULL",
         ),
         ("token ids of a prompt", parsing.MAX_PROMPT_TOKENS, INVALID),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from threading import Event
@@ -12,8 +13,7 @@ from weakref import ref
 
 import pytest
 from leaks import gone, without_collector
-from trtmesh.chassis.errors import QueueFull
-from trtmesh.router.doors.parsing import LARGE_BYTES, MOST_WAITING_BYTES, Parsing
+from trtmesh.router.doors.parsing import LARGE_BYTES, Parsing
 
 SECONDS = 0.05
 
@@ -90,27 +90,23 @@ async def test_a_turn_lasts_until_the_thread_is_done_with_a_message_whose_client
     assert await parsing.run(LARGE_BYTES, lambda: 3) == 3
 
 
-async def test_messages_that_wait_have_a_sum() -> None:
-    """The largest message may wait alone; bodies over HTTP have a sum of their own."""
-    parsing, begins, goes_on = Parsing(), Event(), Event()
+async def test_a_large_message_is_held_until_it_is_read() -> None:
+    parsing, held = Parsing(), list[str]()
 
-    def parse_first() -> None:
-        begins.set()
-        goes_on.wait()
+    @contextmanager
+    def holding() -> Iterator[None]:
+        held.append("waits")
+        try:
+            yield
+        finally:
+            held.append("is read")
 
-    first = asyncio.create_task(parsing.run(MOST_WAITING_BYTES, parse_first, held=LARGE_BYTES))
-    await asyncio.to_thread(begins.wait)
-    most = 2 * MOST_WAITING_BYTES
-    waiting = asyncio.create_task(parsing.run(most, lambda: "waited", held=most))
-    await asyncio.sleep(0)
-    with pytest.raises(QueueFull):
-        await parsing.run(LARGE_BYTES, lambda: None, held=LARGE_BYTES)
-    body = asyncio.create_task(parsing.run(LARGE_BYTES, lambda: "body"))
-    goes_on.set()
-    assert await waiting == "waited"
-    assert await body == "body"
-    await first
-    assert await parsing.run(LARGE_BYTES, lambda: "room", held=LARGE_BYTES) == "room"
+    def parse() -> list[str]:
+        return [*held]
+
+    assert await parsing.run(LARGE_BYTES - 1, parse, held=holding) == []
+    assert await parsing.run(LARGE_BYTES, parse, held=holding) == ["waits"]
+    assert held == ["waits", "is read"]
 
 
 async def test_a_request_that_has_begun_goes_before_those_that_have_not() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import Any, cast
 
@@ -31,6 +31,14 @@ def message_bytes_of(context: grpc.aio.ServicerContext[Any, Any]) -> int:
     """Bytes of the message that the handler of a call got last."""
     size: int = cast(Any, context).message_bytes
     return size
+
+
+def holding_message(
+    context: grpc.aio.ServicerContext[Any, Any], size: int
+) -> AbstractContextManager[None]:
+    """The block in which a message of so many bytes, which the handler of a call got, waits to be read."""
+    block: AbstractContextManager[None] = cast(Any, context).holding_message(size)
+    return block
 
 
 class Answering(AbstractAsyncContextManager[None]):

@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 from trtmesh.chassis.logs import rebind_request_id
-from trtmesh.chassis.rpc import answering, message_bytes_of, request_id_of
+from trtmesh.chassis.rpc import answering, holding_message, message_bytes_of, request_id_of
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import GenerationCall, caller_of, identity_of
-from trtmesh.router.doors.parsing import RESUMPTION_COST, Parsing, is_large
+from trtmesh.router.doors.parsing import Parsing, is_large
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -46,7 +46,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     valid = await self._parsing.run(
                         size,
                         partial(parse_request, request, own_id, most, is_large=is_large(size)),
-                        held=size,
+                        held=partial(holding_message, context, size),
                     )
                     rebind_request_id(valid.request_id)
                     opening = self._requests.open(valid, caller.remaining_seconds, caller.identity)
@@ -67,7 +67,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     valid, received = await self._parsing.run(
                         size,
                         partial(parse_resumption, request, most, is_large=is_large(size)),
-                        held=RESUMPTION_COST * size,
+                        held=partial(holding_message, context, size),
                     )
                     opening = self._requests.resume(
                         valid, received, caller.remaining_seconds, caller.identity

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from time import perf_counter
-from typing import TypeVar
-
-from trtmesh.chassis.errors import QueueFull
+from typing import TypeAlias, TypeVar
 
 LARGE_BYTES = 128 * 2**10
 """Least size of a large message: smaller ones hold the event loop for less than 10 ms, whatever they contain."""
 
-MOST_WAITING_BYTES = 64 * 2**20
-"""Most bytes of large messages of gRPC that wait, unless it is only one; they take up to eight times as much."""
-
-RESUMPTION_COST = 4
-"""Bytes for which one of a resumption counts: prompts arrive about as fast as they are read, resumptions pile up."""
-
 T = TypeVar("T")
+
+Held: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""A block in which a message counts as held."""
 
 
 def is_large(size: int) -> bool:
@@ -40,19 +35,26 @@ class Parsing:
         exist in part."""
         self._turn = asyncio.Lock()
         self._rested_at = 0.0
-        self._held = 0
 
     async def run(
-        self, size: int, parse: Callable[[], T], *, begun: bool = False, held: int = 0
+        self,
+        size: int,
+        parse: Callable[[], T],
+        *,
+        begun: bool = False,
+        held: Held = nullcontext,
     ) -> T:
         """The result of `parse` for a message of `size` bytes, or for the next form of a request that has `begun`.
-        `held` bytes of it wait that no other limit counts. A client that leaves before its turn takes its message
-        along: a queue of the thread would keep it. Raises QueueFull, and what `parse` raises."""
+        `held` is the block in which a large message waits and is read. A client that leaves before its turn takes its
+        message along: a queue of the thread would keep it."""
         if not is_large(size):
             return parse()
-        with self._waiting(held):
+        with held():
             async with nullcontext() if begun else self._entrance:
                 await self._turn.acquire()
+            return await self._take_turn(parse)
+
+    async def _take_turn(self, parse: Callable[[], T]) -> T:
         try:
             await asyncio.sleep(self._rested_at - perf_counter())
             loop = asyncio.get_running_loop()
@@ -62,26 +64,18 @@ class Parsing:
             self._turn.release()
             raise
         # The thread goes on after a client that leaves, and so does its turn.
-        running.add_done_callback(lambda _: self._turn.release())
+        running.add_done_callback(self._end_turn)
         try:
             return await asyncio.shield(running)
         finally:
             # An error's frames have this one: a cycle would keep the message.
             del running
 
-    @contextmanager
-    def _waiting(self, held: int) -> Iterator[None]:
-        if held and self._held and self._held + held > MOST_WAITING_BYTES:
-            raise QueueFull.of(
-                MOST_WAITING_BYTES,
-                f"large messages of {self._held} bytes wait to be read and this one has {held}; all may have"
-                f" {MOST_WAITING_BYTES}",
-            )
-        self._held += held
-        try:
-            yield
-        finally:
-            self._held -= held
+    def _end_turn(self, running: asyncio.Future[T]) -> None:
+        self._turn.release()
+        # An error that nobody awaits any more would be logged, and keep the message until then.
+        if not running.cancelled():
+            running.exception()
 
     def _parse(self, parse: Callable[[], T]) -> T:
         began = perf_counter()

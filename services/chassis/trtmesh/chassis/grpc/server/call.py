@@ -609,13 +609,25 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         kind = getattr(self._handler.request_deserializer, "__self__", None)
         if (descriptor := getattr(kind, "DESCRIPTOR", None)) is None:
             return self._parsed(data)
-        self._checking = size
+        with self._holding(size):
+            return await LargeMessage(data, descriptor, self._parsed).run(self._line)
+
+    @contextmanager
+    def holding_message(self, size: int) -> Iterator[None]:
+        """The block in which a message of so many bytes, which the handler got, waits to be read: it counts as unread.
+        Objects take at least twice the bytes of a message."""
+        with self._holding(2 * size):
+            yield
+
+    @contextmanager
+    def _holding(self, size: int) -> Iterator[None]:
+        self._checking += size
         self._account.add(size)
         try:
-            return await LargeMessage(data, descriptor, self._parsed).run(self._line)
+            yield
         finally:
             self._account.add(-size)
-            self._checking = 0
+            self._checking -= size
 
     def _parsed(self, data: Message) -> Any:
         read = self._handler.request_deserializer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +18,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import Caller
-from trtmesh.router.doors.parsing import Parsing
+from trtmesh.router.doors.parsing import Held, Parsing
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.generations import Generations
@@ -125,16 +125,18 @@ class TritonServer:
         raw: Sequence[Contents] | None = None,
         *,
         unary: bool = False,
+        held: Held = nullcontext,
     ) -> Call:
         """Reads a ModelInferRequest of `size` bytes, for `speech` too; `raw` are its raw contents where a door has them
-        apart. Raises ModelNotFound, QueueFull or InvalidRequest."""
+        apart, `held` is the block in which it waits. Raises ModelNotFound or InvalidRequest."""
         served = model or self.find_model(request.model_name, request.model_version)
-        call = speech.call = await self.parsing.run(
+        call = await self.parsing.run(
             size,
             lambda: read_call(served, request, raw, unary=unary),
             begun=raw is not None,
-            held=size if raw is None else 0,
+            held=held,
         )
+        speech.call = call
         self._parameters.check(call)
         return call
 

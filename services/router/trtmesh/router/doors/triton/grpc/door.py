@@ -13,7 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.logs import Occasionally, request_id_bound
 from trtmesh.chassis.quoting import cut
-from trtmesh.chassis.rpc import answering, message_bytes_of
+from trtmesh.chassis.rpc import answering, holding_message, message_bytes_of
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import caller_of
@@ -106,7 +106,8 @@ class TritonDoor:
                 )
             size = message_bytes_of(context)
             with self._server.holding(size):
-                call = await self._server.read(request, size, speech, model, unary=True)
+                held = partial(holding_message, context, size)
+                call = await self._server.read(request, size, speech, model, unary=True, held=held)
                 async with self._server.serve(call, caller_of(self._callers, context)) as answers:
                     (answer,) = [answer async for answer in answers]
                     if answer.error is not None:
@@ -196,7 +197,8 @@ class _InferStream:
         with request_id_bound(request.id):
             try:
                 with self._server.holding(size):
-                    call = await self._server.read(request, size, speech)
+                    held = partial(holding_message, self._context, size)
+                    call = await self._server.read(request, size, speech, held=held)
                     caller = caller_of(self._callers, self._context)
                     async with self._server.serve(call, caller) as answers:
                         async for answer in answers:
