@@ -19,6 +19,7 @@ from trtmesh.chassis.grpc.messages import (
     pack_prefix,
 )
 from trtmesh.chassis.grpc.metadata import Metadata, metadata_block
+from trtmesh.chassis.grpc.server.backlog import Backlog
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.headers import (
     RequestHeaders,
@@ -73,6 +74,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     # More attributes than a dictionary shares between objects.
     __slots__ = (
         "_account",
+        "_backlog",
         "_checking",
         "_code",
         "_compressing",
@@ -127,6 +129,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         unread_seconds: float,
         line: Line,
         account: Account,
+        backlog: Backlog,
         unread: Account,
         idle: Account,
         count_failure: Callable[[], None],
@@ -145,8 +148,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         )
         self._line = line
         self._account = account
+        self._backlog = backlog
         self._checking = 0
-        """Bytes of a message that is being parsed."""
+        """Bytes of messages that are being parsed, or wait to be read."""
         self.message_bytes = 0
         """Bytes of the message that the handler got last. To measure it takes as long as to serialise it."""
         self._writer = writer
@@ -610,14 +614,22 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         if (descriptor := getattr(kind, "DESCRIPTOR", None)) is None:
             return self._parsed(data)
         with self._holding(size):
-            return await LargeMessage(data, descriptor, self._parsed).run(self._line)
+            await self._backlog.enter(size)
+            try:
+                return await LargeMessage(data, descriptor, self._parsed).run(self._line)
+            finally:
+                self._backlog.leave(size)
 
     @contextmanager
     def holding_message(self, size: int) -> Iterator[None]:
-        """The block in which a message of so many bytes, which the handler got, waits to be read: it counts as unread.
-        Objects take at least twice the bytes of a message."""
-        with self._holding(2 * size):
-            yield
+        """The block in which a message of so many bytes, which the handler got, waits to be read: until then it counts
+        as unread, and others wait to be parsed."""
+        self._backlog.add(size)
+        try:
+            with self._holding(size):
+                yield
+        finally:
+            self._backlog.leave(size)
 
     @contextmanager
     def _holding(self, size: int) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import grpc
 from trtmesh.chassis.arrivals import Arrivals
+from trtmesh.chassis.grpc.server.backlog import Backlog
 from trtmesh.chassis.grpc.server.call import Handler, ServerCall
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.headers import (
@@ -74,6 +75,7 @@ class Owner(Protocol):
     turns: Turns
     pacing: Pacing
     budget: Budget
+    backlog: Backlog
     answers: Budget
     """Bytes that clients have not read."""
     idle: Budget
@@ -257,6 +259,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             self._owner.unread_seconds,
             self._line,
             self._account,
+            self._owner.backlog,
             self._unread,
             self._idle,
             self._count_failure,

@@ -14,6 +14,7 @@ from trtmesh.chassis.addresses import listeners
 from trtmesh.chassis.arrivals import Arrivals
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
+from trtmesh.chassis.grpc.server.backlog import Backlog
 from trtmesh.chassis.grpc.server.call import Handler
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.connection import ServerConnection
@@ -71,6 +72,7 @@ class GrpcServer(grpc.aio.Server):
         self.turns = Turns()
         self.pacing = Pacing()
         self.budget = Budget(HELD_MESSAGES * max_message_bytes)
+        self.backlog = Backlog()
         self.answers = Budget(HELD_ANSWERS * max_message_bytes)
         self.idle = Budget(IDLE_CALLS * connections.max_open)
         self.arrivals = Arrivals(connections)
