@@ -44,48 +44,46 @@ async def test_a_message_that_fails_is_followed_by_the_next() -> None:
     assert await parsing.run(LARGE_BYTES, lambda: 2) == 2
 
 
-async def test_a_message_whose_client_leaves_before_its_turn_is_not_kept() -> None:
-    parsing, begins, goes_on = Parsing(), Event(), Event()
+async def first_of(parsing: Parsing) -> tuple[asyncio.Task[None], Event]:
+    """A message that is being parsed until the event is set."""
+    begins, goes_on = Event(), Event()
 
-    def parse_first() -> None:
+    def parse() -> None:
         begins.set()
         goes_on.wait()
 
-    first = asyncio.create_task(parsing.run(LARGE_BYTES, parse_first))
+    task = asyncio.create_task(parsing.run(LARGE_BYTES, parse))
     await asyncio.to_thread(begins.wait)
+    return task, goes_on
+
+
+async def kept_of_one_that_leaves(parsing: Parsing) -> object:
+    """What is left of a message whose client leaves while it waits."""
     message = _Message()
     kept = ref(message)
-    second = asyncio.create_task(parsing.run(LARGE_BYTES, message.parse))
+    task = asyncio.create_task(parsing.run(LARGE_BYTES, message.parse))
     del message
     await asyncio.sleep(0)
-    second.cancel()
-    await asyncio.wait([second])
-    del second
-    assert kept() is None
+    task.cancel()
+    await asyncio.wait([task])
+    del task
+    return kept()
+
+
+async def test_a_message_whose_client_leaves_before_its_turn_is_not_kept() -> None:
+    parsing = Parsing()
+    first, goes_on = await first_of(parsing)
+    assert await kept_of_one_that_leaves(parsing) is None
     goes_on.set()
     await first
 
 
 async def test_a_turn_lasts_until_the_thread_is_done_with_a_message_whose_client_left() -> None:
-    parsing, begins, goes_on = Parsing(), Event(), Event()
-
-    def parse_first() -> None:
-        begins.set()
-        goes_on.wait()
-
-    first = asyncio.create_task(parsing.run(LARGE_BYTES, parse_first))
-    await asyncio.to_thread(begins.wait)
+    parsing = Parsing()
+    first, goes_on = await first_of(parsing)
     first.cancel()
     await asyncio.wait([first])
-    message = _Message()
-    kept = ref(message)
-    second = asyncio.create_task(parsing.run(LARGE_BYTES, message.parse))
-    del message
-    await asyncio.sleep(0)
-    second.cancel()
-    await asyncio.wait([second])
-    del second
-    assert kept() is None
+    assert await kept_of_one_that_leaves(parsing) is None
     goes_on.set()
     assert await parsing.run(LARGE_BYTES, lambda: 3) == 3
 
@@ -110,15 +108,8 @@ async def test_a_large_message_is_held_until_it_is_read() -> None:
 
 
 async def test_a_request_that_has_begun_goes_before_those_that_have_not() -> None:
-    parsing, begins, goes_on = Parsing(), Event(), Event()
-    order = list[str]()
-
-    def parse_first() -> None:
-        begins.set()
-        goes_on.wait()
-
-    first = asyncio.create_task(parsing.run(LARGE_BYTES, parse_first))
-    await asyncio.to_thread(begins.wait)
+    parsing, order = Parsing(), list[str]()
+    first, goes_on = await first_of(parsing)
     tasks = [first]
     for name, begun in (("a", False), ("b", False), ("c", False), ("next", True)):
         append = partial(order.append, name)
