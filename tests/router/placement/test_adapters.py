@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from router.placement.test_place import worker
-from trtmesh.chassis.errors import NoWorker
+from trtmesh.chassis.errors import AdapterNotFound, NoWorker
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.doors.admin.descriptions import describe_decision
 from trtmesh.router.placement import (
@@ -149,8 +149,13 @@ def test_version_that_cannot_be_delivered_waits_for_a_holder(policy: str) -> Non
     wanted = replace(need(), deliverable=False)
     fleet = fleet_of([(0, None), (60, Place.HOST)], wanted)
     assert place(policy, fleet, query(wanted)).chosen is fleet[1]
+    away = worker("away", model="", problem="it does not answer")
     with pytest.raises(NoWorker):
-        place(policy, fleet[:1], query(wanted))
+        place(policy, [fleet[0], away], query(wanted))
+    other = worker("other", model="another")
+    with pytest.raises(AdapterNotFound) as evicted:
+        place(policy, [fleet[0], other], query(wanted))
+    assert (evicted.value.field, evicted.value.value) == ("lora.id", "7")
 
 
 def test_load_of_an_adapter_costs_what_remains_of_it() -> None:

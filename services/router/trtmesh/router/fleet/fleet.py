@@ -178,7 +178,7 @@ class Fleet:
         check_length(self._with_former_loads(), model, tokens)
 
     def place(self, query: PlacementQuery, blocks: PromptBlocks) -> Plan:
-        """Books a worker for an item, or two. Raises NoWorker, PromptTooLong or UnsupportedField."""
+        """Books a worker for an item, or two. Raises as `placement.place`."""
         # The loop's own clock stands still within a pass.
         begun, now = time.perf_counter(), asyncio.get_running_loop().time()
         query = self._completed(query, blocks, now)

@@ -345,6 +345,9 @@ class Worker(Replica):
             if state.rank:
                 usages.of_key((state.id, state.version)).rank = state.rank
         self.deliveries.on_states(states.adapters)
+        if held.keys() - before.keys():
+            # Items may wait for a worker with the adapter.
+            self._on_change()
 
     def _on_load(self, load: pb.Load) -> None:
         self._pulse.on_load(load)

@@ -6,14 +6,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trtmesh.chassis.errors import (
+    AdapterNotFound,
     InvalidField,
     NoWorker,
     PromptTooLong,
     TrtmeshError,
     UnsupportedField,
 )
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.placement.decision import Decision
-from trtmesh.router.placement.filters import exclusions, lift_cold, too_many, unfit
+from trtmesh.router.placement.filters import (
+    ADAPTER_ABSENT,
+    exclusions,
+    lift_cold,
+    too_many,
+    unfit,
+)
 from trtmesh.router.placement.policies import POLICIES
 from trtmesh.router.placement.settings import HandoffSettings
 from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
@@ -21,7 +29,7 @@ from trtmesh.router.placement.split import split_of
 
 
 def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> Decision:
-    """Chooses the worker for an item. Raises NoWorker, PromptTooLong or UnsupportedField."""
+    """Chooses the worker for an item. Raises NoWorker, AdapterNotFound, PromptTooLong or UnsupportedField."""
     excluded = exclusions(fleet, query)
     eligible = [index for index, why in enumerate(excluded) if not why]
     if not eligible:
@@ -102,6 +110,25 @@ def _too_many(able: Sequence[WorkerSnapshot], query: PlacementQuery) -> InvalidF
     return InvalidField.of(field, count, f"at most {most}, the limit of model {query.model}")
 
 
+def _is_evicted(fleet: Sequence[WorkerSnapshot], excluded: Sequence[str], model: str) -> bool:
+    """Whether all workers of the model are ready without the item's adapter; one that is not ready may bring it."""
+    reasons = [
+        why
+        for worker, why in zip(fleet, excluded, strict=True)
+        if worker.problem or worker.model == model
+    ]
+    return bool(reasons) and all(why == ADAPTER_ABSENT for why in reasons)
+
+
+def _evicted(adapter: Adapter, model: str) -> AdapterNotFound:
+    return AdapterNotFound(
+        f"is {adapter.id}, an adapter that every worker of model {model} evicted and that this router does not have;"
+        " send it with its weights, or register it with `trtmesh adapters add`",
+        field="lora.id",
+        value=str(adapter.id),
+    )
+
+
 def _refusal(
     fleet: Sequence[WorkerSnapshot], excluded: Sequence[str], query: PlacementQuery
 ) -> TrtmeshError:
@@ -115,6 +142,8 @@ def _refusal(
     if fit and not long_enough:
         most = max(worker.max_sequence_tokens for worker in fit)
         return _too_long(query.model, query.prompt_tokens, most)
+    if query.adapter and _is_evicted(fleet, excluded, query.model):
+        return _evicted(query.adapter.adapter, query.model)
     reasons = "; ".join(
         f"{worker.worker or worker.address}: {why}"
         for worker, why in zip(fleet, excluded, strict=True)

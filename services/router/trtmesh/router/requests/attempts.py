@@ -7,7 +7,6 @@ from typing import TypeAlias
 from trtmesh.chassis.errors import (
     AdapterNotFound,
     AdaptersFull,
-    NoWorker,
     QueueFull,
     TrtmeshError,
     WorkerLost,
@@ -88,7 +87,7 @@ def too_many_losses(losses: int, error: TrtmeshError) -> WorkerLost:
     )
 
 
-def unplaceable(loss: TrtmeshError | None, error: NoWorker) -> TrtmeshError:
+def unplaceable(loss: TrtmeshError | None, error: TrtmeshError) -> TrtmeshError:
     """The error of an item without a worker, after the `loss` of a former worker if any."""
     if loss is None:
         return error

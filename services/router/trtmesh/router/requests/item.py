@@ -136,7 +136,7 @@ class ItemRun:
                 continue
             try:
                 plan = self._placer.place(self._encoded, waiting)
-            except NoWorker as error:
+            except (NoWorker, AdapterNotFound) as error:
                 await self._wait_for_worker(error)
             else:
                 with plan:
@@ -317,7 +317,7 @@ class ItemRun:
             self._mesh.tokenizers.attach(run)
         return run
 
-    async def _wait_for_worker(self, error: NoWorker) -> None:
+    async def _wait_for_worker(self, error: NoWorker | AdapterNotFound) -> None:
         generated = bool(self.generated_tokens)
         final = await self._placer.wait(error, self._news, generated=generated)
         if final is None:

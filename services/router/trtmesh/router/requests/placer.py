@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trtmesh.chassis.errors import NoWorker, TrtmeshError
+from trtmesh.chassis.errors import AdapterNotFound, NoWorker, TrtmeshError
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.fleet.facts import Fingerprints
 from trtmesh.router.fleet.plan import Leg, Plan
@@ -66,7 +66,7 @@ class Placer:
             await self._seat.wait()
 
     def place(self, encoded: EncodedItem, waiting: Sequence[SequenceRun]) -> Plan:
-        """Books a plan for the sequences without a worker. Raises NoWorker, PromptTooLong or UnsupportedField."""
+        """Books a plan for the sequences without a worker. Raises as `placement.place`."""
         query = self._query(encoded, waiting, self.attempts.failures)
         plan = self._fleet.place(query, encoded.blocks)
         cause = "first"
@@ -79,7 +79,7 @@ class Placer:
         self, encoded: EncodedItem, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool
     ) -> Leg:
         """Books a leg for the rest of sequences, or of a fresh item, whose KV `sender` has, preferably there if it may
-        stay. Raises NoWorker, PromptTooLong or UnsupportedField."""
+        stay. Raises as `placement.place`."""
         assert sender.facts.kv
         query = self._query(encoded, runs, self.attempts.failures)
         left = {} if stays else {sender.address: "it hands the sequence over"}
@@ -123,16 +123,18 @@ class Placer:
             self._seat.dispatched(leg.worker.address, leg.booking)
 
     async def wait(
-        self, error: NoWorker, news: asyncio.Event, *, generated: bool
+        self, error: NoWorker | AdapterNotFound, news: asyncio.Event, *, generated: bool
     ) -> TrtmeshError | None:
         """Waits for a reason to try again, or for `news` of the item; returns the error once the wait is futile."""
         now = asyncio.get_running_loop().time()
         self._deadline = self._deadline or now + self._context.mesh.retries.worker_wait_seconds
         seconds_left = self._deadline - now
-        full = self.attempts.full
-        if full is not None and not generated:
-            # An immediate refusal lets the client try another mesh.
-            return full
+        if not generated:
+            if self.attempts.full is not None:
+                # An immediate refusal lets the client try another mesh.
+                return self.attempts.full
+            if isinstance(error, AdapterNotFound):
+                return error
         if seconds_left <= 0 or not self._fleet.hopeful:
             return self.attempts.crowded or unplaceable(self.attempts.loss, error)
         left_out = bool(self.attempts.failures or self._refusals)

@@ -1,0 +1,59 @@
+"""Items of an adapter that workers alone have, and evict."""
+
+from __future__ import annotations
+
+from router.scripted import LENGTH, ScriptedEngine, eventually
+from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
+from trtmesh.chassis.errors import AdapterNotFound, Draining
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
+
+NUMBER, VERSION = 7, "v1"
+ABSENT = epb.ADAPTER_PLACE_ABSENT
+ADAPTER = pb.LoraConfig(id=NUMBER)
+PATIENT = {"worker_wait_seconds": 60}
+
+
+def engines() -> list[ScriptedEngine]:
+    return [ScriptedEngine(worker=w, supported_fields=[*FIELDS, "lora.id"]) for w in "ab"]
+
+
+async def until_known(on: Fleet) -> None:
+    """Waits until the router knows a worker with the adapter."""
+    workers = on.client.router._fleet
+    key = NUMBER, VERSION
+    await eventually(lambda: any(key in each.adapters.held for each in workers.snapshot()))
+
+
+async def test_waiting_item_fails_once_all_ready_workers_evicted_its_adapter() -> None:
+    one, two = engines()
+    async with fleet(one, two, retries=PATIENT) as on:
+        await one.tell_adapter(NUMBER, VERSION)
+        await until_known(on)
+        asked = on.ask([5], adapter=ADAPTER)
+        (submit,) = await one.submitted()
+        await one.tell_adapter(NUMBER, VERSION, place=ABSENT)
+        refused = refusal(submit.handle, Draining("draining"))
+        await one.step(ends=[refused])
+        (item,) = await asked
+        assert isinstance(item.error, AdapterNotFound)
+        assert "register it" in item.error.message
+
+
+async def test_started_item_waits_for_a_worker_that_brings_its_adapter_back() -> None:
+    one, two = engines()
+    async with fleet(one, two, retries=PATIENT) as on:
+        await one.tell_adapter(NUMBER, VERSION)
+        await until_known(on)
+        asked = on.ask([5], adapter=ADAPTER)
+        (submit,) = await one.submitted()
+        await one.step((submit.handle, 0, [6]))
+        await one.tell_adapter(NUMBER, VERSION, place=ABSENT)
+        await one.hang_up()
+        await eventually(lambda: len(one.hellos) == 2)
+        await two.tell_adapter(NUMBER, VERSION)
+        (moved,) = await two.submitted()
+        assert list(moved.token_ids) == [5, 6]
+        await two.step((moved.handle, 1, [7]), ends=[(moved.handle, LENGTH)])
+        (item,) = await asked
+        assert item.token_ids == (6, 7)
