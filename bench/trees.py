@@ -1,8 +1,9 @@
 """Compares this tree with another one: both serve at the same time, and the same load goes to them in turn.
 
 Machines drift by a fifth between two runs, and hardly between two turns of a few seconds. Prints the CPU µs of all
-services a token, starts included, and in the middle of the streams; with `--burst`, how many one-token requests beside
-the streams are served a second. `--before` is the other tree, with an environment of its own in `.venv`.
+services a token, starts included, in the middle of the streams, and of each service; with `--burst`, how many one-token
+requests beside the streams are served a second. `--before` is the other tree, with an environment of its own in
+`.venv`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Found:
     """Figures of a tree, one of each turn."""
 
     whole: list[float] = field(default_factory=list)
+    services: dict[str, list[float]] = field(default_factory=dict)
+    """Of `whole`, by name."""
     middle: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -58,7 +61,10 @@ class Streams:
             # What the services clean up belongs to the turn.
             await asyncio.sleep(0.1)
             used = _microseconds(before, self._mesh.cpu_seconds())
-        found.whole.append(used / (self._count * self._tokens))
+        tokens = self._count * self._tokens
+        for name, microseconds in used.items():
+            found.services.setdefault(name, []).append(microseconds / tokens)
+        found.whole.append(sum(used.values()) / tokens)
 
     async def _one(self, connection: ClientConnection) -> None:
         call, messages = connection.open(self._door.method), []
@@ -77,11 +83,11 @@ class Streams:
         before, messages = self._mesh.cpu_seconds(), self._messages
         await asyncio.sleep(seconds)
         used = _microseconds(before, self._mesh.cpu_seconds())
-        return used / (self._messages - messages)
+        return sum(used.values()) / (self._messages - messages)
 
 
-def _microseconds(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    return sum(after[name] - before[name] for name in after) * 1e6
+def _microseconds(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: (after[name] - before[name]) * 1e6 for name in after}
 
 
 async def burst(mesh: Stack, streams: int, door: str, count: int, found: Found) -> None:
@@ -114,24 +120,24 @@ async def main(arguments: argparse.Namespace) -> None:
 
 def compared(before: Found, now: Found) -> dict[str, object]:
     """Medians of both, and of the ratios of the pairs, which are in the order of the turns."""
-    names = {
-        "whole": "cpu_us_per_token",
-        "middle": "cpu_us_per_token_in_the_middle",
-        "rates": "requests_per_second",
-        "gaps": "gap_ms",
+    figures = {
+        "cpu_us_per_token": (before.whole, now.whole),
+        "cpu_us_per_token_in_the_middle": (before.middle, now.middle),
+        **{f"{each}_us_per_token": (before.services[each], now.services[each]) for each in now.services},
+        "requests_per_second": (before.rates, now.rates),
+        "gap_ms": (before.gaps, now.gaps),
+    }  # fmt: skip
+    return {name: _ratio(old, new) for name, (old, new) in figures.items() if old}
+
+
+def _ratio(before: list[float], now: list[float]) -> dict[str, float]:
+    ratios = [after / earlier for earlier, after in zip(before, now, strict=True)]
+    return {
+        "before": round(statistics.median(before), 1),
+        "now": round(statistics.median(now), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "mean_ratio": round(statistics.geometric_mean(ratios), 3),
     }
-    figures: dict[str, object] = {}
-    for name, told in names.items():
-        old, new = getattr(before, name), getattr(now, name)
-        if old and new:
-            ratios = [after / earlier for earlier, after in zip(old, new, strict=True)]
-            figures[told] = {
-                "before": round(statistics.median(old), 1),
-                "now": round(statistics.median(new), 1),
-                "ratio": round(statistics.median(ratios), 3),
-                "mean_ratio": round(statistics.geometric_mean(ratios), 3),
-            }
-    return figures
 
 
 def parse() -> argparse.Namespace:

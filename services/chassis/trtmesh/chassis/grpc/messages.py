@@ -80,6 +80,15 @@ class MessageReader:
             return None
         return self._large[-self._large_missing :]
 
+    def whole(self, data: Buffer) -> bytes | None:
+        """The message, if nothing is held and `data` is a small one that is not compressed, as most are; else None."""
+        if self.size or self._large is not None or not _PREFIX.size <= len(data) < MIN_LARGE_BYTES:
+            return None
+        compressed, size = _PREFIX.unpack_from(data)
+        if compressed or _PREFIX.size + size != len(data) or size > self.max_bytes:
+            return None
+        return bytes(data[_PREFIX.size :])
+
     def add(self, data: Buffer) -> None:
         """Takes data. Raises BadMessage for a message that will be too large."""
         if self._large is not None and self._large_missing:
@@ -293,6 +302,12 @@ class ReceivedMessages:
                 ErrorCode.FLOW_CONTROL_ERROR, "DATA exceeds the window of the stream"
             )
         reader = self._reader
+        # One at a time: objects for the smallest messages in a window would take many times its memory.
+        if not self._ready and (message := reader.whole(data)) is not None:
+            self._ready.append((False, message))
+            self._count()
+            self._wake()
+            return
         reader.add(data)
         while reader.complete and reader.has_memory:
             # The next message needs memory before it arrives.
@@ -345,7 +360,8 @@ class ReceivedMessages:
     @property
     def several(self) -> bool:
         """Whether more than one message was received, if only the beginning of a second."""
-        return self._reader.missing < 0 or (self._taken > 0 and self._reader.size > 0)
+        begun = len(self._ready) + (self._reader.size > 0)
+        return self._reader.missing < 0 or self._taken + begun > 1
 
     async def next(self) -> Message | None:
         """The next message, None after the last. Raises BadMessage for an invalid message."""

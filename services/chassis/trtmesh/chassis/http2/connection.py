@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
@@ -298,8 +298,8 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         """The peer processes no stream after `last_stream_id`."""
 
     @abstractmethod
-    def _receive_setting(self, name: int, value: int) -> None:
-        """Takes a setting of servers or of clients alone."""
+    def _take_settings(self, values: Mapping[int, int]) -> None:
+        """Takes the settings of servers or of clients alone, after the others of the same frame."""
 
     def _give_way(self) -> None:
         """Ends what holds most, to make room for other connections: a stream, or the connection."""
@@ -462,8 +462,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
                 self._writer.acknowledge_header_table_size()
             elif name == Setting.MAX_FRAME_SIZE:
                 self._writer.set_max_frame_size(value)
-            else:
-                self._receive_setting(name, value)
+        self._take_settings(values)
 
     def _receive_push_promise(self, received: Frame) -> None:
         raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE is disabled")

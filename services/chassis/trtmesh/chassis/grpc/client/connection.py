@@ -84,12 +84,6 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
             self._fail_handshake(f"{self._address} does not offer {H2} by ALPN: it is no gRPC port")
             self.close()
 
-    def go_on(self, until: float) -> bool:
-        waits = super().go_on(until)
-        if self._settings_received:
-            self._handshake.set()
-        return waits
-
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         # A server judges a certificate after the client's part of the handshake, and uvloop sends no alert.
@@ -196,9 +190,11 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
             if stream_id > last_stream_id:
                 call.disconnect(self._refusal)
 
-    def _receive_setting(self, name: int, value: int) -> None:
-        if name == Setting.MAX_CONCURRENT_STREAMS:
-            self._max_concurrent_streams = value
+    def _take_settings(self, values: Mapping[int, int]) -> None:
+        most = values.get(Setting.MAX_CONCURRENT_STREAMS)
+        if most is not None:
+            self._max_concurrent_streams = most
+        self._handshake.set()
 
 
 class BulkConnection(ClientConnection, asyncio.BufferedProtocol):

@@ -235,7 +235,8 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
                 self.end_with(
                     grpc.StatusCode.INTERNAL, "the call has more than one request message"
                 )
-            self._start_when_complete()
+            if self._task is None:
+                self._start_when_complete()
 
     def wait_for_client(self) -> None:
         """Counts the call as idle until its request is complete, be it one message or a stream."""

@@ -354,7 +354,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
     def _receive_goaway(self, last_stream_id: int, code: ErrorCode, debug_data: str) -> None:
         """The client opens no more streams, and closes after the last call."""
 
-    def _receive_setting(self, name: int, value: int) -> None:
+    def _take_settings(self, values: Mapping[int, int]) -> None:
         """No other setting of a client concerns a server."""
 
 
