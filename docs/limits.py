@@ -161,7 +161,12 @@ TABLES: dict[str, list[Row]] = {
         ("calls at once", MAX_CONCURRENT_STREAMS, "refused"),
         ("messages of a single request", 1, "INTERNAL"),
         ("fields of a message of 128 KiB or more", large_message.MAX_FIELDS, "INVALID_ARGUMENT"),
-        ("numbers in lists of such a message", large_message.MAX_NUMBERS, "INVALID_ARGUMENT"),
+        (
+            "numbers in lists of such a message; those of 64 bits count twice",
+            large_message.MAX_NUMBERS,
+            "INVALID_ARGUMENT",
+        ),
+        ("bytes of texts in such a message", large_message.MAX_TEXT_BYTES, "INVALID_ARGUMENT"),
         ("bytes of a header block", headers.MAX_BLOCK_BYTES, CALM),
         ("bytes of a header list", headers.MAX_HEADER_LIST_SIZE, "RESOURCE_EXHAUSTED"),
         ("bytes of a header list with a block within its limit", headers.MAX_LIST_BYTES, CALM),

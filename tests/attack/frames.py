@@ -143,7 +143,16 @@ def large_message(path: str, build: Callable[[], bytes]) -> Attack:
 @cache
 def _many_dimensions() -> bytes:
     request = kserve.ModelInferRequest(model_name="tensorrt_llm")
-    request.inputs.add(name="input_ids", datatype="INT32", shape=[100] * MAX_NUMBERS)
+    request.inputs.add(name="input_ids", datatype="INT32", shape=[100] * (MAX_NUMBERS // 2))
+    return message(request.SerializeToString())
+
+
+@cache
+def _raw_contents() -> bytes:
+    request = kserve.ModelInferRequest(model_name="tensorrt_llm")
+    size = 60 * 2**20
+    request.inputs.add(name="input_ids", datatype="INT32", shape=[1, size // 4])
+    request.raw_input_contents.append(bytes(size))
     return message(request.SerializeToString())
 
 
@@ -154,12 +163,25 @@ def _long_prompt() -> bytes:
     return message(request.SerializeToString())
 
 
-@cache
-def _large_config() -> bytes:
-    request = router_pb.GenerateRequest()
-    request.items.add().prompt.text = "x"
-    request.config.sampling.embedding_bias.extend([0.5] * (15 * 2**20))
-    return message(request.SerializeToString())
+def _large_config(numbers: int) -> Callable[[], bytes]:
+    @cache
+    def build() -> bytes:
+        request = router_pb.GenerateRequest()
+        request.items.add().prompt.text = "x"
+        request.config.sampling.embedding_bias.extend([0.5] * numbers)
+        return message(request.SerializeToString())
+
+    return build
+
+
+def _long_text(size: int) -> Callable[[], bytes]:
+    @cache
+    def build() -> bytes:
+        request = router_pb.GenerateRequest()
+        request.items.add().prompt.text = "x" * size
+        return message(request.SerializeToString())
+
+    return build
 
 
 @cache
@@ -218,7 +240,11 @@ FLOODS: Mapping[str, Attack] = {
     "gzip bomb": gzip_bomb,
     "dimensions": large_message(INFER, _many_dimensions),
     "long prompts": large_message(GENERATE, _long_prompt),
-    "large configs": large_message(GENERATE, _large_config),
+    "large configs": large_message(GENERATE, _large_config(MAX_NUMBERS)),
+    "60 MiB of numbers": large_message(GENERATE, _large_config(15 * 2**20)),
+    "texts of 15 MiB": large_message(GENERATE, _long_text(15 * 2**20)),
+    "texts of 60 MiB": large_message(GENERATE, _long_text(60 * 2**20)),
+    "raw contents of 60 MiB": large_message(INFER, _raw_contents),
     "long resumptions": large_message(RESUME, _long_resumption),
 }
 """Attacks at the speed of the network, by name."""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.message import DecodeError
-from trtmesh.chassis.grpc.large_message import MAX_FIELDS, MAX_NUMBERS, LargeMessage
+from trtmesh.chassis.grpc.large_message import (
+    MAX_FIELDS,
+    MAX_NUMBERS,
+    MAX_TEXT_BYTES,
+    LargeMessage,
+)
 from trtmesh.chassis.grpc.messages import BadMessage
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.http2.turns import Line, Turns
@@ -18,20 +24,27 @@ from trtmesh.v1 import router_pb2 as pb
 
 MOST_BYTES = 2**26
 
+MOST = MAX_NUMBERS - 1000
+"""Beside the numbers of each request."""
+
 
 async def parsed(data: bytes, kind: Any) -> Any:
     return await LargeMessage(data, kind.DESCRIPTOR, kind.FromString).run(Line(Turns()))
 
 
-def request(inputs: int = 0, ids: int = 0, texts: int = 0, raw: int = 0) -> Any:
-    made = kserve.ModelInferRequest(model_name="m", raw_input_contents=[bytes(raw)])
-    for _ in range(inputs):
+def request(**counts: int) -> Any:
+    """A request with so many parts of each kind, and some more."""
+    of = Counter(counts)
+    made = kserve.ModelInferRequest(model_name="m", raw_input_contents=[bytes(of["raw"])])
+    for _ in range(of["inputs"]):
         made.inputs.add()
     contents = made.inputs.add().contents
-    contents.int64_contents.extend([300] * ids)
-    contents.bytes_contents.extend([b""] * texts)
-    contents.fp32_contents.extend([1.0] * 1000)
-    made.parameters["a"].string_param = "x" * 200
+    contents.int_contents.extend([300] * of["ids"])
+    contents.int64_contents.extend([300] * of["long_ids"])
+    contents.bytes_contents.extend([b""] * of["texts"])
+    contents.fp32_contents.extend([1.0] * of["floats"])
+    contents.fp64_contents.extend([1.0] * (500 + of["doubles"]))
+    made.parameters["a"].string_param = "x" * (200 + of["text_bytes"])
     return made
 
 
@@ -40,7 +53,11 @@ def request(inputs: int = 0, ids: int = 0, texts: int = 0, raw: int = 0) -> Any:
     [
         ({"inputs": 1000}, {"inputs": MAX_FIELDS}, f"more than {MAX_FIELDS} fields"),
         ({"texts": 1000}, {"texts": MAX_FIELDS}, f"more than {MAX_FIELDS} fields"),
-        ({"ids": MAX_NUMBERS}, {"ids": MAX_NUMBERS + 1}, f"more than {MAX_NUMBERS} numbers"),
+        ({"ids": MOST}, {"ids": MOST + 1}, f"more than {MAX_NUMBERS} numbers"),
+        ({"long_ids": MOST // 2}, {"long_ids": MOST // 2 + 1}, f"more than {MAX_NUMBERS} numbers"),
+        ({"floats": MOST}, {"floats": MOST + 1}, f"more than {MAX_NUMBERS} numbers"),
+        ({"doubles": MOST // 2}, {"doubles": MOST // 2 + 1}, f"more than {MAX_NUMBERS} numbers"),
+        ({"text_bytes": MAX_TEXT_BYTES - 300}, {"text_bytes": MAX_TEXT_BYTES}, "bytes of text"),
     ],
 )
 async def test_fields_and_numbers_of_all_parts_count(

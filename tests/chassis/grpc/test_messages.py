@@ -14,7 +14,7 @@ from trtmesh.chassis.grpc.messages import (
     ReceivedMessages,
     pack_prefix,
 )
-from trtmesh.chassis.http2.budget import Budget
+from trtmesh.chassis.http2.budget import Account, Budget
 from trtmesh.chassis.http2.turns import Line, Turns
 
 MOST = 2**27
@@ -89,3 +89,59 @@ def test_large_message_is_handed_over_without_a_copy() -> None:
     assert most < 2**20
     assert reader.take() == (False, b"ab")
     assert (reader.size, reader.missing) == (5, 3)
+
+
+def plain(window: int = 2**20) -> tuple[ReceivedMessages, Account]:
+    account = Budget(2 * MOST).account(lambda: None)
+    reader, line = MessageReader("identity", MOST), Line(Turns())
+    return ReceivedMessages(reader, window, lambda _: None, line, account), account
+
+
+def message(body: bytes) -> bytes:
+    return pack_prefix(0, len(body)) + body
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 6, 7, 100, 2**16])
+async def test_messages_come_whole_and_in_order_however_they_are_cut(size: int) -> None:
+    bodies = [b"a", b"", b"b" * 20, b"c" * 2**17, b"d", b"e", b"", b"f" * 300]
+    data = b"".join(map(message, bodies))
+    received, account = plain()
+    for at in range(0, len(data), size):
+        received.feed(data[at : at + size], 0)
+        assert account.held <= at + size
+    assert [await received.next() for _ in bodies] == bodies
+    assert (received.held, account.held) == (0, 0)
+    received.end()
+    assert await received.next() is None
+
+
+async def test_whole_messages_alternate_with_parts_of_others() -> None:
+    received, account = plain()
+    pieces = [message(b"1"), message(b"22")[:3], message(b"22")[3:], message(b"333"), message(b"4")]
+    for piece in pieces:
+        received.feed(piece, 0)
+    assert [await received.next() for _ in range(2)] == [b"1", b"22"]
+    received.feed(message(b"5"), 0)
+    assert [await received.next() for _ in range(3)] == [b"333", b"4", b"5"]
+    assert account.held == 0
+
+
+async def test_a_second_message_is_seen_wherever_the_first_is() -> None:
+    for first_taken in (False, True):
+        received, _ = plain()
+        received.feed(message(b"a"), 0)
+        assert not received.several
+        if first_taken:
+            await received.next()
+            assert not received.several
+        received.feed(message(b"")[:1], 0)
+        assert received.several
+
+
+async def test_a_message_that_has_arrived_is_freed_with_the_others() -> None:
+    received, account = plain()
+    received.feed(message(bytes(2**17)), 0)
+    assert await received.arrived() == 2**17
+    assert account.held >= 2**17
+    received.drop()
+    assert account.held == 0

@@ -360,11 +360,12 @@ class ReceivedMessages:
     @property
     def several(self) -> bool:
         """Whether more than one message was received, if only the beginning of a second."""
-        begun = len(self._ready) + (self._reader.size > 0)
+        begun = len(self._ready) + (self._inflation is not None) + (self._reader.size > 0)
         return self._reader.missing < 0 or self._taken + begun > 1
 
-    async def next(self) -> Message | None:
-        """The next message, None after the last. Raises BadMessage for an invalid message."""
+    async def arrived(self) -> int | None:
+        """Waits for the next message, and decompresses it; returns its size, None after the last. Raises BadMessage for
+        an invalid message."""
         while not (self._ready or self._reader.complete):
             if self.ended:
                 self._reader.check_end()
@@ -374,11 +375,28 @@ class ReceivedMessages:
                 await self._changed
             finally:
                 self._changed = None
-        compressed, body = self._ready.popleft() if self._ready else self._reader.take()
+        if not self._ready:
+            self._ready.append(self._reader.take())
+        compressed, body = self._ready[0]
+        if not compressed:
+            return len(body)
+        del body
+        inflated = await self._inflated(self._ready.popleft()[1])
+        self._ready.appendleft((False, inflated))
+        self._count()
+        return len(inflated)
+
+    def take(self) -> Message:
+        """The message that has arrived."""
+        _, body = self._ready.popleft()
         self._count()
         self._taken += 1
         self._update_window()
-        return await self._inflated(body) if compressed else body
+        return body
+
+    async def next(self) -> Message | None:
+        """The next message, None after the last. Raises BadMessage for an invalid message."""
+        return None if await self.arrived() is None else self.take()
 
     async def _inflated(self, body: Message) -> bytearray:
         reader = self._reader

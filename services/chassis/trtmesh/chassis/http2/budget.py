@@ -12,8 +12,10 @@ from collections.abc import Callable
 class Budget:
     """The bytes, or calls, held for all connections of a server, or for all clients of a router."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, on_excess: Callable[[], None] | None = None) -> None:
+        """Calls `on_excess` whenever a connection had to give way."""
         self._limit = limit
+        self._on_excess = on_excess
         self._accounts: set[Account] = set()
         self.held = 0
 
@@ -31,6 +33,12 @@ class Budget:
         """Has the largest connection give way beyond the limit."""
         if self.held > self._limit:
             max(self._accounts, key=lambda account: account.held).give_way()
+            if self._on_excess is not None:
+                self._on_excess()
+
+    @property
+    def is_half_spent(self) -> bool:
+        return 2 * self.held > self._limit
 
 
 class Account:

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
+from google.protobuf.descriptor import Descriptor
 from trtmesh.chassis.grpc.large_message import LARGE_BYTES, LargeMessage
 from trtmesh.chassis.grpc.messages import (
     BadMessage,
@@ -335,8 +336,8 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     async def read(self) -> Any:
         """The next request message, or grpc.aio.EOF."""
         try:
-            data = await self._next()
-            return grpc.aio.EOF if data is None else await self._deserialized(data)
+            size = await self._arrived()
+            return grpc.aio.EOF if size is None else await self._message(size)
         except BadMessage as error:
             await self.abort(error.status, str(error))
 
@@ -573,23 +574,24 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     async def _iterate(self) -> AsyncIterator[Any]:
         try:
-            while (data := await self._next()) is not None:
-                yield await self._deserialized(data)
+            while (size := await self._arrived()) is not None:
+                yield await self._message(size)
         except BadMessage as error:
             # For the handler it is the end of the call, not an error of its own.
             await self.abort(error.status, str(error))
 
-    async def _next(self) -> Message | None:
-        """The next message, None after the last; in another turn after a while of messages that were there already."""
+    async def _arrived(self) -> int | None:
+        """Waits for the next message, and for another turn after a while of messages that were there already; its size,
+        None after the last."""
         requests = self._requests
-        if not requests.waiting:
-            data = await requests.next()
-            self._reads_since = perf_counter()
-            return data
-        if perf_counter() - self._reads_since > READING_SECONDS:
-            await self._another_turn()
-            self._reads_since = perf_counter()
-        return await requests.next()
+        if requests.waiting:
+            if perf_counter() - self._reads_since > READING_SECONDS:
+                await self._another_turn()
+                self._reads_since = perf_counter()
+            return await requests.arrived()
+        size = await requests.arrived()
+        self._reads_since = perf_counter()
+        return size
 
     async def _another_turn(self) -> None:
         self._turn = turn = self._loop.create_future()
@@ -602,24 +604,31 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             raise
 
     async def _single_request(self) -> Any:
-        if (data := await self._requests.next()) is None:
+        if (size := await self._requests.arrived()) is None:
             raise BadMessage(grpc.StatusCode.UNIMPLEMENTED, "the call has no request message")
-        return await self._deserialized(data)
+        return await self._message(size)
 
-    async def _deserialized(self, data: Message) -> Any:
-        """A large message is parsed in turns, and counts as unread until then. Raises BadMessage."""
-        size = self.message_bytes = len(data)
-        if size < LARGE_BYTES:
-            return self._parsed(data)
+    async def _message(self, size: int) -> Any:
+        """The message that has arrived. A large one waits as it came until handlers can read it, and is parsed in
+        turns; until then it counts as unread. Raises BadMessage."""
+        self.message_bytes = size
+        if size < LARGE_BYTES or (descriptor := self._descriptor) is None:
+            return self._parsed(self._requests.take())
+        await self._backlog.enter(size)
+        try:
+            # It is gone if the call ended meanwhile.
+            self._check_open()
+            large = LargeMessage(self._requests.take(), descriptor, self._parsed)
+            with self._holding(size):
+                return await large.run(self._line)
+        finally:
+            self._backlog.leave(size)
+
+    @property
+    def _descriptor(self) -> Descriptor | None:
+        """What a request message consists of; None for handlers that parse it themselves."""
         kind = getattr(self._handler.request_deserializer, "__self__", None)
-        if (descriptor := getattr(kind, "DESCRIPTOR", None)) is None:
-            return self._parsed(data)
-        with self._holding(size):
-            await self._backlog.enter(size)
-            try:
-                return await LargeMessage(data, descriptor, self._parsed).run(self._line)
-            finally:
-                self._backlog.leave(size)
+        return getattr(kind, "DESCRIPTOR", None)
 
     @contextmanager
     def holding_message(self, size: int) -> Iterator[None]:

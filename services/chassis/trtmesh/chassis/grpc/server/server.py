@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import grpc
 from trtmesh.chassis.addresses import listeners
+from trtmesh.chassis.allocator import FreePages
 from trtmesh.chassis.arrivals import Arrivals
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
@@ -71,7 +72,8 @@ class GrpcServer(grpc.aio.Server):
         self.compressor = Compressor(compression or CompressionSettings(answers="never"))
         self.turns = Turns()
         self.pacing = Pacing()
-        self.budget = Budget(HELD_MESSAGES * max_message_bytes)
+        free_pages = FreePages(lambda: self.budget.is_half_spent)
+        self.budget = Budget(HELD_MESSAGES * max_message_bytes, free_pages.give_back_soon)
         self.backlog = Backlog()
         self.answers = Budget(HELD_ANSWERS * max_message_bytes)
         self.idle = Budget(IDLE_CALLS * connections.max_open)
