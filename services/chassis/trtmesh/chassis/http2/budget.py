@@ -14,7 +14,7 @@ class Budget:
 
     def __init__(self, limit: int, on_excess: Callable[[], None] | None = None) -> None:
         """Calls `on_excess` whenever a connection had to give way."""
-        self._limit = limit
+        self.limit = limit
         self._on_excess = on_excess
         self._accounts: set[Account] = set()
         self.held = 0
@@ -30,15 +30,14 @@ class Budget:
         self._accounts.discard(account)
 
     def relieve(self) -> None:
-        """Has the largest connection give way beyond the limit."""
-        if self.held > self._limit:
-            max(self._accounts, key=lambda account: account.held).give_way()
-            if self._on_excess is not None:
-                self._on_excess()
+        """Has the largest connection give way."""
+        max(self._accounts, key=lambda account: account.held).give_way()
+        if self._on_excess is not None:
+            self._on_excess()
 
     @property
     def is_half_spent(self) -> bool:
-        return 2 * self.held > self._limit
+        return 2 * self.held > self.limit
 
 
 class Account:
@@ -54,10 +53,11 @@ class Account:
         """Counts what is held from now on, or no longer if `size` is negative."""
         if self._closed:
             return
+        budget = self._budget
         self.held += size
-        self._budget.held += size
-        if size > 0:
-            self._budget.relieve()
+        budget.held += size
+        if size > 0 and budget.held > budget.limit:
+            budget.relieve()
 
     def close(self) -> None:
         """The connection or client is lost: what is held for it counts no longer, and is freed with its calls."""
