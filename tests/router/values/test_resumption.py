@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,7 +20,7 @@ from router.scripted import (
 from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.router.values.request import MAX_REQUEST_TOKENS, parse_request
-from trtmesh.router.values.resumption import parse_received
+from trtmesh.router.values.resumption import Received, ReceivedSequence, parse_received
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import router_pb2_grpc
@@ -143,3 +144,10 @@ def test_what_was_received_is_counted_before_it_is_copied(more: Any, field: str)
     with pytest.raises(InvalidField, match="entries but must have at most") as refused:
         parse_received(router_pb.ResumeRequest(request=request, **more), valid)
     assert refused.value.field == field
+
+
+def test_finished_sequences_are_within_the_model_s_length_too() -> None:
+    open_one = ReceivedSequence(array("I", [1] * 3))
+    finished = ReceivedSequence(array("I", [1] * 5), pb.FINISH_REASON_LENGTH)
+    received = Received({(0, 0): open_one, (0, 1): finished, (1, 0): open_one})
+    assert [received.longest(item) for item in range(3)] == [4, 3, 0]

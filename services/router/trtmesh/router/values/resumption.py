@@ -43,11 +43,12 @@ class Received:
         return any(index == batch_index for index, _ in self.sequences)
 
     def longest(self, batch_index: int) -> int:
-        """Most received tokens of a sequence of an item that is to continue."""
+        """Most received tokens of a sequence of an item that is to continue. The last token of a finished one does not
+        count: no other follows it."""
         lengths = (
-            len(sequence.token_ids)
+            len(sequence.token_ids) - (sequence.reason is not None)
             for (index, _), sequence in self.sequences.items()
-            if index == batch_index and sequence.reason is None
+            if index == batch_index
         )
         return max(lengths, default=0)
 
