@@ -131,7 +131,9 @@ def compared(before: Found, now: Found) -> dict[str, object]:
 
 
 def _ratio(before: list[float], now: list[float]) -> dict[str, float]:
-    ratios = [after / earlier for earlier, after in zip(before, now, strict=True)]
+    # Threads that end take their time from the account: a figure may not be positive.
+    pairs = zip(before, now, strict=True)
+    ratios = [after / earlier for earlier, after in pairs if min(after, earlier) > 0]
     return {
         "before": round(statistics.median(before), 1),
         "now": round(statistics.median(now), 1),

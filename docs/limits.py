@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtmesh.chassis import errors, http_server, logs, metrics_endpoint, parsing
-from trtmesh.chassis.grpc import large_message
+from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS
 from trtmesh.chassis.grpc.server.connection import MAX_CONCURRENT_STREAMS
 from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE_CALLS
@@ -60,6 +60,7 @@ def _table(title: str, rows: list[Row]) -> Iterator[str]:
 
 
 _HTTP, _ROUTER, _ENCODING = HttpSettings(), RouterSettings(engines=()), EncodingSettings()
+_MESSAGE = MessageLimits()
 
 TABLES: dict[str, list[Row]] = {
     "A request, on every door": [
@@ -160,13 +161,13 @@ TABLES: dict[str, list[Row]] = {
         ),
         ("calls at once", MAX_CONCURRENT_STREAMS, "refused"),
         ("messages of a single request", 1, "INTERNAL"),
-        ("fields of a message of 128 KiB or more", large_message.MAX_FIELDS, "INVALID_ARGUMENT"),
+        ("fields of a message of 128 KiB or more", _MESSAGE.fields, "INVALID_ARGUMENT"),
         (
-            "numbers in lists of such a message; those of 64 bits count twice",
-            large_message.MAX_NUMBERS,
+            "numbers in lists of such a message; 64-bit numbers count twice",
+            _MESSAGE.numbers,
             "INVALID_ARGUMENT",
         ),
-        ("bytes of texts in such a message", large_message.MAX_TEXT_BYTES, "INVALID_ARGUMENT"),
+        ("bytes of texts in such a message", _MESSAGE.text_bytes, "INVALID_ARGUMENT"),
         ("bytes of a header block", headers.MAX_BLOCK_BYTES, CALM),
         ("bytes of a header list", headers.MAX_HEADER_LIST_SIZE, "RESOURCE_EXHAUSTED"),
         ("bytes of a header list with a block within its limit", headers.MAX_LIST_BYTES, CALM),

@@ -62,8 +62,9 @@ async def attack(site: Site, name: str, connections: int, seconds: float, patien
     gap = max(gap, await site.control_gap_ms())
     # A row of the table in docs/security.md.
     print(
-        f"\n| {name} | {connections} | {gap:.0f} ms | {control:.0f} ms | +{extra / 2**20:.0f} MiB"
-        f" | {toll.sent / 2**20:.1f} MiB | {toll.goaways} | {toll.ends} |"
+        f"\n| {name} | {connections} | {gap:.0f} ms | {before / 2**20:.0f} MiB | +{extra / 2**20:.0f} MiB |"
+        f"\nquiet: {control:.0f} ms; {toll.sent / 2**20:.1f} MiB were sent, {toll.goaways} connections told to go, and"
+        f" {toll.ends} ended"
     )
     slowness = max(1.0, control / QUIET_GAP_MS)
     return Run(gap - control - EXTRA_GAP_MS * slowness, extra, toll)

@@ -10,12 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import DecodeError
-from trtmesh.chassis.grpc.large_message import (
-    MAX_FIELDS,
-    MAX_NUMBERS,
-    MAX_TEXT_BYTES,
-    LargeMessage,
-)
+from trtmesh.chassis.grpc.large_message import LargeMessage, MessageLimits
 from trtmesh.chassis.grpc.messages import BadMessage
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.http2.turns import Line, Turns
@@ -23,13 +18,14 @@ from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.v1 import router_pb2 as pb
 
 MOST_BYTES = 2**26
+LIMITS = MessageLimits()
 
-MOST = MAX_NUMBERS - 1000
+MOST = LIMITS.numbers - 1000
 """Beside the numbers of each request."""
 
 
 async def parsed(data: bytes, kind: Any) -> Any:
-    return await LargeMessage(data, kind.DESCRIPTOR, kind.FromString).run(Line(Turns()))
+    return await LargeMessage(data, kind.DESCRIPTOR, kind.FromString, LIMITS).run(Line(Turns()))
 
 
 def request(**counts: int) -> Any:
@@ -51,13 +47,21 @@ def request(**counts: int) -> Any:
 @pytest.mark.parametrize(
     ("good", "bad", "said"),
     [
-        ({"inputs": 1000}, {"inputs": MAX_FIELDS}, f"more than {MAX_FIELDS} fields"),
-        ({"texts": 1000}, {"texts": MAX_FIELDS}, f"more than {MAX_FIELDS} fields"),
-        ({"ids": MOST}, {"ids": MOST + 1}, f"more than {MAX_NUMBERS} numbers"),
-        ({"long_ids": MOST // 2}, {"long_ids": MOST // 2 + 1}, f"more than {MAX_NUMBERS} numbers"),
-        ({"floats": MOST}, {"floats": MOST + 1}, f"more than {MAX_NUMBERS} numbers"),
-        ({"doubles": MOST // 2}, {"doubles": MOST // 2 + 1}, f"more than {MAX_NUMBERS} numbers"),
-        ({"text_bytes": MAX_TEXT_BYTES - 300}, {"text_bytes": MAX_TEXT_BYTES}, "bytes of text"),
+        ({"inputs": 1000}, {"inputs": LIMITS.fields}, f"more than {LIMITS.fields} fields"),
+        ({"texts": 1000}, {"texts": LIMITS.fields}, f"more than {LIMITS.fields} fields"),
+        ({"ids": MOST}, {"ids": MOST + 1}, f"more than {LIMITS.numbers} numbers"),
+        (
+            {"long_ids": MOST // 2},
+            {"long_ids": MOST // 2 + 1},
+            f"more than {LIMITS.numbers} numbers",
+        ),
+        ({"floats": MOST}, {"floats": MOST + 1}, f"more than {LIMITS.numbers} numbers"),
+        ({"doubles": MOST // 2}, {"doubles": MOST // 2 + 1}, f"more than {LIMITS.numbers} numbers"),
+        (
+            {"text_bytes": LIMITS.text_bytes - 300},
+            {"text_bytes": LIMITS.text_bytes},
+            "bytes of text",
+        ),
     ],
 )
 async def test_fields_and_numbers_of_all_parts_count(
@@ -71,11 +75,36 @@ async def test_fields_and_numbers_of_all_parts_count(
 
 
 @pytest.mark.parametrize(
+    "parts",
+    [
+        {"texts": LIMITS.fields},
+        {"ids": LIMITS.numbers},
+        {"floats": LIMITS.numbers},
+        {"text_bytes": LIMITS.text_bytes},
+    ],
+)
+async def test_a_malformed_rest_hides_nothing(parts: dict[str, int]) -> None:
+    data = request(**parts).SerializeToString() + b"\x80"
+    with pytest.raises(BadMessage):
+        await parsed(data, kserve.ModelInferRequest)
+
+
+async def test_without_limits_nothing_is_counted() -> None:
+    data = request(ids=LIMITS.numbers).SerializeToString()
+    parse: Any = kserve.ModelInferRequest.FromString
+    unlimited = LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, parse, None)
+    contents = (await unlimited.run(Line(Turns()))).inputs[0].contents
+    assert len(contents.int_contents) == LIMITS.numbers
+
+
+@pytest.mark.parametrize(
     "data", [b"\xff" * 2**20, b"\x0a" * 999, b"\x2a\xff\xff\xff\xff\x0f", b"\x2a", b"\x2b" * 99]
 )
 async def test_malformed_message_is_left_to_its_parser(data: bytes) -> None:
     found: list[Any] = []
-    await LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, found.append).run(Line(Turns()))
+    await LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, found.append, LIMITS).run(
+        Line(Turns())
+    )
     assert found == [data]
     with pytest.raises(DecodeError):
         kserve.ModelInferRequest.FromString(data)
@@ -90,7 +119,7 @@ async def test_parsing_is_paid_with_the_turns_that_follow() -> None:
         ends.append(passes)
 
     parsing = [
-        LargeMessage(b"", kserve.ModelInferRequest.DESCRIPTOR, parse).run(Line(turns))
+        LargeMessage(b"", kserve.ModelInferRequest.DESCRIPTOR, parse, LIMITS).run(Line(turns))
         for _ in range(3)
     ]
     waiting = asyncio.gather(*parsing)
@@ -105,9 +134,11 @@ async def test_parsing_is_paid_with_the_turns_that_follow() -> None:
 
 async def test_other_connections_have_turns_in_between() -> None:
     turns, turn = Turns(), 0
-    data = request(inputs=MAX_FIELDS - 10_000).SerializeToString()
+    data = request(inputs=LIMITS.fields - 10_000).SerializeToString()
     checking = asyncio.create_task(
-        LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, lambda _: None).run(Line(turns))
+        LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, lambda _: None, LIMITS).run(
+            Line(turns)
+        )
     )
     while not checking.done():
         await asyncio.sleep(0)
@@ -117,7 +148,7 @@ async def test_other_connections_have_turns_in_between() -> None:
 
 
 async def test_server_refuses_a_message_of_too_many_fields() -> None:
-    server = GrpcServer(MOST_BYTES)
+    server = GrpcServer(MOST_BYTES, message_limits=LIMITS)
 
     sizes = set[int]()
 
@@ -149,10 +180,10 @@ async def test_server_refuses_a_message_of_too_many_fields() -> None:
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    good = b"\x1a\x00" * (MAX_FIELDS // 2)
-    bad = b"\x1a\x00" * (MAX_FIELDS + 1)
+    good = b"\x1a\x00" * (LIMITS.fields // 2)
+    bad = b"\x1a\x00" * (LIMITS.fields + 1)
     items = len(pb.GenerateRequest.FromString(good).items)
-    assert items == MAX_FIELDS // 2, "the tag is that of an item"
+    assert items == LIMITS.fields // 2, "the tag is that of an item"
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         one: Any = channel.unary_unary("/a.B/One", response_deserializer=pb.StopResponse.FromString)
         read: Any = channel.stream_unary(

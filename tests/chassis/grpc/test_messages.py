@@ -60,7 +60,7 @@ async def test_the_budget_ends_the_call_that_decompresses() -> None:
     assert (small.held, account.held, budget.held) == (1005, 1005, 1005)
 
 
-async def test_a_cancelled_reader_frees_what_it_decompressed() -> None:
+async def test_a_cancelled_reader_frees_what_it_decompressed_and_may_come_again() -> None:
     account = Budget(2 * MOST).account(lambda: None)
     messages = ReceivedMessages(
         MessageReader("gzip", MOST), 2**20, lambda _: None, Line(Turns()), account
@@ -71,6 +71,10 @@ async def test_a_cancelled_reader_frees_what_it_decompressed() -> None:
     await _passes_until_held(messages, len(body) + 8 * INFLATED_BYTES)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
+    assert account.held == messages.held == len(body)
+    messages.feed(pack_prefix(0, 1) + b"a", 0)
+    assert await messages.next() == bytes(MOST - 1)
+    assert await messages.next() == b"a"
     assert account.held == 0
 
 

@@ -149,13 +149,23 @@ def test_version_that_cannot_be_delivered_waits_for_a_holder(policy: str) -> Non
     wanted = replace(need(), deliverable=False)
     fleet = fleet_of([(0, None), (60, Place.HOST)], wanted)
     assert place(policy, fleet, query(wanted)).chosen is fleet[1]
-    away = worker("away", model="", problem="it does not answer")
+    ready = fleet[0]
+    for known_model in ("", "m"):
+        away = worker("away", model=known_model, problem="it does not answer")
+        with pytest.raises(NoWorker):
+            place(policy, [ready, away], query(wanted))
     with pytest.raises(NoWorker):
-        place(policy, [fleet[0], away], query(wanted))
-    other = worker("other", model="another")
-    with pytest.raises(AdapterNotFound) as evicted:
-        place(policy, [fleet[0], other], query(wanted))
-    assert (evicted.value.field, evicted.value.value) == ("lora.id", "7")
+        place(policy, fleet, query(wanted, exclude={fleet[1].address: "draining"}))
+    hopeless = (
+        worker("other", model="another"),
+        worker("other", model="another", problem="it does not answer"),
+        worker("short", max_sequence_tokens=5),
+        worker("lacks", supported_fields=frozenset(), problem="draining"),
+    )
+    for other in hopeless:
+        with pytest.raises(AdapterNotFound) as evicted:
+            place(policy, [ready, other], query(wanted))
+        assert (evicted.value.field, evicted.value.value) == ("lora.id", "7")
 
 
 def test_load_of_an_adapter_costs_what_remains_of_it() -> None:

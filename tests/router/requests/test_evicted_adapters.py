@@ -11,7 +11,8 @@ from trtmesh.v1 import generation_pb2 as pb
 NUMBER, VERSION = 7, "v1"
 ABSENT = epb.ADAPTER_PLACE_ABSENT
 ADAPTER = pb.LoraConfig(id=NUMBER)
-PATIENT = {"worker_wait_seconds": 60}
+PATIENT = {"worker_wait_seconds": 3600}
+"""Longer than a test may take."""
 
 
 def engines() -> list[ScriptedEngine]:

@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from trtmesh.chassis.addresses import listen
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
+from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.grpc.server.server import Guard
 from trtmesh.chassis.health import Health
@@ -78,6 +79,8 @@ class Runtime:
     """Refuses calls on the port of the process."""
     compression: CompressionSettings | None = None
     """Of answers on the port of the process; without it none is compressed."""
+    message_limits: MessageLimits | None = None
+    """Of large messages there; without it the clients are services of the mesh."""
     addresses: dict[str, str] = field(default_factory=dict)
     """Additional addresses, by the name for the announcement."""
     failure: asyncio.Future[BaseException] = field(
@@ -131,6 +134,7 @@ class _Process:
             certificates.server(H2),
             self._settings.connections,
             runtime.compression,
+            runtime.message_limits,
         )
         following = asyncio.create_task(certificates.follow())
         following.add_done_callback(partial(_fail_with, runtime))

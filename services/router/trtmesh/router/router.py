@@ -14,6 +14,7 @@ from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.foreign_address import ForeignAddress, is_foreign, parse_engine
+from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.http2.turns import Turns as LinkTurns
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
@@ -68,6 +69,7 @@ class Router:
         self._callers = Callers(settings.api_keys, settings.rate_limit, self._metrics)
         runtime.guard = CallerGuard(self._callers) if self._callers.check_keys else None
         runtime.compression = settings.compression
+        runtime.message_limits = MessageLimits()
         self._turns = Turns()
         self._fleet = Fleet(settings.placement, self._metrics, settings.handoff)
         self._followed = self._followed_router() if settings.adapters.follow else None

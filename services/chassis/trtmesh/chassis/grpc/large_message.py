@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -22,15 +22,19 @@ from trtmesh.chassis.http2.turns import Line
 LARGE_BYTES = 2**17
 """Least size of a message whose fields are counted: smaller ones are parsed in 5 ms, whatever they are."""
 
-MAX_FIELDS = 2**18
-"""Most fields of a large message, those of its parts included."""
 
-MAX_NUMBERS = 3 * 2**20
-"""Most numbers in lists, those of 64 bits counted twice: a prompt's ids and a list of every other kind. They are parsed
-in 50 ms."""
+@dataclass(frozen=True, slots=True)
+class MessageLimits:
+    """Limits of a large message of a stranger."""
 
-MAX_TEXT_BYTES = 2**24
-"""Most bytes of strings: to check that they are UTF-8, and to decode them, takes 2 ms for each million."""
+    fields: int = 2**18
+    """Those of its parts included."""
+    numbers: int = 3 * 2**20
+    """Numbers in lists, with 64-bit numbers counted twice: a prompt's ids and a list of every other kind. They are
+    parsed in 50 ms."""
+    text_bytes: int = 2**24
+    """Bytes of strings: to check that they are UTF-8, and to decode them, takes 2 ms for each million."""
+
 
 STEP_FIELDS, STEP_BYTES = 64, 2**19
 """Fields, and bytes of numbers, counted at once."""
@@ -57,9 +61,14 @@ class LargeMessage:
     """One message, counted and parsed in turns."""
 
     def __init__(
-        self, data: Message, descriptor: Descriptor, parse: Callable[[Message], Any]
+        self,
+        data: Message,
+        descriptor: Descriptor,
+        parse: Callable[[Message], Any],
+        limits: MessageLimits | None,
     ) -> None:
-        self._steps = self._count_and_parse(data, descriptor, parse)
+        """Without `limits`, nothing is counted."""
+        self._steps = self._count_and_parse(data, descriptor, parse, limits)
         self._parsed: Any = None
         self._problem: BadMessage | None = None
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,25 +102,52 @@ class LargeMessage:
             self._done.set_result(None)
 
     def _count_and_parse(
-        self, data: Message, descriptor: Descriptor, parse: Callable[[Message], Any]
+        self,
+        data: Message,
+        descriptor: Descriptor,
+        parse: Callable[[Message], Any],
+        limits: MessageLimits | None,
     ) -> Iterator[None]:
-        # The parser of a malformed message says what is wrong.
-        with suppress(IndexError):
-            yield from _count(memoryview(data), descriptor)
+        if limits is not None:
+            yield from _count(memoryview(data), descriptor, limits)
         self._parsed = parse(data)
 
 
-def _count(data: memoryview, descriptor: Descriptor) -> Iterator[None]:
-    """Raises BadMessage beyond the limits, and IndexError at the end of a malformed message."""
-    counts = _Counts()
-    parts: list[tuple[int, int, Any]] = [(0, len(data), descriptor.fields_by_number)]
-    """Where the messages begin and end that are still to be read, and their fields."""
+def _count(data: memoryview, descriptor: Descriptor, limits: MessageLimits) -> Iterator[None]:
+    """Raises BadMessage beyond the limits. Passes over what is malformed: its parser says what is wrong."""
+    counts = _Counts(limits)
+    parts = [_Part(0, len(data), descriptor.fields_by_number)]
     while parts:
-        at, end, known = parts.pop()
+        with suppress(IndexError):
+            yield from counts.add_fields(data, parts.pop(), parts)
+    counts.check()
+
+
+class _Part(NamedTuple):
+    """Where a message within the message begins and ends, and its fields."""
+
+    first: int
+    end: int
+    known: Any
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What a message contains so far."""
+
+    limits: MessageLimits
+    fields: int = 0
+    numbers: int = 0
+    text_bytes: int = 0
+
+    def add_fields(self, data: memoryview, part: _Part, parts: list[_Part]) -> Iterator[None]:
+        """Counts the fields of a part, in turns, and adds the parts within it. Raises IndexError where a malformed part
+        ends."""
+        at, end, known = part
         while at < end:
-            counts.fields += 1
-            if counts.fields % STEP_FIELDS == 0:
-                counts.check()
+            self.fields += 1
+            if self.fields % STEP_FIELDS == 0:
+                self.check()
                 yield
             tag, at = _varint(data, at)
             kind = tag & 7
@@ -121,24 +157,14 @@ def _count(data: memoryview, descriptor: Descriptor) -> Iterator[None]:
                 size, at = _varint(data, at)
                 field, last = known.get(tag >> 3), min(at + size, end)
                 if field is not None and size and field.message_type is not None:
-                    parts.append((at, last, field.message_type.fields_by_number))
+                    parts.append(_Part(at, last, field.message_type.fields_by_number))
                 elif field is not None:
-                    yield from counts.add(data[at:last], field.type)
+                    yield from self.add(data[at:last], field.type)
                 at += size
             elif kind == _FIXED_64:
                 at += 8
             elif kind == _FIXED_32:
                 at += 4
-    counts.check()
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What a message contains so far."""
-
-    fields: int = 0
-    numbers: int = 0
-    text_bytes: int = 0
 
     def add(self, content: memoryview, kind: int) -> Iterator[None]:
         """Counts the content of a field of a type, in turns."""
@@ -153,13 +179,15 @@ class _Counts:
                 self.numbers += weight * len(piece.translate(None, _NOT_LAST))
                 self.check()
                 yield
+        self.check()
 
     def check(self) -> None:
         """Raises BadMessage beyond a limit."""
+        limits = self.limits
         for count, most, what, instead in (
-            (self.fields, MAX_FIELDS, "fields", "large tensors as raw contents"),
-            (self.numbers, MAX_NUMBERS, "numbers in lists", "large tensors as raw contents"),
-            (self.text_bytes, MAX_TEXT_BYTES, "bytes of text", "fewer texts in a request"),
+            (self.fields, limits.fields, "fields", "large tensors as raw contents"),
+            (self.numbers, limits.numbers, "numbers in lists", "large tensors as raw contents"),
+            (self.text_bytes, limits.text_bytes, "bytes of text", "fewer texts in a request"),
         ):
             if count > most:
                 raise BadMessage(

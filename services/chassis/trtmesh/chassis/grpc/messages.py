@@ -265,8 +265,8 @@ class ReceivedMessages:
     """The received messages of one call, bounded by the stream's flow-control window.
 
     The peer may send one window ahead of the reader. A longer message is admitted whole after all others are read: at
-    most a window and a message of the largest size are held. Messages are split and decompressed when they are read,
-    so that data costs no time before.
+    most a window and a message of the largest size are held. Parts of messages are joined, and messages decompressed,
+    when they are read.
     """
 
     def __init__(
@@ -354,13 +354,13 @@ class ReceivedMessages:
 
     @property
     def waiting(self) -> bool:
-        """Whether `next` has not to wait for data."""
+        """Whether `next` need not wait for data."""
         return self.ended or self._reader.complete or bool(self._ready)
 
     @property
     def several(self) -> bool:
         """Whether more than one message was received, if only the beginning of a second."""
-        begun = len(self._ready) + (self._inflation is not None) + (self._reader.size > 0)
+        begun = len(self._ready) + (self._reader.size > 0)
         return self._reader.missing < 0 or self._taken + begun > 1
 
     async def arrived(self) -> int | None:
@@ -378,13 +378,15 @@ class ReceivedMessages:
         if not self._ready:
             self._ready.append(self._reader.take())
         compressed, body = self._ready[0]
-        if not compressed:
-            return len(body)
-        del body
-        inflated = await self._inflated(self._ready.popleft()[1])
-        self._ready.appendleft((False, inflated))
-        self._count()
-        return len(inflated)
+        if compressed:
+            # It stays until then: a reader that is cancelled meanwhile may come again.
+            body = await self._inflated(body)
+            if not self._dropped:
+                self._ready[0] = (False, body)
+                self._count()
+            if self._dropped:
+                raise BadMessage(grpc.StatusCode.CANCELLED, "the call has ended")
+        return len(body)
 
     def take(self) -> Message:
         """The message that has arrived."""

@@ -35,10 +35,6 @@ class Budget:
         if self._on_excess is not None:
             self._on_excess()
 
-    @property
-    def is_half_spent(self) -> bool:
-        return 2 * self.held > self.limit
-
 
 class Account:
     """What is held for one connection or client."""

@@ -110,22 +110,37 @@ def _too_many(able: Sequence[WorkerSnapshot], query: PlacementQuery) -> InvalidF
     return InvalidField.of(field, count, f"at most {most}, the limit of model {query.model}")
 
 
-def _is_evicted(fleet: Sequence[WorkerSnapshot], excluded: Sequence[str], model: str) -> bool:
-    """Whether all workers of the model are ready without the item's adapter; one that is not ready may bring it."""
-    reasons = [
-        why
-        for worker, why in zip(fleet, excluded, strict=True)
-        if worker.problem or worker.model == model
-    ]
-    return bool(reasons) and all(why == ADAPTER_ABSENT for why in reasons)
+def _is_nowhere(
+    fleet: Sequence[WorkerSnapshot], excluded: Sequence[str], query: PlacementQuery
+) -> bool:
+    """Whether workers could take the item but for its adapter, and none that is not ready may bring it."""
+    lacks = False
+    for worker, why in zip(fleet, excluded, strict=True):
+        if why == ADAPTER_ABSENT:
+            lacks = True
+        elif _may_take_later(worker, query):
+            return False
+    return lacks
 
 
-def _evicted(adapter: Adapter, model: str) -> AdapterNotFound:
+def _nowhere(adapter: Adapter, model: str) -> AdapterNotFound:
     return AdapterNotFound(
-        f"is {adapter.id}, an adapter that every worker of model {model} evicted and that this router does not have;"
-        " send it with its weights, or register it with `trtmesh adapters add`",
+        f"is {adapter.id}, an adapter that no worker of model {model} holds any more and that this router does not"
+        " have; send it with its weights, or register it with `trtmesh adapters add`",
         field="lora.id",
         value=str(adapter.id),
+    )
+
+
+def _may_take_later(worker: WorkerSnapshot, query: PlacementQuery) -> bool:
+    """Whether a worker that is not ready, or left out for now, may take the item one day."""
+    if not worker.problem and worker.address not in query.exclude:
+        return False
+    return not worker.model or (
+        worker.model == query.model
+        and query.prompt_tokens < worker.max_sequence_tokens
+        and query.fields <= worker.supported_fields
+        and not too_many(worker, query)
     )
 
 
@@ -142,8 +157,8 @@ def _refusal(
     if fit and not long_enough:
         most = max(worker.max_sequence_tokens for worker in fit)
         return _too_long(query.model, query.prompt_tokens, most)
-    if query.adapter and _is_evicted(fleet, excluded, query.model):
-        return _evicted(query.adapter.adapter, query.model)
+    if query.adapter and _is_nowhere(fleet, excluded, query):
+        return _nowhere(query.adapter.adapter, query.model)
     reasons = "; ".join(
         f"{worker.worker or worker.address}: {why}"
         for worker, why in zip(fleet, excluded, strict=True)

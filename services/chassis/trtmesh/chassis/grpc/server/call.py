@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 from google.protobuf.descriptor import Descriptor
-from trtmesh.chassis.grpc.large_message import LARGE_BYTES, LargeMessage
+from trtmesh.chassis.grpc.large_message import LARGE_BYTES, LargeMessage, MessageLimits
 from trtmesh.chassis.grpc.messages import (
     BadMessage,
     Message,
@@ -95,6 +95,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         "_loop",
         "_max_message_bytes",
         "_max_plain_bytes",
+        "_message_limits",
         "_metadata",
         "_note_served",
         "_opened_at",
@@ -131,6 +132,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         line: Line,
         account: Account,
         backlog: Backlog,
+        message_limits: MessageLimits | None,
         unread: Account,
         idle: Account,
         count_failure: Callable[[], None],
@@ -150,6 +152,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._line = line
         self._account = account
         self._backlog = backlog
+        self._message_limits = message_limits
         self._checking = 0
         """Bytes of messages that are being parsed, or wait to be read."""
         self.message_bytes = 0
@@ -618,7 +621,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         try:
             # It is gone if the call ended meanwhile.
             self._check_open()
-            large = LargeMessage(self._requests.take(), descriptor, self._parsed)
+            data = self._requests.take()
+            large = LargeMessage(data, descriptor, self._parsed, self._message_limits)
+            # Freed as soon as it is parsed.
+            del data
             with self._holding(size):
                 return await large.run(self._line)
         finally:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import grpc
 from trtmesh.chassis.arrivals import Arrivals
+from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server.backlog import Backlog
 from trtmesh.chassis.grpc.server.call import Handler, ServerCall
 from trtmesh.chassis.grpc.server.compression import Compressor
@@ -76,6 +77,7 @@ class Owner(Protocol):
     pacing: Pacing
     budget: Budget
     backlog: Backlog
+    message_limits: MessageLimits | None
     answers: Budget
     """Bytes that clients have not read."""
     idle: Budget
@@ -260,6 +262,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             self._line,
             self._account,
             self._owner.backlog,
+            self._owner.message_limits,
             self._unread,
             self._idle,
             self._count_failure,

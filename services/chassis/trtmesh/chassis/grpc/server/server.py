@@ -15,6 +15,7 @@ from trtmesh.chassis.allocator import FreePages
 from trtmesh.chassis.arrivals import Arrivals
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
+from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server.backlog import Backlog
 from trtmesh.chassis.grpc.server.call import Handler
 from trtmesh.chassis.grpc.server.compression import Compressor
@@ -63,8 +64,10 @@ class GrpcServer(grpc.aio.Server):
         tls: ServerTls | None = None,
         connections: ConnectionSettings | None = None,
         compression: CompressionSettings | None = None,
+        message_limits: MessageLimits | None = None,
     ) -> None:
-        """Without `compression` answers are sent as they are."""
+        """Without `compression` answers are sent as they are. Without `message_limits` clients are trusted with the
+        time that their messages take."""
         connections = connections or ConnectionSettings()
         self.max_age_seconds = connections.max_age_seconds
         self.unread_seconds = connections.unread_seconds
@@ -72,8 +75,8 @@ class GrpcServer(grpc.aio.Server):
         self.compressor = Compressor(compression or CompressionSettings(answers="never"))
         self.turns = Turns()
         self.pacing = Pacing()
-        free_pages = FreePages(lambda: self.budget.is_half_spent)
-        self.budget = Budget(HELD_MESSAGES * max_message_bytes, free_pages.give_back_soon)
+        self.budget = Budget(HELD_MESSAGES * max_message_bytes, FreePages().give_back_soon)
+        self.message_limits = message_limits
         self.backlog = Backlog()
         self.answers = Budget(HELD_ANSWERS * max_message_bytes)
         self.idle = Budget(IDLE_CALLS * connections.max_open)
