@@ -62,7 +62,7 @@ async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEng
         backend,
     )
     runtime.health = Health(service.service_names)
-    server = GrpcServer(MESSAGE_BYTES)
+    server = GrpcServer(MESSAGE_BYTES, message_limits=runtime.message_limits)
     await runtime.health.register(server)
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -23,6 +23,7 @@ from engine_streams import (
 from recording_backend import INFO, RecordingBackend
 from trtmesh.chassis.errors import BackendFailed, OutOfBlocks
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
+from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import (
     BlocksCleared,
@@ -278,6 +279,17 @@ class TestRefusedItems:
             end = (await stream.end(1)).end
             assert end is not None
             assert words in end.error.message
+
+    async def test_command_beyond_a_strangers_limits_ends_only_its_item(self) -> None:
+        """The router writes lists that its client sent as tensors, texts or nothing at all."""
+        prompt = [1] * (MessageLimits().numbers + 1)
+        async with serving(simulated()) as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(1, prompt=prompt), submit(2))
+            ended = await stream.ends([1, 2])
+            assert (large := ended[1].end)
+            assert (small := ended[2].end)
+            assert large.error.reason == "PROMPT_TOO_LONG"
+            assert small.reason == pb.FINISH_REASON_LENGTH
 
     async def test_beams_start_from_prompt_within_limit(self) -> None:
         fields = frozenset(
