@@ -178,7 +178,7 @@ async def test_unread_answers_end_the_call_that_compresses_most() -> None:
     async with compressing(ASKED) as example, wired(example) as wire:
         wire.send(wire.call(3, "Many"), wire.data(3, b"1,100000"))
         await until(lambda: 0 < unread(example) < 100_000)
-        example.server.answers._limit = MOST_BYTES
+        example.server.answers.limit = MOST_BYTES
         wire.send(large_call(wire, stream=5))
         assert await wire.error() == (5, ErrorCode.ENHANCE_YOUR_CALM)
         await until(lambda: 0 < unread(example) < 100_000)

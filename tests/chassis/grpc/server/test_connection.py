@@ -649,7 +649,7 @@ async def test_incomplete_frames_count_as_unread(example: Example) -> None:
 
 async def test_the_largest_unread_answer_gives_way(example: Example) -> None:
     """Unread answers have a total; who holds little is not disturbed."""
-    example.server.answers._limit = 3 * 2**20
+    example.server.answers.limit = 3 * 2**20
     no_window = {Setting.INITIAL_WINDOW_SIZE: 10}
     async with wired(example, no_window) as modest, wired(example, no_window) as greedy:
         modest.send(modest.call(1, "Many"), modest.data(1, b"1,100000"))
@@ -677,7 +677,7 @@ async def test_what_a_transport_holds_counts_as_unread(example: Example) -> None
         while example.server.answers.held < MAX_PASS_BYTES:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await modest.echoes(1)
-        example.server.answers._limit = MAX_PASS_BYTES
+        example.server.answers.limit = MAX_PASS_BYTES
         modest.send(raw_settings((Setting.INITIAL_WINDOW_SIZE, 10)), modest.call(3, "Many"))
         modest.send(modest.data(3, b"1,1000"))
         with suppress(ConnectionError):
