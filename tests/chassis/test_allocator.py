@@ -1,4 +1,4 @@
-"""Free pages of the heap, given back after an excess."""
+"""Free pages of the heap, given back while much is held."""
 
 from __future__ import annotations
 

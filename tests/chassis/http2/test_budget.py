@@ -36,12 +36,15 @@ def test_a_closed_connection_holds_nothing() -> None:
     assert budget.held == 0
 
 
-def test_excess_is_told_each_time() -> None:
+def test_what_is_added_beyond_a_quarter_is_told() -> None:
     told = list[int]()
     budget = Budget(100, lambda: told.append(budget.held))
     account = budget.account(lambda: account.add(-account.held))
-    account.add(100)
+    account.add(25)
+    account.add(-5)
     assert told == []
+    account.add(6)
+    account.add(-1)
+    account.add(75)
     account.add(1)
-    account.add(101)
-    assert told == [0, 0]
+    assert told == [26, 100, 0]

@@ -19,7 +19,7 @@ TRIMMED_BYTES = 2**23
 GIVE_BACK_SECONDS = 0.02
 """Between two searches for free pages: in that time a fast flood takes 20 MiB."""
 GIVING_SECONDS = 0.5
-"""How long free pages are searched for after the last excess."""
+"""How long free pages are searched for after much was held."""
 MOST_SHARE = 0.1
 """Largest share of time for the searches: with a heap of 500 MiB in use each takes 13 ms."""
 
@@ -35,7 +35,7 @@ def give_back_large_blocks() -> None:
 
 
 class FreePages:
-    """Gives free pages of the heap back during and after an excess.
+    """Gives free pages of the heap back while much is held, and for a while after.
 
     A few small blocks at the top of the heap keep the free pages below them from being returned. A flood that begins
     with many small messages and goes on with few large ones would take twice what may be held: once in the heap, and

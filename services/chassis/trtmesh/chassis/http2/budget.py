@@ -12,10 +12,10 @@ from collections.abc import Callable
 class Budget:
     """The bytes, or calls, held for all connections of a server, or for all clients of a router."""
 
-    def __init__(self, limit: int, on_excess: Callable[[], None] | None = None) -> None:
-        """Calls `on_excess` whenever a connection had to give way."""
+    def __init__(self, limit: int, on_much: Callable[[], None] | None = None) -> None:
+        """Calls `on_much` whenever something is added beyond a quarter of the limit."""
         self.limit = limit
-        self._on_excess = on_excess
+        self._on_much = on_much
         self._accounts: set[Account] = set()
         self.held = 0
 
@@ -29,11 +29,12 @@ class Budget:
         self.held -= account.held
         self._accounts.discard(account)
 
-    def relieve(self) -> None:
-        """Has the largest connection give way."""
-        max(self._accounts, key=lambda account: account.held).give_way()
-        if self._on_excess is not None:
-            self._on_excess()
+    def check(self) -> None:
+        """Called while a quarter of the limit is held. Beyond the limit the largest connection gives way."""
+        if self.held > self.limit:
+            max(self._accounts, key=lambda account: account.held).give_way()
+        if self._on_much is not None:
+            self._on_much()
 
 
 class Account:
@@ -52,8 +53,8 @@ class Account:
         budget = self._budget
         self.held += size
         budget.held += size
-        if size > 0 and budget.held > budget.limit:
-            budget.relieve()
+        if size > 0 and 4 * budget.held > budget.limit:
+            budget.check()
 
     def close(self) -> None:
         """The connection or client is lost: what is held for it counts no longer, and is freed with its calls."""
