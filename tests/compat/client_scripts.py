@@ -18,7 +18,7 @@ import tritonclient.http.aio as aio_http
 from compat.plain_http import PlainHttp
 from compat.releases import RELEASES, tensors, typed
 from compat.tiny_llama import END, PAD, TOKENIZER, VOCABULARY_SIZE, WIDTH
-from compat.triton import Response, SyncStream, Triton
+from compat.triton import Response, SyncStream, Triton, in_pieces
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from trtmesh.engine.adapters.arrays import write_arrays
 from trtmesh.engine.adapters.lora import Lora, Module, Update
@@ -233,12 +233,16 @@ def text_client(model: str, values: Mapping[str, Any], outputs: Sequence[str] = 
         first |= {"temperature": 1.0, "num_return_sequences": 1}
         first |= {"exclude_input_in_output": False}
         given = request(model, release, {**first, **values})
-        responses = await server.triton.stream(
-            model, given, outputs=["text_output", *outputs], request_id="1"
-        )
-        texts = [checked(response).outputs["text_output"][0].decode() for response in responses]
-        streamed = values.get("stream", False)
-        assert len(responses) > 1 if streamed else texts[0].startswith(TEXT)
+
+        async def ask() -> list[Response]:
+            responses = await server.triton.stream(
+                model, given, outputs=["text_output", *outputs], request_id="1"
+            )
+            return [checked(response) for response in responses]
+
+        responses = await (in_pieces(ask) if values.get("stream") else ask())
+        text = responses[0].outputs["text_output"][0].decode()
+        assert values.get("stream") or text.startswith(TEXT)
         assert set(outputs) <= set(responses[-1].outputs)
 
     return run
@@ -262,8 +266,12 @@ async def streaming_client(server: Server, release: str) -> None:
     """`end_to_end_streaming_client.py`, the first of the text clients."""
     values = {"text_input": TEXT, "max_tokens": 16, "bad_words": [""], "stop_words": [""]}
     given = request("ensemble", release, {**values, "stream": True, "beam_width": 1})
-    responses = await server.triton.stream("ensemble", given, request_id="1")
-    assert len([checked(response).text for response in responses]) > 1
+
+    async def ask() -> list[str]:
+        responses = await server.triton.stream("ensemble", given, request_id="1")
+        return [checked(response).text for response in responses]
+
+    await in_pieces(ask)
 
 
 DETAILS = ("cum_log_probs", "output_log_probs", "context_logits", "generation_logits")
@@ -447,9 +455,13 @@ def curl(model: str, body: Mapping[str, Any]) -> Run:
 
 async def curl_stream(server: Server, release: str) -> None:
     body = {"text_input": TEXT, "max_tokens": 16, "bad_words": "", "stop_words": "", "stream": True}
-    reply = await server.http.post("/v2/models/ensemble/generate_stream", body)
-    assert reply.status == 200
-    assert len(reply.events) > 1
+
+    async def events() -> Sequence[Any]:
+        reply = await server.http.post("/v2/models/ensemble/generate_stream", body)
+        assert reply.status == 200
+        return reply.events
+
+    await in_pieces(events)
 
 
 async def llmapi_client(server: Server, release: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import tritonclient.grpc as sync_grpc
@@ -17,6 +17,8 @@ from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.values.request import GenerationRequest
 
 PATIENCE_SECONDS = 240.0
+
+T = TypeVar("T")
 
 TYPES = {
     bool: np.bool_,
@@ -219,3 +221,12 @@ def sync_stream(
 def joined(responses: Sequence[Response]) -> str:
     """The text of a stream with a single sequence."""
     return "".join(response.text for response in responses if response.outputs)
+
+
+async def in_pieces(ask: Callable[[], Awaitable[Sequence[T]]]) -> Sequence[T]:
+    """A streamed answer of several messages. A router that is late joins the tokens that it holds: asks until one is
+    not."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while len(pieces := await ask()) < 2:
+            pass
+    return pieces
