@@ -95,10 +95,10 @@ def test_large_message_is_handed_over_without_a_copy() -> None:
     assert (reader.size, reader.missing) == (5, 3)
 
 
-def plain(window: int = 2**20) -> tuple[ReceivedMessages, Account]:
+def plain() -> tuple[ReceivedMessages, Account]:
     account = Budget(2 * MOST).account(lambda: None)
     reader, line = MessageReader("identity", MOST), Line(Turns())
-    return ReceivedMessages(reader, window, lambda _: None, line, account), account
+    return ReceivedMessages(reader, 2**20, lambda _: None, line, account), account
 
 
 def message(body: bytes) -> bytes:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from router.scripted import LENGTH, ScriptedEngine, eventually
+import asyncio
+
+import pytest
+from router.scripted import LENGTH, READY, ScriptedEngine, eventually, until_states
 from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
 from trtmesh.chassis.errors import AdapterNotFound, Draining
+from trtmesh.client import ItemResult
+from trtmesh.router.requests import placer
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -19,39 +24,39 @@ def engines() -> list[ScriptedEngine]:
     return [ScriptedEngine(worker=w, supported_fields=[*FIELDS, "lora.id"]) for w in "ab"]
 
 
-async def until_known(on: Fleet) -> None:
-    """Waits until the router knows a worker with the adapter."""
-    workers = on.client.router._fleet
-    key = NUMBER, VERSION
+async def begun(on: Fleet) -> tuple[asyncio.Task[list[ItemResult]], epb.SubmitCommand]:
+    """An item at the worker that alone has its adapter."""
+    one, workers, key = on.engines[0], on.client.router._fleet, (NUMBER, VERSION)
+    await one.tell_adapter(*key)
     await eventually(lambda: any(key in each.adapters.held for each in workers.snapshot()))
+    asked = on.ask([5], adapter=ADAPTER)
+    (submit,) = await one.submitted()
+    return asked, submit
 
 
 async def test_waiting_item_fails_once_all_ready_workers_evicted_its_adapter() -> None:
     one, two = engines()
     async with fleet(one, two, retries=PATIENT) as on:
-        await one.tell_adapter(NUMBER, VERSION)
-        await until_known(on)
-        asked = on.ask([5], adapter=ADAPTER)
-        (submit,) = await one.submitted()
+        asked, submit = await begun(on)
         await one.tell_adapter(NUMBER, VERSION, place=ABSENT)
-        refused = refusal(submit.handle, Draining("draining"))
-        await one.step(ends=[refused])
+        await one.step(ends=[refusal(submit.handle, Draining("draining"))])
         (item,) = await asked
         assert isinstance(item.error, AdapterNotFound)
         assert "register it" in item.error.message
 
 
-async def test_started_item_waits_for_a_worker_that_brings_its_adapter_back() -> None:
+async def test_started_item_waits_for_a_worker_that_brings_its_adapter_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Nothing but a change wakes it.
+    monkeypatch.setattr(placer, "REPEAT_SECONDS", PATIENT["worker_wait_seconds"])
     one, two = engines()
     async with fleet(one, two, retries=PATIENT) as on:
-        await one.tell_adapter(NUMBER, VERSION)
-        await until_known(on)
-        asked = on.ask([5], adapter=ADAPTER)
-        (submit,) = await one.submitted()
+        asked, submit = await begun(on)
         await one.step((submit.handle, 0, [6]))
-        await one.tell_adapter(NUMBER, VERSION, place=ABSENT)
         await one.hang_up()
         await eventually(lambda: len(one.hellos) == 2)
+        await until_states(on.client, [READY, READY], [])
         await two.tell_adapter(NUMBER, VERSION)
         (moved,) = await two.submitted()
         assert list(moved.token_ids) == [5, 6]
