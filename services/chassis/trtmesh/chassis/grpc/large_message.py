@@ -33,7 +33,8 @@ class MessageLimits:
     """Numbers in lists, with 64-bit numbers counted twice: a prompt's ids and a list of every other kind. They are
     parsed in 50 ms."""
     text_bytes: int = 2**24
-    """Bytes of strings: to check that they are UTF-8, and to decode them, takes 2 ms for each million."""
+    """Bytes of strings: to check that they are UTF-8, and to decode them, takes up to 2 ms for each
+    million."""
 
 
 STEP_FIELDS, STEP_BYTES = 64, 2**19

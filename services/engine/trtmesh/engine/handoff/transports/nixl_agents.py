@@ -45,7 +45,7 @@ _REQUEST_BYTES = 64 << 20
 _READ_POLL_SECONDS = 5e-5
 _SERVE_POLL_SECONDS = 2e-3
 _IDLE_POLL_SECONDS = 1.0
-"""Beyond SERVE_SECONDS no lease is left; a poll costs .1 ms."""
+"""Beyond SERVE_SECONDS no lease is left; a poll costs 0.1 ms."""
 SERVE_SECONDS = 600.0
 """How long receivers are served without delay after an offer, longer than leases: a poll each 2 ms costs 4 % of a
 core."""
