@@ -20,7 +20,7 @@ from trtmesh.cli.supervisor import supervise
 from trtmesh.client import ApiKey, Client, ClientTls, GenerationConfig
 from trtmesh.client.options import build_config
 
-PROMPTS = ("def fibonacci(n):", "class Stack:", "import json\n\ndef load(path):")
+PROMPTS = ("def load_json(path):", "def get_logger(name):", "def read_lines(path):")
 # Quiet processes: the streams have the terminal to themselves.
 DEFAULTS = {"engines": "2", "log_level": "warning"}
 
@@ -63,7 +63,7 @@ async def _request(router: str, tls: ClientTls | None) -> int:
 
 
 def _config() -> GenerationConfig:
-    return build_config(None, {"max_tokens": 96, "temperature": 0.8, "top_p": 0.95, "seed": 7})
+    return build_config(None, {"max_tokens": 96, "stop_texts": ["\n\n\n"]})
 
 
 def _say_how_to_go_on(router: str, admin: str, ca: Path | None) -> None:
@@ -74,7 +74,7 @@ def _say_how_to_go_on(router: str, admin: str, ca: Path | None) -> None:
         f"""
 The stack keeps serving until Ctrl-C. From another terminal:
 
-    {sys.argv[0]} generate --router {router}{option} --max-tokens 96 'def fibonacci(n):' 'class Stack:'
+    {sys.argv[0]} generate --router {router}{option} --max-tokens 64 'def load_json(path):' 'def get_logger(name):'
     {sys.argv[0]} status --admin {admin}{option}
 
 From Python, with {sys.executable}:
@@ -84,7 +84,7 @@ From Python, with {sys.executable}:
 
     async def main():
         async with Client("{router}"{argument}) as client:
-            for item in await client.complete(["def fibonacci(n):"], max_tokens=32):
+            for item in await client.complete(["def load_json(path):"], max_tokens=51):
                 print(item.text)
 
     asyncio.run(main())

@@ -12,9 +12,9 @@ from trtmesh.cli.session import run
 from trtmesh.cli.stack import Stack
 from trtmesh.cli.supervisor import supervise
 
-GENERATE_ARGUMENTS = "--max-tokens 96 'def fibonacci(n):'"
+GENERATE_ARGUMENTS = "--max-tokens 64 'def load_json(path):'"
 CURL_KEY = '-H "x-api-key: $TRTMESH_API_KEY" '
-CURL_BODY = '{"text_input": "def fibonacci(n):", "max_tokens": 32}'
+CURL_BODY = '{"text_input": "def load_json(path):", "max_tokens": 51}'
 
 
 @takes_mesh_flags

@@ -35,7 +35,7 @@ class Client:
     """Talks to a single router at a time, from a single event loop.
 
         async with Client("127.0.0.1:8001") as client:
-            async with aclosing(client.generate(["def fibonacci(n):"], max_tokens=32)) as events:
+            async with aclosing(client.generate(["def load_json(path):"], max_tokens=51)) as events:
                 async for event in events:
                     ...
 
