@@ -33,6 +33,8 @@ LIMIT = 100
 class LibraryPanic(BaseException):
     """Like the library's panic, derived from BaseException."""
 
+    __module__ = "pyo3_runtime"
+
 
 @dataclass
 class Ids:

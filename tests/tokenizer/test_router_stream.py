@@ -23,8 +23,8 @@ from tokenizer.serving import (
     open_decode,
     served,
 )
-from tokenizer.tokenizers_zoo import CORPUS
-from tokenizers import Tokenizer
+from tokenizer.tokenizers_zoo import CORPUS, byte_level_bpe, ids_of, save_model_dir
+from tokenizers import Tokenizer, decoders
 from trtmesh.tokenizer.decoding.sequence import DecodeSequence
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import EncodeRequest, Outcome, encode_batch
@@ -217,24 +217,55 @@ def blamed(decoded: pb.Decoded) -> tuple[list[str], str]:
     return list(error.fields), error.value
 
 
-async def test_id_outside_the_vocabulary_fails_only_its_handle(
+async def test_failure_concerns_only_its_handle(
     server: Server, link: Link, tokenizer: Tokenizer
 ) -> None:
-    size = tokenizer.get_vocab_size()
     (hello,) = tokenizer.encode("H").ids
-    await link.send(open_decode(1), open_decode(2))
-    decoded = await link.decode(decode({1: [size], 2: [hello]}))
+    await link.send(open_decode(1, stop_texts=[""]), open_decode(2))
+    decoded = await link.decode(decode({1: [hello], 2: [hello]}))
     assert list(decoded.texts) == ["", "H"]
-    assert reasons(decoded) == {1: "TOKEN_OUT_OF_VOCABULARY"}
-    assert list(decoded.failures[0].error.fields) == ["token_ids"]
+    assert reasons(decoded) == {1: "INVALID_FIELD"}
+    assert list(decoded.failures[0].error.fields) == ["stop_texts"]
     decoded = await link.decode(decode({2: [hello], 1: [hello]}))
     assert list(decoded.handles) == [2, 1]
     assert list(decoded.texts) == ["H", ""]
-    assert reasons(decoded) == {1: "TOKEN_OUT_OF_VOCABULARY"}
-    assert server.metric("failures_total", reason="TOKEN_OUT_OF_VOCABULARY") == 1
+    assert reasons(decoded) == {1: "INVALID_FIELD"}
+    assert server.metric("failures_total", reason="INVALID_FIELD") == 1
     assert server.metric("open_decode_states") == 1
     await link.send(close_decode(1), open_decode(1))
     assert list((await link.decode(decode({1: [hello]}))).texts) == ["H"]
+
+
+async def test_id_of_a_padded_vocabulary_has_no_text(link: Link, tokenizer: Tokenizer) -> None:
+    size = tokenizer.get_vocab_size()
+    (hello,) = tokenizer.encode("H").ids
+    await link.send(open_decode(1, delivered_token_ids=[hello, 2**31]), open_decode(2))
+    decoded = await link.decode(decode({1: [size], 2: [hello, size, hello]}))
+    assert (list(decoded.texts), list(decoded.failures)) == (["", "HH"], [])
+
+
+async def test_panic_of_the_library_fails_only_its_handle(
+    tmp_path: Path, logged: Callable[[], list[LogLine]]
+) -> None:
+    """It is no Exception. This decoder panics at a lone space, in every tokenizer that tries."""
+    panicking = byte_level_bpe()
+    panicking.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 1)])
+    space, letter = ids_of(panicking, "Ġ", "a")
+    async with served(save_model_dir(panicking, tmp_path)) as server, linked(server.stub) as link:
+        await link.send(
+            open_decode(1, request_id="r-1"),
+            open_decode(2),
+            open_decode(3, delivered_token_ids=[space]),
+        )
+        decoded = await link.decode(decode({1: [space], 2: [letter], 3: [letter]}))
+        assert list(decoded.texts) == ["", "a", ""]
+        assert reasons(decoded) == {1: "INTERNAL", 3: "INTERNAL"}
+        assert list((await link.decode(decode({2: [letter]}, [2]))).texts) == ["a"]
+    lines = [line for line in logged() if line.request_id == "r-1"]
+    assert [line.message.partition(": slice")[0] for line in lines] == [
+        "unexpected error in decoding",
+        "decode handle 1 failed: INTERNAL: decoding failed: PanicException",
+    ]
 
 
 async def test_unexpected_error_fails_only_its_handle_and_is_logged(
@@ -258,9 +289,9 @@ async def test_unexpected_error_fails_only_its_handle_and_is_logged(
     ]
 
 
-async def test_invalid_delivered_id_fails_the_next_decode(link: Link) -> None:
-    await link.send(open_decode(1, delivered_token_ids=[2**31]))
-    assert reasons(await link.decode(decode({1: []}))) == {1: "TOKEN_OUT_OF_VOCABULARY"}
+async def test_failed_open_fails_the_next_decode(link: Link) -> None:
+    await link.send(open_decode(1, stop_texts=[""], delivered_token_ids=[1]))
+    assert reasons(await link.decode(decode({1: []}))) == {1: "INVALID_FIELD"}
 
 
 async def test_unknown_handle_fails(link: Link) -> None:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of
 from tokenizers import Tokenizer
-from trtmesh.chassis.errors import InvalidRequest, TokenOutOfVocabulary
+from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tokenizer.decoding.sequence import DecodeSequence, Stop
 from trtmesh.tokenizer.decoding.stop_texts import StopMatcher, StopTexts
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
@@ -128,13 +128,19 @@ def test_stop_text_ends_in_the_flushed_text() -> None:
     assert sequence.finish(ids[1:]) == ("", Stop(0, 2))
 
 
-def test_id_outside_the_vocabulary_is_refused(family: Family) -> None:
-    size = family[0].get_vocab_size()
-    sequence = open_sequence(family, [])
-    with pytest.raises(TokenOutOfVocabulary) as caught:
-        sequence.push([5, size, 6])
-    assert (caught.value.field, caught.value.value) == ("token_ids", str(size))
-    assert caught.value.limit == f"below {size}"
+def test_id_of_a_padded_vocabulary_has_no_text(family: Family) -> None:
+    """Models have more rows than their tokenizers have ids, and may sample one of them."""
+    tokenizer, size = family[0], family[0].get_vocab_size()
+    ids = tokenizer.encode(CORPUS[0], add_special_tokens=False).ids
+    padded = [size, *(token_id for known in ids for token_id in (known, size + 7)), 2**32 - 1]
+    assert "".join(run(open_sequence(family, []), [padded])[0]) == tokenizer.decode(ids)
+    assert tokenizer.decode(padded) == tokenizer.decode(ids)
+    texts, stop_index, tokens = run(open_sequence(family, ["row"]), [[each] for each in padded])
+    assert ("".join(texts) + "row", stop_index) == (
+        tokenizer.decode(ids).partition("row")[0] + "row",
+        0,
+    )
+    assert tokens % 2 == 0
 
 
 def test_tokens_after_finish_are_refused(family: Family) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,12 +14,13 @@ from tokenizer.tokenizers_zoo import (
     byte_level_bpe,
     ids_of,
     llama2_bpe,
+    numbered,
     unigram_metaspace,
 )
 from tokenizers import Tokenizer, decoders, models
 from trtmesh.tokenizer.detokenizers import choice as decoder_module
 from trtmesh.tokenizer.detokenizers.base import REPLACEMENT, Detokenizer
-from trtmesh.tokenizer.detokenizers.byte_level import ByteLevelDetokenizer
+from trtmesh.tokenizer.detokenizers.byte_level import ByteLevelDetokenizer, _byte_by_character
 from trtmesh.tokenizer.detokenizers.choice import agrees, choose_detokenizer
 from trtmesh.tokenizer.detokenizers.pieces import PieceDetokenizer
 
@@ -144,3 +146,36 @@ def test_unknown_decoder_falls_back_to_slower_families() -> None:
     assert PieceDetokenizer.of(tokenizer) is None
     detokenizer = choose_detokenizer(tokenizer)
     assert agrees(detokenizer, tokenizer)
+
+
+def test_windows_follow_tokens_that_each_end_inside_a_character() -> None:
+    """The certain text is delivered at once, however many tokens in a row end so."""
+    links = [
+        b"\xa9\xc3",
+        b"\xa9\xf0\x9f\x98",
+        b"\x80\xe2",
+        b"\x80\xc3",
+        b"\x82\xac\xc3",
+        b"\xa9 \xc3",
+    ]
+    character_of = {byte: character for character, byte in _byte_by_character().items()}
+    tokens = ["".join(character_of[byte] for byte in link) for link in [b" \xc3", *links]]
+    tokenizer = Tokenizer(models.WordLevel(numbered(tokens), unk_token=tokens[0]))
+    for strip in ((1, 0), (1, 1)):
+        tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", *strip)])
+        detokenizer = choose_detokenizer(tokenizer)
+        assert detokenizer.name == "windowed"
+        random = Random(1)
+        for _ in range(50):
+            ids = [0, *(random.randrange(len(tokens)) for _ in range(150))]
+            assert "".join(texts_of(detokenizer, ids, skip=True)) == tokenizer.decode(ids)
+        chain = [0] + 70 * [1]
+        assert texts_of(detokenizer, chain, skip=True)[1:] == 70 * ["é"] + [REPLACEMENT]
+
+
+def test_decoder_that_panics_is_chosen_by_what_it_decodes(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"Ġ": 0, "a": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 1)])
+    detokenizer = choose_detokenizer(tokenizer)
+    assert detokenizer.name == "whole"
+    assert texts_of(detokenizer, [0, 1], skip=True) == ["", "", "a"]

@@ -12,6 +12,7 @@ import grpc
 from trtmesh.chassis.error_wire import to_metadata
 from trtmesh.chassis.errors import InternalError, TrtmeshError, Unavailable
 from trtmesh.chassis.logs import Occasionally, request_id_bound
+from trtmesh.chassis.panics import is_failure
 
 log = logging.getLogger(__name__)
 occasionally = Occasionally(log)
@@ -62,7 +63,7 @@ class Answering(AbstractAsyncContextManager[None]):
         try:
             if isinstance(error, TrtmeshError):
                 await _abort(self._context, error, self._sentence(error))
-            elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+            elif error and is_failure(error) and not isinstance(error, grpc.aio.AbortError):
                 # A defect must reach the client as a status, not as a broken connection.
                 log.error("unexpected error in a call", exc_info=error)
                 defect = InternalError(f"{type(error).__name__}: {error}")

@@ -19,6 +19,7 @@ from typing import Annotated
 from pydantic import Field
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull, TrtmeshError
+from trtmesh.chassis.panics import is_failure
 from trtmesh.chassis.settings import Settings
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.metrics import TokenizerMetrics
@@ -291,7 +292,9 @@ def encode_batch(
     """Encodes a batch; a failure becomes the outcome of the failing request alone."""
     try:
         return list(_encode(tokenizer, stop_vocabularies, requests))
-    except BaseException as error:  # noqa: BLE001 - a panic of the library derives from BaseException
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         if len(requests) > 1:
             return [
                 outcome

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import VOCABULARY_FILES, tokenizer_fingerprint
 from trtmesh.chassis.model_dir import check_model_dir
+from trtmesh.chassis.panics import is_failure
 from trtmesh.tokenizer.conversion import convert
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
@@ -72,8 +73,10 @@ def _load_tokenizer(model_dir: Path) -> Tokenizer:
     if file.is_file():
         try:
             return Tokenizer.from_file(str(file))
-        except Exception as error:
-            # The library raises plain Exception.
+        except BaseException as error:
+            # The library raises plain Exception, or panics.
+            if not is_failure(error):
+                raise
             raise ModelUnusable(f"{file} is not a usable tokenizer: {error}") from error
     if any((model_dir / name).is_file() for name in VOCABULARY_FILES):
         return convert(model_dir)

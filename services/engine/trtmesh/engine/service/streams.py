@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
+from trtmesh.chassis.panics import is_failure
 from trtmesh.engine.backend import HandoffNews, HeldAdapter, SequenceEnd, StepOutput
 from trtmesh.engine.service.kv_mirror import KvMirror
 from trtmesh.engine.service.metrics import EngineMetrics
@@ -157,10 +158,12 @@ class Streams:
         """Has a stream take a part of a step. A defect in it ends that stream: the others still get the step."""
         try:
             take()
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             self._fail(stream, error)
 
-    def _fail(self, stream: Stream, error: Exception) -> None:
+    def _fail(self, stream: Stream, error: BaseException) -> None:
         log.error("unexpected error of a stream", exc_info=error)
         stream.finish(BackendFailed(f"{type(error).__name__}: {error}"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trtmesh.chassis.errors import InvalidRequest, TokenOutOfVocabulary
+from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tokenizer.decoding.stop_texts import StopMatcher
 from trtmesh.tokenizer.detokenizers.base import TextDecoder
 
@@ -32,8 +32,7 @@ class DecodeSequence:
     _finished: bool = False
 
     def absorb(self, token_ids: Sequence[int]) -> None:
-        """Takes tokens with delivered text; the next `push` returns a stop text completed here. Raises
-        TokenOutOfVocabulary."""
+        """Takes tokens with delivered text; the next `push` returns a stop text completed here."""
         _, stop = self.push(token_ids)
         if stop is not None:
             self._absorbed_stop = Stop(stop.stop_index, 0)
@@ -41,15 +40,17 @@ class DecodeSequence:
     def push(self, token_ids: Sequence[int]) -> tuple[str, Stop | None]:
         """Returns the newly certain text, and once the stop text at the end of the sequence.
 
-        Ignores tokens after a stop text. Raises TokenOutOfVocabulary, and InvalidRequest for tokens after `finish`.
+        Ignores tokens after a stop text. Raises InvalidRequest for tokens after `finish`.
         """
         if self._over:
             return self._push_after_the_end(token_ids)
         text, count, matcher = "", 0, self._matcher
         for token_id in token_ids:
-            count += 1  # noqa: SIM113 - this loop runs for every token served; enumerate doubles the cost
+            # This loop runs for every token served; enumerate doubles the cost.
+            count += 1
             if token_id >= self._vocabulary_size:
-                raise self._out_of_vocabulary(token_id)
+                # A row of the model's padded embedding: the tokenizer has no text for it.
+                continue
             delta = self._decoder.push(token_id)
             if matcher is not None:
                 delta = matcher.push(delta)
@@ -72,15 +73,6 @@ class DecodeSequence:
         if self._matcher.stop_index is not None:
             return text, Stop(self._matcher.stop_index, len(token_ids))
         return text + self._matcher.flush(), None
-
-    def _out_of_vocabulary(self, token_id: int) -> TokenOutOfVocabulary:
-        size = self._vocabulary_size
-        return TokenOutOfVocabulary(
-            f"has id {token_id} but ids must be below the vocabulary size, {size}",
-            field="token_ids",
-            value=str(token_id),
-            limit=f"below {size}",
-        )
 
     def _push_after_the_end(self, token_ids: Sequence[int]) -> tuple[str, Stop | None]:
         if self._finished and token_ids:

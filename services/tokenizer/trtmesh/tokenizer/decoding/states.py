@@ -17,6 +17,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
 )
 from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.panics import is_failure
 from trtmesh.tokenizer.decoding.sequence import DecodeSequence
 from trtmesh.tokenizer.decoding.stop_texts import StopMatcher, StopTexts
 from trtmesh.tokenizer.metrics import TokenizerMetrics
@@ -58,7 +59,7 @@ class DecodeStates:
                 for start in range(0, len(delivered), _ABSORBED_AT_ONCE):
                     sequence.absorb(delivered[start : start + _ABSORBED_AT_ONCE])
                     await asyncio.sleep(0)
-            except Exception as error:  # noqa: BLE001 - see _known
+            except BaseException as error:  # noqa: BLE001 - see _known
                 self._fail(command.handle, _known(error))
 
     def decode(self, command: pb.DecodeCommand, answer: pb.Decoded) -> None:
@@ -138,7 +139,7 @@ class DecodeStates:
                 text, stop = sequence.finish(token_ids)
             else:
                 text, stop = sequence.push(token_ids)
-        except Exception as error:  # noqa: BLE001 - see _known
+        except BaseException as error:  # noqa: BLE001 - see _known
             with request_id_bound(sequence.request_id):
                 self._fail(handle, _known(error))
         else:
@@ -212,9 +213,12 @@ def _find_mistake(
     return None
 
 
-def _known(error: Exception) -> TrtmeshError:
-    """The error of one handle. An unexpected exception becomes one too: it must not end other sequences."""
+def _known(error: BaseException) -> TrtmeshError:
+    """The error of one handle. An unexpected exception and a panic of the library become one too: they must not end
+    other sequences."""
     if isinstance(error, TrtmeshError):
         return error
+    if not is_failure(error):
+        raise error
     log.error("unexpected error in decoding", exc_info=error)
     return InternalError(f"decoding failed: {type(error).__name__}: {error}")

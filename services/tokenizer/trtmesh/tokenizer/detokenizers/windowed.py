@@ -16,7 +16,7 @@ KEPT_TOKENS = 8
 """Preceding tokens decoded again with a new token, because they may affect the new text."""
 
 MOST_TOKENS = 64
-"""Longest wait for the end of a character, in tokens; then U+FFFD is delivered."""
+"""Longest wait of the window for text that no further token changes."""
 
 
 class WindowedDetokenizer:
@@ -64,15 +64,24 @@ class WindowedDecoder:
             return ""
         self._ids.append(token_id)
         text = self._family.decode(self._ids)
-        may_change = text.endswith(REPLACEMENT) or not text.startswith(self._shown)
-        if may_change and len(self._ids) < MOST_TOKENS:
+        certain = text.rstrip(REPLACEMENT)
+        if len(self._ids) >= MOST_TOKENS:
+            # Only the last can be the beginning of a character.
+            certain = text.removesuffix(REPLACEMENT)
+        elif not certain.startswith(self._shown):
             return ""
-        delta = text[len(self._shown) :]
-        self._shown = text
+        delta = certain[len(self._shown) :]
+        self._shown = certain
         if len(self._ids) >= 2 * KEPT_TOKENS:
-            self._ids = self._ids[-KEPT_TOKENS:]
-            self._shown = self._family.decode(self._ids)
+            self._shrink(len(text) - len(certain))
         return delta
+
+    def _shrink(self, held_back: int) -> None:
+        """Drops the first ids, if the others have the end of the text that is held back."""
+        ids = self._ids[-KEPT_TOKENS:]
+        text = self._family.decode(ids)
+        if len(text) >= held_back:
+            self._ids, self._shown = ids, text[: len(text) - held_back]
 
     def flush(self) -> str:
         return self._family.decode(self._ids)[len(self._shown) :]
