@@ -61,6 +61,10 @@ class Fleet:
         """Makes an engine end every new item with one token."""
         self._asked.append(asyncio.create_task(_serve(engine)))
 
+    def refuse(self, engine: ScriptedEngine, error: TrtmeshError) -> None:
+        """Makes an engine refuse the items that are there, and every new one."""
+        self._asked.append(asyncio.create_task(_refuse(engine, error)))
+
     def beat(self, engine: ScriptedEngine) -> None:
         """Makes an engine report steps and tokens repeatedly."""
         self._asked.append(asyncio.create_task(_beat(engine)))
@@ -94,6 +98,14 @@ async def _serve(engine: ScriptedEngine) -> None:
         for submit in (await engine.submitted(served + 1))[served:]:
             await engine.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
             served += 1
+
+
+async def _refuse(engine: ScriptedEngine, error: TrtmeshError) -> None:
+    refused = 0
+    while True:
+        for submit in (await engine.submitted(refused + 1))[refused:]:
+            await engine.step(ends=[refusal(submit.handle, error)])
+            refused += 1
 
 
 async def _beat(engine: ScriptedEngine) -> None:

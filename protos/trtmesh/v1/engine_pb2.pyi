@@ -1202,6 +1202,7 @@ class GetEngineResponse(google.protobuf.message.Message):
     MAX_LEASE_MS_FIELD_NUMBER: builtins.int
     MAX_QUARANTINED_BLOCKS_FIELD_NUMBER: builtins.int
     HANDOFF_KIND_FIELD_NUMBER: builtins.int
+    MAX_QUEUE_SIZE_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
@@ -1256,6 +1257,8 @@ class GetEngineResponse(google.protobuf.message.Message):
     """Kind of the state by which the backend hands KV over itself, such as `vllm-nixl`: `kv_transports` is
     KV_TRANSPORT_BACKEND alone, and `kv_shapes` is empty. Empty means handoffs by leases of blocks, or none.
     """
+    max_queue_size: builtins.int
+    """Most sequences that wait beyond a full batch; one more is refused with QUEUE_FULL. Unset means unknown."""
     @property
     def supported_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Supported config fields, as paths from GenerationConfig such as `sampling.top_k`. Any other set field is refused
@@ -1315,7 +1318,10 @@ class GetEngineResponse(google.protobuf.message.Message):
         max_lease_ms: builtins.int = ...,
         max_quarantined_blocks: builtins.int = ...,
         handoff_kind: builtins.str = ...,
+        max_queue_size: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "handoff_kind", b"handoff_kind", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "max_queue_size", b"max_queue_size"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "handoff_kind", b"handoff_kind", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_queue_size", b"max_queue_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_max_queue_size", b"_max_queue_size"]) -> typing.Literal["max_queue_size"] | None: ...
 
 Global___GetEngineResponse: typing_extensions.TypeAlias = GetEngineResponse

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from log_lines import LogLine
 from router.scripted import (
     LENGTH,
     READY,
@@ -18,7 +20,14 @@ from router.scripted import (
     until_states,
 )
 from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
-from trtmesh.chassis.errors import Draining, NoWorker, QueueFull, WorkerLost
+from trtmesh.chassis.errors import (
+    AdaptersFull,
+    Draining,
+    NoWorker,
+    QueueFull,
+    TrtmeshError,
+    WorkerLost,
+)
 from trtmesh.chassis.pacing import MAX_IN_SLICE
 from trtmesh.router.requests.placer import Placer
 from trtmesh.v1 import engine_pb2 as epb
@@ -283,6 +292,50 @@ async def test_started_item_waits_while_all_workers_are_full() -> None:
         last = one if len(one.submits) == 2 else two
         await last.step((last.submits[-1].handle, 1, [8]), ends=[(last.submits[-1].handle, LENGTH)])
         assert (await asked)[0].token_ids == (7, 8)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("error", [AdaptersFull("full"), Draining("draining"), QueueFull("full")])
+async def test_refusals_after_dispatches_end_with_the_wait_and_repeat_ever_more_rarely(
+    error: TrtmeshError, tokens: int, logged: Callable[[], list[LogLine]]
+) -> None:
+    """Without a limit over all refusals, the item would be placed again and again, with a record and log lines each."""
+    seconds = 2.0
+    async with fleet(retries={"worker_wait_seconds": seconds}) as on:
+        asked = on.ask([5], request_id="refused")
+        one = await on.first()
+        if tokens:
+            await one.step((one.submits[0].handle, 0, [7]))
+        for engine in on.engines:
+            on.refuse(engine, error)
+        (item,) = await asked
+        assert item.error is not None
+        placements = len((await on.client.admin.explain("refused")).placements)
+        rounds = max(len(engine.submits) for engine in on.engines)
+    if tokens or not isinstance(error, QueueFull):
+        # 0.1, 0.2, 0.4 and 0.8 s, then what is left.
+        assert 3 <= rounds <= 8
+    moves = [line for line in logged() if " moves (" in line.message]
+    assert len(moves) <= 2, "one for each worker"
+    assert placements <= 3
+
+
+async def test_a_token_ends_the_wait_that_refusals_began() -> None:
+    async with fleet(retries={"worker_wait_seconds": 1.0}) as on:
+        asked = on.ask([5])
+        one = await on.first()
+        handle = one.submits[0].handle
+        for token in range(4):
+            await one.step((handle, token, [token]))
+            await one.step(ends=[refusal(handle, QueueFull("full"))])
+            one = on.other(one)
+            count = len(one.submits)
+            await eventually(lambda: len(one.submits) > count)  # noqa: B023
+            handle = one.submits[-1].handle
+            # Together longer than the wait.
+            await asyncio.sleep(0.4)
+        await one.step((handle, 4, [9]), ends=[(handle, LENGTH)])
+        assert (await asked)[0].token_ids == (0, 1, 2, 3, 9)
 
 
 async def test_item_breaking_every_worker_fails() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.client import AdminClient
 from trtmesh.router.fleet import pins
+from trtmesh.router.fleet.worker import Worker
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -216,6 +217,29 @@ async def test_pinned_adapter_is_on_every_worker_and_again_after_a_restart() -> 
         await client.admin.pin_adapter(7)
         await eventually(lambda: len(one.loads) == 5)
         assert (one.loads[-1].config_bytes, one.loads[-1].pinned) == (0, True)
+
+
+async def test_pins_beyond_the_slots_of_a_worker_are_refused() -> None:
+    one = engine()
+    async with mesh(one) as client:
+        await one.report(adapter_slots=1, free_adapter_slots=1)
+        await eventually(lambda: next(iter(workers_of(client))).adapters.slots == 1)
+        await client.admin.upload_adapter(asked(id=7, pinned=True), OLD)
+        await client.admin.upload_adapter(asked("b", id=8), NEW)
+        for pin in (
+            client.admin.pin_adapter(8),
+            client.admin.upload_adapter(asked("c", id=9, pinned=True), NEW),
+            client.admin.upload_adapter(asked(id=7, canary_share=0.5), NEW),
+        ):
+            with pytest.raises(AdaptersFull, match=r"2 pinned .* has 1 slots .* unpin"):
+                await pin
+        await client.admin.pin_adapter(7)
+        await client.admin.pin_adapter(7, pinned=False)
+        assert (await client.admin.pin_adapter(8)).pinned
+
+
+def workers_of(client: RouterClient) -> Collection[Worker]:
+    return client.router._fleet.workers.values()
 
 
 async def test_pinned_adapter_that_a_worker_refuses_is_sent_once_per_stream(

@@ -49,6 +49,8 @@ class Facts:
     """Most sequences of an item."""
     max_beams: int = sys.maxsize
     """Most beams of an item: they are computed in one batch."""
+    most_present: int = sys.maxsize
+    """Most sequences, running and waiting, before the worker refuses more."""
     tokens_per_block: int = 0
     kv: KvFacts | None = None
     """None without handoffs."""
@@ -67,6 +69,7 @@ class Facts:
             engine.max_sequence_tokens or sys.maxsize,
             max_sequences,
             min(max_sequences, engine.max_batch_size or sys.maxsize),
+            most_present(engine),
             engine.tokens_per_block,
             kv_facts(engine),
             engine.max_lease_ms or sys.maxsize,
@@ -89,6 +92,12 @@ def capabilities_of(engine: pb.GetEngineResponse) -> frozenset[Capability]:
         Capability.SINGLE_STOPS: engine.stops_single_sequences,
     }
     return frozenset(capability for capability, there in own.items() if there)
+
+
+def most_present(engine: pb.GetEngineResponse) -> int:
+    if not (engine.HasField("max_queue_size") and engine.max_batch_size):
+        return sys.maxsize
+    return engine.max_batch_size + engine.max_queue_size
 
 
 def kv_facts(engine: pb.GetEngineResponse) -> KvFacts | None:

@@ -36,7 +36,7 @@ from trtmesh.router.placement import (
 )
 from trtmesh.router.placement.adapters import takers_of
 from trtmesh.router.placement.decision import Decision, DecisionLog
-from trtmesh.router.placement.filters import receiver_exclusions
+from trtmesh.router.placement.filters import FULL, has_room, receiver_exclusions
 from trtmesh.router.placement.load_guard import NOTHING, Booking, Reservation
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
@@ -197,14 +197,18 @@ class Fleet:
         decision = place(self.policy, fleet, query)
         return self._book_decode(decision, blocks, now)
 
-    def has_place(self, query: PlacementQuery, blocks: PromptBlocks) -> bool:
-        """Whether a worker would take an item now."""
+    def promise(self, query: PlacementQuery, blocks: PromptBlocks) -> Leg | None:
+        """Books a worker with room for an item that is about to leave its own; None without such a worker."""
         fleet, now = self.snapshot(), asyncio.get_running_loop().time()
+        full = {worker.address: FULL for worker in fleet if not has_room(worker, query)}
+        query = self._completed(query._replace(exclude={**query.exclude, **full}), blocks, now)
         try:
-            place(self.policy, fleet, self._completed(query, blocks, now))
+            decision = place(self.policy, fleet, query)
         except TrtmeshError:
-            return False
-        return True
+            return None
+        worker = self.workers[decision.chosen.address]
+        uncached = query.prompt_tokens - decision.cached_tokens
+        return Leg(worker, self._booking(worker, decision, uncached, now), WHOLE, decision)
 
     def reported_adapter(
         self, model: str, asked: Lora, removed: Container[VersionKey] = ()

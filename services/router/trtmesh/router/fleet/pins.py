@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.errors import AdaptersFull, TrtmeshError
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
-from trtmesh.router.adapters.registry import VersionKey
+from trtmesh.router.adapters.registry import Key, VersionKey
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
 
@@ -32,6 +32,23 @@ class _Pause:
 
     seconds: float
     until: float
+
+
+def check_pins(fleet: Fleet, adapters: Adapters, key: Key, versions: int) -> None:
+    """Raises AdaptersFull if so many versions of an adapter, pinned with the others, exceed the slots of a worker."""
+    kept = {entry.key: len(entry.versions) for entry in adapters.pinned} | {key: versions}
+    for worker in fleet.workers.values():
+        models, slots = ("", worker.engine.model), worker.adapters.slots
+        count = sum(each for (model, _), each in kept.items() if model in models)
+        if key[0] in models and 0 < slots < count:
+            raise AdaptersFull(
+                f"would make {count} pinned versions of adapters, but worker {worker.name} has {slots} slots for them;"
+                " unpin another first (`trtmesh adapters unpin`), or give the workers more slots",
+                field="pinned",
+                value=str(count),
+                limit=f"at most {slots}",
+                worker=worker.name,
+            )
 
 
 class Pins:

@@ -37,7 +37,7 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Role, WorkerAdapters, WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Typical
-from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.streams.sequence import Owner, SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as generation_pb
 
@@ -46,6 +46,9 @@ DRAIN_MARGIN_MS = 1000
 
 HANDOVER_MARGIN_MS = 6000
 """Remaining grace at which a draining worker begins to hand its sequences over."""
+
+MOVES_PER_TICK = 16
+"""Items that a worker tries to move at once, again and again: each try costs a placement."""
 
 MESSAGE_OVERHEAD_BYTES = 256
 """Bytes of a message beside the large command."""
@@ -91,6 +94,8 @@ class Worker(Replica):
         self._evicted: TrtmeshError | None = None
         self._handing_over = ""
         """Cause of handing every sequence over, or ''."""
+        self._moves_tried = 0
+        """Items tried so far, of those to move."""
         self._generated_at = float("-inf")
         """Time of the last report with new tokens, of any router."""
         self._router_name = router_name
@@ -204,6 +209,7 @@ class Worker(Replica):
             tokens_per_block=facts.tokens_per_block,
             last_turn=self.last_turn,
             sequences=guard.sequences,
+            most_sequences=facts.most_present,
             wait_seconds=guard.wait_seconds(typical, self.engine.max_batch_size),
             prefill_seconds=guard.prefill_seconds(typical),
             step_seconds=guard.step_seconds(typical),
@@ -391,6 +397,8 @@ class Worker(Replica):
             await asyncio.sleep(TICK_SECONDS)
             self._judge(self._pulse.tick())
             self._move_late()
+            # Room elsewhere shows in nothing but the next try.
+            self.move_on(most=MOVES_PER_TICK)
 
     def _judge(self, problem: str) -> None:
         if problem and self.state in (ReplicaState.READY, ReplicaState.DRAINING):
@@ -439,20 +447,29 @@ class Worker(Replica):
         self._handing_over = "drain" if cause else ""
         return self.move_on()
 
-    def move_on(self, error: TrtmeshError | None = None) -> int:
-        """Moves sequences to workers with room, with their KV unless there is no time; returns the number that leaves
-        now. With an error, those that cannot be handed over leave without."""
+    def move_on(self, error: TrtmeshError | None = None, most: int = 2**32) -> int:
+        """Moves sequences of at most `most` items to workers with room, with their KV unless there is no time; returns
+        the number that leaves now. With an error, those that cannot be handed over leave without. All others stay."""
         error = self._moving or self._evicted or error
         if error is None and not self._handing_over:
             return 0
         leaving = 0
-        for owner, runs in self._assignments.by_owner().items():
+        for owner, runs in self._next_owners(most):
             rest: Sequence[SequenceRun] = runs
             if self._moving is None:
                 rest = owner.hand_over(runs, self.address, self._handing_over)
             left = error is not None and rest and owner.leave(rest, self.address, error)
             leaving += len(runs) if left else len(runs) - len(rest)
         return leaving
+
+    def _next_owners(self, most: int) -> Sequence[tuple[Owner, list[SequenceRun]]]:
+        """The next `most` items in turn, so that one that nobody takes holds up no other."""
+        owners = [*self._assignments.by_owner().items()]
+        if len(owners) <= most:
+            return owners
+        start = self._moves_tried % len(owners)
+        self._moves_tried = start + most
+        return [*owners[start:], *owners[:start]][:most]
 
     def lost(self, problem: str) -> None:
         """Returns every sequence to the item, for another worker."""

@@ -38,6 +38,7 @@ class Retries(Settings):
     """Workers or tokenizers lost with an item in a row without a new token; the last loss ends the item with
     WORKER_LOST or TOKENIZER_LOST."""
     worker_wait_seconds: Wait = 10.0
-    """Wait of an item for a worker, before the first token or in the middle of the stream."""
+    """Wait of an item for a worker, before the first token or in the middle of the stream: from the first refusal until
+    a new token, however many workers refuse it meanwhile."""
     tokenizer_wait_seconds: Wait = 10.0
     """Wait of sequences for another tokenizer after a loss."""

@@ -22,6 +22,7 @@ ENOUGH_SIBLINGS = "it has enough siblings of the item"
 ADAPTER_ABSENT = "it lacks the adapter, whose content is not known here"
 SLOTS_TAKEN = "all its slots hold adapters that are pinned or in use"
 SIBLINGS_ELSEWHERE = "the prefix is computed for a sibling elsewhere"
+FULL = "it is full"
 NO_HANDOFFS = "it hands over no KV"
 OTHER_KV = "its KV is of another kind, or has no common transport"
 QUARANTINED = "too many of its blocks wait for reads of ended handoffs"
@@ -67,6 +68,14 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
     return excluded
 
 
+def has_room(worker: WorkerSnapshot, query: PlacementQuery) -> bool:
+    """Whether a worker can take the sequences without refusing any, as far as its reports and the bookings tell."""
+    sequences = max(query.sequences, query.beams)
+    return worker.sequences + sequences <= worker.most_sequences and not (
+        query.adapter and worker.adapters.is_full(query.adapter)
+    )
+
+
 def legs(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[int]:
     """Positions of the workers that can take a leg of a split item.
 
@@ -94,7 +103,7 @@ def legs(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[int]:
 def receiver_exclusions(
     fleet: Sequence[WorkerSnapshot], query: PlacementQuery, kv: KvFacts
 ) -> dict[str, str]:
-    """The query's exclusions, and the workers that cannot continue from `kv`, by address."""
+    """The query's exclusions, and the workers that cannot continue from `kv` now, by address."""
     exclude = dict(query.exclude)
     for worker in fleet:
         if worker.kv is None:
@@ -103,6 +112,9 @@ def receiver_exclusions(
             exclude[worker.address] = OTHER_KV
         elif worker.refuses_handoffs:
             exclude[worker.address] = QUARANTINED
+        elif not has_room(worker, query):
+            # It would refuse what its former worker has stopped.
+            exclude[worker.address] = FULL
     return exclude
 
 

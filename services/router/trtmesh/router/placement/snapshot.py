@@ -95,6 +95,8 @@ class WorkerSnapshot(NamedTuple):
     """Number of the last placement; 0 for none."""
     sequences: int = 0
     """Running and waiting sequences of all routers."""
+    most_sequences: int = sys.maxsize
+    """Most sequences, running and waiting, before the worker refuses more."""
     wait_seconds: float = 0.0
     """Predicted time until another prompt starts."""
     prefill_seconds: float = 0.0

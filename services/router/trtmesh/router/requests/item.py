@@ -127,6 +127,7 @@ class ItemRun:
             self._news.clear()
             if self._context.pace.paused:
                 self.stage = "paused"
+                self._placer.drop_promise()
                 await self._news.wait()
                 continue
             self.stage = "place"
@@ -176,7 +177,7 @@ class ItemRun:
         except TrtmeshError as error:
             if not error.row.movable:
                 raise
-            if not self._placer.attempts.note(worker.address, error, self.generated_tokens):
+            if not self._placer.lost(worker.address, error, self.generated_tokens):
                 raise too_many_losses(self._placer.attempts.fruitless, error) from error
             raise _NotLoadedError from error
 
@@ -318,8 +319,7 @@ class ItemRun:
         return run
 
     async def _wait_for_worker(self, error: NoWorker | AdapterNotFound) -> None:
-        generated = bool(self.generated_tokens)
-        final = await self._placer.wait(error, self._news, generated=generated)
+        final = await self._placer.wait(error, self._news, self.generated_tokens)
         if final is None:
             return
         if not self._runs:
@@ -389,7 +389,7 @@ class ItemRun:
             return False
         if not self._placer.has_place(self._encoded, self._runs, address, error):
             return False
-        self._move(runs, "moved", error)
+        self._move(runs, "moved", error, error)
         self._handoffs.fail(runs, address, error)
         return True
 
@@ -400,21 +400,25 @@ class ItemRun:
             return
         if isinstance(error, AdapterNotFound) and self._encoded.adapter is not None:
             self._mesh.fleet.note_absence(address, self._encoded.adapter.identity)
-        attempts = self._placer.attempts
-        counts = not isinstance(error, HandoffFailed)
-        if counts and not attempts.note(address, error, self.generated_tokens):
-            run.give_up(too_many_losses(attempts.fruitless, error))
+        placer, counts = self._placer, not isinstance(error, HandoffFailed)
+        if counts and not placer.lost(address, error, self.generated_tokens):
+            run.give_up(too_many_losses(placer.attempts.fruitless, error))
             return
         self._handoffs.fail([run], address, error)
-        self._move([run], error.reason.lower(), error)
+        told = error if placer.is_news(address, error) else None
+        self._move([run], error.reason.lower(), error, told)
 
     def _move(
-        self, runs: Sequence[SequenceRun], cause: str, error: TrtmeshError | None = None
+        self,
+        runs: Sequence[SequenceRun],
+        cause: str,
+        error: TrtmeshError | None = None,
+        told: TrtmeshError | None = None,
     ) -> None:
-        """Takes sequences off their workers and wakes the item, to place them again with all tokens."""
+        """Takes sequences off their workers and wakes the item, to place them again with all tokens; logs `told`."""
         for run in runs:
             run.release(error)
-        self._events.moved(len(runs), cause, error)
+        self._events.moved(len(runs), cause, told)
         self.wake()
 
     def hand_over(

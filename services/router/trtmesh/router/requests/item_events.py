@@ -86,7 +86,7 @@ class ItemEvents:
         self._put_finished(reason, usage, None)
 
     def moved(self, sequences: int, cause: str, error: TrtmeshError | None) -> None:
-        """Sequences left their worker, because of `error` unless their client is slow."""
+        """Sequences left their worker, because of `error` unless that is known or their client slow."""
         self._metrics.moved[cause] += sequences
         if error is not None:
             with request_id_bound(self._request_id), caller_bound(self._owner):

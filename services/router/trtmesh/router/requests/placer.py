@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from trtmesh.chassis.errors import AdapterNotFound, NoWorker, TrtmeshError
 from trtmesh.chassis.tasks import until_first_ends
@@ -23,12 +23,27 @@ from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, Seat
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest
 
-REPEAT_SECONDS = 0.1
-"""Pause before another attempt at workers after a refusal."""
+REPEAT_SECONDS, LONGEST_REPEAT_SECONDS = 0.1, 1.6
+"""First pause before another attempt at workers that refused, and the longest; each pause doubles."""
 
 EXACTLY = frozenset({Capability.EXACT_RESUMPTION})
 """Wanted of a worker that continues a sequence. Without such a worker another one continues, and rounding may change
 tokens."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """From the first refusal, or attempt without a worker, until a new token: no answer of a worker prolongs it."""
+
+    ends_at: float
+    tokens: int
+    """Tokens of the item at the beginning."""
+    pause: float = REPEAT_SECONDS
+    """The next pause."""
+    tried: set[str] = field(default_factory=set)
+    """Addresses of the workers with a recorded decision."""
+    refused_by: set[str] = field(default_factory=set)
+    """Addresses of the workers that refused the item."""
 
 
 class Placer:
@@ -40,7 +55,9 @@ class Placer:
         self._item = item
         self._seat: Seat | None = None
         self._identity: Fingerprints | None = None
-        self._deadline: float | None = None
+        self._wait: _Wait | None = None
+        self._promise: Leg | None = None
+        """Room on another worker for sequences that just left theirs."""
         self._first: DecisionRecord | None = None
         self.attempts = Attempts(context.mesh.retries.max_attempts)
         self.may_hand_over = True
@@ -68,6 +85,9 @@ class Placer:
     def place(self, encoded: EncodedItem, waiting: Sequence[SequenceRun]) -> Plan:
         """Books a plan for the sequences without a worker. Raises as `placement.place`."""
         query = self._query(encoded, waiting, self.attempts.failures)
+        if self._promise is not None:
+            query = query._replace(prefer=self._promise.worker.address)
+            self.drop_promise()
         plan = self._fleet.place(query, encoded.blocks)
         cause = "first"
         if waiting:
@@ -96,14 +116,49 @@ class Placer:
     def has_place(
         self, encoded: EncodedItem, runs: Sequence[SequenceRun], address: str, error: TrtmeshError
     ) -> bool:
-        """Whether another worker takes the item now; if so, excludes the worker at `address` because of `error`."""
+        """Whether another worker has room for the item now; if so, keeps the room, and excludes the worker at `address`
+        because of `error`."""
         tokens = sum(len(run.token_ids) for run in runs)
         failures = self.attempts.moved_from(address, error, tokens)
         waiting = [run for run in runs if run.waits_for_worker]
-        if not self._fleet.has_place(self._query(encoded, waiting, failures), encoded.blocks):
+        promise = self._fleet.promise(self._query(encoded, waiting, failures), encoded.blocks)
+        if promise is None:
             return False
+        self.drop_promise()
+        self._promise = promise
         self.attempts.move(failures, tokens)
         return True
+
+    def drop_promise(self) -> None:
+        """Gives the promised room to others, or to the placement that follows."""
+        if self._promise is not None:
+            self._promise.booking.release(asyncio.get_running_loop().time())
+            self._promise = None
+
+    def lost(self, address: str, error: TrtmeshError, generated_tokens: int) -> bool:
+        """Counts a worker that failed or refused the item; False after the last attempt."""
+        if error.row.back_pressure:
+            self._waiting(generated_tokens)
+        else:
+            # Losses are counted instead.
+            self._wait = None
+        return self.attempts.note(address, error, generated_tokens)
+
+    def is_news(self, address: str, error: TrtmeshError) -> bool:
+        """Whether a worker's refusal is its first in this wait; another failure is news always."""
+        if not error.row.back_pressure or self._wait is None:
+            return True
+        known = address in self._wait.refused_by
+        self._wait.refused_by.add(address)
+        return not known
+
+    def _waiting(self, tokens: int) -> _Wait:
+        """The present wait of the item, which has `tokens` tokens; a new one after progress."""
+        if self._wait is None or tokens > self._wait.tokens:
+            now = asyncio.get_running_loop().time()
+            seconds = self._context.mesh.retries.worker_wait_seconds
+            self._wait = _Wait(now + seconds, tokens)
+        return self._wait
 
     def refused(self, address: str, error: TrtmeshError) -> None:
         """Leaves out the worker at `address`, which is full, as a receiver; also as the next worker of sequences that
@@ -117,19 +172,18 @@ class Placer:
     def dispatched(self, leg: Leg) -> None:
         """Notes the worker's identity for later placements, and the booking for siblings."""
         self._identity = self._identity or leg.worker.facts.identity
-        self._deadline = None
         self._refusals.clear()
         if self._seat is not None:
             self._seat.dispatched(leg.worker.address, leg.booking)
 
     async def wait(
-        self, error: NoWorker | AdapterNotFound, news: asyncio.Event, *, generated: bool
+        self, error: NoWorker | AdapterNotFound, news: asyncio.Event, tokens: int
     ) -> TrtmeshError | None:
-        """Waits for a reason to try again, or for `news` of the item; returns the error once the wait is futile."""
-        now = asyncio.get_running_loop().time()
-        self._deadline = self._deadline or now + self._context.mesh.retries.worker_wait_seconds
-        seconds_left = self._deadline - now
-        if not generated:
+        """Waits for a reason to try again, or for `news` of the item, which has `tokens` tokens; returns the error once
+        the wait is futile."""
+        wait = self._waiting(tokens)
+        seconds_left = wait.ends_at - asyncio.get_running_loop().time()
+        if not tokens:
             if self.attempts.full is not None:
                 # An immediate refusal lets the client try another mesh.
                 return self.attempts.full
@@ -140,12 +194,15 @@ class Placer:
         left_out = bool(self.attempts.failures or self._refusals)
         self.attempts.forgive()
         self._refusals.clear()
-        pause = min(seconds_left, REPEAT_SECONDS) if left_out else seconds_left
+        pause = seconds_left
+        if left_out:
+            pause, wait.pause = min(pause, wait.pause), min(2 * wait.pause, LONGEST_REPEAT_SECONDS)
         await until_first_ends(self._fleet.change(pause), news.wait())
         return None
 
     def close(self) -> None:
-        """Releases waiting siblings."""
+        """Releases waiting siblings and promised room."""
+        self.drop_promise()
         if self._seat is not None:
             self._seat.close()
 
@@ -173,8 +230,13 @@ class Placer:
         )
 
     def _record(self, leg: Leg, cause: str) -> None:
-        item = self._item.batch_index
-        context = self._context
+        item, wait = self._item.batch_index, self._wait
+        context, address = self._context, leg.worker.address
+        if wait is not None and address in wait.tried:
+            # Repeats would push the decisions of others out of the log.
+            return
+        if wait is not None:
+            wait.tried.add(address)
         record = DecisionRecord(context.owner, context.request_id, item, cause, leg.decision)
         self._fleet.decisions.add(record)
         self._first = self._first or record

@@ -13,7 +13,7 @@ from trtmesh.chassis.adapter_content import UPLOAD_ACCEPTED
 from trtmesh.chassis.errors import AdapterNotFound, InvalidField, NotFound
 from trtmesh.chassis.rpc import answering
 from trtmesh.router.adapters.adapters import Adapters
-from trtmesh.router.adapters.registry import Entry
+from trtmesh.router.adapters.registry import Entry, Registration
 from trtmesh.router.doors.admin.adapters import (
     Holder,
     describe_adapter,
@@ -33,6 +33,7 @@ from trtmesh.router.doors.admin.descriptions import (
 )
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
+from trtmesh.router.fleet.pins import check_pins
 from trtmesh.router.placement import POLICIES
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -217,8 +218,9 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self, request: pb.AddAdapterRequest, context: _Context
     ) -> pb.AddAdapterResponse:
         async with answering(context):
-            self._check_model(request.model)
-            entry = await self._adapters.add(registration_of(request), request.source)
+            asked = registration_of(request)
+            self._check_registration(asked)
+            entry = await self._adapters.add(asked, request.source)
             return pb.AddAdapterResponse(adapter=self._describe_adapter(entry))
 
     async def UploadAdapter(
@@ -231,7 +233,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 self._adapters.max_adapter_bytes,
                 partial(context.send_initial_metadata, (UPLOAD_ACCEPTED,)),
             )
-            self._check_model(asked.model)
+            self._check_registration(asked)
             entry = await self._adapters.upload(asked, content)
             return pb.UploadAdapterResponse(adapter=self._describe_adapter(entry))
 
@@ -261,6 +263,9 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self, request: pb.PinAdapterRequest, context: _Context
     ) -> pb.PinAdapterResponse:
         async with answering(context):
+            if request.pinned:
+                for each in self._adapters.registry.of_number(request.id):
+                    check_pins(self._fleet, self._adapters, each.key, len(each.versions))
             entry = await self._adapters.pin(request.id, pinned=request.pinned)
             return pb.PinAdapterResponse(adapter=self._describe_adapter(entry))
 
@@ -283,11 +288,15 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         holders = Holder.each_of(self._fleet.workers.values())
         return describe_adapter(entry, self._adapters, holders)
 
-    def _check_model(self, model: str) -> None:
-        """Raises InvalidField if a model must be named: a fleet may have several."""
+    def _check_registration(self, asked: Registration) -> None:
+        """Raises InvalidField if a model must be named, as in a fleet of several; AdaptersFull for a pin too many."""
         models = self._fleet.models()
-        if not model and len(models) > 1:
-            raise InvalidField.of("model", model, f"one of {', '.join(sorted(models))}")
+        if not asked.model and len(models) > 1:
+            raise InvalidField.of("model", asked.model, f"one of {', '.join(sorted(models))}")
+        known = self._adapters.registry.entries.get((asked.model, asked.number))
+        if asked.pinned or (known and known.pinned):
+            stay = len(known.versions) if known and asked.canary_share is not None else 0
+            check_pins(self._fleet, self._adapters, (asked.model, asked.number), stay + 1)
 
 
 def _only_owner(request_id: str, owner: str, owners: Collection[str]) -> str:

@@ -1,0 +1,93 @@
+"""Workers that are drained or freeze while the others have no room: no stream leaves a worker before another has room,
+and no wait is longer than the retries allow."""
+
+from __future__ import annotations
+
+import signal
+
+from e2e.mesh import (
+    ENDLESS,
+    SIMULATED,
+    Mesh,
+    StreamReader,
+    eventually,
+    running_mesh,
+    scrape,
+)
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+NAMES = ("one", "two")
+
+FULL_AT_TWO = ("--simulated-limits-max-batch-size", "2", "--simulated-limits-max-queue-size", "0")
+
+
+async def two_small_engines(mesh: Mesh) -> None:
+    for name in NAMES:
+        await mesh.start_engine(*SIMULATED, *FULL_AT_TWO, "--worker", name)
+    await mesh.start_router(
+        *("--placement-policy", "least_loaded", "--retries-worker-wait-seconds", "1"),
+        *("--deadlines-silence-seconds", "3", "--log-level", "info"),
+    )
+    await mesh.ready(workers=2)
+
+
+async def filled(mesh: Mesh) -> dict[str, list[StreamReader]]:
+    """Opens two endless streams on each worker."""
+    readers = [
+        mesh.open([[5 + number]], text=False, max_tokens=ENDLESS, ignore_end_id=True)
+        for number in range(4)
+    ]
+    by_worker: dict[str, list[StreamReader]] = {}
+    for reader in readers:
+        await reader.tokens_here(1)
+        started = reader.items[0].started
+        assert started
+        by_worker.setdefault(started.worker, []).append(reader)
+    assert {name: len(each) for name, each in by_worker.items()} == {"one": 2, "two": 2}
+    return by_worker
+
+
+async def live(mesh: Mesh, name: str) -> int:
+    """Items of the router on a worker."""
+    workers = (await mesh.status()).workers
+    return next(worker.items for worker in workers if worker.worker == name)
+
+
+async def test_a_drain_leaves_streams_where_they_run_until_another_worker_has_room() -> None:
+    async with running_mesh(start=two_small_engines) as mesh:
+        readers = await filled(mesh)
+        drained = await mesh.admin.drain_worker("one", finish_seconds=0)
+        assert (drained.moved_sequences, drained.left_sequences) == (0, 2)
+        assert drained.worker.state == admin_pb.WORKER_STATE_DRAINING
+        for reader in readers["one"]:
+            await reader.tokens_here(reader.tokens() + 100)
+        assert await live(mesh, "one") == 2
+
+        for stopped, left in zip(readers["two"], (1, 0), strict=True):
+            await stopped.stopped_at(1)
+
+            async def moved(left: int = left) -> bool:
+                return (await live(mesh, "one"), await live(mesh, "two")) == (left, 2)
+
+            await eventually(moved)
+        for reader in readers["one"]:
+            await reader.tokens_here(reader.tokens() + 10)
+            (item,) = await reader.stopped_at(1)
+            assert item.error is None
+        samples = await scrape(mesh.router)
+        assert samples["trtmesh_router_moved_sequences_total"] == 2, "none was refused"
+
+
+async def test_streams_of_a_frozen_worker_end_while_the_others_stay_full() -> None:
+    async with running_mesh(start=two_small_engines) as mesh:
+        readers = await filled(mesh)
+        mesh.engines[0].signal(signal.SIGSTOP)
+        for reader in readers["one"]:
+            (item,) = await reader.result()
+            assert isinstance(item.error, TrtmeshError)
+            assert item.error.reason == "WORKER_LOST", item.error
+        for reader in readers["two"]:
+            await reader.tokens_here(reader.tokens() + 10)
+        assert mesh.router.stderr.count(" moves (") <= 4, "once off the lost worker, once refused"
+        mesh.engines[0].signal(signal.SIGCONT)
