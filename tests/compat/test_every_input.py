@@ -115,6 +115,7 @@ TEXT = SHARED | {
     "bad_words": Case(["one two", ""], "stopping.bad_token_ids", (ids("one two"),)),
     "top_k": Case(5, "sampling.top_k", 5),
     "top_p": Case(0.5, "sampling.top_p", 0.5),
+    "prompt_ignore_length": Case(1, "sampling.prompt_ignore_length", 1),
     "length_penalty": Case(2.0, "beam_search.length_penalty", 2.0, BEAMS),
     "prompt_table_extra_id": Case(u64(8), "prompt_tuning.extra_ids", (8,) * len(ids("a prompt"))),
     "embedding_bias_words": Case(
@@ -450,6 +451,23 @@ async def test_defaults_of_the_models(triton: Triton, backend: RecordingBackend)
     assert not config.stopping.ignore_end_id
     config = await seen_config(triton, backend, "ensemble", {"end_id": -1})
     assert config.stopping.ignore_end_id
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", ["presence_penalty", "frequency_penalty"])
+async def test_penalties_count_the_prompt_as_upstream(
+    triton: Triton, backend: RecordingBackend, model: str, kind: str
+) -> None:
+    """The native API counts what was generated alone."""
+    name = f"sampling_param_{kind}" if model == "llmapi" else kind
+    value = np.array([0.5], np.float32) if model == "llmapi" else 0.5
+    plain = await seen_config(triton, backend, model, {})
+    assert plain.sampling.prompt_ignore_length is None
+    penalised = await seen_config(triton, backend, model, {name: value})
+    assert penalised.sampling.prompt_ignore_length == 0
+    asked = await seen_config(triton, backend, model, {name: value, "prompt_ignore_length": 3})
+    declared = "prompt_ignore_length" in TRITON[model].inputs
+    assert asked.sampling.prompt_ignore_length == (3 if declared else 0)
 
 
 async def test_request_parameters_reach_the_backend(

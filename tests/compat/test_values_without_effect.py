@@ -176,9 +176,10 @@ async def test_conditions_of_the_page(core: Core) -> None:
     """Inputs that need another input."""
     plain = await core.output({})
     assert await core.output({"prompt_ignore_length": 9}) == plain
-    penalty = {"repetition_penalty": 3.0}
-    penalised = await core.output(penalty)
-    assert await core.output(penalty | {"prompt_ignore_length": len(IDS)}) != penalised
+    ignoring = {"prompt_ignore_length": len(IDS)}
+    repetition, presence = {"repetition_penalty": 3.0}, {"presence_penalty": -50.0}
+    assert await core.output(repetition | ignoring) == await core.output(repetition)
+    assert await core.output(presence | ignoring) != await core.output(presence)
     drawn = dict(DECODINGS["sampling by top_p"])
     (tokens,) = await core.output(drawn)
     reset = {"runtime_top_p_reset_ids": tokens[1]}

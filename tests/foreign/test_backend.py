@@ -283,6 +283,26 @@ async def test_greedy_is_said_aloud(contract: str) -> None:
         assert request.sampling_params.HasField("temperature")
 
 
+async def test_the_prompt_is_told_to_be_left_out_of_penalties() -> None:
+    """The engine counts it otherwise, and the tokens of a migrated sequence look like its prompt."""
+    async with foreign("trtllm") as lab:
+        for asked in ({}, {"prompt_ignore_length": 0}, {"prompt_ignore_length": 1}):
+            await lab.ask(max_tokens=2, presence_penalty=0.5, **asked)
+        seen = [each.sampling_config.prompt_ignore_length for each in lab.requests]
+    assert seen == [len(PROMPT), 0, 1]
+
+
+@pytest.mark.parametrize("contract", ["vllm", "sglang"])
+async def test_penalties_of_the_prompt_are_refused_where_generated_tokens_alone_count(
+    contract: str,
+) -> None:
+    async with foreign(contract) as lab:
+        await lab.ask(max_tokens=2, presence_penalty=0.5, prompt_ignore_length=len(PROMPT))
+        await lab.ask(max_tokens=2, repetition_penalty=1.5, prompt_ignore_length=0)
+        with pytest.raises(UnsupportedField, match="prompt_ignore_length"):
+            lab.put(PROMPT, max_tokens=2, frequency_penalty=0.5, prompt_ignore_length=0)
+
+
 @pytest.mark.parametrize("contract", CONTRACTS)
 async def test_fields_arrive(contract: str) -> None:
     async with foreign(contract) as lab:

@@ -423,8 +423,8 @@ class StoppingConfig(google.protobuf.message.Message):
     max_tokens: builtins.int
     """Most new tokens of each sequence, at least 1. Unset means as many as the model's length allows."""
     min_tokens: builtins.int
-    """Fewest new tokens before an end id, or before the last token of a stop_token_ids sequence. max_tokens ends a
-    sequence even before.
+    """Fewest new tokens before an end id, or before the token that completes a stop text or a stop_token_ids sequence.
+    Earlier end ids are banned, earlier stop texts and sequences passed over. max_tokens ends a sequence even before.
     """
     end_id: builtins.int
     """Token id of the end of a sequence. Unset means the model's end ids."""
@@ -526,13 +526,15 @@ class SamplingConfig(google.protobuf.message.Message):
     seed: builtins.int
     """Seed of the draws. Unset: the router chooses and reports a seed."""
     repetition_penalty: builtins.float
-    """Divides the logits of tokens already present, above 0; 1 means off."""
+    """Divides the logits of tokens of the prompt and of those generated, above 0; 1 means off."""
     presence_penalty: builtins.float
-    """Subtracted once from the logits of tokens already generated; 0 means off."""
+    """Subtracted once from the logits of tokens that prompt_ignore_length lets count; 0 means off."""
     frequency_penalty: builtins.float
-    """Subtracted per occurrence from the logits of tokens already generated; 0 means off."""
+    """Subtracted per occurrence from the logits of tokens that prompt_ignore_length lets count; 0 means off."""
     prompt_ignore_length: builtins.int
-    """Leading prompt tokens ignored by the penalties."""
+    """Leading prompt tokens that presence_penalty and frequency_penalty do not count. Unset means the whole prompt: they
+    count generated tokens alone, as in OpenAI's API. 0 counts the whole prompt: the default of Triton's models.
+    """
     no_repeat_ngram_size: builtins.int
     """No n-gram of this length occurs twice; 0 means off."""
     num_return_sequences: builtins.int

@@ -148,13 +148,13 @@ class Rules:
         out = logits.astype(np.float64)
         if asked.get("embedding_bias"):
             out = out + np.array(asked["embedding_bias"])
-        ignored = asked.get("prompt_ignore_length", 0)
-        for token in {*self._prompt[ignored:], *new}:
+        for token in {*self._prompt, *new}:
             factor = asked.get("repetition_penalty", 1.0)
             out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
-        for token in set(new):
+        counted = self._prompt[asked.get("prompt_ignore_length", 0) :] + new
+        for token in set(counted):
             out[token] -= asked.get("presence_penalty", 0.0)
-            out[token] -= asked.get("frequency_penalty", 0.0) * new.count(token)
+            out[token] -= asked.get("frequency_penalty", 0.0) * counted.count(token)
         out[list(self._banned(new))] = -np.inf
         return out
 

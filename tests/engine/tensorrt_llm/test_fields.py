@@ -219,8 +219,12 @@ async def test_sampling_always_says_what_it_does_not_filter(release: str) -> Non
 
 
 async def test_penalties_of_generated_tokens_leave_the_prompt_out(release: str) -> None:
+    """Where nothing else is said: the library counts the prompt too."""
     async with serving(backend()) as engine, router_stream(engine.address) as stream:
-        command = submit(1, 3, config=config_of("sampling.presence_penalty"), emitted_tokens=1)
-        await stream.send(command)
-        await stream.end(1)
-        assert last_call()["sampling_params"].prompt_ignore_length == 2
+        for number, (asked, seen) in enumerate([(None, 2), (0, 0), (1, 1)], 1):
+            config = config_of("sampling.presence_penalty")
+            if asked is not None:
+                config.sampling.prompt_ignore_length = asked
+            await stream.send(submit(number, 3, config=config, emitted_tokens=1))
+            await stream.end(number)
+            assert last_call()["sampling_params"].prompt_ignore_length == seen

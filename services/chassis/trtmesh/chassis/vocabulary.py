@@ -48,7 +48,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    prompt_ignore_length: int = 0
+    prompt_ignore_length: int | None = None
     no_repeat_ngram_size: int = 0
     embedding_bias: tuple[float, ...] = ()
     embedding_bias_texts: tuple[str, ...] = ()
@@ -57,6 +57,11 @@ class Sampling:
     best_of: int | None = None
     logits_post_processor: str | None = None
     embedding_bias_token_ids: tuple[IdSequence, ...] = ()
+
+    def ignored_prompt(self, prompt_tokens: int) -> int:
+        """How many leading tokens of a prompt the presence and frequency penalties do not count."""
+        asked = self.prompt_ignore_length
+        return prompt_tokens if asked is None else min(asked, prompt_tokens)
 
     @property
     def greedy(self) -> bool:

@@ -286,6 +286,23 @@ async def test_texts_are_refused_with_beams() -> None:
     assert (error.details() or "").startswith("stop ")
 
 
+@pytest.mark.parametrize("kind", ["presence_penalty", "frequency_penalty"])
+async def test_penalties_count_the_prompt_unless_told_otherwise(kind: str) -> None:
+    """As in TensorRT-LLM; the native API leaves the prompt out."""
+    backend = RecordingBackend(EVERYTHING)
+    async with offering(backend) as stub:
+        for asked, seen in (
+            ({}, None),
+            ({kind: 0.5}, 0),
+            ({kind: 0.5, "prompt_ignore_length": 2}, 2),
+        ):
+            sampling = tpb.SamplingConfig(**asked)
+            call = stub.Generate(request(f"of {seen}", sampling_config=sampling))
+            item = await first_item(backend, call, len(backend.items) + 1)
+            call.cancel()
+            assert item.config.sampling.prompt_ignore_length == seen
+
+
 async def test_a_sampled_item_without_a_seed_gets_one_of_its_own() -> None:
     backend = RecordingBackend(EVERYTHING)
     async with offering(backend) as stub:

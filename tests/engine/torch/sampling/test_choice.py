@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.torch.choosing import chosen, continuation, filtered_weights
+from engine.torch.choosing import continuation, filtered_weights
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from transformers import (
@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
+from trtmesh.engine.backends.torch.sampling.choice import adjusted
 
 NEW_TOKENS = 24
 SAMPLED = configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.5, top_p=0.95, seed=7)
@@ -26,16 +27,16 @@ SAMPLED = configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.5, 
 
 def warped(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
     """The same filters by transformers."""
-    chosen: list[LogitsProcessor] = []
+    warpers: list[LogitsProcessor] = []
     if sampling.temperature is not None:
-        chosen.append(TemperatureLogitsWarper(sampling.temperature))
+        warpers.append(TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k:
-        chosen.append(TopKLogitsWarper(sampling.top_k))
+        warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p is not None:
-        chosen.append(TopPLogitsWarper(sampling.top_p))
+        warpers.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p is not None:
-        chosen.append(MinPLogitsWarper(sampling.min_p))
-    for warper in chosen:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    for warper in warpers:
         call: Any = warper
         logits = call(None, logits)
     return logits
@@ -131,34 +132,28 @@ async def test_the_repetition_penalty_is_that_of_generate(llama: Path) -> None:
         assert await engine.run(prompts, config) == expected
 
 
-async def test_prompt_ignore_length_hides_the_beginning_from_the_repetition_penalty() -> None:
-    logits = torch.tensor([[1.0, 0.9, 0.5]])
-    sampling = Sampling(repetition_penalty=2.0, prompt_ignore_length=1)
-    hidden = continuation([0, 2], GenerationConfig(sampling=sampling), 2)
-    config = GenerationConfig(sampling=Sampling(repetition_penalty=2.0))
-    full = continuation([0, 2], config, 2)
-    assert chosen([hidden, full], logits.repeat(2, 1)) == [0, 1]
+@pytest.mark.parametrize("ignored", [None, 0, 1, 2, 9])
+def test_penalties_follow_the_rule_of_tensorrt_llm(ignored: int | None) -> None:
+    """The prompt is 0 1 0, and 1 was generated: repetition counts all, presence and frequency what is not ignored."""
+    penalties = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 0.25}
+    sampling = Sampling(**penalties, prompt_ignore_length=ignored)
+    row = continuation([0, 1, 0, 1], GenerationConfig(sampling=sampling), 3)
+    row.remember()
+    logits = torch.tensor([[4.0, 4.0, 4.0]])
+    counted = [*[0, 1, 0][3 if ignored is None else ignored :], 1]
+    expected = [
+        (4.0 / 2.0 if token in (0, 1) else 4.0)
+        - (token in counted) * 1.0
+        - counted.count(token) * 0.25
+        for token in range(3)
+    ]
+    assert adjusted([row], logits).tolist() == [expected]
 
 
-async def test_prompt_ignore_length_acts(llama: Path) -> None:
-    prompt = tiny_models.prompts(2)[1]
-    model = tiny_models.reference_model(llama)
-    first = tiny_models.greedy(model, prompt, 1)[0]
-    penalised = {"max_tokens": 1, "ignore_end_id": True, "repetition_penalty": 50.0}
-    async with running(llama) as engine:
-        (seen,) = await engine.run([[first, *prompt]], configure(max_tokens=1, ignore_end_id=True))
-        with_first = [seen[0], *prompt]
-        (target,) = await engine.run([with_first], configure(max_tokens=1, ignore_end_id=True))
-        prompt_with_target = [target[0], *prompt]
-        plain = configure(max_tokens=1, ignore_end_id=True)
-        (expected,) = await engine.run([prompt_with_target], plain)
-        ignoring = configure(**penalised, prompt_ignore_length=len(prompt_with_target))
-        assert await engine.run([prompt_with_target], ignoring) == [expected]
-
-
+@pytest.mark.parametrize("ignored", [None, 0, 3])
 @pytest.mark.parametrize(("presence", "frequency"), [(3.0, 0.0), (0.0, 1.5), (1.0, 0.7)])
 async def test_presence_and_frequency_penalties_follow_their_formula(
-    llama: Path, presence: float, frequency: float
+    llama: Path, presence: float, frequency: float, ignored: int | None
 ) -> None:
     prompt = tiny_models.prompts(2)[1]
     model = tiny_models.reference_model(llama)
@@ -166,7 +161,8 @@ async def test_presence_and_frequency_penalties_follow_their_formula(
     for _ in range(NEW_TOKENS):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens])).logits[0, -1].double()
-        for token, count in Counter(tokens).items():
+        counted = prompt[len(prompt) if ignored is None else ignored :] + tokens
+        for token, count in Counter(counted).items():
             logits[token] -= presence + frequency * count
         tokens.append(int(logits.argmax()))
     config = configure(
@@ -174,6 +170,7 @@ async def test_presence_and_frequency_penalties_follow_their_formula(
         ignore_end_id=True,
         presence_penalty=presence,
         frequency_penalty=frequency,
+        **({} if ignored is None else {"prompt_ignore_length": ignored}),
     )
     async with running(llama) as engine:
         plain = await engine.run([prompt], configure(max_tokens=NEW_TOKENS, ignore_end_id=True))

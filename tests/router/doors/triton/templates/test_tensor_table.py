@@ -26,8 +26,8 @@ embedding_bias_weights FP32 -1 lora_task_id UINT64 1          lora_weights FP16 
 lora_config INT32 -1,3         guided_decoding_guide_type BYTES 1
 guided_decoding_guide BYTES 1
 """
-OUR_STOP = "stop BOOL 1"
-"""Triton's text models cannot be stopped by name; ours can."""
+OURS = " stop BOOL 1 prompt_ignore_length INT32 1"
+"""Triton's text models cannot be stopped by name, nor be told what penalties ignore; ours can."""
 
 CORE = """
 input_ids INT32 -1             input_lengths* INT32 1         request_output_len* INT32 1
@@ -75,10 +75,10 @@ num_input_tokens INT32 1       num_output_tokens INT32 1
 """
 TEXT_OUTPUT = "text_output BYTES -1"
 MODELS = {
-    "ensemble": (TEXT + OUR_STOP, TEXT_OUTPUT + GENERATED),
+    "ensemble": (TEXT + OURS, TEXT_OUTPUT + GENERATED),
     "tensorrt_llm_bls": (
         TEXT
-        + OUR_STOP
+        + OURS
         + """
 image_input FP16 -1,3,-1,-1    image_bytes_input UINT8 -1,-1,-1,-1
 image_url_input BYTES 1        video_bytes_input UINT8 -1,-1,-1,-1

@@ -56,6 +56,8 @@ class Ask:
     token_ids: Sequence[int]
     max_tokens: int
     min_tokens: int
+    ignored_prompt: int
+    """Leading tokens that presence and frequency penalties do not count."""
     stop_ids: tuple[int, ...]
     """Single ids that end the sequence; they are part of the output."""
     model_end_ids: bool

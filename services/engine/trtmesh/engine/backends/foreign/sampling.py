@@ -20,6 +20,7 @@ PENALTIES = frozenset(
         "sampling.repetition_penalty",
         "sampling.presence_penalty",
         "sampling.frequency_penalty",
+        "sampling.prompt_ignore_length",
     }
 )
 
@@ -82,6 +83,20 @@ def bias_of(config: GenerationConfig) -> Mapping[int, float]:
             limit = f"from {-MOST_BIAS:g} to {MOST_BIAS:g} for each id on this engine"
             raise InvalidField.of("sampling.embedding_bias_weights", weight, limit)
     return bias
+
+
+def check_counted(item: Submission) -> None:
+    """Raises UnsupportedField for penalties that count the prompt, of engines that count generated tokens alone."""
+    sampling = item.config.sampling
+    ignored = sampling.ignored_prompt(item.prompt_tokens)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and ignored < item.prompt_tokens:
+        raise UnsupportedField(
+            f"is {sampling.prompt_ignore_length}, but the presence and frequency penalties of this engine count"
+            f" generated tokens alone; send at least {item.prompt_tokens}, the length of the prompt",
+            field="sampling.prompt_ignore_length",
+            value=repr(sampling.prompt_ignore_length),
+            limit=f"at least {item.prompt_tokens}",
+        )
 
 
 def bad_ids_of(config: GenerationConfig) -> tuple[int, ...]:

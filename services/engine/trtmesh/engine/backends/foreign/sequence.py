@@ -114,6 +114,7 @@ class ForeignSequence:
             token_ids=prompt,
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, max(0, least)) if bans else 0,
+            ignored_prompt=item.config.sampling.ignored_prompt(item.prompt_tokens),
             stop_ids=tuple(sorted(self._stop_ids)),
             model_end_ids=model_end_ids,
             sampling=item.config.sampling,

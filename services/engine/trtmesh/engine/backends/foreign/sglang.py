@@ -74,6 +74,7 @@ class SglangContract:
         )
 
     def check(self, item: Submission) -> None:
+        said.check_counted(item)
         said.bias_of(item.config)
         said.bad_ids_of(item.config)
 

@@ -141,7 +141,7 @@ def request_of(ask: Ask) -> trtllm.GenerateRequest:
             top_p_min=sampling.top_p_min,
             top_p_decay=sampling.top_p_decay,
             top_p_reset_ids=sampling.top_p_reset_id,
-            prompt_ignore_length=sampling.prompt_ignore_length or None,
+            prompt_ignore_length=ask.ignored_prompt,
             no_repeat_ngram_size=sampling.no_repeat_ngram_size or None,
         ),
         output_config=trtllm.OutputConfig(exclude_input_from_output=True),

@@ -79,6 +79,7 @@ class VllmContract:
         )
 
     def check(self, item: Submission) -> None:
+        said.check_counted(item)
         said.bias_of(item.config)
         said.bad_ids_of(item.config)
         if item.config.output.top_log_probs > MOST_TOP_LOG_PROBS:

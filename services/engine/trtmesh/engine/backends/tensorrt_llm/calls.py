@@ -309,11 +309,11 @@ def _plain(config: GenerationConfig) -> dict[str, Any]:
 
 
 def _penalised(item: Submission) -> dict[str, int]:
-    """Presence and frequency count generated tokens, whereas the library counts the prompt too unless told not to."""
+    """The library counts the whole prompt unless told not to."""
     sampling = item.config.sampling
     if not (sampling.presence_penalty or sampling.frequency_penalty):
         return {}
-    return {"prompt_ignore_length": sampling.prompt_ignore_length or item.prompt_tokens}
+    return {"prompt_ignore_length": sampling.ignored_prompt(item.prompt_tokens)}
 
 
 def _value(config: GenerationConfig, path: str) -> Any:

@@ -218,6 +218,10 @@ def _take_sampling(given: tpb.SamplingConfig, config: pb.GenerationConfig) -> No
     for field, value in given.ListFields():
         if field.name in SAMPLING:
             _put(config, SAMPLING[field.name], value, f"sampling_config.{field.name}")
+    sampling = config.sampling
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        # TensorRT-LLM counts the whole prompt by default.
+        sampling.prompt_ignore_length = given.prompt_ignore_length
     # 0 is unset: the contract has no presence for these two.
     if given.beam_width not in (0, 1):
         _check_range("beam_search.beam_width", given.beam_width)

@@ -195,8 +195,8 @@ def _add_bias(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
 
 
 def _penalise(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
-    """Divides positive logits by the repetition penalty and multiplies negative logits; subtracts presence +
-    frequency * count for generated tokens."""
+    """Divides positive logits of all earlier tokens by the repetition penalty and multiplies negative logits; subtracts
+    presence + frequency * count for those that count."""
     places, factors, minus = [], [], []
     for row, sequence in rows:
         sampling = sequence.token_rules.sampling

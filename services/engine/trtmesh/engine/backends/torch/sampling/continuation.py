@@ -88,11 +88,11 @@ class History:
 
 
 class Occurrences:
-    """Distinct ids under the penalties, in the order of first occurrence, and how often each was generated."""
+    """Distinct ids, in the order of first occurrence, and how often presence and frequency penalties count each."""
 
     def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
-        self._next = min(sampling.prompt_ignore_length, prompt_tokens)
-        self._prompt_tokens = prompt_tokens
+        self._next = 0
+        self._counted_from = sampling.ignored_prompt(prompt_tokens)
         self._places: dict[int, int] = {}
         self._ids = array("q")
         self._counts = array("q")
@@ -113,7 +113,7 @@ class Occurrences:
             if place == len(self._ids):
                 self._ids.append(token)
                 self._counts.append(0)
-            if position >= self._prompt_tokens:
+            if position >= self._counted_from:
                 self._counts[place] += 1
         self._next = max(self._next, len(tokens))
 

@@ -107,6 +107,7 @@ class GenerationTemplate(Template, ABC):
             config.output.skip_special_tokens = model.skip_special_tokens
             item.prompt.add_special_tokens = model.add_special_tokens
         _drop_fillers(config.sampling)
+        _count_prompt(config.sampling)
         if config.output.context_logits or config.output.generation_logits:
             config.output.logits_data_type = MESH_DATA_TYPES[model.logits_data_type]
         _settle_beams(config, model.max_beam_width)
@@ -199,6 +200,13 @@ def _drop_fillers(sampling: pb.SamplingConfig) -> None:
         kept = [(word, weight) for word, weight in zip(words, weights, strict=True) if word]
         words[:] = [word for word, _ in kept]
         weights[:] = [weight for _, weight in kept]
+
+
+def _count_prompt(sampling: pb.SamplingConfig) -> None:
+    """Penalties count the whole prompt unless the client says otherwise, as in TensorRT-LLM."""
+    penalised = sampling.presence_penalty or sampling.frequency_penalty
+    if penalised and not sampling.HasField("prompt_ignore_length"):
+        sampling.prompt_ignore_length = 0
 
 
 def _settle_beams(config: pb.GenerationConfig, max_beam_width: int | None) -> None:

@@ -41,6 +41,7 @@ WORDS_NOTE = "a row of ids, a row of offsets"
 REPEATED_NOTE = "applies to every prompt token"
 TABLE_NOTE = "ids from the vocabulary size on address prompt embedding rows"
 BACKEND_NOTE = "the name by which Triton's C++ backend reads it"
+IGNORED_NOTE = "unset means 0"
 DECODER_NOTE = "a single id is without effect on a decoder-only model"
 END_NOTE = "-1 and, for token ids, unset: `ignore_end_id`"
 PATH_NOTE = (
@@ -183,6 +184,12 @@ _TEXT_INPUTS = (
     *_sampling("", "length_penalty"),
     *_lora("v0.15", "v0.15"),
     _one("early_stopping", "2026-05 INT32/BOOL", put.early_stopping, note=EARLY_STOPPING_NOTE),
+    _one(
+        "prompt_ignore_length",
+        "own INT32",
+        put.value("sampling.prompt_ignore_length"),
+        note=IGNORED_NOTE,
+    ),
     _one("exclude_input_in_output", "v0.16 BOOL", put.value("output.exclude_prompt")),
     _stop("own"),
 )
@@ -258,7 +265,12 @@ TOKEN_INPUTS = (
     ),
     _one("runtime_top_p_decay", "v0.10 FP32", put.value("sampling.top_p_decay")),
     _one("runtime_top_p_reset_ids", "v0.10 INT32", put.value("sampling.top_p_reset_id")),
-    _one("prompt_ignore_length", "2026-05 INT32", put.value("sampling.prompt_ignore_length")),
+    _one(
+        "prompt_ignore_length",
+        "2026-05 INT32",
+        put.value("sampling.prompt_ignore_length"),
+        note=IGNORED_NOTE,
+    ),
     _one("no_repeat_ngram_size", "own INT32", put.value("sampling.no_repeat_ngram_size")),
     _one("streaming", "v0.5 BOOL", None, STREAM_SOURCE),
     _list("prompt_table_extra_ids", "v0.13 UINT64 -1", put.extra_ids),
