@@ -148,3 +148,26 @@ def told_log_probs(responses: Sequence[Response]) -> list[float]:
     return [
         value for each in responses for value in each.outputs["output_log_probs"].ravel().tolist()
     ]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "native"])
+async def test_min_tokens_hold_stop_words_back(
+    mesh: Mesh, triton: Triton, backend: RecordingBackend, sizes: Sequence[int], model: str
+) -> None:
+    """As on the core model."""
+    word, ids = "width", token_ids()
+    count = next(count for count in range(len(ids)) if word in decode(ids[:count]))
+    if model == "native":
+        reader = mesh.open(["x"], stop_texts=[word], include_stop_text=True, min_tokens=count)
+        await generate(backend, sizes)
+        ((sequence,),) = [item.sequences for item in await reader.result()]
+        assert sequence.reason is FinishReason.STOP_WORD
+        text = sequence.text
+    else:
+        tensors = {"text_input": "x", "max_tokens": 24, "stop_words": [word], "min_tokens": count}
+        answer = asyncio.create_task(triton.stream(model, {**tensors, "stream": True}))
+        await generate(backend, sizes)
+        text = "".join(response.text for response in await answer if response.outputs)
+    second = TEXT.index(word, TEXT.index(word) + 1)
+    assert text == TEXT[: second + len(word)]

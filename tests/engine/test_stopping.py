@@ -115,3 +115,10 @@ def test_stop_text_across_tokens_and_within_one() -> None:
     assert stops.follow(b"b", 5) == (b"b-x", True)
     assert stops.follow(b"ab", 9) == (b"", False), "no part of a stop text"
     assert StopTexts((b"x",), {1: b"a"}).follow(b"", 1) == (b"", False)
+
+
+def test_stop_text_that_may_not_end_is_passed_over_for_good() -> None:
+    stops = StopTexts((b"ab", b"bcde"), {1: b"a", 2: b"b", 3: b"cd", 4: b"e"})
+    assert stops.follow(b"a", 2, may_end=False) == (b"ab", False)
+    assert stops.follow(b"ab", 3) == (b"bcd", False)
+    assert stops.follow(b"bcd", 4) == (b"bcde", True), "it began before"

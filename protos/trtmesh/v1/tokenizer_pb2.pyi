@@ -99,6 +99,7 @@ class OpenDecodeCommand(google.protobuf.message.Message):
     STOP_TEXTS_FIELD_NUMBER: builtins.int
     INCLUDE_STOP_TEXT_FIELD_NUMBER: builtins.int
     DELIVERED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    MIN_TOKENS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Assigned by the router; reusable after CloseDecode."""
     request_id: builtins.str
@@ -107,6 +108,8 @@ class OpenDecodeCommand(google.protobuf.message.Message):
     """Whether special tokens are omitted from the text."""
     include_stop_text: builtins.bool
     """Whether a matched stop text stays in the text."""
+    min_tokens: builtins.int
+    """Fewest tokens before the one that completes a stop text: earlier ones are passed over."""
     @property
     def stop_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Texts that end the sequence."""
@@ -124,8 +127,9 @@ class OpenDecodeCommand(google.protobuf.message.Message):
         stop_texts: collections.abc.Iterable[builtins.str] | None = ...,
         include_stop_text: builtins.bool = ...,
         delivered_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        min_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["delivered_token_ids", b"delivered_token_ids", "handle", b"handle", "include_stop_text", b"include_stop_text", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "stop_texts", b"stop_texts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["delivered_token_ids", b"delivered_token_ids", "handle", b"handle", "include_stop_text", b"include_stop_text", "min_tokens", b"min_tokens", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "stop_texts", b"stop_texts"]) -> None: ...
 
 Global___OpenDecodeCommand: typing_extensions.TypeAlias = OpenDecodeCommand
 

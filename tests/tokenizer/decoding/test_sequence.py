@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_left
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -30,12 +31,20 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def open_sequence(
-    family: Family, stop_texts: list[str], *, skip: bool = True, include: bool = False
+    family: Family,
+    stop_texts: list[str],
+    *,
+    skip: bool = True,
+    include: bool = False,
+    min_tokens: int = 0,
 ) -> DecodeSequence:
     tokenizer, detokenizer = family
     matcher = StopMatcher(StopTexts(stop_texts), include_stop_text=include) if stop_texts else None
     return DecodeSequence(
-        detokenizer.open(skip_special_tokens=skip), matcher, tokenizer.get_vocab_size()
+        detokenizer.open(skip_special_tokens=skip),
+        matcher,
+        tokenizer.get_vocab_size(),
+        min_tokens=min_tokens,
     )
 
 
@@ -54,12 +63,21 @@ def run(sequence: DecodeSequence, calls: list[list[int]]) -> tuple[list[str], in
 
 
 def brute_force(
-    family: Family, ids: list[int], stop_texts: list[str], *, skip: bool, include: bool
+    family: Family,
+    ids: list[int],
+    stop_texts: list[str],
+    *,
+    skip: bool,
+    include: bool,
+    min_tokens: int,
 ) -> str:
     text = family[0].decode(ids, skip_special_tokens=skip)
+    plain = open_sequence(family, [], skip=skip)
+    certain = list(accumulate(len(plain.push([token_id])[0]) for token_id in ids))
     for end in range(len(text) + 1):
         found = [stop for stop in stop_texts if text[:end].endswith(stop)]
-        if found:
+        tokens = min(bisect_left(certain, end) + 1, len(ids))
+        if found and tokens > min_tokens:
             return text[: end if include else end - len(max(found, key=len))]
     return text
 
@@ -70,26 +88,35 @@ def split(data: st.DataObject, ids: list[int]) -> list[list[int]]:
 
 
 @PROPERTY
-@given(data=st.data(), skip=st.booleans(), include=st.booleans())
+@given(
+    data=st.data(),
+    skip=st.booleans(),
+    include=st.booleans(),
+    min_tokens=st.sampled_from([0, 0, 1, 5, 39]),
+)
 def test_text_does_not_depend_on_splits_and_replays(
-    family: Family, data: st.DataObject, skip: bool, include: bool
+    family: Family, data: st.DataObject, skip: bool, include: bool, min_tokens: int
 ) -> None:
     size = family[0].get_vocab_size()
     ids = data.draw(st.lists(st.integers(0, size - 1), max_size=40))
     stops = data.draw(st.lists(st.sampled_from(STOPS), max_size=3))
     one_by_one = run(
-        open_sequence(family, stops, skip=skip, include=include),
+        open_sequence(family, stops, skip=skip, include=include, min_tokens=min_tokens),
         [*([token_id] for token_id in ids), []],
     )
     calls = split(data, ids)
-    by_split = run(open_sequence(family, stops, skip=skip, include=include), calls)
+    by_split = run(
+        open_sequence(family, stops, skip=skip, include=include, min_tokens=min_tokens), calls
+    )
     assert "".join(by_split[0]) == "".join(one_by_one[0])
     assert by_split[1:] == one_by_one[1:]
-    assert "".join(by_split[0]) == brute_force(family, ids, stops, skip=skip, include=include)
+    assert "".join(by_split[0]) == brute_force(
+        family, ids, stops, skip=skip, include=include, min_tokens=min_tokens
+    )
 
     cut = data.draw(st.integers(0, len(calls) - 1))
     delivered = [token_id for ids in calls[:cut] for token_id in ids]
-    replayed = open_sequence(family, stops, skip=skip, include=include)
+    replayed = open_sequence(family, stops, skip=skip, include=include, min_tokens=min_tokens)
     replayed.absorb(delivered[: len(delivered) // 2])
     replayed.absorb(delivered[len(delivered) // 2 :])
     assert run(replayed, calls[cut:])[0] == by_split[0][cut:]
@@ -108,6 +135,20 @@ def test_token_count_ends_at_the_token_completing_the_match(family: Family) -> N
     assert delta == text[: text.index(stop)]
     assert sequence.push(ids) == ("", None)
     assert sequence.finish(ids) == ("", None)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_min_tokens_pass_over_a_stop_text(family: Family, at_once: bool) -> None:
+    tokenizer, _ = family
+    ids = tokenizer.encode("hello", add_special_tokens=False).ids
+    again = next(token_id for token_id in ids if tokenizer.decode([token_id]).strip())
+    word = tokenizer.decode([again]).strip()
+    for least in range(4):
+        sequence = open_sequence(family, [word], min_tokens=least)
+        calls = [[again] * 6] if at_once else [[again]] * 6
+        text, stop_index, tokens = run(sequence, [*calls, []])
+        assert (stop_index, tokens) == (0, least + 1)
+        assert "".join(text).count(word) == least
 
 
 def test_stop_text_in_delivered_tokens_ends_the_next_push(family: Family) -> None:

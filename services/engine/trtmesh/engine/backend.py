@@ -101,15 +101,19 @@ class StopTexts:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_kept", max(map(len, self.texts), default=1) - 1)
 
-    def follow(self, tail: bytes, token: int) -> tuple[bytes, bool]:
-        """The end of a text after one more token, where a stop text may have begun, and whether one is complete: then
-        up to its end."""
+    def follow(self, tail: bytes, token: int, *, may_end: bool = True) -> tuple[bytes, bool]:
+        """The end of a text after one more token, where a stop text may have begun, and whether the token completes
+        one: then up to its end. One completed where the text must not end is passed over."""
         added = self.tokens.get(token)
         if added is None:
             return b"", False
         text = tail + added
-        ends = [at + len(stop) for stop in self.texts if (at := text.find(stop)) >= 0]
-        if ends:
+        ends = [
+            at + len(stop)
+            for stop in self.texts
+            if (at := text.find(stop, max(0, len(tail) - len(stop) + 1))) >= 0
+        ]
+        if ends and may_end:
             return text[: min(ends)], True
         return text[max(0, len(text) - self._kept) :], False
 

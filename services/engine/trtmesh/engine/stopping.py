@@ -46,6 +46,7 @@ class EndRule:
         self.stop_texts = stop_texts
         self._words_by_last = _by_last_id(stopping.stop_token_ids)
         self._ending_ids = self.end_ids | self._words_by_last.keys()
+        self.min_tokens = stopping.min_tokens
         # Below this length only the limit ends the sequence.
         self._open_until = prompt_tokens + stopping.min_tokens
 

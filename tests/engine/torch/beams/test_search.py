@@ -142,17 +142,28 @@ def test_extreme_penalties_overflow_nothing() -> None:
 WORDS = {0: b"", 1: b"a", 2: b"b", 3: b"ba"}
 
 
+def first_ends(text: bytes, stops: list[bytes], held: int) -> list[int]:
+    """The first end of each stop text beyond the first `held` bytes."""
+    starts = ((text.find(stop, max(0, held - len(stop) + 1)), len(stop)) for stop in stops)
+    return [at + size for at, size in starts if at >= 0]
+
+
 @given(
     st.integers(0, 10_000),
     st.integers(2, 4),
     st.lists(st.sampled_from([b"a", b"b", b"ab", b"ba", b"aab", b"bb"]), min_size=1, max_size=3),
+    st.sampled_from([0, 0, 2]),
 )
-def test_stop_texts_end_beams(seed: int, width: int, stops: list[bytes]) -> None:
+def test_stop_texts_end_beams(seed: int, width: int, stops: list[bytes], least: int) -> None:
     """Few candidates a beam give the search of all candidates; texts are cut nowhere but at the first stop text."""
     world, texts = World(seed), StopTexts(tuple(stops), WORDS)
     searches = [
         Beams(
-            vocabulary.BeamSearch(width), most_tokens=LENGTH, ending_tokens=most, stop_texts=texts
+            vocabulary.BeamSearch(width),
+            most_tokens=LENGTH,
+            ending_tokens=most,
+            stop_texts=texts,
+            min_tokens=least,
         )
         for most in (1, VOCABULARY)
     ]
@@ -167,8 +178,9 @@ def test_stop_texts_end_beams(seed: int, width: int, stops: list[bytes]) -> None
         text = b"".join(WORDS[token] for token in tokens)
         before = text.removesuffix(WORDS[tokens[-1]])
         assert end
-        assert not any(stop in before for stop in stops)
-        assert (end[0] == pb.FINISH_REASON_STOP_WORD) == any(stop in text for stop in stops)
-        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        held = len(b"".join(WORDS[token] for token in tokens[:least]))
+        assert not first_ends(before, stops, held)
+        ends = first_ends(text, stops, held)
+        assert (end[0] == pb.FINISH_REASON_STOP_WORD) == bool(ends)
         kept.append((tuple(tokens[:-1]), text[: min(ends)] if ends else tokens[-1]))
     assert len(set(kept)) == len(kept), "two beams end alike at a stop text"

@@ -176,7 +176,10 @@ class SequenceRun(DecodedSequence):
     ) -> None:
         output, stopping = item.config.output, item.config.stopping
         text_options = TextOptions(
-            output.skip_special_tokens, stopping.stop_texts, stopping.include_stop_text
+            output.skip_special_tokens,
+            stopping.stop_texts,
+            stopping.include_stop_text,
+            stopping.min_tokens,
         )
         super().__init__(model, text_options, request_id, sequence_index)
         self._item = item

@@ -18,6 +18,8 @@ class TextOptions:
     skip_special_tokens: bool = True
     stop_texts: tuple[str, ...] = ()
     include_stop_text: bool = False
+    min_tokens: int = 0
+    """Fewest tokens before the one that completes a stop text."""
 
 
 class Decoder(Protocol):

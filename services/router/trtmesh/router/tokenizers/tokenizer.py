@@ -267,6 +267,7 @@ class Tokenizer(Replica):
         command.skip_special_tokens = options.skip_special_tokens
         command.stop_texts.extend(options.stop_texts)
         command.include_stop_text = options.include_stop_text
+        command.min_tokens = options.min_tokens
         command.delivered_token_ids.extend(delivered)
 
     async def talk(self, connection: ClientConnection) -> None:

@@ -27,6 +27,10 @@ class DecodeSequence:
     _matcher: StopMatcher | None
     _vocabulary_size: int
     request_id: str = ""
+    min_tokens: int = 0
+    """Fewest tokens before the one that completes a stop text."""
+    _pushed: int = 0
+    """Tokens of earlier calls, where stop texts are looked for."""
     _absorbed_stop: Stop | None = None
     _over: bool = False
     _finished: bool = False
@@ -53,11 +57,12 @@ class DecodeSequence:
                 continue
             delta = self._decoder.push(token_id)
             if matcher is not None:
-                delta = matcher.push(delta)
+                delta = matcher.push(delta, may_end=self._pushed + count > self.min_tokens)
                 if matcher.stop_index is not None:
                     self._over = True
                     return text + delta, Stop(matcher.stop_index, count)
             text += delta
+        self._pushed += count
         return text, None
 
     def finish(self, token_ids: Sequence[int]) -> tuple[str, Stop | None]:
@@ -69,7 +74,7 @@ class DecodeSequence:
         rest = self._decoder.flush()
         if self._matcher is None:
             return text + rest, None
-        text += self._matcher.push(rest)
+        text += self._matcher.push(rest, may_end=self._pushed > self.min_tokens)
         if self._matcher.stop_index is not None:
             return text, Stop(self._matcher.stop_index, len(token_ids))
         return text + self._matcher.flush(), None

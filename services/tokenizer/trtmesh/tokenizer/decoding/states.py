@@ -115,6 +115,7 @@ class DecodeStates:
             matcher,
             self._vocabulary.size,
             command.request_id,
+            command.min_tokens,
         )
         self._metrics.open_decode_states.inc()
         self._metrics.replayed_tokens.inc(len(command.delivered_token_ids))

@@ -112,14 +112,14 @@ class StopMatcher:
         self.stop_index: int | None = None
         """Index of the stop text found; no push may follow."""
 
-    def push(self, text: str) -> str:
-        """Returns the certain text: without a possible prefix of a stop text, cut at a match."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Returns the certain text: without a possible prefix of a stop text, cut at a match that `may_end` it."""
         stops, state, start = self._stop_texts, self._state, 0
         if state == _ROOT and (start := stops.find_start(text)) == len(text):
             return text
         for position in range(start, len(text)):
             state = stops.step(state, text[position])
-            if (ending := stops.ending(state)) is not None:
+            if may_end and (ending := stops.ending(state)) is not None:
                 self.stop_index = ending.stop_index
                 cut = 0 if self._include_stop_text else ending.length
                 return self._release(text[: position + 1], cut, _ROOT)

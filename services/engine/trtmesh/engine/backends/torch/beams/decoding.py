@@ -56,6 +56,7 @@ class BeamDecoding(Decoding["Ranking"]):
             most_tokens=first.rule.limit - first.prompt_tokens,
             ending_tokens=first.rule.ending_tokens,
             stop_texts=first.rule.stop_texts,
+            min_tokens=first.rule.min_tokens,
         )
         self._beams = [0] * len(lanes)
         """The running beam of each lane."""

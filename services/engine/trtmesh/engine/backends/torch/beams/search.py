@@ -93,9 +93,10 @@ class Beams:
         most_tokens: int,
         ending_tokens: int,
         stop_texts: StopTexts | None = None,
+        min_tokens: int = 0,
     ) -> None:
         """Every sequence ends at `most_tokens`; at most `ending_tokens` ids end a sequence earlier, besides
-        `stop_texts`."""
+        `stop_texts` after `min_tokens`."""
         self.width = asked.beam_width
         self.running = [Hypothesis()]
         """Incomplete beams in the order of their latest ranks."""
@@ -107,6 +108,7 @@ class Beams:
         self._most_tokens = most_tokens
         self._ending_tokens = ending_tokens
         self._stop_texts = stop_texts
+        self._min_tokens = min_tokens
 
     @property
     def over(self) -> bool:
@@ -183,14 +185,14 @@ class Beams:
     def _candidates(self, log_probs: Tensor, count: int) -> list[_Candidate]:
         """The best `count` continuations of each beam, best first."""
         values, tokens = log_probs.topk(min(count, log_probs.shape[1]), dim=1)
-        stops = self._stop_texts
+        stops, may_end = self._stop_texts, len(self.running[0].tokens) >= self._min_tokens
         found = [
             _Candidate(
                 beam.total + log_prob + self._diversity_rate * parent,
                 parent,
                 token,
                 log_prob,
-                *(stops.follow(beam.tail, token) if stops else NO_STOP),
+                *(stops.follow(beam.tail, token, may_end=may_end) if stops else NO_STOP),
             )
             for parent, (beam, row, ids) in enumerate(
                 zip(self.running, values.tolist(), tokens.tolist(), strict=True)
