@@ -19,7 +19,7 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.foreign_address import parse_engine
 from trtmesh.router.fleet import discovery
 from trtmesh.router.fleet.discovery import (
-    FORGET_AFTER_FAILED_RESOLUTIONS,
+    UNKNOWN_ROUNDS,
     Discovery,
     check_engines,
     check_entries,
@@ -28,11 +28,11 @@ from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 
 class Names:
-    """Scripted name service: `answers` by host, an empty answer is a failure; hosts in `slow` wait for
-    `answered`."""
+    """Scripted name service: `answers` by host, without an answer `failure`; hosts in `slow` wait for `answered`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, Sequence[str]] = {}
+        self.failure = socket.EAI_NONAME
         self.slow: set[str] = set()
         self.answered = asyncio.Event()
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._resolve)
@@ -48,7 +48,7 @@ class Names:
             await self.answered.wait()
         addresses = self.answers.get(host, ())
         if not addresses:
-            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+            raise socket.gaierror(self.failure, "no such name")
         return [
             (
                 socket.AF_INET6 if ":" in address else socket.AF_INET,
@@ -72,8 +72,15 @@ class Seen:
     def __init__(self, *entries: str) -> None:
         self.told: list[str] = []
         self.ever: list[str] = []
+        self.in_use: set[str] = set()
+        self.problem = ""
         self.discovery = Discovery(
-            entries, 1.0, lambda a: self.told.append(f"+{a}"), lambda a: self.told.append(f"-{a}")
+            entries,
+            1.0,
+            lambda a: self.told.append(f"+{a}"),
+            lambda a: self.told.append(f"-{a}"),
+            _in_use=lambda address: address in self.in_use,
+            _on_problem=lambda problem: setattr(self, "problem", problem),
         )
 
     async def resolve(self) -> list[str]:
@@ -82,6 +89,11 @@ class Seen:
         await self.discovery.resolve()
         self.ever += self.told
         return self.told
+
+    async def resolve_rested(self) -> list[str]:
+        """Resolves until a changed file has been taken; returns the reported changes."""
+        first = [*await self.resolve()]
+        return first + await self.resolve()
 
 
 async def test_name_of_several_addresses_is_several_replicas(names: Names) -> None:
@@ -100,16 +112,92 @@ async def test_dual_stack_host_is_one_replica(names: Names) -> None:
     assert await Seen("engines:9000").resolve() == ["+[fd00::1]:9000"]
 
 
-async def test_dns_failure_keeps_the_replicas(names: Names) -> None:
+async def test_unknown_name_loses_its_replicas_after_many_answers(
+    names: Names, caplog: pytest.LogCaptureFixture
+) -> None:
     seen = Seen("engines:9000")
     names.answers["engines"] = ["10.0.0.1"]
     await seen.resolve()
     names.answers.clear()
-    for _ in range(FORGET_AFTER_FAILED_RESOLUTIONS - 1):
+    for _ in range(UNKNOWN_ROUNDS - 1):
         assert await seen.resolve() == []
     assert await seen.resolve() == ["-10.0.0.1:9000"]
+    assert seen.problem == "DNS does not know engines:9000: no such name"
+    assert "its 1 replicas leave after 15 such answers" in caplog.text
     names.answers["engines"] = ["10.0.0.1"]
     assert await seen.resolve() == ["+10.0.0.1:9000"]
+    assert seen.problem == ""
+
+
+@pytest.mark.parametrize("failure", [socket.EAI_AGAIN, socket.EAI_FAIL, socket.EAI_SYSTEM])
+async def test_failing_name_server_removes_nothing_ever(
+    failure: int, names: Names, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = Seen("engines:9000")
+    names.answers["engines"] = ["10.0.0.1"]
+    await seen.resolve()
+    names.answers.clear()
+    names.failure = failure
+    for _ in range(10 * UNKNOWN_ROUNDS):
+        assert await seen.resolve() == []
+    assert seen.problem == "DNS gives no answer for engines:9000: no such name"
+    assert caplog.text.count("its 1 replicas stay") == 1
+    # Failures between two unknown names prove nothing.
+    names.failure = socket.EAI_NONAME
+    for _ in range(UNKNOWN_ROUNDS - 1):
+        assert await seen.resolve() == []
+    names.answers["engines"] = ["10.0.0.1"]
+    assert await seen.resolve() == []
+
+
+async def test_changing_subsets_of_many_addresses_remove_no_replica_in_use(names: Names) -> None:
+    rng, seen = random.Random(7), Seen("engines:9000")
+    addresses = [f"10.0.0.{number}" for number in range(24)]
+    joined: set[str] = set()
+    for _ in range(300):
+        names.answers["engines"] = rng.sample(addresses, 8)
+        for told in await seen.resolve():
+            assert told[0] == "+"
+            assert told[1:] not in joined
+            joined.add(told[1:])
+        seen.in_use = {*joined}
+    assert len(joined) == len(addresses)
+
+
+async def test_replica_leaves_with_an_answer_without_it_once_out_of_use_or_missed_for_long(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen("engines:9000")
+    names.answers["engines"] = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    await seen.resolve()
+    seen.in_use = {"10.0.0.1:9000", "10.0.0.2:9000"}
+    names.answers["engines"] = ["10.0.0.1"]
+    assert await seen.resolve() == ["-10.0.0.3:9000"]
+    seen.in_use.remove("10.0.0.2:9000")
+    assert await seen.resolve() == ["-10.0.0.2:9000"]
+    names.answers["engines"] = ["10.0.0.4"]
+    assert await seen.resolve() == ["+10.0.0.4:9000"]
+    monkeypatch.setattr(discovery, "MISSED_SECONDS", 0)
+    assert await seen.resolve() == ["-10.0.0.1:9000"]
+
+
+async def test_addresses_are_told_in_one_spelling(names: Names) -> None:
+    names.answers["localhost"] = names.answers["127.1"] = ["127.0.0.1"]
+    same = ("127.0.0.1:1", "localhost:1", "127.1:1", "[::ffff:127.0.0.1]:1")
+    seen = Seen(*same, "[::1]:1", "[0:0:0:0:0:0:0:1]:1")
+    assert await seen.resolve() == ["+127.0.0.1:1", "+[::1]:1"]
+
+
+async def test_half_of_a_file_that_is_being_written_removes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "engines"
+    file.write_text("10.0.0.1:9000\n10.0.0.2:9000\n")
+    seen = Seen(f"file:{file}")
+    assert len(await seen.resolve()) == 2
+    for half in ("", "10.0.0.1:90", "10.0.0.1:9000\n10.0."):
+        file.write_text(half)
+        assert await seen.resolve() == []
+    file.write_text("10.0.0.1:9000\n10.0.0.3:9000\n")
+    assert await seen.resolve_rested() == ["+10.0.0.3:9000", "-10.0.0.2:9000"]
 
 
 async def test_slow_name_delays_no_other(names: Names) -> None:
@@ -148,11 +236,12 @@ async def test_entry_removed_during_the_lookup_neither_joins_nor_leaves(
     names.slow.add("slow")
     assert await seen.resolve() == []
     file.write_text("# none\n")
+    assert await seen.resolve_rested() == []
     await names.answer()
     assert await seen.resolve() == []
     assert await seen.resolve() == []
     file.write_text("slow:9000\n")
-    await seen.resolve()
+    await seen.resolve_rested()
     await names.answer()
     await seen.resolve()
     assert seen.ever == ["+10.0.0.7:9000"]
@@ -165,9 +254,9 @@ async def test_failure_of_a_returning_name_is_logged_again(
     seen = Seen(f"file:{file}")
     for lines in ("nobody:9000\n", "nobody:9000\n", "# none\n", "nobody:9000\n"):
         file.write_text(lines)
-        assert await seen.resolve() == []
+        assert await seen.resolve_rested() == []
     complaints = [record.getMessage() for record in caplog.records]
-    assert complaints == ["cannot resolve nobody:9000: [Errno -2] no such name"] * 2
+    assert complaints == ["DNS does not know nobody:9000: no such name"] * 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -200,7 +289,7 @@ async def test_joins_and_leaves_alternate_and_all_are_reported(
             await names.answer()
     names.answers = {host: ["10.0.0.9", f"10.0.1.{ord(host)}"] for host in hosts}
     await names.answer()
-    for _ in range(2):
+    for _ in range(4):
         await resolve()
         await names.answer()
     await resolve()
@@ -215,14 +304,18 @@ async def test_invalid_file_keeps_the_replicas(line: str, tmp_path: Path) -> Non
     seen = Seen(f"file:{file}")
     assert await seen.resolve() == ["+10.0.0.1:9000"]
     file.write_text(f"10.0.0.2:9000\n{line}\n")
-    assert await seen.resolve() == []
+    assert await seen.resolve_rested() == []
+    assert str(file) in seen.problem
 
 
 async def test_localhost_resolves() -> None:
     assert await Seen("localhost:9000").resolve() in (["+127.0.0.1:9000"], ["+[::1]:9000"])
 
 
-async def test_replicas_join_and_leave_a_running_router(names: Names) -> None:
+async def test_replicas_join_and_leave_a_running_router(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "MISSED_SECONDS", 0)
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(
             service_process("engine", *SIMULATED, "--worker", "first", "--port", "0")
@@ -251,7 +344,10 @@ async def test_replicas_join_and_leave_a_running_router(names: Names) -> None:
         assert item.started.worker == "second"
 
 
-async def test_replica_returning_before_idle_stays(names: Names) -> None:
+async def test_replica_returning_before_idle_stays(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "MISSED_SECONDS", 0)
     engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
     async with serving_engine(engine) as address:
         names.answers["engines"] = ["127.0.0.1"]

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import Context
+from functools import partial
 
 import grpc
 from trtmesh.chassis.addresses import Address
@@ -101,6 +102,7 @@ class Router:
         self._link_turns = LinkTurns()
         """Of all workers and tokenizers: many bad ones take no more time than one."""
         self._keepers: list[asyncio.Task[None]] = []
+        self._discoveries: list[Discovery] = []
         self._members = Membership(
             self._fleet,
             self._make_worker,
@@ -171,11 +173,27 @@ class Router:
         await self._tell_health()
         settings = self._settings
         # Tokenizers first: a connecting worker is told the mesh's tokenizer.
-        for entries, join, leave, parse in (
-            (settings.tokenizers, self._join_tokenizer, self._leave_tokenizer, Address.parse),
-            (settings.engines, self._members.join, self._members.leave, parse_engine),
-        ):
-            discovery = Discovery(entries, settings.resolve_seconds, join, leave, parse)
+        self._discoveries += [
+            Discovery(
+                settings.tokenizers,
+                settings.resolve_seconds,
+                self._join_tokenizer,
+                self._leave_tokenizer,
+                Address.parse,
+                self._tokenizers.is_in_use,
+                partial(setattr, self._tokenizers, "lookup_problem"),
+            ),
+            Discovery(
+                settings.engines,
+                settings.resolve_seconds,
+                self._members.join,
+                self._members.leave,
+                parse_engine,
+                self._members.is_in_use,
+                partial(setattr, self._fleet, "lookup_problem"),
+            ),
+        ]
+        for discovery in self._discoveries:
             await discovery.resolve()
             self._keepers.append(asyncio.create_task(discovery.follow()))
         for keep in (
@@ -333,6 +351,10 @@ class Router:
             "open_breakers": (
                 "Workers resting or probed after faults before a first token.",
                 sum(not w.guard.breaker.closed for w in [*workers]),
+            ),
+            "lookup_problems": (
+                "Names that DNS does not know or gives no answer for, and unusable files of addresses.",
+                sum(len(each.problems) for each in [*self._discoveries]),
             ),
             "adapters": ("Adapters in the registry.", sum(1 for _ in self._adapters.entries())),
             "adapter_bytes": (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from trtmesh.chassis.errors import SettingsError, Unauthenticated
+from trtmesh.chassis.resting_file import RestingFile
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.callers.identity import ANONYMOUS, Identity
 from trtmesh.router.callers.key_file import ListedKey, digest_of, read_keys
@@ -30,9 +31,6 @@ INDEX_BYTES = 8
 
 Headers: TypeAlias = Iterable[tuple[str, str | bytes]]
 """Metadata of a gRPC call or headers of an HTTP request."""
-
-Stamp: TypeAlias = tuple[int, ...]
-"""Device, inode, size and times of a file."""
 
 
 class ApiKeySettings(Settings):
@@ -70,10 +68,9 @@ class Callers:
         self._holders: Mapping[bytes, _Holder] = {}
         self.problem = ""
         """Why the file is not in use as it is now, or ''."""
-        self._stamp: Stamp | None = None
+        self._resting: RestingFile | None = None
         if self._file is not None:
-            # Before the reading, so that no change is missed.
-            self._stamp = _stamp(self._file)
+            self._resting = RestingFile(self._file)
             self._holders = self._start(self._file)
 
     @property
@@ -126,17 +123,13 @@ class Callers:
 
     async def watch(self) -> None:
         """Reads the file again after each change, until cancelled."""
-        if self._file is None:
+        if self._resting is None:
             return
-        seen = used = self._stamp
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            now = await asyncio.to_thread(_stamp, self._file)
-            # A file is read once it rests: half of one that is being written would revoke keys.
-            if now == seen and now != used:
-                used = now
-                await self._read_again(self._file)
-            seen = now
+            # Half of a file that is being written would revoke keys.
+            if await asyncio.to_thread(self._resting.is_due):
+                await self._read_again(self._resting.path)
 
     async def _read_again(self, file: Path) -> None:
         former = self._holders
@@ -198,15 +191,6 @@ def _of_certificate(name: str) -> str:
 
 def _text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode("latin-1")
-
-
-def _stamp(file: Path) -> Stamp | None:
-    """Changes with the file; None for one that cannot be looked at."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _read(file: Path) -> Iterable[ListedKey]:

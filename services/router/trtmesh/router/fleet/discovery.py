@@ -6,22 +6,35 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.foreign_address import ForeignAddress, host_of, parse_engine
+from trtmesh.chassis.resting_file import RestingFile
 
 log = logging.getLogger(__name__)
 
 FILE = "file:"
 """Prefix of an entry for a file of addresses."""
 
-FORGET_AFTER_FAILED_RESOLUTIONS = 15
-"""Rounds before an unresolvable name loses all replicas, so that a DNS failure ends no stream."""
+UNKNOWN_ROUNDS = 15
+"""Answers in a row that DNS does not know a name, before its replicas leave. No other failure removes any."""
+
+MISSED_SECONDS = 600.0
+"""How long a replica in use may be missing from the answers for its name: name servers answer with some of many
+addresses, and repeat an answer from their caches. One out of use leaves with the first answer without it."""
+
+UNKNOWN = frozenset(
+    getattr(socket, name)
+    for name in ("EAI_NONAME", "EAI_NODATA", "EAI_ADDRFAMILY")
+    if hasattr(socket, name)
+)
+"""Errors of a lookup for a name without addresses; all others are failures of the lookup itself."""
 
 PATIENCE_SECONDS = 1.0
 """Longest wait of a round for a name."""
@@ -59,7 +72,9 @@ def _check(field: str, entries: Iterable[str], parse: Parse, forms: str) -> None
 class Discovery:
     """Keeps a set of addresses current and reports each change.
 
-    Joins and leaves of an address alternate. All state of an entry, including the lookup, is dropped with the entry.
+    Joins and leaves of an address alternate. All state of an entry, including the lookup, is dropped with the entry. A
+    replica in use leaves when its name is unknown, or after answers without it for long; a failing name server removes
+    none.
     """
 
     _entries: Sequence[str]
@@ -67,14 +82,22 @@ class Discovery:
     _on_join: Callable[[str], object]
     _on_leave: Callable[[str], object]
     _parse: Parse = Address.parse
-    _found: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Addresses by entry."""
+    _in_use: Callable[[str], bool] = lambda _: False
+    """Whether the replica at an address works."""
+    _on_problem: Callable[[str], object] = lambda _: None
+    """Told why names or files are not up to date, or ''."""
+    _found: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By entry each address, with the time since which answers lack it."""
     _told: set[str] = field(default_factory=set)
     """Addresses reported as joined."""
     _lookups: dict[str, asyncio.Task[frozenset[str]]] = field(default_factory=dict)
-    _failures: dict[str, int] = field(default_factory=dict)
+    _unknown: dict[str, int] = field(default_factory=dict)
+    """Answers in a row that an entry's name is unknown."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Why an entry or a file is not up to date."""
+    _told_problem: str = ""
     _files: dict[str, list[str]] = field(default_factory=dict)
-    _file_problems: dict[str, str] = field(default_factory=dict)
+    _resting: dict[str, RestingFile] = field(default_factory=dict)
 
     async def follow(self) -> None:
         """Resolves at the interval until cancelled."""
@@ -92,18 +115,24 @@ class Discovery:
         self._forget_all_but(entries)
         await self._look_up(entries)
         self._tell()
+        if (problem := "; ".join(self.problems.values())) != self._told_problem:
+            self._told_problem = problem
+            self._on_problem(problem)
 
     def _forget_all_but(self, entries: frozenset[str]) -> None:
         for entry in self._lookups.keys() - entries:
             self._lookups.pop(entry).cancel()
-        for kept in (self._found, self._failures):
-            for entry in kept.keys() - entries:
-                del kept[entry]
+        for entry in self._found.keys() - entries:
+            del self._found[entry]
+        for entry in self._unknown.keys() - entries:
+            del self._unknown[entry]
+        for entry in self.problems.keys() - entries - self._resting.keys():
+            del self.problems[entry]
 
     async def _look_up(self, entries: frozenset[str]) -> None:
         """Looks every entry up. A slow lookup is read in a later round: an unknown name may take DNS many seconds."""
         for entry in entries - self._lookups.keys():
-            self._lookups[entry] = asyncio.create_task(_addresses_of(entry, self._parse))
+            self._lookups[entry] = asyncio.create_task(addresses_of(entry, self._parse))
         if self._lookups:
             await asyncio.wait(self._lookups.values(), timeout=PATIENCE_SECONDS)
         for entry, lookup in [*self._lookups.items()]:
@@ -113,18 +142,45 @@ class Discovery:
 
     def _take_note(self, entry: str, lookup: asyncio.Task[frozenset[str]]) -> None:
         try:
-            self._found[entry] = lookup.result()
+            addresses = lookup.result()
         except (OSError, UnicodeError) as error:
             self._note_failure(entry, error)
         else:
-            self._failures.pop(entry, None)
+            self._unknown.pop(entry, None)
+            if self.problems.pop(entry, None):
+                log.info("DNS answers for %s again", entry)
+            now = asyncio.get_running_loop().time()
+            self._found[entry] = dict(self._merged(self._found.get(entry, {}), addresses, now))
+
+    def _merged(
+        self, known: dict[str, float], answer: frozenset[str], now: float
+    ) -> Iterator[tuple[str, float]]:
+        """The addresses of an entry after an answer."""
+        for address in answer:
+            yield address, inf
+        for address in known.keys() - answer:
+            since = min(now, known[address])
+            if self._in_use(address) and now - since < MISSED_SECONDS:
+                yield address, since
 
     def _note_failure(self, entry: str, error: Exception) -> None:
-        failures = self._failures[entry] = self._failures.get(entry, 0) + 1
-        if failures == 1:
-            log.warning("cannot resolve %s: %s", entry, error)
-        if failures >= FORGET_AFTER_FAILED_RESOLUTIONS:
-            self._found.pop(entry, None)
+        """An unknown name loses its replicas in the end; any other failure says nothing about them."""
+        found, said = len(self._found.get(entry, ())), getattr(error, "strerror", None) or error
+        if isinstance(error, UnicodeError) or getattr(error, "errno", None) in UNKNOWN:
+            rounds = self._unknown[entry] = self._unknown.get(entry, 0) + 1
+            fate = f"its {found} replicas leave after {UNKNOWN_ROUNDS} such answers"
+            self._note(entry, f"DNS does not know {entry}: {said}", f"; {fate}" if found else "")
+            if rounds >= UNKNOWN_ROUNDS:
+                self._found.pop(entry, None)
+        else:
+            fate = f"; its {found} replicas stay" if found else ""
+            self._note(entry, f"DNS gives no answer for {entry}: {said}", fate)
+
+    def _note(self, entry: str, problem: str, fate: str = "") -> None:
+        """Notes a problem, and logs it once."""
+        if self.problems.get(entry) != problem:
+            log.warning("%s%s", problem, fate)
+        self.problems[entry] = problem
 
     def _tell(self) -> None:
         known = frozenset().union(*self._found.values())
@@ -146,25 +202,28 @@ class Discovery:
         return entries
 
     async def _read(self, path: str) -> list[str]:
+        if (resting := self._resting.get(path)) is None:
+            self._resting[path] = await asyncio.to_thread(RestingFile, Path(path))
+        elif not await asyncio.to_thread(resting.is_due):
+            # Half of a file that is being written would remove replicas.
+            return self._files.get(path, [])
         try:
             lines = await asyncio.to_thread(_addresses_in, path, self._parse)
         except (OSError, ValueError) as error:
-            if self._file_problems.get(path) != str(error):
-                log.warning("cannot use %s: %s", path, error)
-            self._file_problems[path] = str(error)
+            self._note(path, f"cannot use {path}: {error}")
         else:
-            self._file_problems.pop(path, None)
+            self.problems.pop(path, None)
             self._files[path] = lines
         return self._files.get(path, [])
 
 
-async def _addresses_of(entry: str, parse: Parse) -> frozenset[str]:
-    """Resolves an entry. Raises OSError or UnicodeError."""
+async def addresses_of(entry: str, parse: Parse) -> frozenset[str]:
+    """Resolves an entry into addresses, each written in the one way. Raises OSError or UnicodeError."""
     parsed = parse(entry)
     host, port = host_of(parsed)
     with suppress(ValueError):
-        ipaddress.ip_address(host)
-        return frozenset((entry,))
+        ip = ipaddress.ip_address(host)
+        return frozenset((_at(parsed, Address(str(getattr(ip, "ipv4_mapped", None) or ip), port)),))
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     # A single family, so that a dual-stack host counts once.
     family = min(family for family, *_ in found)

@@ -84,6 +84,8 @@ class Fleet:
         self._new_tokens: dict[str, Ewma] = {}
         self._shares: dict[str, AdapterShares] = {}
         self._change = asyncio.Event()
+        self.lookup_problem = ""
+        """Why workers may be missing that are configured, or ''."""
 
     @property
     def ready(self) -> bool:
@@ -98,6 +100,8 @@ class Fleet:
     def why_no_models(self) -> str:
         """Why no model is known, with advice."""
         reasons = "; ".join(f"{worker.name}: {worker.unusable}" for worker in self.workers.values())
+        if not reasons and self.lookup_problem:
+            return f"this router knows no worker: {self.lookup_problem}; try again later"
         if not reasons:
             return (
                 "this router knows no worker: none is configured (router.engines), or all were removed; add one with"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import InvalidField, NotFound, WorkerLost
 from trtmesh.chassis.foreign_address import host_of, parse_engine
@@ -82,6 +82,8 @@ class Membership:
     _make: Callable[[str], Worker]
     _link: Callable[[Worker], None]
     _allow_link_local: bool = False
+    _removed: set[str] = field(default_factory=set)
+    """Addresses of workers that an admin removed, until they join again or leave discovery."""
 
     def find(self, name: str) -> Worker:
         """Finds a worker by name or address. Raises NotFound, or InvalidField for an ambiguous name."""
@@ -109,6 +111,7 @@ class Membership:
 
     def join(self, address: str) -> Worker:
         """Adds the worker at `address`, or keeps a leaving one."""
+        self._removed.discard(address)
         known = self._fleet.workers.get(address)
         if known is not None:
             known.leaving = False
@@ -122,8 +125,15 @@ class Membership:
 
     def leave(self, address: str) -> None:
         """Lets a worker without an address finish: addresses disappear when a worker begins to stop."""
+        self._removed.discard(address)
         if (worker := self._fleet.workers.get(address)) is not None:
             worker.leaving = True
+
+    def is_in_use(self, address: str) -> bool:
+        """Whether discovery keeps an address that a name server leaves out: that of a worker that takes items, or one
+        that an admin removed, which would join again with the next answer."""
+        worker = self._fleet.workers.get(address)
+        return address in self._removed or (worker is not None and worker.ready)
 
     async def add(self, address: str, wait_seconds: float) -> Worker:
         """Adds a worker for an admin, and waits for its answer unless `wait_seconds` is 0.
@@ -164,6 +174,7 @@ class Membership:
         """
         worker = self.find(name)
         worker.leaving = True
+        self._removed.add(worker.address)
         # A later `add` makes the worker take items.
         worker.drained = False
         return worker.evict("an admin removed it")

@@ -83,6 +83,8 @@ class TokenizerPool:
         if not expected:
             self._seen.set()
         self.tokenizers: dict[str, Tokenizer] = {}
+        self.lookup_problem = ""
+        """Why tokenizers may be missing that are configured, or ''."""
         self._fingerprints: dict[str, str] = {}
         self._able_of: dict[str, list[Tokenizer]] = {}
         self._most_bytes_of: dict[str, int] = {}
@@ -96,6 +98,11 @@ class TokenizerPool:
     def ready(self) -> bool:
         """Whether any tokenizer gets work."""
         return any(not self.problem(tokenizer) for tokenizer in self.tokenizers.values())
+
+    def is_in_use(self, address: str) -> bool:
+        """Whether discovery keeps an address that a name server leaves out."""
+        tokenizer = self.tokenizers.get(address)
+        return tokenizer is not None and tokenizer.ready
 
     async def known(self) -> None:
         """Returns once a tokenizer has been ready, at the latest after FIRST_TOKENIZER_SECONDS."""
@@ -319,7 +326,8 @@ class TokenizerPool:
             for tokenizer in self.tokenizers.values()
         )
         return NoTokenizer(
-            f"no tokenizer of model {model} is ready ({reasons or 'none is configured'}); send token ids and"
+            f"no tokenizer of model {model} is ready ({reasons or self.lookup_problem or 'none is configured'}); send"
+            " token ids and"
             " ask for no text, or try again later",
             retry_after_ms=RETRY_MS,
         )
