@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from tokenizer.serving import until
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull
+from trtmesh.chassis.stop_texts import NO_SPECIAL_TOKENS
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.detokenizers.windowed import WholeDetokenizer
 from trtmesh.tokenizer.encoding import (
@@ -66,7 +67,7 @@ async def encoder_over(tokenizer: Any, **settings: Any) -> AsyncIterator[Encoder
     sizes = {"long_text_bytes": LIMIT, "max_batch_bytes": LIMIT, "threads": 1} | settings
     encoder = Encoder(
         cast("Tokenizer", tokenizer),
-        StopVocabularies(WholeDetokenizer(cast("Tokenizer", tokenizer))),
+        StopVocabularies(WholeDetokenizer(cast("Tokenizer", tokenizer)), NO_SPECIAL_TOKENS),
         EncodingSettings.model_validate(sizes),
         TokenizerMetrics(CollectorRegistry()),
     )

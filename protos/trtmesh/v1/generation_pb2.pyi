@@ -436,7 +436,9 @@ class StoppingConfig(google.protobuf.message.Message):
     """Whether a matched stop text stays in the output text. Unset means false."""
     @property
     def stop_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Texts that end a sequence, matched on the decoded text across tokens."""
+        """Texts that end a sequence, matched on the decoded text across tokens. Special tokens named here count even if the
+        text omits them.
+        """
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
@@ -1461,9 +1463,14 @@ class StopVocabulary(google.protobuf.message.Message):
     STOP_TEXTS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: builtins.int
+    TEXTLESS_FROM_FIELD_NUMBER: builtins.int
+    textless_from: builtins.int
+    """Ids from this one on are unknown to the tokenizer and have no text; 0 if there are none."""
     @property
     def stop_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Stop texts in UTF-8."""
+        """Stop texts in UTF-8. A stop text that names a special token which the text omits comes again, with the bytes of
+        `token_texts` in place of the token, which are no valid UTF-8.
+        """
 
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1479,7 +1486,8 @@ class StopVocabulary(google.protobuf.message.Message):
         stop_texts: collections.abc.Iterable[builtins.bytes] | None = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         token_texts: collections.abc.Iterable[builtins.bytes] | None = ...,
+        textless_from: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["stop_texts", b"stop_texts", "token_ids", b"token_ids", "token_texts", b"token_texts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stop_texts", b"stop_texts", "textless_from", b"textless_from", "token_ids", b"token_ids", "token_texts", b"token_texts"]) -> None: ...
 
 Global___StopVocabulary: typing_extensions.TypeAlias = StopVocabulary

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.stop_texts import NO_SPECIAL_TOKENS, SpecialTokens, StopTexts
 from trtmesh.tokenizer.decoding.sequence import DecodeSequence, Stop
-from trtmesh.tokenizer.decoding.stop_texts import StopMatcher, StopTexts
+from trtmesh.tokenizer.decoding.stop_matcher import matcher_of
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 
@@ -39,7 +40,10 @@ def open_sequence(
     min_tokens: int = 0,
 ) -> DecodeSequence:
     tokenizer, detokenizer = family
-    matcher = StopMatcher(StopTexts(stop_texts), include_stop_text=include) if stop_texts else None
+    matcher = None
+    if stop_texts:
+        omitted = SpecialTokens.of(tokenizer) if skip else NO_SPECIAL_TOKENS
+        matcher = matcher_of(StopTexts(stop_texts, omitted), include_stop_text=include)
     return DecodeSequence(
         detokenizer.open(skip_special_tokens=skip),
         matcher,
@@ -191,3 +195,77 @@ def test_tokens_after_finish_are_refused(family: Family) -> None:
     with pytest.raises(InvalidRequest) as caught:
         sequence.push([5])
     assert caught.value.field == "token_ids"
+
+
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "unstreamable"])
+def test_special_token_stops(name: str, skip: bool, include: bool) -> None:
+    """Whether or not the text shows it, and in words with other text, as a text that shows it spells them."""
+    tokenizer = ZOO[name][0]()
+    known = (tokenizer, choose_detokenizer(tokenizer))
+    before = tokenizer.encode("How are you?", add_special_tokens=False).ids
+    after = tokenizer.encode("fine", add_special_tokens=False).ids
+    (end,) = ids_of(tokenizer, END)
+    ids = [*before, end, *after]
+    shown = tokenizer.decode(ids[: len(before) + 2], skip_special_tokens=False)
+    begin = shown.index(END)
+    left, right = shown[begin - 3 : begin], shown[begin + len(END) :]
+    words = [(END, 1), (left + END, 1), (END + right, 2), (left + END + right, 2)]
+    # Its decoder drops the space behind the last word of a text.
+    for word, tokens in words[:1] if name == "word_end_bpe" else words:
+        whole = tokenizer.decode(ids[: len(before) + tokens], skip_special_tokens=skip)
+        if not include:
+            omitted = len(word) - (len(END) if skip else 0)
+            # Some decoders put a space before the token, which the text then omits too.
+            omitted -= skip and word.startswith(left) and left.endswith(" ")
+            whole = whole[: len(whole) - omitted]
+        sequence = open_sequence(known, ["never", word, END + "?"], skip=skip, include=include)
+        told, stop_index, count = run(sequence, [[token_id] for token_id in ids])
+        assert ("".join(told), stop_index, count) == (whole, 1, len(before) + tokens), word
+
+
+def test_special_token_stops_a_text_that_comes_at_the_end() -> None:
+    tokenizer = ZOO["unstreamable"][0]()
+    before = tokenizer.encode("How are you?", add_special_tokens=False).ids
+    ids = [*before, *ids_of(tokenizer, END), *before]
+    sequence = open_sequence((tokenizer, choose_detokenizer(tokenizer)), [f"you?{END}"])
+    told, stop_index, count = run(sequence, [[token_id] for token_id in ids])
+    assert "".join(told) == tokenizer.decode(before).removesuffix("you?")
+    assert (stop_index, count) == (0, len(before) + 1)
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_text_before_a_special_token_counts_though_it_is_not_certain(include: bool) -> None:
+    """A newline of Llama 2 is a byte: what follows could still make its run invalid."""
+    tokenizer = ZOO["llama2_bpe"][0]()
+    known = (tokenizer, choose_detokenizer(tokenizer))
+    ids = ids_of(tokenizer, "▁b", "<0x0A>", "<0x0A>", END, "▁b")
+    for stop, expected in (
+        (END, ("b\n\n", "b\n\n")),
+        (f"\n{END}", ("b\n\n", "b\n")),
+        (f"b\n\n{END}", ("b\n\n", "")),
+        (f"{END} b", ("b\n\n b", "b\n\n")),
+        (f"\n\n{END} b", ("b\n\n b", "b")),
+        (f"b{END}", ("b\n\n b", "b\n\n b")),
+    ):
+        sequence = open_sequence(known, [stop], include=include)
+        text = "".join(run(sequence, [[token_id] for token_id in ids])[0])
+        assert text == expected[0 if include else 1], stop
+
+
+def test_special_token_does_not_end_a_character() -> None:
+    tokenizer = ZOO["llama2_bpe"][0]()
+    ids = ids_of(tokenizer, "<0xC3>", END, "<0xA9>", END, "▁b")
+    sequence = open_sequence((tokenizer, choose_detokenizer(tokenizer)), [f"b{END}"])
+    assert "".join(run(sequence, [[token_id] for token_id in ids])[0]) == "é b"
+    assert tokenizer.decode(ids) == "é b"
+
+
+def test_special_token_in_delivered_tokens_ends_the_next_push(family: Family) -> None:
+    sequence = open_sequence(family, [END])
+    sequence.absorb(ids_of(family[0], END))
+    assert sequence.push([5]) == ("", Stop(0, 0))

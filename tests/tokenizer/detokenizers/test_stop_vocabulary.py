@@ -7,10 +7,11 @@ from typing import cast
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tokenizer.tokenizers_zoo import CORPUS, ZOO
+from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of
 from tokenizers import Tokenizer
+from trtmesh.chassis.stop_texts import NO_SPECIAL_TOKENS, SpecialTokens, StopTexts
 from trtmesh.engine.backend import StopTexts as WorkerStopTexts
-from trtmesh.tokenizer.decoding.stop_texts import StopMatcher, StopTexts
+from trtmesh.tokenizer.decoding.stop_matcher import StopMatcher
 from trtmesh.tokenizer.detokenizers.base import REPLACEMENT, Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
@@ -27,16 +28,28 @@ def family(request: pytest.FixtureRequest) -> Family:
     kind = request.param
     tokenizer = ZOO["byte_level_bpe" if kind in ("windowed", "whole") else kind][0]()
     if kind == "windowed":
-        return tokenizer, StopVocabularies(WindowedDetokenizer(tokenizer)), True
+        return (
+            tokenizer,
+            StopVocabularies(WindowedDetokenizer(tokenizer), SpecialTokens.of(tokenizer)),
+            True,
+        )
     if kind == "whole":
-        return tokenizer, StopVocabularies(WholeDetokenizer(tokenizer)), True
-    return tokenizer, StopVocabularies(choose_detokenizer(tokenizer)), False
+        return (
+            tokenizer,
+            StopVocabularies(WholeDetokenizer(tokenizer), SpecialTokens.of(tokenizer)),
+            True,
+        )
+    return (
+        tokenizer,
+        StopVocabularies(choose_detokenizer(tokenizer), SpecialTokens.of(tokenizer)),
+        False,
+    )
 
 
 def worker_stops(known: StopVocabularies, texts: list[str], *, skip: bool) -> WorkerStopTexts:
     found = known.of(tuple(texts), skip_special_tokens=skip)
     tokens = dict(zip(found.token_ids, found.token_texts, strict=True))
-    return WorkerStopTexts(tuple(found.stop_texts), tokens)
+    return WorkerStopTexts(tuple(found.stop_texts), tokens, found.textless_from)
 
 
 def first_stop(stops: WorkerStopTexts, ids: list[int]) -> int | None:
@@ -99,7 +112,7 @@ def test_any_split_of_a_text_into_tokens_finds_the_stop_text(
             return [token.encode() for token in vocabulary]
 
     described = cast("Detokenizer", Texts())
-    found = worker_stops(StopVocabularies(described), stops, skip=True)
+    found = worker_stops(StopVocabularies(described, NO_SPECIAL_TOKENS), stops, skip=True)
     matcher, expected = StopMatcher(StopTexts(stops), include_stop_text=True), None
     for count, token in enumerate(tokens, 1):
         matcher.push(token)
@@ -107,3 +120,19 @@ def test_any_split_of_a_text_into_tokens_finds_the_stop_text(
             expected = count
             break
     assert first_stop(found, [vocabulary.index(token) for token in tokens]) == expected
+
+
+def test_worker_stops_with_a_special_token_that_the_text_omits(family: Family) -> None:
+    tokenizer, known, _ = family
+    before = tokenizer.encode("The quick brown fox", add_special_tokens=False).ids
+    end, other = ids_of(tokenizer, "<|im_end|>", "<pad>")
+    unknown = tokenizer.get_vocab_size() + 3
+    ids = [*before, unknown, other, end, *before]
+    for stop, omits, shown in (
+        ("<|im_end|>", len(before) + 3, len(before) + 3),
+        ("fox<|im_end|>", len(before) + 3, None),
+        ("fox<pad><|im_end|>", len(before) + 3, len(before) + 3),
+        ("dog<|im_end|>", None, None),
+    ):
+        for skip, expected in ((True, omits), (False, shown)):
+            assert first_stop(worker_stops(known, [stop], skip=skip), ids) == expected, stop

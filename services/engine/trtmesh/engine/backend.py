@@ -96,6 +96,8 @@ class StopTexts:
 
     texts: tuple[bytes, ...]
     tokens: Mapping[int, bytes]
+    textless_from: int = 0
+    """Ids from this one on have no text; 0 if there are none."""
     _kept: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class StopTexts:
         one: then up to its end. One completed where the text must not end is passed over."""
         added = self.tokens.get(token)
         if added is None:
-            return b"", False
+            return (tail if 0 < self.textless_from <= token else b""), False
         text = tail + added
         ends = [
             at + len(stop)

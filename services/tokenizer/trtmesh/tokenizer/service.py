@@ -45,7 +45,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     async def start(self) -> None:
         encode_in_this_thread_alone()
         vocabulary = await asyncio.to_thread(load_vocabulary, self._settings.model_dir)
-        stops = StopVocabularies(vocabulary.detokenizer)
+        stops = StopVocabularies(vocabulary.detokenizer, vocabulary.special_tokens)
         encoder = Encoder(vocabulary.tokenizer, stops, self._settings.encoding, self._metrics)
         self._shared = Shared(
             self._settings.stream, vocabulary, encoder, self._workload, self._metrics

@@ -13,6 +13,7 @@ from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import VOCABULARY_FILES, tokenizer_fingerprint
 from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.chassis.panics import is_failure
+from trtmesh.chassis.stop_texts import SpecialTokens
 from trtmesh.tokenizer.conversion import convert
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
@@ -35,6 +36,7 @@ class Vocabulary:
     eos_id: int | None
     pad_id: int | None
     special_ids: tuple[int, ...]
+    special_tokens: SpecialTokens
     chat_template: str | None
     tokenizer: Tokenizer
     detokenizer: Detokenizer
@@ -61,6 +63,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
         eos_id=_special_id(tokenizer, configs, "eos_token"),
         pad_id=_special_id(tokenizer, configs, "pad_token"),
         special_ids=tuple(sorted(i for i, token in added.items() if token.special)),
+        special_tokens=SpecialTokens.of(tokenizer),
         chat_template=_chat_template(model_dir, configs[0]),
         tokenizer=tokenizer,
         detokenizer=choose_detokenizer(tokenizer),

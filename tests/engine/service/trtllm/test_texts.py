@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from trtllm_client import DEMO
-from trtmesh.engine.service.trtllm.stop_automaton import StopAutomaton
 from trtmesh.engine.service.trtllm.texts import MOST_TEXTLESS, Texts
 
 LOADED = Texts.load(DEMO)
@@ -31,7 +30,7 @@ def test_every_stop_text_is_found_where_it_first_ends(
     text = decoded(tokens)
     start = data.draw(st.integers(0, len(text) - 1))
     stop = text[start : start + data.draw(st.integers(1, 6))]
-    search = TEXTS.follow(StopAutomaton([stop, "never to be seen"]), prompt)
+    search = TEXTS.follow(TEXTS.stops([stop, "never to be seen"]), prompt)
     sent = 0
     for place, token in enumerate(tokens):
         if search.add(token, may_end=True):
@@ -49,7 +48,7 @@ def test_every_stop_text_is_found_where_it_first_ends(
 
 @given(TOKENS)
 def test_tokens_that_may_belong_to_a_stop_text_are_held(tokens: list[int]) -> None:
-    search = TEXTS.follow(StopAutomaton(["return n — 日本"]), [1])
+    search = TEXTS.follow(TEXTS.stops(["return n — 日本"]), [1])
     for count, token in enumerate(tokens, start=1):
         if search.add(token, may_end=True):
             return
@@ -60,7 +59,7 @@ def test_tokens_that_may_belong_to_a_stop_text_are_held(tokens: list[int]) -> No
 
 def test_bytes_that_are_no_character_do_not_pile_up() -> None:
     half = next(token for token in SOURCE if decoded([token]) == "\ufffd")
-    search = TEXTS.follow(StopAutomaton(["stop"]), [half])
+    search = TEXTS.follow(TEXTS.stops(["stop"]), [half])
     for _ in range(10 * MOST_TEXTLESS):
         search.add(half, may_end=True)
     word = TOKENIZER.encode(" stop", add_special_tokens=False).ids
@@ -68,7 +67,7 @@ def test_bytes_that_are_no_character_do_not_pile_up() -> None:
 
 
 def test_a_text_before_the_sequence_may_end_does_not_count() -> None:
-    search = TEXTS.follow(StopAutomaton(["return"]), [1])
+    search = TEXTS.follow(TEXTS.stops(["return"]), [1])
     (word,) = TEXTS.encode(" return", "stop")
     assert not search.add(word, may_end=False)
     assert search.add(word, may_end=True)
@@ -76,7 +75,7 @@ def test_a_text_before_the_sequence_may_end_does_not_count() -> None:
 
 
 def test_a_stop_text_that_begins_with_a_token_is_cut_off() -> None:
-    search = TEXTS.follow(StopAutomaton([" return 1"]), [1])
+    search = TEXTS.follow(TEXTS.stops([" return 1"]), [1])
     tokens = TEXTS.encode("x = 2\n return 1", "stop")
     *_, found = (search.add(token, may_end=True) for token in tokens)
     assert found
@@ -86,3 +85,24 @@ def test_a_stop_text_that_begins_with_a_token_is_cut_off() -> None:
 def test_without_a_tokenizer_there_are_no_texts() -> None:
     assert Texts.load(None) is None
     assert Texts.load(DEMO / "missing") is None
+
+
+def test_a_special_token_is_a_stop_text() -> None:
+    special, *_ = (t for t in TOKENIZER.get_added_tokens_decoder().values() if t.special)
+    end = TOKENIZER.token_to_id(special.content)
+    for stop, kept in (
+        (special.content, 3),
+        (f"return{special.content}", 4),
+        (f" return{special.content}", 2),
+    ):
+        search = TEXTS.follow(TEXTS.stops(["never", stop]), [1])
+        tokens = [*TEXTS.encode("x = return", "stop"), end]
+        assert [search.add(token, may_end=True) for token in tokens] == 3 * [False] + [True]
+        assert (search.found, search.kept) == (stop, kept)
+
+
+def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
+    search = TEXTS.follow(TEXTS.stops(["return 1"]), [1])
+    unknown = TOKENIZER.get_vocab_size() + 7
+    tokens = [token for each in TEXTS.encode(" return 1", "stop") for token in (unknown, each)]
+    assert [search.add(token, may_end=True) for token in tokens][-1]

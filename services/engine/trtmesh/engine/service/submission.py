@@ -198,4 +198,4 @@ def _stop_texts(command: epb.SubmitCommand) -> StopTexts | None:
             field="stop_vocabulary",
         )
     tokens = dict(zip(given.token_ids, given.token_texts, strict=True))
-    return StopTexts(tuple(given.stop_texts), tokens)
+    return StopTexts(tuple(given.stop_texts), tokens, given.textless_from)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.tokenizer.decoding.stop_texts import StopMatcher
+from trtmesh.tokenizer.decoding.stop_matcher import StopMatcher
 from trtmesh.tokenizer.detokenizers.base import TextDecoder
+
+NO_MARKS: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class DecodeSequence:
         if self._over:
             return self._push_after_the_end(token_ids)
         text, count, matcher = "", 0, self._matcher
+        marks = matcher.marks if matcher else NO_MARKS
         for token_id in token_ids:
             # This loop runs for every token served; enumerate doubles the cost.
             count += 1
@@ -57,7 +61,12 @@ class DecodeSequence:
                 continue
             delta = self._decoder.push(token_id)
             if matcher is not None:
-                delta = matcher.push(delta, may_end=self._pushed + count > self.min_tokens)
+                may_end = self._pushed + count > self.min_tokens
+                if token_id in marks:
+                    rest = self._decoder.flush()
+                    delta = matcher.push_mark(marks[token_id], rest, may_end=may_end)
+                else:
+                    delta = matcher.push(delta, may_end=may_end)
                 if matcher.stop_index is not None:
                     self._over = True
                     return text + delta, Stop(matcher.stop_index, count)

@@ -18,8 +18,9 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.panics import is_failure
+from trtmesh.chassis.stop_texts import NO_SPECIAL_TOKENS, StopTexts
 from trtmesh.tokenizer.decoding.sequence import DecodeSequence
-from trtmesh.tokenizer.decoding.stop_texts import StopMatcher, StopTexts
+from trtmesh.tokenizer.decoding.stop_matcher import matcher_of
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.vocabulary import Vocabulary
 from trtmesh.tokenizer.workload import Workload
@@ -45,7 +46,7 @@ class DecodeStates:
     _max_decode_states: int
     _sequences: dict[int, DecodeSequence] = field(default_factory=dict)
     _failures: dict[int, TrtmeshError] = field(default_factory=dict)
-    _stop_texts: WeakValueDictionary[tuple[str, ...], StopTexts] = field(
+    _stop_texts: WeakValueDictionary[tuple[bool, tuple[str, ...]], StopTexts] = field(
         default_factory=WeakValueDictionary
     )
     """Shared by the sequences of an item: building the automaton takes longer than a step."""
@@ -108,8 +109,9 @@ class DecodeStates:
         self._workload.begin()
         matcher = None
         if command.stop_texts:
-            stop_texts = self._shared_stop_texts(tuple(command.stop_texts))
-            matcher = StopMatcher(stop_texts, include_stop_text=command.include_stop_text)
+            matcher = matcher_of(
+                self._shared_stop_texts(command), include_stop_text=command.include_stop_text
+            )
         sequence = self._sequences[handle] = DecodeSequence(
             self._vocabulary.detokenizer.open(skip_special_tokens=command.skip_special_tokens),
             matcher,
@@ -121,11 +123,13 @@ class DecodeStates:
         self._metrics.replayed_tokens.inc(len(command.delivered_token_ids))
         return sequence
 
-    def _shared_stop_texts(self, texts: tuple[str, ...]) -> StopTexts:
+    def _shared_stop_texts(self, command: pb.OpenDecodeCommand) -> StopTexts:
         """Built once for all open sequences with these stop texts."""
-        stop_texts = self._stop_texts.get(texts)
+        skip, texts = command.skip_special_tokens, tuple(command.stop_texts)
+        stop_texts = self._stop_texts.get((skip, texts))
         if stop_texts is None:
-            stop_texts = self._stop_texts[texts] = StopTexts(texts)
+            omitted = self._vocabulary.special_tokens if skip else NO_SPECIAL_TOKENS
+            stop_texts = self._stop_texts[skip, texts] = StopTexts(texts, omitted)
         return stop_texts
 
     def _decode_one(

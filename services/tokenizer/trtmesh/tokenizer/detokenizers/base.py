@@ -23,7 +23,7 @@ class TextDecoder(Protocol):
         """Returns the newly certain text, possibly empty. The id MUST be below the vocabulary size."""
 
     def flush(self) -> str:
-        """Returns the rest of the text. Called once, last."""
+        """Returns the rest of the text, if no token follows. MUST change nothing."""
 
 
 class Detokenizer(Protocol):

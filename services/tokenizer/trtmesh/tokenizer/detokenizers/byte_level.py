@@ -59,8 +59,7 @@ class ByteLevelDecoder:
         return text
 
     def flush(self) -> str:
-        rest, self._rest = self._rest, b""
-        return rest.decode("utf-8", "replace")
+        return self._rest.decode("utf-8", "replace")
 
 
 def _byte_by_character() -> dict[str, int]:

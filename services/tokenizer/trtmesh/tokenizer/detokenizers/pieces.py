@@ -11,6 +11,7 @@ import json
 import re
 from codecs import utf_8_decode
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,7 +179,8 @@ class PieceDecoder:
         return text
 
     def flush(self) -> str:
-        return self._strip(self._end_run())
+        end = copy(self)
+        return end._strip(end._end_run())
 
     def _push_text(self, text: str) -> str:
         text = self._end_run() + text

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from trtmesh.chassis.stop_texts import NO_SPECIAL_TOKENS, SpecialTokens, spellings
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -17,21 +18,35 @@ KEPT = 64
 class StopVocabularies:
     """Builds the stop vocabularies of a tokenizer, in any thread."""
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
+    def __init__(self, detokenizer: Detokenizer, specials: SpecialTokens) -> None:
         self.of = lru_cache(KEPT)(self._build)
+        self._specials = specials
         self._token_bytes = lru_cache(detokenizer.token_bytes)
 
     def _build(
         self, stop_texts: tuple[str, ...], *, skip_special_tokens: bool
     ) -> pb.StopVocabulary:
-        """Finds the tokens that may be part of a stop text, or have no text."""
-        texts = [text.encode() for text in stop_texts]
-        tokens = self._token_bytes(skip_special_tokens=skip_special_tokens)
+        """Finds the tokens that may be part of a stop text, or have no text. Special tokens that the text omits and a
+        stop text names have their marks for texts."""
+        marks: dict[int, str] = {}
+        omitted = self._specials if skip_special_tokens else NO_SPECIAL_TOKENS
+        texts = [_utf8(text) for _, text in spellings(stop_texts, omitted, marks)]
+        tokens = [*self._token_bytes(skip_special_tokens=skip_special_tokens)]
+        for token_id, mark in marks.items():
+            tokens[token_id] = _utf8(mark)
         parts = Parts(texts, max(map(len, tokens), default=0))
         found = {token_id: token for token_id, token in enumerate(tokens) if parts.touches(token)}
         return pb.StopVocabulary(
-            stop_texts=texts, token_ids=found.keys(), token_texts=found.values()
+            stop_texts=texts,
+            token_ids=found.keys(),
+            token_texts=found.values(),
+            textless_from=len(tokens),
         )
+
+
+def _utf8(text: str) -> bytes:
+    # Marks are surrogates, whose bytes no valid UTF-8 contains.
+    return text.encode("utf-8", "surrogatepass")
 
 
 @dataclass(slots=True)

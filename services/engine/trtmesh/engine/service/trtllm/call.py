@@ -18,7 +18,6 @@ from trtmesh.engine.service.submission import parse_submit
 from trtmesh.engine.service.trtllm.answers import PromptOutput, chunk, complete
 from trtmesh.engine.service.trtllm.request import AskedGeneration
 from trtmesh.engine.service.trtllm.sequence import SequenceOutput
-from trtmesh.engine.service.trtllm.stop_automaton import StopAutomaton
 from trtmesh.engine.service.trtllm.texts import StopSearch, Texts
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -174,5 +173,5 @@ def _searches(asked: AskedGeneration, texts: Texts | None) -> Sequence[StopSearc
     if not asked.stop_texts:
         return [None] * asked.sequences
     assert texts is not None
-    stops = StopAutomaton(asked.stop_texts)
+    stops = texts.stops(asked.stop_texts)
     return [texts.follow(stops, asked.command.token_ids) for _ in range(asked.sequences)]

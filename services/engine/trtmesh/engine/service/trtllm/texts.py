@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.engine.service.trtllm.stop_automaton import StopAutomaton
+from trtmesh.chassis.stop_texts import Ending, SpecialTokens, StopTexts
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ class Texts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special_tokens = SpecialTokens.of(tokenizer)
 
     @classmethod
     def load(cls, model_dir: Path | None) -> Self | None:
@@ -46,21 +47,24 @@ class Texts:
             raise InvalidField(f"has an entry without tokens, {text!r}; leave it out", field=field)
         return ids
 
-    def follow(self, stops: StopAutomaton, prompt: Sequence[int]) -> StopSearch:
+    def stops(self, stop_texts: Sequence[str]) -> StopTexts:
+        return StopTexts(stop_texts, self._special_tokens)
+
+    def follow(self, stops: StopTexts, prompt: Sequence[int]) -> StopSearch:
         return StopSearch(self._tokenizer, stops, prompt)
 
 
 class StopSearch:
     """Finds the first stop text in the text of one sequence, token by token."""
 
-    def __init__(self, tokenizer: Any, stops: StopAutomaton, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, stops: StopTexts, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
-        self._state = stops.START
+        self._state = stops.ROOT
         self._decoding = self._decoding_after(list(prompt[-CONTEXT_TOKENS:]))
         self._textless = 0
         self._length = 0
-        """Characters of the text."""
+        """Characters of the text, marks included."""
         self._starts: list[int] = []
         """Position of each token's first character in the text; a token with incomplete text starts at the end."""
         self.certain = 0
@@ -77,15 +81,17 @@ class StopSearch:
         for character in self._text_of(token):
             self._length += 1
             state = stops.step(state, character)
-            if may_end and (found := stops.found(state)):
+            if may_end and (found := stops.ending(state)):
                 self._end_with(found)
                 return True
-        self._state = state
-        self.certain = bisect_left(self._starts, self._length - stops.open_length(state))
+        self._state = state = stops.open_state(state)
+        self.certain = bisect_left(self._starts, self._length - stops.held_length(state))
         return False
 
     def _text_of(self, token: int) -> str:
-        """The text that is complete with this token."""
+        """The text that is complete with this token, or the mark of a special token that a stop text names."""
+        if (mark := self._stops.marks.get(token)) is not None:
+            return mark
         added: str | None = self._decoding.step(self._tokenizer, token)
         self._textless = 0 if added else self._textless + 1
         if self._textless >= MOST_TEXTLESS:
@@ -102,10 +108,10 @@ class StopSearch:
             context = []
         return DecodeStream(ids=context, skip_special_tokens=True)
 
-    def _end_with(self, found: str) -> None:
+    def _end_with(self, found: Ending) -> None:
         """Ends the output with a stop text that the text now ends with."""
-        self.found = found
-        begins = self._length - len(found)
+        self.found = self._stops.texts[found.stop_index]
+        begins = self._length - found.length
         place = bisect_left(self._starts, begins)
         at_token = place < len(self._starts) and self._starts[place] == begins
         self.kept = self.certain = place if at_token else len(self._starts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtmesh.tokenizer.decoding.stop_texts import StopMatcher, StopTexts
+from trtmesh.chassis.stop_texts import StopTexts
+from trtmesh.tokenizer.decoding.stop_matcher import StopMatcher
 
 LETTERS = "ab é"
 stop_lists = st.lists(st.text(LETTERS, min_size=1, max_size=6), min_size=1, max_size=6)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trtllm_client import DEMO
 from trtmesh.chassis.parsing import MAX_STOP_TEXT_CHARACTERS, MAX_WORD_LENGTH, MAX_WORDS
-from trtmesh.engine.service.trtllm.stop_automaton import StopAutomaton
+from trtmesh.chassis.stop_texts import StopTexts
 from trtmesh.engine.service.trtllm.texts import Texts
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=6)
@@ -33,12 +33,14 @@ def open_length(text: str, stops: Sequence[str]) -> int:
 
 @given(STOPS, st.text("abc", max_size=60))
 def test_every_character_leads_where_a_plain_search_does(stops: list[str], text: str) -> None:
-    automaton = StopAutomaton(stops)
-    state = automaton.START
+    automaton = StopTexts(stops)
+    state = automaton.ROOT
     for length, character in enumerate(text, start=1):
         state = automaton.step(state, character)
-        assert automaton.found(state) == ending(text[:length], stops)
-        assert automaton.open_length(state) == open_length(text[:length], stops)
+        found = automaton.ending(state)
+        assert (found and stops[found.stop_index]) == ending(text[:length], stops)
+        held = automaton.held_length(automaton.open_state(state))
+        assert held == open_length(text[:length], stops)
 
 
 REST = MAX_STOP_TEXT_CHARACTERS - MAX_WORD_LENGTH
@@ -60,7 +62,7 @@ def test_the_work_does_not_grow_with_the_stop_texts(stops: list[str]) -> None:
     assert texts is not None
     (letter,) = texts.encode("a", "stop")
     (other,) = texts.encode("c", "stop")
-    search = texts.follow(StopAutomaton(stops), [1])
+    search = texts.follow(texts.stops(stops), [1])
     count = 400
     lines = 0
 

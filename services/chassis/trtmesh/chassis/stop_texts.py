@@ -1,0 +1,164 @@
+"""Finds stop texts in a text that comes in pieces, with the automaton of Aho and Corasick.
+
+A state is the longest suffix of the text equal to a prefix of a stop text. The average cost of a character does not
+depend on the number and length of the stop texts.
+
+Special tokens that a text omits count too: where a stop text names one, the automaton also knows the stop text with a
+mark in its place, a character that no text contains. Whoever follows a sequence shows the automaton the mark of such a
+token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_ROOT = 0
+_FIRST_MARK, _LAST_MARK = 0xD800, 0xDFFF
+"""Surrogates, which no decoded text contains."""
+_MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The special tokens that texts omit, by how texts that show them spell them."""
+
+    ids: Mapping[str, int]
+    _named: re.Pattern[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        named = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        object.__setattr__(self, "_named", re.compile(named))
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> SpecialTokens:
+        """Those of a tokenizer of the library `tokenizers`."""
+        ids: dict[str, int] = {}
+        for token in tokenizer.get_added_tokens_decoder().values():
+            if token.special and token.content:
+                token_id = ids[token.content] = tokenizer.token_to_id(token.content)
+                # Some decoders put a space before it.
+                one, two = (
+                    tokenizer.decode([token_id] * count, skip_special_tokens=False)
+                    for count in (1, 2)
+                )
+                ids.setdefault(two.removeprefix(one) or token.content, token_id)
+        return cls(ids)
+
+    def marked(self, text: str, marks: dict[int, str]) -> str:
+        """The text with marks for the special tokens that it names; new marks are added to `marks`."""
+
+        def mark(named: re.Match[str]) -> str:
+            free = chr(min(_FIRST_MARK + len(marks), _LAST_MARK))
+            return marks.setdefault(self.ids[named[0]], free)
+
+        return self._named.sub(mark, text)
+
+
+NO_SPECIAL_TOKENS = SpecialTokens({})
+
+
+def without_marks(text: str) -> str:
+    return text if text.isascii() else _MARKS.sub("", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A stop text recognized in a state. `length` counts marks as characters."""
+
+    stop_index: int
+    length: int
+
+
+class StopTexts:
+    """The automaton of non-empty stop texts, shared by any number of sequences."""
+
+    ROOT = _ROOT
+    """The state before a text."""
+
+    def __init__(self, texts: Sequence[str], omitted: SpecialTokens = NO_SPECIAL_TOKENS) -> None:
+        self.texts = texts
+        self.marks: dict[int, str] = {}
+        """By id: the marks of special tokens that stop texts name."""
+        self._next: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        # The text of a state is the first `depth` characters of this stop text.
+        self._owner = [""]
+        self._ending: list[Ending | None] = [None]
+        for stop_index, spelling in spellings(texts, omitted, self.marks):
+            self._add(stop_index, spelling)
+        self._fallback = [_ROOT] * len(self._depth)
+        self._link()
+        first_characters = "".join(map(re.escape, self._next[_ROOT]))
+        self._first_character = re.compile(f"[{first_characters}]")
+
+    def find_start(self, text: str) -> int:
+        """Position of the first possible start of a stop text, else the length of `text`."""
+        match = self._first_character.search(text)
+        return match.start() if match else len(text)
+
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while (following := self._next[state].get(character)) is None:
+            if state == _ROOT:
+                return _ROOT
+            state = self._fallback[state]
+        return following
+
+    def ending(self, state: int) -> Ending | None:
+        """The longest stop text recognized in `state`; the first of equal texts."""
+        return self._ending[state]
+
+    def open_state(self, state: int) -> int:
+        """The state of the longest suffix that more text may complete to a stop text."""
+        # A whole stop text that begins no other one is completed already.
+        while not self._next[state] and state != _ROOT:
+            state = self._fallback[state]
+        return state
+
+    def held_length(self, state: int) -> int:
+        return self._depth[state]
+
+    def held_text(self, state: int, start: int, end: int) -> str:
+        """A slice of the text held back in `state`."""
+        return self._owner[state][start:end]
+
+    def _add(self, stop_index: int, text: str) -> None:
+        state = _ROOT
+        for depth, character in enumerate(text, start=1):
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._depth.append(depth)
+                self._owner.append(text)
+                self._ending.append(None)
+            state = self._next[state][character]
+        if self._ending[state] is None:
+            self._ending[state] = Ending(stop_index, len(text))
+
+    def _link(self) -> None:
+        """Links every state to the state of the longest proper suffix, level by level."""
+        level = list(self._next[_ROOT].values())
+        while level:
+            below: list[int] = []
+            for state in level:
+                fallback = self._fallback[state]
+                if self._ending[state] is None:
+                    self._ending[state] = self._ending[fallback]
+                for character, child in self._next[state].items():
+                    self._fallback[child] = self.step(fallback, character)
+                    below.append(child)
+            level = below
+
+
+def spellings(
+    texts: Sequence[str], omitted: SpecialTokens, marks: dict[int, str]
+) -> Iterator[tuple[int, str]]:
+    """Each stop text as it is, and with marks where it names special tokens, with its index. Fills `marks`."""
+    for stop_index, text in enumerate(texts):
+        yield stop_index, text
+        if (marked := omitted.marked(text, marks)) != text:
+            yield stop_index, marked

@@ -1,0 +1,113 @@
+"""Finds stop texts across the deltas of a sequence, and holds back what may become one.
+
+The automaton's state is exactly what is held back. The stop text contains it, so a matcher stores only a state number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trtmesh.chassis.stop_texts import StopTexts, without_marks
+
+_ROOT = StopTexts.ROOT
+
+
+class StopMatcher:
+    """Matches a sequence. The first match to end wins; of several, the longest."""
+
+    __slots__ = ("_include_stop_text", "_state", "_stop_texts", "stop_index")
+
+    def __init__(self, stop_texts: StopTexts, *, include_stop_text: bool) -> None:
+        self._stop_texts = stop_texts
+        self._include_stop_text = include_stop_text
+        self._state = _ROOT
+        self.stop_index: int | None = None
+        """Index of the stop text found; no push may follow."""
+
+    @property
+    def marks(self) -> Mapping[int, str]:
+        """Marks of the special tokens that are for `push_mark`."""
+        return self._stop_texts.marks
+
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Returns the certain text: without a possible prefix of a stop text, cut at a match that `may_end` it."""
+        stops, state, start = self._stop_texts, self._state, 0
+        if state == _ROOT and (start := stops.find_start(text)) == len(text):
+            return text
+        for position in range(start, len(text)):
+            state = stops.step(state, text[position])
+            if may_end and (ending := stops.ending(state)) is not None:
+                self.stop_index = ending.stop_index
+                cut = 0 if self._include_stop_text else ending.length
+                return self._release(text[: position + 1], cut, _ROOT)
+        state = stops.open_state(state)
+        return self._release(text, stops.held_length(state), state)
+
+    def push_mark(self, mark: str, rest: str, *, may_end: bool) -> str:
+        """Takes a special token that the text omits; `rest` is the text before it that is not certain yet."""
+        raise NotImplementedError
+
+    def flush(self) -> str:
+        """Returns the text held back, at the end of the sequence."""
+        return self._release("", 0, _ROOT)
+
+    def _release(self, text: str, kept: int, state: int) -> str:
+        """Returns the held text and `text` without the last `kept` characters, copying no more than the result."""
+        stops, before, self._state = self._stop_texts, self._state, state
+        released_of_text = len(text) - kept
+        if before == _ROOT:
+            return text[:released_of_text] if kept else text
+        held = stops.held_length(before)
+        if released_of_text >= 0:
+            return stops.held_text(before, 0, held) + text[:released_of_text]
+        return stops.held_text(before, 0, held + released_of_text)
+
+
+class MarkMatcher(StopMatcher):
+    """Matches a sequence whose stop texts name special tokens that the text omits."""
+
+    __slots__ = ("_late",)
+
+    def __init__(self, stop_texts: StopTexts, *, include_stop_text: bool) -> None:
+        super().__init__(stop_texts, include_stop_text=include_stop_text)
+        self._late: list[tuple[str, str]] = []
+        """Marks behind text that is not certain yet, with that text."""
+
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        if self._late and text:
+            text = self._with_late(text)
+            self._late.clear()
+        return without_marks(super().push(text, may_end=may_end))
+
+    def push_mark(self, mark: str, rest: str, *, may_end: bool) -> str:
+        if not rest:
+            return without_marks(super().push(mark, may_end=may_end))
+        self._late.append((rest, mark))
+        text = self._with_late(rest)
+        # If the sequence ends here, the rest is certain.
+        ends = may_end and self._stops_in(text)
+        return without_marks(super().push(text)) if ends else ""
+
+    def flush(self) -> str:
+        return without_marks(super().flush())
+
+    def _with_late(self, text: str) -> str:
+        """Text that became certain, with the late marks in their places."""
+        for rest, mark in reversed(self._late):
+            place = len(rest) if text.startswith(rest) else 0
+            text = text[:place] + mark + text[place:]
+        return text
+
+    def _stops_in(self, text: str) -> bool:
+        stops, state = self._stop_texts, self._state
+        for character in text:
+            state = stops.step(state, character)
+            if stops.ending(state) is not None:
+                return True
+        return False
+
+
+def matcher_of(stop_texts: StopTexts, *, include_stop_text: bool) -> StopMatcher:
+    """The cheapest matcher for these stop texts."""
+    kind = MarkMatcher if stop_texts.marks else StopMatcher
+    return kind(stop_texts, include_stop_text=include_stop_text)
