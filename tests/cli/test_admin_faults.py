@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from subprocess import CompletedProcess
 from typing import Any
 
+import pytest
 from cli.commands import running, trtmesh
 from processes import service_process
 from trtmesh.chassis.grpc.server import GrpcServer
@@ -198,5 +199,32 @@ async def test_items_of_a_resumed_request_keep_their_numbers() -> None:
 async def test_unserved_call_is_explained() -> None:
     async with scripted() as (_, address):
         result = await run("requests", "list", "--admin", address)
-        assert result.returncode == 1
-        assert "UNSUPPORTED_CALL" in result.stderr
+        assert result.returncode == 2
+        assert f"--admin (TRTMESH_ADMIN) is {address}, which does not serve" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("generate", "hi"), "--router"),
+        (("status",), "--admin"),
+        (("triton", "infer", "hi"), "--url"),
+    ],
+)
+async def test_address_that_is_none_ends_the_command(words: Sequence[str], option: str) -> None:
+    """One line that names option, value and remedy, and nothing of gRPC's."""
+    for address, remedy in (("", "it is empty"), ("http://127.0.0.1:8001", "leave out 'http://'")):
+        result = await run(*words, option, address)
+        assert (result.returncode, result.stdout) == (2, "")
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"trtmesh: error: {option} (TRTMESH_")
+        assert line.endswith(f"is {address!r} but must be host:port: {remedy}")
+
+
+async def test_port_for_admins_is_no_port_for_clients() -> None:
+    async with scripted() as (_, address):
+        for words, option in ((("generate",), "--router"), (("triton", "infer"), "--url")):
+            result = await run(*words, option, address, "hi")
+            assert (result.returncode, result.stdout) == (2, "")
+            (line,) = result.stderr.splitlines()
+            assert f"{option} (TRTMESH_ROUTER) is {address}, which does not serve this call" in line

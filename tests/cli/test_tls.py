@@ -38,7 +38,7 @@ def test_stack_over_tls() -> None:
         assert trtmesh(*generate, env={"TRTMESH_TLS_CA": str(ca)}).returncode == 0
         assert trtmesh(*generate).returncode == 1
         # The system does not know the authority.
-        assert trtmesh(*generate, "--tls").returncode == 1
+        assert trtmesh(*generate, "--tls").returncode == 2
         status = ("status", "--admin", ready["admin"])
         assert trtmesh(*status, "--ca", str(ca)).returncode == 0
         assert trtmesh(*status).returncode == 1

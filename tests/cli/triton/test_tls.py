@@ -81,7 +81,13 @@ async def test_client_and_server_show_certificates(
     async with proxy(server, client, router) as address:
         ask = partial(infer, "--url", address)
         assert await ask(*trust, *own) == plain
-        for wrong in ((), ("--tls", *own), trust):
+        for wrong, words in (
+            ((), (1, "it speaks TLS, wants a certificate")),
+            (trust, (1, "wants a certificate")),
+            (("--tls", *own), (2, "its certificate is not trusted")),
+        ):
             status, out, err = await ask(*wrong)
-            assert (status, out) == (1, ""), err
-            assert "--url names another" in err
+            assert (status, out) == (words[0], ""), err
+            assert words[1] in err
+            assert "--url" in err
+            assert "--root-certificates" in err

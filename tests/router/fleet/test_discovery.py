@@ -371,7 +371,9 @@ async def test_replica_returning_before_idle_stays(
 
 @pytest.mark.parametrize("entry", [text for text in NONE if text != "file:x:1"])
 def test_entry_is_an_address_or_a_file(entry: str) -> None:
-    with pytest.raises(SettingsError, match="engines has the entry"):
+    with pytest.raises(
+        SettingsError, match="engines has an entry that is not host:port or file:PATH: "
+    ):
         check_entries("engines", ["good:1", entry])
 
 

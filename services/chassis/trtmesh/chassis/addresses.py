@@ -36,7 +36,7 @@ class Address(NamedTuple):
         else:
             good = _NAME.fullmatch(host) is not None
         if not good or not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
-            raise ValueError(f"{text!r} is not host:port")
+            raise ValueError(f"{text!r} is not host:port: {why_not_address(text)}")
         return cls(host, int(port))
 
     def __str__(self) -> str:
@@ -110,6 +110,22 @@ def why_not_bound(purpose: str, host: str, port: int) -> StartupError:
             return SettingsError(f"{where}: host {host!r} is not an address of this machine")
         return SettingsError(f"{where}: {error.strerror}")
     return PortInUse(f"{where}: another process used the port until now")
+
+
+def why_not_address(text: str) -> str:
+    """What is wrong with a text that is no address, and the remedy."""
+    if not text:
+        return "it is empty"
+    if "://" in text:
+        return f"leave out {text.partition('://')[0] + '://'!r}"
+    if _is_ipv6(text) or (":" in text.rpartition(":")[0].strip("[]") and "[" not in text):
+        return "an IPv6 address needs brackets, as in [::1]:8001"
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        return "it has no port; add one after a colon"
+    if not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
+        return f"its port is {port!r} but must be a number from 1 to 65535"
+    return f"{host!r} is no name of a host"
 
 
 AddressCheck: TypeAlias = "Callable[[Address, str], None]"

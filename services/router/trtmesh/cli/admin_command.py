@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from trtmesh.chassis.errors import Unauthenticated, Unavailable, Unsupported, UnsupportedCall
-from trtmesh.cli.session import run
+from trtmesh.chassis.errors import Unauthenticated
+from trtmesh.cli.session import AddressOption, address_explained, run
 from trtmesh.cli.tls import (
     CaOption,
     CertOption,
@@ -32,6 +32,10 @@ class Context:
 
 
 Command = Callable[..., Coroutine[Any, Any, int]]
+
+ADMIN = AddressOption(
+    "--admin", "TRTMESH_ADMIN", "router", "a router's admin address (router.admin.port, here 8003)"
+)
 
 
 def admin_command(command: Command) -> Callable[..., None]:
@@ -83,23 +87,13 @@ async def _connected(
     """Connects to a router; errors name its address and the remedy. The parameters are options of every command."""
     token = AdminToken.read(token_file, os.environ)
     security = tls_of(tls=tls, ca=ca, cert=cert, key=key, server_name=server_name)
-    try:
-        async with AdminClient(admin, token=token, timeout_seconds=timeout, tls=security) as client:
-            yield Context(client, as_json=json)
-    except Unauthenticated as error:
-        raise Unauthenticated(
-            f"router {admin}: {error}; give the token in TRTMESH_ADMIN_TOKEN or with --token-file"
-        ) from error
-    except Unavailable as error:
-        if type(error) is not Unavailable:
-            raise
-        raise Unavailable(
-            f"router {admin}: {error}; `trtmesh up` starts a stack, --admin names another router's admin address"
-        ) from error
-    except Unsupported as error:
-        if type(error) is not Unsupported:
-            raise
-        raise UnsupportedCall(
-            f"{admin} does not serve this: {error}; --admin must name the admin address of a router"
-            " (router.admin.port), not its address for clients"
-        ) from error
+    with address_explained(admin, ADMIN):
+        try:
+            async with AdminClient(
+                admin, token=token, timeout_seconds=timeout, tls=security
+            ) as client:
+                yield Context(client, as_json=json)
+        except Unauthenticated as error:
+            raise Unauthenticated(
+                f"router {admin}: {error}; give the token in TRTMESH_ADMIN_TOKEN or with --token-file"
+            ) from error

@@ -121,7 +121,11 @@ async def add(
 
     Exit status: 0 added, 1 no answer or the call failed, 2 wrong usage.
     """
-    response = await context.admin.add_worker(address, wait_seconds=wait)
+    try:
+        response = await context.admin.add_worker(address, wait_seconds=wait)
+    except InvalidField as error:
+        say_error(f"{error.reason}: {error}")
+        return USAGE
     _show(context, response, response.worker)
     return OK
 

@@ -12,16 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from trtmesh.chassis.bearer import ApiKey
-from trtmesh.chassis.errors import StartupError, TrtmeshError, Unauthenticated, Unavailable
+from trtmesh.chassis.errors import (
+    SettingsError,
+    StartupError,
+    TrtmeshError,
+    Unauthenticated,
+    Unavailable,
+)
 from trtmesh.cli.output import give_up, say_error
 from trtmesh.client import Client, ClientTls
+from trtmesh.client.connecting import WrongConnection, WrongService, check_address
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -51,19 +59,68 @@ def run(command: Coroutine[Any, Any, int]) -> None:
     raise typer.Exit(status)
 
 
+@dataclass(frozen=True, slots=True)
+class AddressOption:
+    """An option for the address of a server."""
+
+    name: str
+    variable: str
+    server: str
+    needed: str
+    """What must answer at the address."""
+    tls: str = "--tls, --ca, --cert, --key and --server-name"
+    """Options that say how to connect over TLS."""
+
+
+ROUTER = AddressOption(
+    "--router",
+    "TRTMESH_ROUTER",
+    "router",
+    "a router's address for clients (router.port, here 8001)",
+)
+
+
+@contextmanager
+def address_explained(address: str, option: AddressOption) -> Iterator[None]:
+    """Names the option, the address and the remedy in errors of connecting. Raises SettingsError for an address that is
+    none, and for one where something else answers."""
+    setting = f"{option.name} ({option.variable})"
+    check_address(address, setting)
+    try:
+        yield
+    except WrongConnection as error:
+        raise SettingsError(
+            f"is {address}, but {_why(error, address, option)}", setting=setting
+        ) from error
+    except Unavailable as error:
+        if type(error) is not Unavailable:
+            raise
+        raise Unavailable(
+            f"{option.server} {address}: {_why(error, address, option)}; `trtmesh up` starts a stack,"
+            f" {option.name} names another address"
+        ) from error
+    except WrongService as error:
+        raise SettingsError(
+            f"is {address}, which does not serve this call: it must be {option.needed}",
+            setting=setting,
+        ) from error
+
+
+def _why(error: Unavailable, address: str, option: AddressOption) -> str:
+    """The problem of a connection, with the options of TLS where that matters."""
+    why = str(error).removeprefix(f"{address}: ")
+    matters = any(word in why for word in ("TLS", "certificate"))
+    return f"{why} ({option.tls} set TLS)" if matters else why
+
+
 @asynccontextmanager
 async def connected(
     address: str, tls: ClientTls | None, api_key: ApiKey | None
 ) -> AsyncIterator[Client]:
     """Connects to a router; errors name its address and the remedy."""
-    try:
-        async with Client(address, tls=tls, api_key=api_key) as client:
-            yield client
-    except Unauthenticated as error:
-        raise Unauthenticated(f"router {address}: {error}; {API_KEY_HINT}") from error
-    except Unavailable as error:
-        if type(error) is not Unavailable:
-            raise
-        raise Unavailable(
-            f"router {address}: {error}; `trtmesh up` starts a stack, --router names another router"
-        ) from error
+    with address_explained(address, ROUTER):
+        try:
+            async with Client(address, tls=tls, api_key=api_key) as client:
+                yield client
+        except Unauthenticated as error:
+            raise Unauthenticated(f"router {address}: {error}; {API_KEY_HINT}") from error

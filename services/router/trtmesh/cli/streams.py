@@ -50,11 +50,14 @@ class RawText(Printer):
 
     def __init__(self, clean: Callable[[str], str]) -> None:
         self._clean = clean
+        self._began = False
 
     def __exit__(self, *_: object) -> None:
-        put("")
+        if self._began:
+            put("")
 
     def show(self, event: Event) -> None:
+        self._began = True
         if isinstance(event, Tokens):
             put(self._clean(event.text), end="")
         elif isinstance(event, ItemFinished | ItemFailed):

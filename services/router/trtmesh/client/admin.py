@@ -35,9 +35,9 @@ class AdminClient(ServerChannel):
             for worker in (await admin.list_workers()).workers:
                 ...
 
-    `token` is a text or the result of `AdminToken.read`; a malformed one raises SettingsError. `tls` is
-    that of `Client`. Failed calls raise an
-    error of `trtmesh.chassis.errors`: DeadlineExceeded after `timeout_seconds` without a sign of the router.
+    `token` is a text or the result of `AdminToken.read`; a malformed one raises SettingsError, and so does an address
+    that is not host:port. `tls` is that of `Client`. Failed calls raise an error of `trtmesh.chassis.errors`:
+    DeadlineExceeded after `timeout_seconds` without a sign of the router.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class AdminClient(ServerChannel):
     async def _short(self, method: Callable[..., Awaitable[T]], request: Message) -> T:
         """The response of a fast call."""
         try:
-            with typed_errors():
+            with typed_errors(self.address):
                 return await method(request, timeout=self._timeout_seconds, metadata=self.metadata)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(
@@ -220,7 +220,7 @@ class AdminClient(ServerChannel):
         try:
             while not (await asyncio.wait((coming,), timeout=self._timeout_seconds / 2))[0]:
                 await self.get_policy()
-            with typed_errors():
+            with typed_errors(self.address):
                 return coming.result()
         finally:
             coming.cancel()

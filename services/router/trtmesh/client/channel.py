@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
@@ -13,13 +13,21 @@ from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY, from_status
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.tls.client import ClientTls
+from trtmesh.client.connecting import check_address, connection_error, service_error
 
 CONNECT_SECONDS = 10.0
 """Longest wait for the HTTP/2 greeting of a sole peer, far away or busy."""
 
+EXPLANATIONS: Mapping[grpc.StatusCode, Callable[[str, str], TrtmeshError | None]] = {
+    grpc.StatusCode.UNAVAILABLE: connection_error,
+    grpc.StatusCode.UNIMPLEMENTED: service_error,
+}
+"""What turns an address and the words of gRPC into an error, if it knows the words."""
+
 
 class ServerChannel:
-    """A channel to a server, open inside `async with`, for a single event loop."""
+    """A channel to a server, open inside `async with`, for a single event loop. Raises SettingsError unless the address
+    is host:port."""
 
     def __init__(
         self,
@@ -30,6 +38,7 @@ class ServerChannel:
         tls: ClientTls | None = None,
         secret: Bearer | None = None,
     ) -> None:
+        check_address(address)
         self.address = address
         self.metadata = () if secret is None else (secret.metadata,)
         """Metadata of every call."""
@@ -57,19 +66,21 @@ class ServerChannel:
 
 
 @contextmanager
-def typed_errors() -> Iterator[None]:
-    """Turns a failed call into the server's TrtmeshError."""
+def typed_errors(address: str = "") -> Iterator[None]:
+    """Turns a failed call into the server's TrtmeshError, or into one that names the server's address."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
         metadata = error.trailing_metadata()
         details = error.details() or error.code().name
-        if (
-            error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            and REASON_METADATA_KEY not in metadata
-        ):
-            # The client's own deadline: gRPC says "Stream removed (Deadline Exceeded)" or the like.
-            details = "the call had no answer, or no end, within its timeout; allow more time"
+        if REASON_METADATA_KEY not in metadata:
+            # No server of ours said it.
+            explain = EXPLANATIONS.get(error.code())
+            if explain and (explained := explain(address, details)):
+                raise explained from error
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                # The client's own deadline: gRPC says "Stream removed (Deadline Exceeded)" or the like.
+                details = "the call had no answer, or no end, within its timeout; allow more time"
         raise from_status(error.code(), details, metadata) from error
     except asyncio.CancelledError as error:
         # Closing the client cancels its calls, and grpc.aio raises CancelledError in tasks without a cancellation.

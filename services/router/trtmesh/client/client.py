@@ -46,8 +46,8 @@ class Client:
     With `tls` connections are encrypted, and routers checked: `ClientTls(ca=Path("ca.pem"))`. Files that cannot be used
     raise SettingsError when the client is opened.
 
-    `api_key` is a text or the result of `ApiKey.read`; every call carries it. Failed calls raise an error of
-    `trtmesh.chassis.errors`.
+    `api_key` is a text or the result of `ApiKey.read`; every call carries it. An address that is not host:port raises
+    SettingsError, failed calls raise an error of `trtmesh.chassis.errors`.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Client:
         else:
             call = stub.Generate(progress.request, timeout=timeout_seconds, metadata=metadata)
         try:
-            with typed_errors():
+            with typed_errors(self._routers[router].address):
                 async for response in call:
                     self._homes[request_id] = router
                     if resuming:

@@ -48,7 +48,7 @@ async def stop_anywhere(
 async def _stop(
     router: ServerChannel, request: router_pb2.StopRequest, timeout_seconds: float | None
 ) -> int:
-    with typed_errors():
+    with typed_errors(router.address):
         stub = router_pb2_grpc.MeshServiceStub(router.channel)
         answer = await stub.Stop(request, timeout=timeout_seconds, metadata=router.metadata)
     return int(answer.stopped_items)

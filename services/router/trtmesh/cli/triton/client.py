@@ -51,7 +51,7 @@ class TritonConnection(ServerChannel):
             request_serializer=grpc_service_pb2.ModelConfigRequest.SerializeToString,
             response_deserializer=grpc_service_pb2.ModelConfigResponse.FromString,
         )
-        with typed_errors():
+        with typed_errors(self.address):
             response: Any = await call(
                 grpc_service_pb2.ModelConfigRequest(name=model), metadata=self.metadata
             )
@@ -73,7 +73,7 @@ class TritonConnection(ServerChannel):
             compression=self._compression,
         )
         try:
-            with typed_errors():
+            with typed_errors(self.address):
                 async for response in call:
                     yield response
         finally:

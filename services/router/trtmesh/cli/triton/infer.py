@@ -11,11 +11,20 @@ from typing import Annotated, Any
 
 import typer
 from trtmesh.chassis.bearer import ApiKey
-from trtmesh.chassis.errors import InvalidRequest, Unauthenticated, Unavailable
+from trtmesh.chassis.errors import InvalidRequest, Unauthenticated
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.output import say_error
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
-from trtmesh.cli.session import API_KEY_HINT, FAILED, OK, USAGE, ApiKeyFileOption, run
+from trtmesh.cli.session import (
+    API_KEY_HINT,
+    FAILED,
+    OK,
+    USAGE,
+    AddressOption,
+    ApiKeyFileOption,
+    address_explained,
+    run,
+)
 from trtmesh.cli.triton.client import Compression, TritonConnection
 from trtmesh.cli.triton.conversation import Conversation, Ending
 from trtmesh.cli.triton.encoding import encode
@@ -33,6 +42,11 @@ def _group() -> None:
 
 
 INT32 = 2**31 - 1
+
+URL = AddressOption(
+    "--url", "TRTMESH_ROUTER", "server", "a server of the KServe protocol over gRPC",
+    tls="--tls, --root-certificates, --certificate-chain and --private-key",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,24 +283,27 @@ def _table(file: Path | None, task: int) -> Mapping[str, Any]:
 
 async def _infer(ask: Ask) -> int:
     api_key = ApiKey.read(ask.api_key_file, os.environ)
-    connecting = TritonConnection(ask.url, ask.tls, ask.compression, api_key)
-    async with connecting as connection:
-        try:
-            model = TritonModel.of(await connection.model_config(ask.model))
-        except Unavailable as error:
-            raise Unavailable(f"server {ask.url}: {error}; --url names another") from error
-        except Unauthenticated as error:
-            raise Unauthenticated(f"server {ask.url}: {error}; {API_KEY_HINT}") from error
-        try:
-            if model.takes_ids:
-                ask = await _with_ids(connection, ask)
-            conversation = _conversation(model, ask)
-        except InvalidRequest as error:
-            # Nothing was sent: the command line does not fit the model.
-            say_error(str(error))
-            return USAGE
-        status = await conversation.hold(connection)
-        return status or _judge(ask, conversation.results)
+    with address_explained(ask.url, URL):
+        connecting = TritonConnection(ask.url, ask.tls, ask.compression, api_key)
+        async with connecting as connection:
+            return await _converse(connection, ask)
+
+
+async def _converse(connection: TritonConnection, ask: Ask) -> int:
+    try:
+        model = TritonModel.of(await connection.model_config(ask.model))
+    except Unauthenticated as error:
+        raise Unauthenticated(f"server {ask.url}: {error}; {API_KEY_HINT}") from error
+    try:
+        if model.takes_ids:
+            ask = await _with_ids(connection, ask)
+        conversation = _conversation(model, ask)
+    except InvalidRequest as error:
+        # Nothing was sent: the command line does not fit the model.
+        say_error(str(error))
+        return USAGE
+    status = await conversation.hold(connection)
+    return status or _judge(ask, conversation.results)
 
 
 async def _with_ids(connection: TritonConnection, ask: Ask) -> Ask:

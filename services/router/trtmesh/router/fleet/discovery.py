@@ -48,12 +48,12 @@ Parse = Callable[[str], Address | ForeignAddress]
 
 def check_engines(field: str, entries: Iterable[str]) -> None:
     """Raises SettingsError unless every entry is host:port, engine://host:port or file:PATH."""
-    _check(field, entries, parse_engine, "host:port, vllm://host:port and its like, nor file:PATH")
+    _check(field, entries, parse_engine, "host:port, vllm://host:port or its like, or file:PATH")
 
 
 def check_entries(field: str, entries: Iterable[str]) -> None:
     """Raises SettingsError unless every entry is host:port or file:PATH."""
-    _check(field, entries, Address.parse, "host:port nor file:PATH")
+    _check(field, entries, Address.parse, "host:port or file:PATH")
 
 
 def _check(field: str, entries: Iterable[str], parse: Parse, forms: str) -> None:
@@ -64,7 +64,7 @@ def _check(field: str, entries: Iterable[str], parse: Parse, forms: str) -> None
             parse(entry)
         except ValueError as error:
             raise SettingsError(
-                f"has the entry {entry!r}, which is neither {forms}", setting=field
+                f"has an entry that is not {forms}: {error}", setting=field
             ) from error
 
 
