@@ -95,3 +95,10 @@ def test_pages_are_current(name: str) -> None:
     assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), (
         f"run `python docs/{name}.py`"
     )
+
+
+def test_a_router_must_drain_for_longer_than_it_serves_while_draining() -> None:
+    with pytest.raises(
+        SettingsError, match="min_drain_seconds is 30 but must be below grace_seconds"
+    ):
+        load_settings(RouterSettings, ["--engines", "a:1", "--min-drain-seconds", "30"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from e2e.mesh import (
     running_mesh,
     scrape,
 )
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import Draining, InvalidField, Unavailable
 from trtmesh.client import Client, FinishReason, GenerateItem, ItemResult, Prompt, Tokens
@@ -159,6 +161,42 @@ async def test_stopping_router_finishes_its_streams_within_its_grace() -> None:
             with pytest.raises(Unavailable):
                 await late.complete(["late"], max_tokens=1)
         await eventually(lambda: holds_no_blocks(mesh))
+
+
+async def test_draining_router_sends_its_clients_away_and_serves_who_still_comes() -> None:
+    """As long as balancers may take to see that it is not ready."""
+    flags = ("--grace-seconds", "600", "--min-drain-seconds", "590")
+    async with running_mesh(router_flags=flags) as mesh:
+        reader = mesh.open(["running"], max_tokens=ENDLESS)
+        await reader.tokens_here(5)
+        host, _, port = mesh.router.http_address.rpartition(":")
+        kept, to_kept = await asyncio.open_connection(host, int(port))
+        to_kept.write(ASK_LIVE)
+        assert b"connection: close" not in (await kept.readuntil(b"\r\n\r\n")).lower()
+        mesh.router.signal(signal.SIGTERM)
+
+        stub = health_pb2_grpc.HealthStub(mesh.channel)
+
+        async def not_serving() -> bool:
+            told = await stub.Check(health_pb2.HealthCheckRequest())
+            return bool(told.status == health_pb2.HealthCheckResponse.NOT_SERVING)
+
+        await eventually(not_serving)
+        assert await kept.read() == b""
+        to_kept.close()
+        for _ in range(2):
+            async with Client(mesh.router.address) as late:
+                (item,) = await late.complete(["late"], max_tokens=1)
+                assert item.error is None
+            new, to_new = await asyncio.open_connection(host, int(port))
+            to_new.write(ASK_LIVE)
+            assert b"connection: close" in (await new.read()).lower()
+            to_new.close()
+        await reader.tokens_here(reader.tokens() + 10)
+        assert not reader.is_over
+
+
+ASK_LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def holds_no_blocks(mesh: Mesh) -> bool:

@@ -340,3 +340,54 @@ async def test_few_of_many_requests_begin_in_a_pass() -> None:
         assert max(in_passes) <= SLICE_SECONDS / FIRST_GUESS_SECONDS
         for reader, _ in clients:
             await reader.readuntil(b"!")
+
+
+async def test_retired_connections_end_with_their_next_answer() -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse()
+        if request.path != "/early":
+            begun.set()
+            await go_on.wait()
+        await stream.prepare(request)
+        begun.set()
+        await go_on.wait()
+        await stream.write(b"whole")
+        return stream
+
+    async with AsyncExitStack() as stack:
+        server, port = await stack.enter_async_context(server_of(answer))  # type: ignore[arg-type]
+
+        async def connected(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            return reader, writer
+
+        go_on.set()
+        idle, _ = await connected("/early")
+        await idle.readuntil(b"0\r\n\r\n")
+        go_on.clear()
+        begun.clear()
+        early, _ = await connected("/early")
+        await begun.wait()
+        assert b"close" not in await early.readuntil(b"\r\n\r\n")
+        begun.clear()
+        late, _ = await connected("/late")
+        await begun.wait()
+        silent, to_silent = await asyncio.open_connection("127.0.0.1", port)
+        stack.callback(to_silent.close)
+        while len(server._open) < 4:  # noqa: ASYNC110 - a set has no event
+            await asyncio.sleep(0)
+
+        server.retire_connections()
+        assert await idle.read() == b""
+        go_on.set()
+        assert b"whole" in await early.read()
+        new, _ = await connected("/new")
+        to_silent.write(b"GET /silent HTTP/1.1\r\nHost: x\r\n\r\n")
+        for reader in (late, new, silent):
+            answered = await reader.read()
+            assert b"Connection: close\r\n" in answered
+            assert b"whole" in answered

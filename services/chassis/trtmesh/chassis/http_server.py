@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
 
-from aiohttp import StreamReader, web
+from aiohttp import StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from trtmesh.chassis.addresses import bind
 from trtmesh.chassis.arrivals import Arrivals
@@ -72,6 +72,9 @@ class HttpServer:
         self.budget = Budget(limits.held_bytes)
         """For handlers to count the bodies that they hold."""
         self.occasionally = Occasionally(log)
+        self.draining = False
+        self._open: set[_Connection] = set()
+        app.on_response_prepare.append(self._say_goodbye)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
         )
@@ -90,6 +93,26 @@ class HttpServer:
         assert server is not None
         server.request_handler = _begun_in_turn(server.request_handler)
         self._listener = await serve(self._socket, self._connection, self._tls)
+
+    def retire_connections(self) -> None:
+        """Has every client open a connection for its next request, maybe to another process: from now on each answer
+        is the last of its connection."""
+        self.draining = True
+        for connection in [*self._open]:
+            connection.retire()
+
+    async def _say_goodbye(self, _: web.Request, response: web.StreamResponse) -> None:
+        if self.draining:
+            response.headers[hdrs.CONNECTION] = "close"
+            response.force_close()
+
+    def opened(self, connection: _Connection) -> None:
+        """A connection was admitted."""
+        self._open.add(connection)
+
+    def closed(self, connection: _Connection) -> None:
+        """An admitted connection is over."""
+        self._open.discard(connection)
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -151,6 +174,8 @@ class _Connection(web.RequestHandler):
         """Of this body; 0 if it comes in chunks."""
         self.request_waits = False
         """Whether a request was parsed that has not begun."""
+        self._was_used = False
+        """Whether any request has begun."""
         self._stalled: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
 
@@ -162,10 +187,12 @@ class _Connection(web.RequestHandler):
             return
         self._input = InputTransport(below, self, server.turns, server.budget)
         super().connection_made(cast(asyncio.Transport, self._input))
+        server.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._input is not None:
             self._server.arrivals.leave(self._host)
+            self._server.closed(self)
             self._input.drop()
             self._input = self._body = None
         self._forget_stall()
@@ -192,6 +219,19 @@ class _Connection(web.RequestHandler):
         """Bytes that belong to a body and are only copied; 0 for chunks."""
         return self._length - self._body.total_bytes if self._body is not None else 0
 
+    def retire(self) -> None:
+        """Ends the connection if it idles between two requests. Another one ends with its present or first answer."""
+        if self._waiter is not None and self._was_used and not self._messages:
+            self.force_close()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Ends the connection after an answer that began before the server drained."""
+        if self._server.draining:
+            resp.force_close()
+        return await super().finish_response(request, resp, start_time)
+
     async def turn(self) -> None:
         """Waits for a turn of the request."""
         await self._lane.turn_before_rest()
@@ -199,6 +239,7 @@ class _Connection(web.RequestHandler):
     async def begin(self, request: web.BaseRequest) -> None:
         """Waits for the turn of a request, then takes its body."""
         await self.turn()
+        self._was_used = True
         self._body, self._length = request.content, request.content_length or 0
         self.request_waits = bool(self._messages)
         if self._input is not None:

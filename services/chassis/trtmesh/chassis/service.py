@@ -81,6 +81,8 @@ class Runtime:
     """Of answers on the port of the process; without it none is compressed."""
     message_limits: MessageLimits | None = None
     """Of large messages there; without it the clients are services of the mesh."""
+    retire_connections: Callable[[], None] = lambda: None
+    """Has clients of the port open their next calls on other connections, maybe of another process."""
     addresses: dict[str, str] = field(default_factory=dict)
     """Additional addresses, by the name for the announcement."""
     failure: asyncio.Future[BaseException] = field(
@@ -136,6 +138,7 @@ class _Process:
             runtime.compression,
             runtime.message_limits,
         )
+        runtime.retire_connections = server.retire_connections
         following = asyncio.create_task(certificates.follow())
         following.add_done_callback(partial(_fail_with, runtime))
         async with metrics_endpoint(

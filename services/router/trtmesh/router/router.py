@@ -212,11 +212,21 @@ class Router:
             keeper.add_done_callback(self._on_keeper_done)
 
     async def drain(self) -> None:
+        self._retire_connections()
+        # Balancers may not know yet that health says NOT_SERVING.
+        await asyncio.sleep(self._settings.min_drain_seconds)
+        self._retire_connections()
         try:
             await self._requests.drain()
         finally:
             # Requests beyond the grace end here; their clients may resume on another router.
             self._requests.send_away()
+
+    def _retire_connections(self) -> None:
+        """Sends the clients of every door away from this router, after what they are doing."""
+        self._runtime.retire_connections()
+        if self._triton is not None:
+            self._triton.retire_connections()
 
     async def stop(self) -> None:
         tasks = [*self._keepers, *self._links.values()]

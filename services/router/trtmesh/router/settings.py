@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.settings import CommaList, Port
 from trtmesh.chassis.tls.settings import SecuredSettings
@@ -77,6 +77,9 @@ class RouterSettings(SecuredSettings):
     """Addresses of tokenizers as host:port or file:PATH, likewise."""
     resolve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
     """Interval at which host names are resolved and files of addresses read again."""
+    min_drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """First part of `grace_seconds`, in which a draining router still serves who connects: as long as balancers take to
+    see that its health is NOT_SERVING."""
     http: HttpSettings = HttpSettings()
     triton: TritonSettings = TritonSettings()
     admin: AdminSettings = AdminSettings()
@@ -94,3 +97,12 @@ class RouterSettings(SecuredSettings):
     client: ClientLimits = ClientLimits()
     compression: CompressionSettings = CompressionSettings()
     record: RecordSettings = RecordSettings()
+
+    @model_validator(mode="after")
+    def _grace_is_longer(self) -> Self:
+        if self.min_drain_seconds and self.min_drain_seconds >= self.grace_seconds:
+            raise ValueError(
+                f"min_drain_seconds is {self.min_drain_seconds:g} but must be below grace_seconds,"
+                f" {self.grace_seconds:g}: running requests finish in what is left"
+            )
+        return self

@@ -75,6 +75,30 @@ async def test_an_old_connection_without_calls_ends_at_once(
         assert await wire.closed() == b""
 
 
+async def test_retired_connections_end_after_their_calls_and_later_ones_are_served() -> None:
+    async with (
+        limited(ConnectionSettings()) as example,
+        wired(example) as busy,
+        wired(example) as idle,
+    ):
+        busy.send(busy.call(1, "Chat"))
+        await idle.echoes(1)
+        # Its call has begun, too, once the other has been answered.
+        await asyncio.to_thread(lambda: None)
+        example.server.retire_connections()
+        for wire in (busy, idle):
+            goaway = await wire.next(FrameType.GOAWAY)
+            assert ErrorCode.parse(goaway.payload[4:8]) == ErrorCode.NO_ERROR
+        assert await idle.closed() == b""
+        async with wired(example) as later:
+            await later.echoes(1)
+            busy.send(busy.data(1, b"ab"))
+            body, said = await busy.answer(1)
+            assert (body, said["grpc-status"]) == (message(b"ba"), "0")
+            await busy.closed()
+            await later.echoes(3)
+
+
 @pytest.mark.parametrize(
     ("host", "origin"),
     [

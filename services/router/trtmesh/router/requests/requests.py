@@ -24,6 +24,9 @@ from trtmesh.router.streams.pace import ClientLimits
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.router.values.resumption import NOTHING, Received
 
+RETRY_MS = 1000
+"""Time after which a balancer hardly sends a client here again."""
+
 RequestKey: TypeAlias = tuple[str, str]
 """Name of the owner, and id. Another caller's request is not found, as if it did not exist."""
 
@@ -222,7 +225,9 @@ class Requests:
         """Admits a request, in the place of a running `former` call if any. Raises the refusal."""
         model = self.served_model(request.model)
         if self._draining:
-            raise Draining("this router is draining; send the request to another", retry_after_ms=0)
+            raise Draining(
+                "this router is draining; send the request to another", retry_after_ms=RETRY_MS
+            )
         if former is not None and former.ended is not None:
             # A third call took the place.
             former = None

@@ -159,8 +159,10 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             self._draining = True
             self._send_goaway(ErrorCode.NO_ERROR)
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Ends the connection after its running calls."""
+        if self._retiring:
+            return
         self._retiring = True
         self.drain()
         if not self._streams:
@@ -342,7 +344,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
 
     def _look_at_streams(self) -> None:
         if self._loop.time() >= self._retire_at and not self._retiring:
-            self._retire()
+            self.retire()
         self._count_buffered()
         for call in list(self._streams.values()):
             call.end_if_overdue()

@@ -126,6 +126,12 @@ class GrpcServer(grpc.aio.Server):
             self._servers.append(server)
             del self._sockets[0]
 
+    def retire_connections(self) -> None:
+        """Has every client of now open its next call on another connection, maybe of another process. Open calls
+        continue; who connects later is served."""
+        for connection in [*self._connections]:
+            connection.retire()
+
     async def stop(self, grace: float | None) -> None:
         """Refuses new calls, lets open calls run for `grace` seconds, then ends them."""
         self._stopping = True

@@ -79,6 +79,11 @@ class TritonFront:
         if self._http is not None:
             await self._http.open()
 
+    def retire_connections(self) -> None:
+        """Has clients of HTTP open their next connections, maybe to another router."""
+        if self._http is not None:
+            self._http.retire_connections()
+
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()

@@ -132,6 +132,10 @@ class HttpDoor:
     async def open(self) -> None:
         await self._http.open()
 
+    def retire_connections(self) -> None:
+        """Has clients open their next connections, maybe to another router."""
+        self._http.retire_connections()
+
     async def close(self) -> None:
         await self._http.close()
 

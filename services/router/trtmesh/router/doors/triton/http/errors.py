@@ -70,7 +70,7 @@ def error_headers(error: TrtmeshError) -> dict[str, str]:
     if error.row.http is HTTPStatus.UNAUTHORIZED:
         headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     if error.retry_after_ms is not None:
-        headers[hdrs.RETRY_AFTER] = str(math.ceil(error.retry_after_ms / 1000))
+        headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     return headers
 
 
