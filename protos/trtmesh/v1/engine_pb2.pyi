@@ -129,6 +129,7 @@ class SubmitCommand(google.protobuf.message.Message):
     RECEIVER_LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
+    END_IDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Handle of the item's first sequence, assigned by the router; the other sequences have the next numbers. Reusable
     after SequenceEnd.
@@ -178,6 +179,12 @@ class SubmitCommand(google.protobuf.message.Message):
         no KV. The item fails with HANDOFF_FAILED if the state cannot be used.
         """
 
+    @property
+    def end_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """End ids besides the model's: those of the tokenizer, for texts. Without effect if the config says anything of end
+        ids.
+        """
+
     def __init__(
         self,
         *,
@@ -195,9 +202,10 @@ class SubmitCommand(google.protobuf.message.Message):
         receiver_lease_id: builtins.str = ...,
         lease_expires_in_ms: builtins.int = ...,
         handoff: trtmesh.v1.kv_transfer_pb2.HandoffDescriptor | None = ...,
+        end_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "config", b"config", "draw_index", b"draw_index", "handoff", b"handoff", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "handle", b"handle", "handoff", b"handoff", "lease_expires_in_ms", b"lease_expires_in_ms", "receiver_lease_id", b"receiver_lease_id", "request_id", b"request_id", "sender_lease_id", b"sender_lease_id", "sequence_index", b"sequence_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "end_ids", b"end_ids", "handle", b"handle", "handoff", b"handoff", "lease_expires_in_ms", b"lease_expires_in_ms", "receiver_lease_id", b"receiver_lease_id", "request_id", b"request_id", "sender_lease_id", b"sender_lease_id", "sequence_index", b"sequence_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draw_index", b"_draw_index"]) -> typing.Literal["draw_index"] | None: ...
     @typing.overload

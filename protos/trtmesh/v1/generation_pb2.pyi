@@ -427,7 +427,7 @@ class StoppingConfig(google.protobuf.message.Message):
     Earlier end ids are banned, earlier stop texts and sequences passed over. max_tokens ends a sequence even before.
     """
     end_id: builtins.int
-    """Token id of the end of a sequence. Unset means the model's end ids."""
+    """Token id of the end of a sequence. Unset means the model's end ids and, with text in or out, the tokenizer's."""
     ignore_end_id: builtins.bool
     """True ignores all end ids, including the model's. Excludes `end_id`."""
     pad_id: builtins.int

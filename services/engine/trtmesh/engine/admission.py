@@ -32,7 +32,8 @@ def admit(item: Submission, info: BackendInfo) -> EndRule:
     limit = _limit(item, info)
     _check_logits(item, limit, info)
     # An end id without a logit can neither come nor be banned.
-    end_ids = [token for token in info.end_ids if token < info.vocabulary_size]
+    known = (*info.end_ids, *item.end_ids)
+    end_ids = [token for token in known if token < info.vocabulary_size]
     return EndRule(item.config.stopping, end_ids, prompt_tokens, limit, item.stop_texts)
 
 

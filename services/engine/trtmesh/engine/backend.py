@@ -148,6 +148,8 @@ class Submission:
     handoff_state: bytes = b""
     """Content of the HandoffState of a backend of the same kind: it has the KV of all tokens but the last, which it
     chose. Set for a single sequence, with `emitted_tokens` above 0."""
+    end_ids: tuple[int, ...] = ()
+    """End ids besides the model's, unless the config says which count."""
     is_prefill: bool = False
     """Whether the worker has the role prefill, where short prompts go before long ones (prefill_order.py)."""
 

@@ -53,6 +53,7 @@ def parse_submit(
         sender_lease_id=command.sender_lease_id,
         receiver_lease_id=command.receiver_lease_id,
         handoff_state=state,
+        end_ids=tuple(command.end_ids),
         is_prefill=engine.role == epb.WORKER_ROLE_PREFILL,
     )
 

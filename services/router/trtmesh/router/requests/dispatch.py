@@ -90,6 +90,7 @@ def _submits(
         config=config,
         draw_index=item.draw_index,
         stop_vocabulary=encoded.stop_vocabulary,
+        end_ids=encoded.end_ids,
     )
     prompt = encoded.token_ids
     if starts(item, runs):

@@ -26,6 +26,8 @@ class EncodedItem:
     blocks: PromptBlocks
     adapter: ItemAdapter | None = None
     stop_vocabulary: pb.StopVocabulary | None = None
+    end_ids: tuple[int, ...] = ()
+    """The tokenizer's, where they end the item besides the model's."""
 
     @property
     def need(self) -> AdapterNeed | None:
@@ -70,7 +72,9 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
     lora = item.config.lora
     adapter = None if lora is None else await _adapter_of(context, lora)
     root = prefix_root(item.config, adapter.identity if adapter else None)
-    return EncodedItem(token_ids, word_ids, PromptBlocks(root, token_ids), adapter, stop_vocabulary)
+    blocks = PromptBlocks(root, token_ids)
+    end_ids = context.mesh.tokenizers.end_ids_of(context.model) if item.has_text else ()
+    return EncodedItem(token_ids, word_ids, blocks, adapter, stop_vocabulary, end_ids)
 
 
 async def _adapter_of(context: RequestContext, asked: Lora) -> ItemAdapter:

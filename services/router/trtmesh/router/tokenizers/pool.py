@@ -86,6 +86,8 @@ class TokenizerPool:
         self.lookup_problem = ""
         """Why tokenizers may be missing that are configured, or ''."""
         self._fingerprints: dict[str, str] = {}
+        self._end_ids: dict[str, tuple[int, ...]] = {}
+        """Of the fingerprints' tokenizers; kept when all are lost, so that sequences end alike."""
         self._able_of: dict[str, list[Tokenizer]] = {}
         self._most_bytes_of: dict[str, int] = {}
         """Answers by model, until a tokenizer changes."""
@@ -113,6 +115,10 @@ class TokenizerPool:
     def fingerprint_of(self, model: str) -> str:
         """Fingerprint of the tokenizers of `model`; '' before the first one was ready."""
         return self._fingerprints.get(self._tokenizer_model(model), "")
+
+    def end_ids_of(self, model: str) -> tuple[int, ...]:
+        """The end id of the tokenizers of `model`, if they have one; none before the first one was ready."""
+        return self._end_ids.get(self._tokenizer_model(model), ())
 
     def problem(self, tokenizer: Tokenizer) -> str:
         """Why a tokenizer gets no work; '' if it gets some."""
@@ -212,6 +218,8 @@ class TokenizerPool:
         ):
             # No ready tokenizer disagrees: a restart of all tokenizers may change a model's files.
             self._fingerprints[model] = fingerprint
+            about = tokenizer.description
+            self._end_ids[model] = (about.eos_id,) if about.HasField("eos_id") else ()
         self.on_change()
         self._move_queues()
         for job in self._waiting_jobs.leave():

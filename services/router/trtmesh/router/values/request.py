@@ -88,6 +88,11 @@ class ItemRequest:
         return self.config.stopping.stop_texts if self.config.beam_search.beam_width > 1 else ()
 
     @property
+    def has_text(self) -> bool:
+        """Whether text goes in or out."""
+        return self.prompt.text is not None or self.config.output.text
+
+    @property
     def told_prompt_tokens(self) -> int | None:
         """Length of a prompt sent as token ids; None for a text."""
         return None if self.prompt.token_ids is None else len(self.prompt.token_ids)
