@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from compat.conftest import FLAGS
@@ -12,6 +14,7 @@ from compat.plain_http import PlainHttp
 from compat.triton import Triton
 from e2e.mesh import Mesh, running_mesh
 from tritonclient.utils import InferenceServerException
+from trtmesh.kserve import grpc_service_pb2 as kserve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -72,6 +75,51 @@ async def test_error_names_the_tensor_sent(
     response = (await triton.stream(model, {**needed, **tensors}))[-1]
     assert text in response.error
     assert "row" not in response.error
+
+
+REASONS: list[tuple[str, Mapping[str, Any], str]] = [
+    ("ensemble", {"text_input": "x " * 9000}, "PROMPT_TOO_LONG"),
+    ("tensorrt_llm", {"input_ids": [5] * 9000, "input_lengths": 9000}, "PROMPT_TOO_LONG"),
+    ("narrow", {"beam_width": 3}, "INVALID_FIELD"),
+    ("narrow", {"stream": True}, "INVALID_REQUEST"),
+    ("ensemble", {"lora_task_id": 7}, "ADAPTER_NOT_FOUND"),
+    ("tensorrt_llm_bls", {"num_draft_tokens": 4}, "UNSUPPORTED_FIELD"),
+    ("tensorrt_llm_bls", {"num_draft_tokens": 4, "return_context_logits": True}, "UNSUPPORTED"),
+]
+NARROW = {"template": "ensemble", "decoupled": False, "max_beam_width": 2}
+
+
+async def test_errors_under_tritons_status_keep_their_reason() -> None:
+    """INTERNAL means that the software is at fault, which is wrong where the client is."""
+    models = {name: {"template": name} for name, _, _ in REASONS if name != "narrow"}
+    router_flags = ("--triton-models", json.dumps(models | {"narrow": NARROW}))
+    engine_flags = (*FLAGS, "--simulated-adapters-slots", "1")
+    async with running_mesh(engine_flags=engine_flags, router_flags=router_flags) as mesh:
+        async with PlainHttp(mesh.router.http_address) as http:
+            for model, tensors, reason in REASONS:
+                needed = TOKENS if model == "tensorrt_llm" else TEXT
+                reply = await http.post(f"/v2/models/{model}/generate", {**needed, **tensors})
+                assert reply.status == 500
+                assert reply.headers["trtmesh-error-reason"] == reason, reply.json
+        infer: Any = mesh.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        asked = message_of("ensemble", {**TEXT, "text_input": "x " * 9000})
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await infer(asked.SerializeToString())
+        assert refused.value.code() is grpc.StatusCode.INTERNAL
+        metadata = dict(refused.value.trailing_metadata() or ())
+        assert metadata["trtmesh-error-reason"] == "PROMPT_TOO_LONG"
+
+
+def message_of(model: str, tensors: Mapping[str, Any]) -> kserve.ModelInferRequest:
+    sent = kserve.ModelInferRequest(model_name=model)
+    for name, value in tensors.items():
+        kind = "BYTES" if isinstance(value, str) else "INT32"
+        given = sent.inputs.add(name=name, datatype=kind, shape=(1, 1)).contents
+        if isinstance(value, str):
+            given.bytes_contents.append(value.encode())
+        else:
+            given.int_contents.append(value)
+    return sent
 
 
 async def test_error_names_the_request_parameter(triton: Triton) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from trtmesh.chassis.errors import DeadlineExceeded, InternalError, TrtmeshError
+from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError, Unsupported
+from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.templates.outputs import (
     TEXT_OUTPUT,
     Block,
@@ -67,7 +68,9 @@ class Answers:
         first = request.items[0].config
         self._beams = first.beam_search.beam_width > 1
         if call.streaming and call.model.accumulate_tokens and self._beams:
-            raise InternalError("Accumulation of tokens is only implemented for beam width = 1")
+            raise Quoted(
+                "Accumulation of tokens is only implemented for beam width = 1", Unsupported()
+            )
         self._with_prompt = {
             item.batch_index
             for item in request.items

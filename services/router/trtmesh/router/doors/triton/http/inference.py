@@ -8,7 +8,7 @@ from functools import partial
 from http import HTTPStatus
 
 from aiohttp import hdrs, web
-from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
+from trtmesh.chassis.errors import InvalidRequest, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.triton.answers import Answer
@@ -24,6 +24,7 @@ from trtmesh.router.doors.triton.http.infer_body import (
     read_infer,
     write_infer,
 )
+from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.server import TritonServer
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.tensors import Output
@@ -229,10 +230,11 @@ def _header_length(request: web.Request, binary_type: str) -> str | None:
     return content_type.removeprefix(binary_type)
 
 
-def _not_one_response() -> InternalError:
-    return InternalError(
+def _not_one_response() -> TrtmeshError:
+    return Quoted(
         "generate expects model to produce exactly 1 response, use generate stream for model that generates various"
-        " number of responses"
+        " number of responses",
+        InvalidRequest(),
     )
 
 

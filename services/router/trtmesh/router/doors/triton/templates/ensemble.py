@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtmesh.chassis.errors import InternalError, TrtmeshError, UnsupportedField
+from trtmesh.chassis.errors import TrtmeshError, Unsupported, UnsupportedField
+from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.templates.generation import ExecutorTemplate, ItemFailure, quoting
 from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.doors.triton.templates.tensor_table import (
@@ -40,7 +41,7 @@ class BlsTemplate(ExecutorTemplate):
             (call.batch_size > 1, "Speculative decoding does not support batch size > 1."),
         ):
             if found:
-                raise InternalError(refusal)
+                raise Quoted(refusal, Unsupported())
 
     def failed(self, call: Call, failure: ItemFailure) -> TrtmeshError:
         error = failure.error

@@ -12,7 +12,7 @@ from trtmesh.chassis.errors import (
     AdapterNotFound,
     AdaptersFull,
     BackendFailed,
-    InternalError,
+    InvalidField,
     InvalidRequest,
     PromptTooLong,
     TokenOutOfVocabulary,
@@ -20,6 +20,7 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.router.doors.parsing import is_large
+from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.settings import LogitsDataType
 from trtmesh.router.doors.triton.templates.outputs import DetailedOutputs, OutputBuilder
 from trtmesh.router.doors.triton.templates.template import Call, Template
@@ -63,7 +64,7 @@ class GenerationTemplate(Template, ABC):
         """Makes the outputs of the call's responses."""
 
     def request(self, call: Call, request_id: str, max_items: int) -> GenerationRequest:
-        """Translates a call. Raises InvalidRequest or InternalError."""
+        """Translates a call. Raises InvalidRequest or Quoted."""
         self.check(call)
         request = router_pb.GenerateRequest(model=call.model.mesh_model)
         puts = [
@@ -91,7 +92,7 @@ class GenerationTemplate(Template, ABC):
         return parsed
 
     def check(self, call: Call) -> None:
-        """Raises InternalError, like upstream, for inputs in conflict."""
+        """Raises Quoted for inputs in conflict."""
         call.check_streaming(
             "Streaming is only supported if model is deployed using decoupled mode."
         )
@@ -175,7 +176,7 @@ class ExecutorTemplate(GenerationTemplate):
             words = (
                 f"Executor failed process requestId {failure.request_id} due to the following error"
             )
-            return quoting(call, words, failure.error, BackendFailed)
+            return quoting(call, words, failure.error)
         return super().failed(call, failure)
 
 
@@ -185,12 +186,9 @@ def _naming_the_setting(error: TokenOutOfVocabulary) -> TokenOutOfVocabulary:
     return named
 
 
-def quoting(
-    call: Call, words: str, error: TrtmeshError, kind: type[InternalError] = InternalError
-) -> InternalError:
+def quoting(call: Call, words: str, error: TrtmeshError) -> Quoted:
     """Triton's own error around an error of the mesh."""
-    sentence = f"{words}: {error.sentence(call.tensor_of)}"
-    return kind(sentence, worker=error.worker, retry_after_ms=error.retry_after_ms)
+    return Quoted(f"{words}: {error.sentence(call.tensor_of)}", error)
 
 
 def _drop_fillers(sampling: pb.SamplingConfig) -> None:
@@ -212,8 +210,9 @@ def _count_prompt(sampling: pb.SamplingConfig) -> None:
 def _settle_beams(config: pb.GenerationConfig, max_beam_width: int | None) -> None:
     width = config.beam_search.beam_width
     if max_beam_width is not None and width > max_beam_width:
-        raise InternalError(
-            f"Requested beam width {width} is larger than configured max beam width {max_beam_width}"
+        raise Quoted(
+            f"Requested beam width {width} is larger than configured max beam width {max_beam_width}",
+            InvalidField(),
         )
     if width > 1:
         _drop_draws(config)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trtmesh.chassis.errors import Cancelled, InternalError, InvalidRequest
+from trtmesh.chassis.errors import Cancelled, InvalidRequest
+from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.doors.triton.templates.outputs import (
     Block,
@@ -42,7 +43,9 @@ class LlmApiTemplate(GenerationTemplate):
         given = {"lora_id", "lora_name", "lora_path"} & call.inputs.keys()
         # The path may be left out: adapters are known by id and name.
         if given and not given >= {"lora_id", "lora_name"}:
-            raise InternalError("lora_id, lora_name, and lora_path must all be provided together")
+            raise Quoted(
+                "lora_id, lora_name, and lora_path must all be provided together", InvalidRequest()
+            )
 
     def settle(self, item: router_pb.GenerateItem, call: Call) -> None:
         super().settle(item, call)

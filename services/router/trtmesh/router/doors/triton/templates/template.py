@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from trtmesh.chassis.errors import InternalError, InvalidRequest, TrtmeshError
+from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
+from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.settings import LogitsDataType, Release, TemplateName
 from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
 from trtmesh.router.doors.triton.tensors import InputTensor, TensorSpec
@@ -176,7 +177,7 @@ class Call:
         if not self.streaming or self.decoupled:
             return
         if not self.model.decoupled:
-            raise InternalError(of_whole_model)
+            raise Quoted(of_whole_model, InvalidRequest())
         raise InvalidRequest(
             "is true but a unary call has one response; use ModelStreamInfer or generate_stream, or leave it out",
             field="stream" if self.flag("stream") else "streaming",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtmesh.chassis.errors import InternalError, InvalidRequest
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.templates.generation import PHASES, ExecutorTemplate
 from trtmesh.router.doors.triton.templates.template import Call, Share, Spent
 from trtmesh.router.doors.triton.templates.tensor_table import (
@@ -34,7 +35,10 @@ class TokenTemplate(ExecutorTemplate):
     def check(self, call: Call) -> None:
         super().check(call)
         if not PROMPT_INPUTS & call.inputs.keys():
-            raise InternalError("input_ids or encoder_input_features is not present in the request")
+            raise Quoted(
+                "input_ids or encoder_input_features is not present in the request",
+                InvalidRequest(),
+            )
 
     def settle(self, item: router_pb.GenerateItem, call: Call) -> None:
         super().settle(item, call)
