@@ -118,10 +118,19 @@ async def test_body_must_arrive_in_time() -> None:
 
 
 async def test_bodies_together_are_limited() -> None:
-    """The largest gives way, here the only one; what comes after it is served."""
+    """The largest gives way; what comes after it is served. One that never fits is too large."""
     async with router_with("--http-max-unfinished-bytes", str(2**20)) as http:
         head = HEAD + b"Content-Length: 4000000\r\nConnection: close\r\n\r\n"
         answer = await raw(http, head, b" " * (2**20 + 1))
+        assert answer.startswith(b"HTTP/1.1 413 Request Entity Too Large\r\n")
+        assert b"http.max_unfinished_bytes" in answer
+        assert b"Retry-After" not in answer
+        head = HEAD + b"Content-Length: 1048576\r\nConnection: close\r\n\r\n"
+        large = asyncio.create_task(raw(http, head, b" " * 900_000))
+        others = [asyncio.create_task(raw(http, head, b" " * 150_000)) for _ in range(2)]
+        answer = await large
+        for other in others:
+            other.cancel()
         assert answer.startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
         assert b"(http.max_unfinished_bytes)" in answer
         assert b"\r\ntrtmesh-error-reason: EXHAUSTED\r\n" in answer

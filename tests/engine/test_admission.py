@@ -94,6 +94,9 @@ def test_prompt_beyond_a_step_is_too_long() -> None:
 
 def test_queue_holds_batch_and_queue_size() -> None:
     info = replace(SMALL, max_batch_size=2, max_queue_size=3)
+    many = replace(item(1), keys=tuple(range(6)))
+    with pytest.raises(InvalidField, match="num_return_sequences is 6 but must be at most 5"):
+        check_queue(many, info, present=0, running=0)
     check_queue(item(1), info, present=4, running=2)
     with pytest.raises(QueueFull):
         check_queue(item(1), info, present=5, running=2)

@@ -142,6 +142,9 @@ async def test_large_requests_have_a_sum_until_they_end() -> None:
         assert held.held > 3 * len(tokens)
         with pytest.raises(QueueFull, match="max_request_bytes"):
             await client.complete([tokens], text=False, max_tokens=9)
+        with pytest.raises(InvalidField, match=r"at most 1048576 .*max_request_bytes") as refused:
+            await client.complete([tokens * 2], text=False, max_tokens=9)
+        assert refused.value.retry_after_ms is None
         small = asyncio.create_task(client.complete([[1]], text=False, max_tokens=9))
         await finish(engine, 1)
         await small

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trtmesh.chassis.errors import RateLimited
+from trtmesh.chassis.errors import InvalidField, RateLimited
 from trtmesh.router.admission import Bucket, RateLimiter
 from trtmesh.router.admission.rate_limit import MOST_ACCOUNTS
 from trtmesh.router.callers.identity import Identity
@@ -95,6 +95,8 @@ def test_items_have_a_rate_and_a_number() -> None:
     account.check_rates(1, 1.001)
     with pytest.raises(RateLimited, match="alice has 5 items live, 1 asked, 5 allowed"):
         account.check_live(1, 0)
+    with pytest.raises(InvalidField, match="has 6 prompts but alice may have at most 5"):
+        account.check_live(6, freed=5)
     account.check_live(1, freed=1)
     account.item_ended()
     account.check_live(1, 0)

@@ -120,6 +120,10 @@ class TokenOutOfVocabulary(InvalidRequest):
     """A token id is not in the vocabulary."""
 
 
+class OutOfBlocks(InvalidRequest):
+    """The item can never fit the KV block pool."""
+
+
 class Unsupported(TrtmeshError):
     """This process cannot do what is requested."""
 
@@ -216,10 +220,6 @@ class TokenizerLost(Unavailable):
 
 class Exhausted(TrtmeshError):
     """A limit of resources is reached."""
-
-
-class OutOfBlocks(Exhausted):
-    """The item can never fit the KV block pool."""
 
 
 class AdaptersFull(Exhausted):
@@ -348,6 +348,7 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(PromptEmpty, *_INVALID, "PROMPT_EMPTY", _B.CALLER),
     ErrorRow(PromptTooLong, *_INVALID, "PROMPT_TOO_LONG", _B.CALLER),
     ErrorRow(TokenOutOfVocabulary, *_INVALID, "TOKEN_OUT_OF_VOCABULARY", _B.CALLER),
+    ErrorRow(OutOfBlocks, *_INVALID, "OUT_OF_BLOCKS", _B.CALLER),
     ErrorRow(Unsupported, *_UNIMPLEMENTED, "UNSUPPORTED", _B.CALLER),
     ErrorRow(UnsupportedField, *_UNIMPLEMENTED, "UNSUPPORTED_FIELD", _B.CALLER),
     ErrorRow(UnsupportedCall, *_UNIMPLEMENTED, "UNSUPPORTED_CALL", _B.CALLER),
@@ -372,7 +373,6 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(HandoffFailed, *_UNAVAILABLE, "HANDOFF_FAILED", _B.LOAD, movable=True),
     ErrorRow(TokenizerLost, *_UNAVAILABLE, "TOKENIZER_LOST", _B.PEER),
     ErrorRow(Exhausted, *_EXHAUSTED, "EXHAUSTED", _B.LOAD),
-    ErrorRow(OutOfBlocks, *_EXHAUSTED, "OUT_OF_BLOCKS", _B.LOAD),
     ErrorRow(AdaptersFull, *_EXHAUSTED, "ADAPTERS_FULL", _B.LOAD, movable=True, back_pressure=True),
     ErrorRow(RateLimited, *_EXHAUSTED, "RATE_LIMITED", _B.LOAD),
     ErrorRow(SlowClient, *_EXHAUSTED, "SLOW_CLIENT", _B.CLIENT),

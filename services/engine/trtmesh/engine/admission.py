@@ -38,9 +38,14 @@ def admit(item: Submission, info: BackendInfo) -> EndRule:
 
 
 def check_queue(item: Submission, info: BackendInfo, present: int, running: int) -> None:
-    """Raises QueueFull without room for the item; `present` counts waiting and running sequences."""
+    """Raises QueueFull without room for the item, InvalidField if there never is; `present` counts waiting and running
+    sequences."""
     asked = max(len(item.keys), item.config.beam_search.beam_width)
     most = info.max_queue_size
+    if asked > most + info.max_batch_size:
+        # Beams were checked against the batch alone.
+        limit = f"at most {most + info.max_batch_size}, the worker's sequences of a batch and of its queue"
+        raise InvalidField.of("sampling.num_return_sequences", asked, limit)
     if present + asked > most + info.max_batch_size:
         waiting = max(0, present - running)
         raise QueueFull.of(

@@ -478,6 +478,14 @@ class Adapters:
             raise too_large(content.size_bytes, self._settings.max_adapter_bytes)
         if self.contents.on_disk:
             return
+        if content.size_bytes > self._settings.bytes:
+            raise InvalidField(
+                f"is {content.size_bytes} but must be at most {self._settings.bytes} bytes (router.adapters.bytes); set"
+                " router.adapters.directory",
+                field="size",
+                value=str(content.size_bytes),
+                limit=f"at most {self._settings.bytes} bytes",
+            )
         if not self.contents.memory.has_room(content.size_bytes, self._is_held):
             raise Exhausted(
                 f"the adapter has {content.size_bytes} bytes, but the registered ones leave no room for it in"

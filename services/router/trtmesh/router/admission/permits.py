@@ -39,7 +39,7 @@ class AdmissionLimits(Settings):
     """Most prompts of one request."""
     max_request_bytes: Annotated[int, Field(ge=1)] = 2**30
     """Most bytes of all requests of 128 KiB or more, from their arrival to their end; a request over the limit is
-    refused with QUEUE_FULL."""
+    refused with QUEUE_FULL, or with INVALID_FIELD if it alone has more."""
 
 
 @dataclass(slots=True, eq=False)

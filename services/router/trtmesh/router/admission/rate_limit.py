@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from trtmesh.chassis.errors import RateLimited
+from trtmesh.chassis.errors import InvalidField, RateLimited
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.callers.limits import RateLimit
 
@@ -125,8 +125,16 @@ class Account:
             self._items.check(now, in_debt=True)
 
     def check_live(self, items: int, freed: int) -> None:
-        """Raises RateLimited if more items are too many once `freed` have ended."""
+        """Raises RateLimited if more items are too many once `freed` have ended, InvalidField if they always are."""
         most = self._limits.max_items
+        if most is not None and items > most:
+            raise InvalidField(
+                f"has {items} prompts but {self._name} may have at most {most} live (rate_limit.max_items); split the"
+                " request",
+                field="items",
+                value=str(items),
+                limit=f"at most {most}",
+            )
         if most is not None and self.live_items - freed + items > most:
             raise RateLimited(
                 f"{self._name} has {self.live_items} items live, {items} asked, {most} allowed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from trtmesh.chassis.errors import QueueFull
+from trtmesh.chassis.errors import InvalidField, QueueFull
 
 COUNTED_BYTES = 2**17
 """Least size of a request that counts; `max_items` bounds the smaller ones."""
@@ -20,11 +20,15 @@ class RequestBytes:
 
     def holding(self, size: int) -> AbstractContextManager[None]:
         """The block in which a request of so many bytes exists, from its arrival to its end. Entering raises
-        QueueFull."""
+        QueueFull, or InvalidField for more than ever fit."""
         return nullcontext() if size < COUNTED_BYTES else self._holding(size)
 
     @contextmanager
     def _holding(self, size: int) -> Iterator[None]:
+        if size > self._limit:
+            raise InvalidField.of(
+                "request", f"{size} bytes", f"at most {self._limit} (admission.max_request_bytes)"
+            )
         if self.held + size > self._limit:
             raise QueueFull.of(
                 self._limit,

@@ -20,4 +20,5 @@ class RateLimit(Settings):
     burst_items: Annotated[int, Field(ge=1)] = 100
     """Items at once after a pause."""
     max_items: Annotated[int, Field(ge=1)] | None = None
-    """Most live items; a request over the limit is refused with RATE_LIMITED. Unset limits nothing."""
+    """Most live items; a request over the limit is refused with RATE_LIMITED, or with INVALID_FIELD if it alone has
+    more. Unset limits nothing."""

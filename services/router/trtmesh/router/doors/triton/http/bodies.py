@@ -22,6 +22,7 @@ from trtmesh.chassis.quoting import cut
 from trtmesh.router.doors.triton.http.json_parser import parse
 
 COMPRESSED = ("gzip", "deflate")
+UNFINISHED = "http.max_unfinished_bytes"
 MOST_SETTINGS_BYTES = 2**16
 """Largest body of a request about the server's settings."""
 PIECE_ELEMENTS = 2**12
@@ -67,10 +68,14 @@ class Bodies:
             )
         # Small bodies mostly come with their heads, whose turn is theirs.
         is_whole = request.content.is_eof() and not encoding
+        # More than all may hold would always have to give way.
+        most_bytes, setting = min(
+            (most_bytes, "max_message_bytes"), (self._server.budget.limit, UNFINISHED)
+        )
         async with _account(self._server.budget) as account:
-            body = await self._receive(request, most_bytes, account)
+            body = await self._receive(request, most_bytes, setting, account)
             if encoding in COMPRESSED:
-                body = await self._decompressed(body, most_bytes, account)
+                body = await self._decompressed(body, most_bytes, setting, account)
             if not is_whole:
                 await self._server.turn(request)
             yield body
@@ -80,11 +85,13 @@ class Bodies:
         async with self.of(request, MOST_SETTINGS_BYTES) as body:
             return parse_json(body, MOST_SETTINGS_BYTES) if body else {}
 
-    async def _receive(self, request: web.Request, most_bytes: int, account: Account) -> Body:
+    async def _receive(
+        self, request: web.Request, most_bytes: int, setting: str, account: Account
+    ) -> Body:
         if (request.content_length or 0) > most_bytes:
-            raise _too_large(most_bytes)
+            raise _too_large(most_bytes, setting)
         seconds = self.limits.receive_seconds
-        body = _Received(request.content_length or most_bytes, account)
+        body = _Received(request.content_length or most_bytes, setting, account)
         try:
             async with asyncio.timeout(seconds):
                 async for part in request.content.iter_any():
@@ -97,10 +104,12 @@ class Bodies:
             ) from None
         return body.whole()
 
-    async def _decompressed(self, body: Body, most_bytes: int, account: Account) -> Body:
+    async def _decompressed(
+        self, body: Body, most_bytes: int, setting: str, account: Account
+    ) -> Body:
         """Decompresses gzip or deflate, whichever the header says, in pieces that count before the next is made."""
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
-        data = _Received(most_bytes, account)
+        data = _Received(most_bytes, setting, account)
         at, piece = 0, b""
         rest: Body = b""
         while not decompressor.eof and (at < len(body) or rest or piece):
@@ -125,8 +134,9 @@ class _Received:
     gives it back at once: an object that grew would be moved again and again, and pieces would be there twice once
     they are joined."""
 
-    def __init__(self, most_bytes: int, account: Account) -> None:
+    def __init__(self, most_bytes: int, setting: str, account: Account) -> None:
         self._most_bytes = most_bytes
+        self._setting = setting
         self._account = account
         self._size = 0
         self._small = bytearray()
@@ -136,7 +146,7 @@ class _Received:
         """Raises HTTPRequestEntityTooLarge."""
         began, self._size = self._size, self._size + len(part)
         if self._size > self._most_bytes:
-            raise _too_large(self._most_bytes)
+            raise _too_large(self._most_bytes, self._setting)
         self._account.add(len(part))
         if self._mapping is None and self._size < MAPPED_BYTES:
             self._small += part
@@ -173,14 +183,14 @@ async def _account(budget: Budget) -> AsyncIterator[Account]:
         if not ending.expired():
             raise
         raise Exhausted(
-            "unfinished requests hold too many bytes together, and this one most (http.max_unfinished_bytes); try again"
+            f"unfinished requests hold too many bytes together, and this one most ({UNFINISHED}); try again"
             " later",
             retry_after_ms=1000,
         ) from None
 
 
-def _too_large(most_bytes: int) -> web.HTTPRequestEntityTooLarge:
-    text = f"the body of the request has more than {most_bytes} bytes (max_message_bytes)"
+def _too_large(most_bytes: int, setting: str) -> web.HTTPRequestEntityTooLarge:
+    text = f"the body of the request has more than {most_bytes} bytes ({setting})"
     return web.HTTPRequestEntityTooLarge(most_bytes, text=text)
 
 
