@@ -154,7 +154,9 @@ class TokensGenerated(google.protobuf.message.Message):
     token_offset: builtins.int
     """Position of the first token among the sequence's generated tokens, from 0."""
     text: builtins.str
-    """Newly certain text; the joined texts are the decode of the whole sequence."""
+    """Newly certain text. The joined texts are what the sequence adds to the text of the prompt: with a space before the
+    first word even where the model's tokenizer strips the beginning of a text.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The new token ids."""

@@ -100,6 +100,8 @@ class OpenDecodeCommand(google.protobuf.message.Message):
     INCLUDE_STOP_TEXT_FIELD_NUMBER: builtins.int
     DELIVERED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     MIN_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    PROMPT_IS_CUT_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Assigned by the router; reusable after CloseDecode."""
     request_id: builtins.str
@@ -110,6 +112,8 @@ class OpenDecodeCommand(google.protobuf.message.Message):
     """Whether a matched stop text stays in the text."""
     min_tokens: builtins.int
     """Fewest tokens before the one that completes a stop text: earlier ones are passed over."""
+    prompt_is_cut: builtins.bool
+    """Whether the prompt has more tokens than `prompt_token_ids`."""
     @property
     def stop_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Texts that end the sequence."""
@@ -117,6 +121,12 @@ class OpenDecodeCommand(google.protobuf.message.Message):
     @property
     def delivered_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens with delivered text, absorbed without an answer: moves a sequence from a lost tokenizer."""
+
+    @property
+    def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The last tokens of the prompt that the text continues, at least the last 8 of a longer one. The text of the sequence
+        is what it adds to the text of the prompt.
+        """
 
     def __init__(
         self,
@@ -128,8 +138,10 @@ class OpenDecodeCommand(google.protobuf.message.Message):
         include_stop_text: builtins.bool = ...,
         delivered_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         min_tokens: builtins.int = ...,
+        prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        prompt_is_cut: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["delivered_token_ids", b"delivered_token_ids", "handle", b"handle", "include_stop_text", b"include_stop_text", "min_tokens", b"min_tokens", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "stop_texts", b"stop_texts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["delivered_token_ids", b"delivered_token_ids", "handle", b"handle", "include_stop_text", b"include_stop_text", "min_tokens", b"min_tokens", "prompt_is_cut", b"prompt_is_cut", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "stop_texts", b"stop_texts"]) -> None: ...
 
 Global___OpenDecodeCommand: typing_extensions.TypeAlias = OpenDecodeCommand
 

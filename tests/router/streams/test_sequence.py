@@ -134,6 +134,7 @@ def make_run(client: ClientStream, owner: OneItem, **options: Any) -> SequenceRu
     return SequenceRun(
         item,
         0,
+        prompt=range(1, 12),
         request_id="r",
         model="m",
         arrival_time=0.0,

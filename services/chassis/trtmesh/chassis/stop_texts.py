@@ -41,11 +41,10 @@ class SpecialTokens:
             if token.special and token.content:
                 token_id = ids[token.content] = tokenizer.token_to_id(token.content)
                 # Some decoders put a space before it.
-                one, two = (
-                    tokenizer.decode([token_id] * count, skip_special_tokens=False)
-                    for count in (1, 2)
-                )
-                ids.setdefault(two.removeprefix(one) or token.content, token_id)
+                if tokenizer.decode([token_id] * 2, skip_special_tokens=False).endswith(
+                    f" {token.content}"
+                ):
+                    ids.setdefault(f" {token.content}", token_id)
         return cls(ids)
 
     def marked(self, text: str, marks: dict[int, str]) -> str:

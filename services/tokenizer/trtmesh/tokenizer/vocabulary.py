@@ -17,6 +17,7 @@ from trtmesh.chassis.stop_texts import SpecialTokens
 from trtmesh.tokenizer.conversion import convert
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
+from trtmesh.tokenizer.detokenizers.continuation import Continuations
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -40,6 +41,7 @@ class Vocabulary:
     chat_template: str | None
     tokenizer: Tokenizer
     detokenizer: Detokenizer
+    continuations: Continuations
 
 
 def load_vocabulary(model_dir: Path) -> Vocabulary:
@@ -54,6 +56,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
         raise ModelUnusable(f"{model_dir / TOKENIZER_FILE}: the vocabulary is empty")
     configs = [_read_json(model_dir / name) for name in _SPECIAL_TOKEN_FILES]
     added = tokenizer.get_added_tokens_decoder()
+    detokenizer = choose_detokenizer(tokenizer)
     return Vocabulary(
         model=model_dir.resolve().name,
         fingerprint=tokenizer_fingerprint(model_dir),
@@ -66,7 +69,8 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
         special_tokens=SpecialTokens.of(tokenizer),
         chat_template=_chat_template(model_dir, configs[0]),
         tokenizer=tokenizer,
-        detokenizer=choose_detokenizer(tokenizer),
+        detokenizer=detokenizer,
+        continuations=Continuations(tokenizer, detokenizer),
     )
 
 

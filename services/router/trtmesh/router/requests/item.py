@@ -303,6 +303,7 @@ class ItemRun:
         run = SequenceRun(
             item,
             sequence_index,
+            prompt=self._encoded.token_ids,
             request_id=context.request_id,
             model=context.model,
             arrival_time=context.arrival_time,

@@ -18,6 +18,9 @@ from trtmesh.router.values.resumption import ReceivedSequence
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
+PROMPT_END = 8
+"""Tokens of the prompt that a tokenizer needs, so that text continues the prompt's."""
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -168,6 +171,7 @@ class SequenceRun(DecodedSequence):
         item: ItemRequest,
         sequence_index: int,
         *,
+        prompt: Sequence[int],
         request_id: str,
         model: str,
         arrival_time: float,
@@ -180,6 +184,8 @@ class SequenceRun(DecodedSequence):
             stopping.stop_texts,
             stopping.include_stop_text,
             stopping.min_tokens,
+            tuple(prompt[-PROMPT_END:]),
+            len(prompt) > PROMPT_END,
         )
         super().__init__(model, text_options, request_id, sequence_index)
         self._item = item

@@ -20,6 +20,10 @@ class TextOptions:
     include_stop_text: bool = False
     min_tokens: int = 0
     """Fewest tokens before the one that completes a stop text."""
+    prompt_end: tuple[int, ...] = ()
+    """The last tokens of the prompt that the text continues."""
+    prompt_is_cut: bool = False
+    """Whether the prompt has more tokens."""
 
 
 class Decoder(Protocol):

@@ -268,6 +268,8 @@ class Tokenizer(Replica):
         command.stop_texts.extend(options.stop_texts)
         command.include_stop_text = options.include_stop_text
         command.min_tokens = options.min_tokens
+        command.prompt_token_ids.extend(options.prompt_end)
+        command.prompt_is_cut = options.prompt_is_cut
         command.delivered_token_ids.extend(delivered)
 
     async def talk(self, connection: ClientConnection) -> None:

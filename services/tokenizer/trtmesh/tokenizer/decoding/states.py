@@ -113,7 +113,11 @@ class DecodeStates:
                 self._shared_stop_texts(command), include_stop_text=command.include_stop_text
             )
         sequence = self._sequences[handle] = DecodeSequence(
-            self._vocabulary.detokenizer.open(skip_special_tokens=command.skip_special_tokens),
+            self._vocabulary.continuations.open(
+                command.prompt_token_ids,
+                is_cut=command.prompt_is_cut,
+                skip_special_tokens=command.skip_special_tokens,
+            ),
             matcher,
             self._vocabulary.size,
             command.request_id,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
+from trtmesh.chassis.panics import is_failure
 
 REPLACEMENT = "\ufffd"
 """Replaces bytes of invalid UTF-8."""
@@ -61,6 +62,18 @@ def special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
     """The tokens omitted by `skip_special_tokens`: the library compares content, not ids."""
     added = tokenizer.get_added_tokens_decoder().values()
     return frozenset(token.content for token in added if token.special)
+
+
+def decode_by_library(
+    tokenizer: Tokenizer, token_ids: list[int], *, skip_special_tokens: bool
+) -> str | None:
+    """None where the library panics."""
+    try:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return None
 
 
 def bytes_by_library(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> list[bytes]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tokenizers import Tokenizer
 from trtmesh.chassis.panics import is_failure
-from trtmesh.tokenizer.detokenizers.base import Detokenizer, tokens_by_id
+from trtmesh.tokenizer.detokenizers.base import Detokenizer, decode_by_library, tokens_by_id
 from trtmesh.tokenizer.detokenizers.byte_level import ByteLevelDetokenizer
 from trtmesh.tokenizer.detokenizers.pieces import PieceDetokenizer
 from trtmesh.tokenizer.detokenizers.windowed import WholeDetokenizer, WindowedDetokenizer
@@ -37,22 +37,10 @@ def agrees(detokenizer: Detokenizer, tokenizer: Tokenizer) -> bool:
     """Whether `detokenizer` reproduces the library on random sequences, the same for every load."""
     return all(
         _decode_by_token(detokenizer, token_ids, skip_special_tokens=skip)
-        == _decode_whole(tokenizer, token_ids, skip_special_tokens=skip)
+        == decode_by_library(tokenizer, token_ids, skip_special_tokens=skip)
         for token_ids in _random_sequences(tokens_by_id(tokenizer))
         for skip in (False, True)
     )
-
-
-def _decode_whole(
-    tokenizer: Tokenizer, token_ids: list[int], *, skip_special_tokens: bool
-) -> str | None:
-    """None where the library panics."""
-    try:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        return None
 
 
 def _decode_by_token(

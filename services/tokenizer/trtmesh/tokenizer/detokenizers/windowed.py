@@ -47,7 +47,10 @@ class WindowedDetokenizer:
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of ids, special tokens included."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        # Of none, some decoders panic.
+        return (
+            str(self._tokenizer.decode(token_ids, skip_special_tokens=False)) if token_ids else ""
+        )
 
 
 @dataclass(slots=True)
@@ -112,4 +115,5 @@ class WholeDecoder:
         return ""
 
     def flush(self) -> str:
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens))
+        ids, skip = self._ids, self._skip_special_tokens
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip)) if ids else ""
