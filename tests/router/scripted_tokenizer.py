@@ -28,6 +28,8 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.breaks_on_encode = False
         self.breaks_on_token: int | None = None
         self.forgets_a_text = False
+        self.deaf_to: set[str] = set()
+        """Kinds of commands, and texts, that get no answer."""
         self.broken = 0
         """Streams broken by a token."""
         self.answering = asyncio.Event()
@@ -59,6 +61,8 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def _handle(self, command: tpb.TokenizerCommand, context: Context) -> None:
         event = tpb.TokenizerEvent()
+        if {str(command.WhichOneof("command")), command.encode.text} & self.deaf_to:
+            return
         if command.HasField("encode"):
             if self.breaks_on_encode:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "message too large")

@@ -25,8 +25,11 @@ from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers.decoding import TextOptions, WholeText
 from trtmesh.router.tokenizers.pool import EncodeLimits, TokenizerPool
-from trtmesh.router.tokenizers.tokenizer import Tokenizer
+from trtmesh.router.tokenizers.tokenizer import TRIAL_TEXT, Tokenizer
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import tokenizer_pb2 as tpb
+
+LONG = Deadlines(decode_seconds=10.0, encode_seconds=60.0)
 
 
 async def test_end_without_tokens_waits_for_the_last_text() -> None:
@@ -212,7 +215,9 @@ async def test_a_sequence_opens_with_its_first_tokens_and_closes_soon_after_its_
 
 @asynccontextmanager
 async def pool_of(
-    *tokenizers: ScriptedTokenizer, recovery_seconds: float = 0.0
+    *tokenizers: ScriptedTokenizer,
+    recovery_seconds: float = 0.0,
+    deadlines: Deadlines = LONG,
 ) -> AsyncIterator[TokenizerPool]:
     """A pool connected to tokenizers."""
     limits = EncodeLimits(max_per_tokenizer=4, max_queued=8, queue_seconds=1.0)
@@ -222,7 +227,6 @@ async def pool_of(
         links = []
         for tokenizer in tokenizers:
             address = await stack.enter_async_context(serving_tokenizer(tokenizer))
-            deadlines = Deadlines(decode_seconds=10.0)
             link = Tokenizer(
                 address,
                 deadlines=deadlines,
@@ -243,6 +247,63 @@ async def pool_of(
 
 def load(pool: TokenizerPool) -> int:
     return sum(tokenizer.load for tokenizer in pool.tokenizers.values())
+
+
+IMPATIENT = Deadlines(encode_seconds=0.2, decode_seconds=0.1)
+
+
+@pytest.mark.parametrize("kind", ["encode", "decode"])
+async def test_tokenizer_deaf_to_a_kind_of_command_is_left_until_it_proves_itself(
+    kind: str,
+) -> None:
+    """Whatever else it answers: with losses alone it would get work again and again."""
+    deaf, other = ScriptedTokenizer(), ScriptedTokenizer()
+    async with pool_of(deaf, other, deadlines=IMPATIENT) as pool:
+        left, _ = pool.tokenizers.values()
+        deaf.deaf_to = {kind}
+        for _ in range(3):
+            encodes = [pool.encode("m", tpb.EncodeCommand(text=f"text {n}")) for n in range(4)]
+            decodes = [pool.decode("m", [65, 66], TextOptions()) for _ in range(4)]
+            encoded = await asyncio.gather(*encodes)
+            assert [len(each.token_ids) for each in encoded] == [6] * 4
+            assert await asyncio.gather(*decodes) == ["AB."] * 4
+        assert "unanswered for" in pool.problem(left)
+        counted = {"encode": "texts", "decode": "tokens"}[kind]
+        assert pool._metrics.unanswered[counted] >= 1
+        # It comes back, and is tried with a text of the router's own.
+        await eventually(lambda: deaf.streams >= 3)
+        assert "unanswered for" in pool.problem(left)
+        assert deaf.encodes[-1].text == TRIAL_TEXT
+        deaf.deaf_to = set()
+        await eventually(lambda: not pool.problem(left))
+        assert await pool.decode("m", [65], TextOptions()) == "A."
+
+
+async def test_text_that_one_tokenizer_never_answers_is_encoded_by_another() -> None:
+    """While it answers all others."""
+    deaf, other = ScriptedTokenizer(), ScriptedTokenizer()
+    deaf.deaf_to = other.deaf_to = {"poison"}
+    async with pool_of(deaf, other, deadlines=IMPATIENT) as pool:
+        poisoned = asyncio.create_task(pool.encode("m", tpb.EncodeCommand(text="poison")))
+        await eventually(lambda: len(deaf.encodes + other.encodes) == 1)
+        (other if deaf.encodes else deaf).deaf_to = set()
+        while not poisoned.done():
+            # Several, so that both tokenizers get some.
+            fine = [pool.encode("m", tpb.EncodeCommand(text="fine")) for _ in range(3)]
+            await asyncio.gather(*fine)
+            await asyncio.sleep(0.01)
+        assert len((await poisoned).token_ids) == len("poison")
+        assert not any(map(pool.problem, pool.tokenizers.values()))
+
+
+async def test_text_that_the_only_tokenizer_never_answers_fails() -> None:
+    tokenizer = ScriptedTokenizer()
+    tokenizer.deaf_to = {"encode"}
+    async with pool_of(tokenizer, deadlines=IMPATIENT) as pool:
+        with pytest.raises(TokenizerLost, match="2 tokenizers were lost, or gave no answer"):
+            await pool.encode("m", tpb.EncodeCommand(text="text"))
+        await eventually(lambda: len(tokenizer.encodes) == len(tokenizer.cancelled) == 2)
+        assert not load(pool)
 
 
 async def test_decode_returns_the_text_of_ids() -> None:

@@ -76,6 +76,7 @@ class RouterMetrics(Collector):
         self.failed: Counter[str] = Counter()
         self.placed: Counter[tuple[str, str]] = Counter()
         self.moved_decodes = 0
+        self.unanswered: Counter[str] = Counter()
         self.resumed = 0
         self.moved: Counter[str] = Counter()
         self.gauges: Gauges = dict
@@ -147,6 +148,8 @@ class RouterMetrics(Collector):
         yield _labelled("items_failed", "Items that failed, by reason.", ("reason",), self.failed)
         yield _labelled("items_placed", "Placements.", ("policy", "worker"), self.placed)
         yield _labelled("moved_sequences", moved, ("cause",), self.moved)
+        unanswered = "Times that a tokenizer left texts or tokens unanswered for too long."
+        yield _labelled("unanswered_commands", unanswered, ("kind",), self.unanswered)
         handoffs = "Handoffs of KV by cause and result."
         yield _labelled("handoffs", handoffs, ("cause", "result"), self.handoffs)
         deliveries = "Deliveries of adapters to workers, by outcome."

@@ -19,6 +19,9 @@ class Deadlines(Settings):
     """Silence of a worker or tokenizer with a message due; afterwards the peer counts as lost."""
     decode_seconds: Seconds = 1.5
     """Time for a tokenizer to answer a decode; afterwards the work moves, if another tokenizer answers."""
+    encode_seconds: Seconds = 10.0
+    """Time for a tokenizer with texts to answer one of them; afterwards the work moves, if another tokenizer answers. A
+    text that is not answered in six times as long moves in any case."""
     stall_seconds: Seconds = 1.0
     """Silence of a worker, at least five load intervals; afterwards items move."""
     accepted_seconds: Seconds = 1.0

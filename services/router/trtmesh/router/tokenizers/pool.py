@@ -145,6 +145,10 @@ class TokenizerPool:
             if other is not tokenizer and other.description.model == model
         )
 
+    def on_unanswered(self, command: str) -> None:
+        """A tokenizer left a command of this kind unanswered."""
+        self._metrics.unanswered[command] += 1
+
     def describe(self, model: str) -> pb.GetTokenizerResponse:
         """Special ids, size and chat template of the tokenizer of `model`. Raises NoTokenizer."""
         return self._able(model)[0].description
@@ -263,7 +267,7 @@ class TokenizerPool:
         """Gives a job to a tokenizer with room, or queues it behind the others."""
         queue = self._queue_of(job.model)
         try:
-            tokenizer = None if queue else self._roomy(job.model)
+            tokenizer = None if queue else self._roomy(job.model, job.tokenizer)
         except NoTokenizer:
             self._waiting_jobs.admit(job)
             return
@@ -286,11 +290,12 @@ class TokenizerPool:
             for job in queue.leave():
                 self._waiting_jobs.admit(job)
 
-    def _roomy(self, model: str) -> Tokenizer | None:
-        """The least busy tokenizer with room for a job; None if all are full. Raises NoTokenizer."""
+    def _roomy(self, model: str, last: Tokenizer | None = None) -> Tokenizer | None:
+        """The least busy tokenizer with room for a job, if possible not its `last`; None if all are full. Raises
+        NoTokenizer."""
         most = self._limits.max_per_tokenizer
         roomy = [t for t in self._able(model) if t.encodes < most]
-        return _least_busy(roomy) if roomy else None
+        return _least_busy([t for t in roomy if t is not last] or roomy) if roomy else None
 
     def _queue_of(self, model: str) -> WaitingRoom[EncodeJob]:
         """The queue of a model; bounded in number by the models of the workers."""
@@ -383,8 +388,8 @@ def _least_busy(tokenizers: Iterable[Tokenizer]) -> Tokenizer:
 
 def _too_many_losses(job: EncodeJob) -> TokenizerLost:
     return TokenizerLost(
-        f"{job.losses} tokenizers were lost while they encoded the {job.command.ByteSize()} bytes of this item"
-        " (retries.max_attempts); send a shorter text, or check max_message_bytes of tokenizers and routers",
+        f"{job.losses} tokenizers were lost, or gave no answer, while they encoded the {job.command.ByteSize()} bytes"
+        " of this item (retries.max_attempts); shorten the text, or check max_message_bytes of tokenizers and routers",
         value=str(job.losses),
     )
 

@@ -17,7 +17,7 @@ from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.links.replica import Replica, ReplicaState
-from trtmesh.router.tokenizers.decoding import DecodedSequence
+from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
 from trtmesh.router.tokenizers.unanswered import LOOKS, DecodeBatch, Unanswered
 from trtmesh.v1 import tokenizer_pb2 as pb
 
@@ -34,6 +34,12 @@ MOST_CLOSED = 1024
 """Handles to close for which no message waits."""
 
 DESCRIBE_SECONDS = 5.0
+
+MOST_PATIENCE = 6
+"""How many times `encode_seconds` any text may wait for its answer, while others are answered."""
+
+TRIAL_TEXT = "a"
+"""Encoded and decoded by a tokenizer that left a command unanswered, before it gets work again."""
 
 GET_TOKENIZER: Method[pb.GetTokenizerRequest, pb.GetTokenizerResponse] = Method(
     "/trtmesh.v1.TokenizerService/GetTokenizer",
@@ -60,7 +66,9 @@ class EncodeJob:
     tokenizer: Tokenizer | None = None
     """The current tokenizer; None in the first queue."""
     losses: int = 0
-    """Tokenizers lost with the job."""
+    """Tokenizers lost with the job, or that left it unanswered."""
+    looks: int = 0
+    """Looks at the job on the current tokenizer."""
 
 
 class Pool(Protocol):
@@ -83,6 +91,9 @@ class Pool(Protocol):
 
     def answers_elsewhere(self, tokenizer: Tokenizer) -> bool:
         """Whether another tokenizer could take over in time."""
+
+    def on_unanswered(self, command: str) -> None:
+        """A tokenizer left a command of this kind unanswered."""
 
 
 class Tokenizer(Replica):
@@ -113,6 +124,10 @@ class Tokenizer(Replica):
         """Handles to close."""
         self._close_planned = False
         self._unanswered = Unanswered()
+        self._without_encoded = 0
+        """Looks since a text was answered, while there are any."""
+        self._on_trial = False
+        """Whether it left a command unanswered, and has not answered the same on another stream."""
         self._flush_planned = False
 
     def touch(self) -> None:
@@ -152,7 +167,7 @@ class Tokenizer(Replica):
             self._heard()
         handle = job.command.handle = self._free_handle(self._jobs)
         self._jobs[handle] = job
-        job.tokenizer = self
+        job.tokenizer, job.looks = self, 0
         self._close_dropped()
         self._outbox.add(job.command.ByteSize()).encode.CopyFrom(job.command)
 
@@ -283,32 +298,83 @@ class Tokenizer(Replica):
                 f" this router {SCHEMA_REVISION}; run the same release"
             )
         call = connection.open(CONNECT)
+        halves = [self._read(call), self._write(call), self._watch()]
         try:
-            self._become(ReplicaState.READY, "")
-            self._pool.on_ready(self)
-            await self._talk_unless_silent(
-                self._read(call), self._write(call), self._watch_decodes()
-            )
+            if self._on_trial:
+                halves.append(self._prove())
+            else:
+                self._begin()
+            await self._talk_unless_silent(*halves)
         finally:
             call.cancel()
+
+    def _begin(self) -> None:
+        self._become(ReplicaState.READY, "")
+        self._pool.on_ready(self)
+
+    async def _prove(self) -> None:
+        """Gets work again once it has encoded and decoded a text: until then no client waits for it."""
+        model = self.description.model
+        job = EncodeJob(
+            model, pb.EncodeCommand(text=TRIAL_TEXT), asyncio.get_running_loop().create_future()
+        )
+        self.encode(job)
+        try:
+            encoded = await job.done
+        finally:
+            self.withdraw(job)
+            job.done.cancel()
+        whole = WholeText(model, TextOptions(), encoded.token_ids)
+        self.open(whole)
+        try:
+            await whole.text
+        finally:
+            whole.close()
+        self._on_trial = False
+        self._begin()
+        await asyncio.get_running_loop().create_future()
 
     async def _write(self, call: _Call) -> None:
         while (request := await self._outbox.next_message()) is not None:
             await call.write(request)
 
-    async def _watch_decodes(self) -> None:
-        """Raises Unavailable if tokens stay unanswered while another tokenizer answers: slow together is not frozen."""
+    async def _watch(self) -> None:
+        """Raises Unavailable if commands stay unanswered while another tokenizer answers: slow together is not frozen.
+        Time is counted in looks, so that a router that stood still blames no tokenizer."""
+        deadlines = self._deadlines
         while True:
-            await asyncio.sleep(self._deadlines.decode_seconds / LOOKS)
+            await asyncio.sleep(deadlines.decode_seconds / LOOKS)
             self._unanswered.look()
-            if self._unanswered.overdue and self._pool.answers_elsewhere(self):
-                raise Unavailable(
-                    f"it left tokens unanswered for {self._deadlines.decode_seconds:g} s"
-                )
+            self._look_at_jobs(deadlines.encode_seconds / deadlines.decode_seconds * LOOKS)
+            if self._unanswered.overdue:
+                self._leave_unless_alone("tokens", deadlines.decode_seconds)
             if self._jobs and not self._unanswered:
                 # Long texts are slow to encode; the answer to an empty batch proves a live process.
                 self._unanswered.add(DecodeBatch([], []))
                 self._outbox.add().decode.SetInParent()
+
+    def _leave_unless_alone(self, unanswered: str, seconds: float) -> None:
+        """Raises Unavailable, unless no other tokenizer could do better."""
+        if self._on_trial or self._pool.answers_elsewhere(self):
+            self._on_trial = True
+            self._pool.on_unanswered(unanswered)
+            raise Unavailable(f"it left {unanswered} unanswered for {seconds:g} s")
+
+    def _look_at_jobs(self, most: float) -> None:
+        """Leaves a tokenizer that answers no text within `most` looks; takes a text back that it does not answer in
+        many times as many."""
+        self._without_encoded = self._without_encoded + 1 if self._jobs else 0
+        if self._without_encoded >= most:
+            self._leave_unless_alone("texts", self._deadlines.encode_seconds)
+        overdue = []
+        for job in self._jobs.values():
+            job.looks += 1
+            if job.looks >= most * MOST_PATIENCE:
+                overdue.append(job)
+        for job in overdue:
+            self._pool.on_unanswered("texts")
+            self.withdraw(job)
+            self._pool.on_lost([job], [])
 
     async def _read(self, call: _Call) -> None:
         async for response in call:
@@ -357,6 +423,7 @@ class Tokenizer(Replica):
         self._pool.move([], [sequence])
 
     def _on_encoded(self, encoded: pb.Encoded) -> None:
+        self._without_encoded = 0
         job = self._jobs.pop(encoded.handle, None)
         if job is None:
             return
@@ -383,6 +450,7 @@ class Tokenizer(Replica):
         self._unopened.clear()
         self._dropped.clear()
         self._unanswered.clear()
+        self._without_encoded = 0
         self._pool.on_lost(jobs, sequences)
 
 
