@@ -142,7 +142,7 @@ async def example(tmp_path: Path, *flags: str) -> AsyncIterator[Example]:
         await process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_signal_drains_and_stops(tmp_path: Path, number: signal.Signals) -> None:
     async with example(tmp_path) as process:
         await process.until(SERVING)
@@ -153,6 +153,36 @@ async def test_signal_drains_and_stops(tmp_path: Path, number: signal.Signals) -
         assert process.seen.count("stopped") == 1
         # A supervisor sends SIGTERM; Ctrl-C comes from a person.
         assert ("a second Ctrl-C exits at once" in process.seen) == (number == signal.SIGINT)
+
+
+async def test_hangups_and_foreign_signals_cut_nothing_off(tmp_path: Path) -> None:
+    async with example(tmp_path, "--drain", "hang", "--grace-seconds", "0.5") as process:
+        await process.until(SERVING)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            process.process.send_signal(number)
+            await process.until(f"{number.name} means nothing to this process")
+        # A terminal that closes may send several.
+        for _ in range(3):
+            process.process.send_signal(signal.SIGHUP)
+        await process.until("draining\n")
+        process.process.send_signal(signal.SIGHUP)
+        assert await process.end() == 0
+        assert "grace period of 0.5 s" in process.seen
+
+
+async def test_hangup_is_ignored_under_nohup(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with example(tmp_path) as process:
+            await process.until(SERVING)
+            process.process.send_signal(signal.SIGHUP)
+            process.process.send_signal(signal.SIGUSR1)
+            await process.until("SIGUSR1 means nothing")
+            assert "SIGHUP" not in process.seen
+            process.process.terminate()
+            assert await process.end() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_process_announces_itself_in_one_line(tmp_path: Path) -> None:

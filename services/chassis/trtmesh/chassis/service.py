@@ -161,6 +161,11 @@ class _Process:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_signal)
         loop.add_signal_handler(signal.SIGINT, self._on_ctrl_c)
+        # Under nohup it is ignored, and stays so.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._on_foreign, number)
         if self._settings.stop_on_stdin_eof:
             loop.add_reader(sys.stdin.fileno(), self._on_stdin)
 
@@ -177,6 +182,17 @@ class _Process:
                 self._settings.grace_seconds,
             )
         self._on_signal()
+
+    def _on_hangup(self) -> None:
+        """The terminal is gone, or someone asks for a reload: files that may change are read again anyway. A terminal
+        and a shell may both send it, so a second one does not exit."""
+        if not self._stop_asked.is_set():
+            log.warning("SIGHUP: stopping, as after SIGTERM")
+            self._stop_asked.set()
+
+    def _on_foreign(self, number: signal.Signals) -> None:
+        """Without a handler, such a signal would end the process and its streams."""
+        log.info("%s means nothing to this process", number.name)
 
     def _on_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):

@@ -105,7 +105,8 @@ class ServiceSettings(Settings):
     metrics_port: OptionalPort = None
     """Port of the Prometheus endpoint; unset or `none` serves no metrics."""
     grace_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
-    """Time for in-flight work to finish after the first SIGTERM or SIGINT."""
+    """Time for in-flight work to finish after the first SIGTERM, SIGINT or SIGHUP. Files of keys, addresses and
+    certificates are read again without a signal; SIGUSR1 and SIGUSR2 do nothing."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"

@@ -90,8 +90,15 @@ class _Supervision:
 
 @contextmanager
 def _interrupts(interrupt: Callable[[], None], stdin: int | None) -> Iterator[None]:
-    """Calls `interrupt` on each SIGINT and SIGTERM, and at the end of `stdin` unless it is None."""
+    """Calls `interrupt` on each SIGINT and SIGTERM, on the first SIGHUP unless another came before, and at the end of
+    `stdin` unless it is None. SIGUSR1 and SIGUSR2 do nothing, as in the services."""
     loop = asyncio.get_running_loop()
+    came: list[signal.Signals] = []
+
+    def take(number: signal.Signals) -> None:
+        if number is not signal.SIGHUP or not came:
+            came.append(number)
+            interrupt()
 
     def read_stdin() -> None:
         assert stdin is not None
@@ -106,12 +113,19 @@ def _interrupts(interrupt: Callable[[], None], stdin: int | None) -> Iterator[No
             raise SettingsError(
                 "needs a pipe or a terminal as input", setting="mesh.stop_on_stdin_eof"
             ) from error
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+    ending = [signal.SIGINT, signal.SIGTERM]
+    # Under nohup it is ignored, and stays so.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ending.append(signal.SIGHUP)
+    for number in ending:
+        loop.add_signal_handler(number, take, number)
+    foreign = (signal.SIGUSR1, signal.SIGUSR2)
+    for number in foreign:
+        loop.add_signal_handler(number, lambda: None)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (*ending, *foreign):
             loop.remove_signal_handler(number)
         if stdin is not None:
             loop.remove_reader(stdin)

@@ -24,7 +24,7 @@ HERE = b"here"
 
 def main(descriptor: int) -> NoReturn:
     """Ends without the clean-up of an interpreter, which may wait for ranks that are gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # They go to all processes of a terminal or a container; the first rank finishes its work and ends this one.
         signal.signal(number, signal.SIG_IGN)
     # The first rank has these records too.
