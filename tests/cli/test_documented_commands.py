@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -125,6 +126,30 @@ def test_documented_program_runs(stack: Stack, program: str) -> None:
     assert own != program
     result = subprocess.run([sys.executable, "-c", own], check=True, capture_output=True, text=True)
     assert result.stdout
+
+
+def test_log_probabilities_are_printed(stack: Stack) -> None:
+    """The sum of a sequence at its end; with --json those of its tokens."""
+    penalties = ("--presence-penalty", "0.5", "--frequency-penalty", "-0.5", "--min-p", "0.1")
+    ask = (
+        "generate",
+        "--router",
+        stack.wait_ready(),
+        "--max-tokens",
+        "3",
+        *penalties,
+        "--log-probs",
+    )
+    found = re.search(
+        r"3 new, log-probability (-\d+\.\d{4})$", trtmesh(*ask, "x = ").stderr.strip()
+    )
+    assert found
+    told = trtmesh(*ask, "--seed", "3", "--json", "x = ").stdout
+    events = [json.loads(line) for line in told.splitlines()]
+    probs = [p for e in events if e["event"] == "tokens" for p in e["details"]["log_probs"]]
+    (end,) = [e["cumulative_log_prob"] for e in events if e["event"] == "sequence_finished"]
+    assert len(probs) == 3
+    assert sum(probs) == pytest.approx(end)
 
 
 def test_documented_adapters_change_the_text(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

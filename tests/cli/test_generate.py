@@ -69,6 +69,21 @@ def test_prompts_come_from_standard_input(router: str, flags: tuple[str, ...], i
     assert sum(event["event"] == "item_finished" for event in events) == items
 
 
+def test_sampling_and_log_probs_are_options(router: str) -> None:
+    """Each reaches the worker, which refuses a value outside its limits by the field's name."""
+    for option, field in (
+        ("--min-p", "sampling.min_p"),
+        ("--repetition-penalty", "sampling.repetition_penalty"),
+        ("--presence-penalty", "sampling.presence_penalty"),
+        ("--frequency-penalty", "sampling.frequency_penalty"),
+    ):
+        refused = trtmesh("generate", "--router", router, option, "-1e9", "one")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert field in refused.stderr
+    refused = trtmesh("generate", "--router", router, "--log-probs", "one")
+    assert "output.log_probs" in refused.stderr
+
+
 def test_router_address_comes_from_the_environment(router: str) -> None:
     env = {"TRTMESH_ROUTER": router}
     assert trtmesh("generate", "--max-tokens", "2", "one", env=env).returncode == 0
@@ -142,8 +157,8 @@ def test_no_router_is_said_in_one_line() -> None:
         (),
         ("--max-tokens", "many", "one"),
         ("--max-tokens", "-5", "one"),
-        ("--config", "{", "one"),
-        ("--config", '{"nonsense": 1}', "one"),
+        ("--generation-config", "{", "one"),
+        ("--generation-config", '{"nonsense": 1}', "one"),
         ("--nonsense", "one"),
         ("-",),
         ("@/nowhere/prompt.txt",),

@@ -60,11 +60,11 @@ def test_large_limits_are_kept_whole(tmp_path: Path) -> None:
 
 def test_existing_key_is_not_printed(tmp_path: Path) -> None:
     file, secret = tmp_path / "keys", "an-existing-key-of-ours"
-    result = keys("add", "alice", "--file", str(file), "--key-file", "-", stdin=f"{secret}\n")
+    result = keys("add", "alice", "--file", str(file), "--api-key-file", "-", stdin=f"{secret}\n")
     assert result.exit_code == 0
     assert secret not in result.output
     assert read_keys(file.read_text())[0].digest == digest_of(secret)
-    short = keys("add", "bob", "--file", str(file), "--key-file", "-", stdin="short")
+    short = keys("add", "bob", "--file", str(file), "--api-key-file", "-", stdin="short")
     assert (short.exit_code, "at least 20 characters" in short.output) == (2, True)
 
 

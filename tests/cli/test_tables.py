@@ -249,6 +249,30 @@ def test_look_at_a_common_fleet_fits_80_columns() -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_look_at_a_busy_fleet_fits_the_terminal(width: int) -> None:
+    """Columns that matter least are left out; a pipe has all."""
+    fleet = pb.ListWorkersResponse(policy="auto", live_requests=9)
+    for number, role in enumerate((WORKER_ROLE_MIXED, WORKER_ROLE_DECODE)):
+        worker = fleet.workers.add(worker=f"engine-{number}", state=pb.WORKER_STATE_READY, items=12)
+        worker.load.MergeFrom(LOAD)
+        worker.load.role, worker.load.adapter_slots = role, 4
+        worker.load.sent_handoffs.granted = 3
+    sample = Sample(1.0, fleet, live())
+    for terminal in (True, False):
+        screen = StringIO()
+        console = Console(file=screen, force_terminal=terminal, width=width, color_system=None)
+        console.print(
+            page(console, "127.0.0.1:8003", sample, measure(None, sample)), soft_wrap=True
+        )
+        _, *lines = screen.getvalue().splitlines()
+        if terminal:
+            assert max(map(len, lines)) <= width
+        words = set(" ".join(lines).split())
+        assert {"worker", "state", "running", "waiting", "request", REQUEST} <= words
+        assert terminal or {"leases", "items", "stages", "unread"} <= words
+
+
 def test_remarks_fold_before_lines_run_on() -> None:
     table = new_table("name", remark="problem")
     add_row(table, "a", PROBLEM)

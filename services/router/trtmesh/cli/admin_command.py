@@ -15,6 +15,7 @@ import typer
 from trtmesh.chassis.errors import Unauthenticated
 from trtmesh.cli.session import AddressOption, address_explained, run
 from trtmesh.cli.tls import (
+    CONNECTION,
     CaOption,
     CertOption,
     KeyOption,
@@ -63,14 +64,28 @@ def admin_command(command: Command) -> Callable[..., None]:
 async def _connected(
     *,
     admin: Annotated[
-        str, typer.Option(envvar="TRTMESH_ADMIN", help="Admin address of the router, host:port.")
+        str,
+        typer.Option(
+            envvar="TRTMESH_ADMIN",
+            help="Admin address of the router, host:port.",
+            rich_help_panel=CONNECTION,
+        ),
     ] = DEFAULT_ADMIN_ADDRESS,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the router's admin token; unset means TRTMESH_ADMIN_TOKEN."),
+        typer.Option(
+            help="File with the router's admin token; unset means TRTMESH_ADMIN_TOKEN.",
+            rich_help_panel=CONNECTION,
+        ),
     ] = None,
     timeout: Annotated[  # noqa: ASYNC109 - an option of the command line
-        float, typer.Option(min=0.1, max=86400, help="Longest silence of the router, in seconds.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=86400,
+            help="Longest silence of the router, in seconds.",
+            rich_help_panel=CONNECTION,
+        ),
     ] = 10.0,
     tls: TlsOption = False,
     ca: CaOption = None,

@@ -21,6 +21,7 @@ from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import FAILED, OK, ApiKeyFileOption, connected, run
 from trtmesh.cli.streams import Printer, choose_printer
 from trtmesh.cli.tls import (
+    CONNECTION,
     CaOption,
     CertOption,
     KeyOption,
@@ -42,7 +43,12 @@ from trtmesh.client.options import build_config
 UINT32 = 2**32 - 1
 
 RouterOption = Annotated[
-    str, typer.Option(envvar="TRTMESH_ROUTER", help="Router to talk to, host:port.")
+    str,
+    typer.Option(
+        envvar="TRTMESH_ROUTER",
+        help="Router to talk to, host:port.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 
 
@@ -65,8 +71,20 @@ def generate(
         int | None, typer.Option(min=0, max=UINT32, help="Keep the k most likely tokens.")
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep tokens up to this probability.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the draws.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Divides the scores of tokens that occurred; 1 is none.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted from the scores of tokens that occurred.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same for each time that they occurred.")
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends a sequence; repeatable.")
@@ -88,7 +106,7 @@ def generate(
             help="LoRA adapter of the registry, by name or number.", autocompletion=complete_adapter
         ),
     ] = None,
-    config: Annotated[
+    generation_config: Annotated[
         str, typer.Option(help="A GenerationConfig as JSON, for fields without an option.")
     ] = "",
     request_id: Annotated[str, typer.Option(help="Name of the request; unset draws one.")] = "",
@@ -105,6 +123,13 @@ def generate(
     *,
     tls: TlsOption = False,
     lines: LinesOption = False,
+    log_probs: Annotated[
+        bool,
+        typer.Option(
+            "--log-probs",
+            help="Print the log-probability of each sequence at its end; with --json, of each token.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per event.")] = False,
 ) -> None:
     """Stream completions of PROMPTS.
@@ -117,7 +142,12 @@ def generate(
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
         "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "log_probs": log_probs or None,
         "stop_texts": stop or None,
         "end_id": end_id,
         "num_return_sequences": sequences,
@@ -125,7 +155,9 @@ def generate(
         "adapter": None if adapter is None else adapter_key(adapter),
     }
     texts = read_prompts(prompts, lines=lines)
-    asked = _build_config(config, {name: v for name, v in given.items() if v is not None})
+    asked = _build_config(
+        generation_config, {name: v for name, v in given.items() if v is not None}
+    )
     printer = choose_printer(
         as_json_lines=json, items=len(texts), sequences=_sequences(asked), console=Console()
     )
@@ -210,7 +242,7 @@ def _sequences(config: GenerationConfig) -> int:
 
 
 def _build_config(text: str, options: Mapping[str, object]) -> GenerationConfig:
-    """`options` over the JSON of --config."""
+    """`options` over the JSON of --generation-config."""
     config = GenerationConfig()
     try:
         if text:

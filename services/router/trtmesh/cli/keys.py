@@ -69,7 +69,7 @@ def add(
     expires: Annotated[
         str, typer.Option(help="Date or time of its end, such as 2027-01-31T12:00:00Z.")
     ] = "",
-    key_file: Annotated[
+    api_key_file: Annotated[
         Path | None,
         typer.Option(help="File with an existing key, - for standard input; unset draws a key."),
     ] = None,
@@ -89,7 +89,7 @@ def add(
     }
     limits = {limit: str(value) for limit, value in given.items() if value is not None}
     with _errors_told():
-        key = new_key() if key_file is None else _existing(key_file)
+        key = new_key() if api_key_file is None else _existing(api_key_file)
         with _changing(file) as lines:
             own = next((k.limits for k in _parsed(file, lines) if k.name == name), {})
             added = str(ListedKey(name, digest_of(key), limits or own))
@@ -97,7 +97,7 @@ def add(
             _check(added, name)
             lines.append(added)
             _parsed(file, lines)
-    if key_file is None:
+    if api_key_file is None:
         say(f"the key of {name}, shown once:")
         put(key)
 

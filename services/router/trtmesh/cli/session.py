@@ -28,6 +28,7 @@ from trtmesh.chassis.errors import (
     Unavailable,
 )
 from trtmesh.cli.output import give_up, say_error
+from trtmesh.cli.tls import CONNECTION
 from trtmesh.client import Client, ClientTls
 from trtmesh.client.connecting import WrongConnection, WrongService, check_address
 
@@ -35,7 +36,10 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 ApiKeyFileOption = Annotated[
     Path | None,
-    typer.Option(help="File with the API key; unset means the variable TRTMESH_API_KEY, if set."),
+    typer.Option(
+        help="File with the API key; unset means the variable TRTMESH_API_KEY, if set.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 API_KEY_HINT = "give the key in TRTMESH_API_KEY or with --api-key-file"
 
@@ -68,7 +72,7 @@ class AddressOption:
     server: str
     needed: str
     """What must answer at the address."""
-    tls: str = "--tls, --ca, --cert, --key and --server-name"
+    tls: str = "--tls, --ca, --cert, --cert-key and --server-name"
     """Options that say how to connect over TLS."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, ClassVar, Self
@@ -30,8 +30,19 @@ class Printer(AbstractContextManager["Printer"]):
     redraws: ClassVar[bool] = False
     """Whether shown text can be replaced."""
 
+    def __init__(self) -> None:
+        self._log_probs: defaultdict[int, list[float]] = defaultdict(list)
+        """Log-probabilities of the ended sequences of each item, if requested."""
+
     @abstractmethod
     def show(self, event: Event) -> None: ...
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, SequenceFinished) and event.cumulative_log_prob is not None:
+            self._log_probs[event.batch_index].append(event.cumulative_log_prob)
+
+    def _summary(self, event: ItemFinished | ItemFailed) -> str:
+        return summary(event, self._log_probs.pop(event.batch_index, ()))
 
 
 class JsonLines(Printer):
@@ -49,6 +60,7 @@ class RawText(Printer):
     """Prints the bare text of one sequence as it comes."""
 
     def __init__(self, clean: Callable[[str], str]) -> None:
+        super().__init__()
         self._clean = clean
         self._began = False
 
@@ -58,16 +70,18 @@ class RawText(Printer):
 
     def show(self, event: Event) -> None:
         self._began = True
+        self._note(event)
         if isinstance(event, Tokens):
             put(self._clean(event.text), end="")
         elif isinstance(event, ItemFinished | ItemFailed):
-            say(f"\n{summary(event)}")
+            say(f"\n{self._summary(event)}")
 
 
 class TaggedLines(Printer):
     """Prints tagged lines of several sequences, each when it is full or its sequence ends."""
 
     def __init__(self, tag: Callable[[int, int], str], clean: Callable[[str], str]) -> None:
+        super().__init__()
         self._tag = tag
         self._clean = clean
         self._held: defaultdict[str, str] = defaultdict(str)
@@ -77,6 +91,7 @@ class TaggedLines(Printer):
             self._flush(tag)
 
     def show(self, event: Event) -> None:
+        self._note(event)
         tag = self._tag(event.batch_index, event.sequence_index)
         if isinstance(event, Tokens):
             self._held[tag] += event.text
@@ -84,7 +99,7 @@ class TaggedLines(Printer):
         elif isinstance(event, SequenceFinished | ItemFailed):
             self._flush(tag)
         if isinstance(event, ItemFinished | ItemFailed):
-            say(f"[{event.batch_index}] {summary(event)}")
+            say(f"[{event.batch_index}] {self._summary(event)}")
 
     def _print_full_lines(self, tag: str) -> None:
         *lines, rest = self._held[tag].split("\n")
@@ -107,6 +122,7 @@ class LiveRegions(Printer):
     redraws = True
 
     def __init__(self, tag: Callable[[int, int], str], items: int, console: Console) -> None:
+        super().__init__()
         self._tag = tag
         self._console = console
         self._results = Results(items)
@@ -122,9 +138,10 @@ class LiveRegions(Printer):
         self._console.print(self._draw())
 
     def show(self, event: Event) -> None:
+        self._note(event)
         self._results.add(event)
         if isinstance(event, ItemFinished | ItemFailed):
-            self._ended[event.batch_index] = summary(event)
+            self._ended[event.batch_index] = self._summary(event)
 
     def _draw(self) -> Group:
         parts = []
@@ -153,14 +170,14 @@ def choose_printer(*, as_json_lines: bool, items: int, sequences: int, console: 
     return TaggedLines(tag, clean)
 
 
-def summary(event: ItemFinished | ItemFailed) -> str:
-    """Summarises the end of an item."""
+def summary(event: ItemFinished | ItemFailed, log_probs: Sequence[float] = ()) -> str:
+    """Summarises the end of an item, with the log-probabilities of its sequences."""
     if isinstance(event, ItemFailed):
         return f"failed: {event.error.reason}: {escaped(str(event.error))}"
     usage = event.usage
-    return (
-        f"ended: {event.reason}, {usage.prompt_tokens} prompt tokens, {usage.generated_tokens} new"
-    )
+    tokens = f"{usage.prompt_tokens} prompt tokens, {usage.generated_tokens} new"
+    sums = ", ".join(f"{value:.4f}" for value in log_probs)
+    return f"ended: {event.reason}, {tokens}" + (f", log-probability {sums}" if sums else "")
 
 
 def as_json(event: Event) -> dict[str, object]:

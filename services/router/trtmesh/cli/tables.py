@@ -312,20 +312,29 @@ def add_row(table: Table, *cells: object) -> None:
     table.add_row(*(Text(escaped(cut(str(cell), MAX_CELL_CHARACTERS))) for cell in cells))
 
 
-def fitted(table: Table, console: Console) -> Table:
+def fitted(table: Table, console: Console, spare: Sequence[str] = ()) -> Table:
     """Makes the table as wide as its cells, without an empty column of remarks. On a narrow terminal remarks fold
-    first, then lines run on; in a pipe a row is a line."""
+    first, then the columns `spare` are left out one after the other, then lines run on; in a pipe a row is a line."""
     remarks = table.columns[-1]
     folds = not remarks.no_wrap
     widest = max((cell_len(str(cell)) for cell in remarks.cells), default=0)
     if folds and not widest:
         table.columns.pop()
-    unbound = console.options.update(max_width=sys.maxsize)
-    table.width = Measurement.get(console, unbound, table).maximum
-    if folds and console.is_terminal:
-        least = table.width - max(0, widest - LEAST_REMARK_WIDTH)
-        table.width = min(table.width, max(console.width, least))
+    folding = max(0, widest - LEAST_REMARK_WIDTH) if folds else 0
+    for heading in spare if console.is_terminal else ():
+        if _whole_width(table, console) - folding <= console.width:
+            break
+        table.columns = [each for each in table.columns if each.header != heading]
+    table.width = _whole_width(table, console)
+    if console.is_terminal:
+        table.width = min(table.width, max(console.width, table.width - folding))
     return table
+
+
+def _whole_width(table: Table, console: Console) -> int:
+    """The width that no line exceeds."""
+    unbound = console.options.update(max_width=sys.maxsize)
+    return Measurement.get(console, unbound, table).maximum
 
 
 def print_tables(*tables: Table) -> None:

@@ -8,24 +8,50 @@ from typing import Annotated
 import typer
 from trtmesh.chassis.tls.client import CA, CERTIFICATE, KEY, SERVER_NAME, TLS, ClientTls
 
+CONNECTION = "Connection"
+"""Title under which a command's help has the options of its connection."""
+
 TlsOption = Annotated[
     bool,
-    typer.Option("--tls", envvar=TLS, help="Connect over TLS; the other TLS options imply it."),
+    typer.Option(
+        "--tls",
+        envvar=TLS,
+        help="Connect over TLS; the other TLS options imply it.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 CaOption = Annotated[
     Path | None,
-    typer.Option(envvar=CA, help="PEM file to check the router by; unset, the system's."),
+    typer.Option(
+        envvar=CA,
+        help="PEM file to check the router by; unset, the system's.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 CertOption = Annotated[
-    Path | None, typer.Option(envvar=CERTIFICATE, help="PEM file with the client's certificate.")
+    Path | None,
+    typer.Option(
+        envvar=CERTIFICATE,
+        help="PEM file with the client's certificate.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 KeyOption = Annotated[
     Path | None,
-    typer.Option(envvar=KEY, help="PEM file with its key; unset, that of --cert."),
+    typer.Option(
+        "--cert-key",
+        envvar=KEY,
+        help="PEM file with its private key; unset, that of --cert.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 ServerNameOption = Annotated[
     str,
-    typer.Option(envvar=SERVER_NAME, help="Name in the router's certificate; unset, its host."),
+    typer.Option(
+        envvar=SERVER_NAME,
+        help="Name in the router's certificate; unset, its host.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 
 
@@ -35,4 +61,4 @@ def tls_of(
     """TLS as the options ask for it; None for plain text."""
     if not (tls or ca or cert or key or server_name):
         return None
-    return ClientTls(ca, cert, key, server_name, ("--ca", "--cert", "--key"))
+    return ClientTls(ca, cert, key, server_name, ("--ca", "--cert", "--cert-key"))

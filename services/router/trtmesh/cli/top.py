@@ -24,6 +24,7 @@ from trtmesh.cli.output import as_fields, put
 from trtmesh.cli.rates import Rates, Sample, measure
 from trtmesh.cli.session import OK
 from trtmesh.cli.tables import (
+    LOAD_COLUMNS,
     add_row,
     fitted,
     has_roles,
@@ -34,6 +35,13 @@ from trtmesh.cli.tables import (
     worker_state,
 )
 from trtmesh.client import AdminClient
+
+SPARE_OF_WORKERS = (
+    *("KV\nreuse", "prompt\ntokens/s", *(each.heading for each in LOAD_COLUMNS)),
+    *("KV\nreuse\nnow", "items", "role", "KV\nused"),
+)
+SPARE_OF_STREAMS = ("items", "age s", "unread", "stages")
+"""Columns that a narrow terminal goes without, in this order."""
 
 Show = Callable[[Sample, Rates], None]
 
@@ -106,8 +114,12 @@ def page(console: Console, address: str, sample: Sample, rates: Rates) -> Group:
         f" {_number(rates.generated_tokens_per_second)} new tokens/s,"
         f" KV reuse {_share(rates.hit_rate)}, now {_share(rates.recent_hit_rate)}"
     )
-    tables = (_fleet(sample, rates), _streams(sample, rates))
-    return Group(Text(escaped(headline)), *(fitted(table, console) for table in tables))
+    fleet_table = fitted(_fleet(sample, rates), console, SPARE_OF_WORKERS)
+    return Group(
+        Text(escaped(headline)),
+        fleet_table,
+        fitted(_streams(sample, rates), console, SPARE_OF_STREAMS),
+    )
 
 
 def _fleet(sample: Sample, rates: Rates) -> Table:

@@ -25,6 +25,7 @@ from trtmesh.cli.session import (
     address_explained,
     run,
 )
+from trtmesh.cli.tls import CONNECTION
 from trtmesh.cli.triton.client import Compression, TritonConnection
 from trtmesh.cli.triton.conversation import Conversation, Ending
 from trtmesh.cli.triton.encoding import encode
@@ -80,7 +81,12 @@ def infer(
         ),
     ] = None,
     url: Annotated[
-        str, typer.Option(envvar="TRTMESH_ROUTER", help="Server of the KServe protocol, host:port.")
+        str,
+        typer.Option(
+            envvar="TRTMESH_ROUTER",
+            help="Server of the KServe protocol, host:port.",
+            rich_help_panel=CONNECTION,
+        ),
     ] = "127.0.0.1:8001",
     model: Annotated[
         str, typer.Option(help="Model; default ensemble, and tensorrt_llm for --ids.")
@@ -165,19 +171,28 @@ def infer(
     ] = None,
     api_key_file: ApiKeyFileOption = None,
     root_certificates: Annotated[
-        Path | None, typer.Option(help="PEM file to check the server by; turns on TLS.")
+        Path | None,
+        typer.Option(
+            help="PEM file to check the server by; turns on TLS.", rich_help_panel=CONNECTION
+        ),
     ] = None,
     private_key: Annotated[
-        Path | None, typer.Option(help="PEM file with the client's key, for TLS.")
+        Path | None,
+        typer.Option(help="PEM file with the client's key, for TLS.", rich_help_panel=CONNECTION),
     ] = None,
     certificate_chain: Annotated[
-        Path | None, typer.Option(help="PEM file with the client's certificates, for TLS.")
+        Path | None,
+        typer.Option(
+            help="PEM file with the client's certificates, for TLS.", rich_help_panel=CONNECTION
+        ),
     ] = None,
     compression: Annotated[
-        Compression, typer.Option(help="Compression of the requests.")
+        Compression, typer.Option(help="Compression of the requests.", rich_help_panel=CONNECTION)
     ] = Compression.NONE,
     *,
-    tls: Annotated[bool, typer.Option("--tls", help="Connect over TLS.")] = False,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Connect over TLS.", rich_help_panel=CONNECTION)
+    ] = False,
     stop_via_request_cancel: Annotated[
         bool,
         typer.Option(
