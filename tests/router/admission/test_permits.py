@@ -29,7 +29,7 @@ def admission(
     st.integers(1, 4),
     st.lists(
         st.tuples(
-            st.sampled_from(["come", "come", "come", "end", "cancel", "expire"]),
+            st.sampled_from(["come", "come", "come", "end", "cancel", "expire", "age"]),
             st.integers(0, 30),
             st.integers(-2, 2),
         ),
@@ -41,7 +41,8 @@ def test_queue_is_fair_within_a_priority(running: int, actions: list[tuple[str, 
 
 
 async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
-    """Against a model: a list of running items and a list sorted by priority and arrival."""
+    """Against a model: a list of running items, and a list sorted by priority and arrival, after half of the longest
+    wait by arrival alone."""
     tested = admission(running, queued=1000)
     loop, passed = asyncio.get_running_loop(), 0.0
     time = loop.time
@@ -49,7 +50,7 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
     loop.time = lambda: time() + passed  # type: ignore[method-assign]
     tasks: dict[Permit, asyncio.Task[None]] = {}
     should_run: list[Permit] = []
-    should_wait: list[tuple[int, int, Permit]] = []
+    should_wait: list[tuple[int, int, Permit, float]] = []
 
     async def wait(permit: Permit, priority: int) -> None:
         try:
@@ -58,7 +59,13 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
             permit.give_back()
 
     def refill() -> None:
-        should_wait.sort(key=lambda entry: entry[:2])
+        should_wait.sort(
+            key=lambda entry: (
+                passed - entry[3] < 30,
+                entry[0] * (passed - entry[3] < 30),
+                entry[1],
+            )
+        )
         while should_wait and len(should_run) < running:
             should_run.append(should_wait.pop(0)[2])
 
@@ -67,7 +74,7 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
         if action == "come":
             (permit,) = tested.admit("m", 1)
             tasks[permit] = asyncio.create_task(wait(permit, priority))
-            should_wait.append((-priority, number, permit))
+            should_wait.append((-priority, number, permit, passed))
         elif action == "end" and should_run:
             permit = should_run.pop(pick % len(should_run))
             permit.give_back()
@@ -81,6 +88,9 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
         elif action == "expire":
             passed += 61.0
             should_wait.clear()
+        elif action == "age":
+            passed += 31.0
+            should_wait = [entry for entry in should_wait if passed - entry[3] < 60]
         refill()
         for _ in range(3):
             await asyncio.sleep(0)
@@ -91,6 +101,8 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
         assert tested.queued_items == len(should_wait)
         # The queue keeps at most as many finished items as waiting ones.
         entries = [len(queue._waiting) for queue in tested._queues.values()]
+        assert sum(entries) <= 2 * len(should_wait)
+        entries = [len(queue._by_arrival) for queue in tested._queues.values()]
         assert sum(entries) <= 2 * len(should_wait)
     for permit, task in tasks.items():
         task.cancel()

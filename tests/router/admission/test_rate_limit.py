@@ -113,3 +113,14 @@ def test_changed_limits_keep_what_was_spent() -> None:
         bucket.check(0.0)
     unlimited = limiter.account_of(Identity("k"), 0.0)
     assert unlimited.tokens is None
+
+
+def test_key_asks_for_at_most_its_priority() -> None:
+    limits = RateLimit.model_validate({"max_priority": "-1"})
+    account = RateLimiter().account_of(Identity("batch", limits), 0.0)
+    account.check_priority(-1)
+    with pytest.raises(
+        InvalidField, match=r"batch may ask for at most -1 \(rate_limit.max_priority"
+    ):
+        account.check_priority(0)
+    RateLimiter().account_of(Identity("free"), 0.0).check_priority(2**31 - 1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from router.scene import scene
 from router.scripted import (
     LENGTH,
     READY,
@@ -319,3 +320,16 @@ async def test_explain_keeps_the_items_own_indexes() -> None:
         for number in range(2):
             await router.finish(number)
         assert await call.end() == "OK"
+
+
+async def test_priority_above_the_callers_own_is_refused() -> None:
+    engine = ScriptedEngine(supported_fields=["stopping.max_tokens", "priority"])
+    async with scene(engine, rate_limit={"max_priority": 3}) as on:
+        with pytest.raises(
+            InvalidField, match="priority is 4, but anonymous may ask for at most 3"
+        ):
+            await on.ask([5], max_tokens=1, text=False, priority=4)
+        asked = on.ask([5], max_tokens=1, text=False, priority=3)
+        (submit,) = await on.engine.submitted()
+        await on.engine.step((submit.handle, 0, [65]), ends=[(submit.handle, LENGTH)])
+        assert (await asked)[0].error is None

@@ -66,6 +66,7 @@ def add(
     ] = None,
     burst_items: Annotated[int | None, typer.Option(help="Items at once after a pause.")] = None,
     max_items: Annotated[int | None, typer.Option(help="Most live items.")] = None,
+    max_priority: Annotated[int | None, typer.Option(help="Highest priority of a request.")] = None,
     expires: Annotated[
         str, typer.Option(help="Date or time of its end, such as 2027-01-31T12:00:00Z.")
     ] = "",
@@ -86,6 +87,7 @@ def add(
         "items_per_second": items_per_second,
         "burst_items": burst_items,
         "max_items": max_items,
+        "max_priority": max_priority,
     }
     limits = {limit: str(value) for limit, value in given.items() if value is not None}
     with _errors_told():

@@ -1,13 +1,15 @@
 """One permit per item, taken with the request and given back at the end of the item.
 
-An item with a permit runs or waits in its model's queue, ordered by priority, then arrival. A request is refused as a
-whole unless all items fit. A call in place of another inherits the running items' places.
+An item with a permit runs or waits in its model's queue, ordered by priority, then arrival; one that has waited half of
+the longest wait goes before all that came later, so that no stream of high priorities starves it. A request is refused
+as a whole unless all items fit. A call in place of another inherits the running items' places.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ class AdmissionLimits(Settings):
     """Most live items; a request over the limit is refused with QUEUE_FULL, or with INVALID_FIELD if it alone has
     more."""
     max_running_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
-    """Most running items of one model; more wait in its queue, by priority and arrival."""
+    """Most running items of one model; more wait in its queue, by priority and arrival, and after half of
+    `queue_seconds` by arrival alone."""
     max_queued_items: Annotated[int, Field(ge=0, le=1_000_000)] = 8192
     """Most waiting items of one model; a request over the limit is refused with QUEUE_FULL."""
     queue_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
@@ -75,6 +78,8 @@ class ModelQueue:
         self._model = model
         self._limits = limits
         self._waiting: list[tuple[int, int, Permit]] = []
+        self._by_arrival: deque[tuple[float, Permit]] = deque()
+        """The waiting permits with the times of their arrival."""
         self._arrivals = 0
         self._ends = Ewma()
         self._last_end = 0.0
@@ -124,6 +129,7 @@ class ModelQueue:
             self.running += 1
             return
         heapq.heappush(self._waiting, (-priority, self._arrivals, permit))
+        self._by_arrival.append((asyncio.get_running_loop().time(), permit))
         self._arrivals += 1
         self._grant()
         if permit.running:
@@ -156,10 +162,7 @@ class ModelQueue:
         return min(max(milliseconds, SHORTEST_RETRY_MS), LONGEST_RETRY_MS)
 
     def _grant(self) -> None:
-        while self._waiting and self.running < self._limits.max_running_items:
-            permit = heapq.heappop(self._waiting)[2]
-            if not permit.waits:
-                continue
+        while self.running < self._limits.max_running_items and (permit := self._next()):
             permit.running = True
             self.running += 1
             if permit.waiter is not None:
@@ -168,6 +171,21 @@ class ModelQueue:
             # Most entries are stale; at most `queued` of them wait.
             self._waiting = [entry for entry in self._waiting if entry[2].waits]
             heapq.heapify(self._waiting)
+        if len(self._by_arrival) > 2 * self.queued:
+            self._by_arrival = deque(entry for entry in self._by_arrival if entry[1].waits)
+
+    def _next(self) -> Permit | None:
+        """The permit whose turn it is, if any waits."""
+        while self._by_arrival and not self._by_arrival[0][1].waits:
+            self._by_arrival.popleft()
+        if not self._by_arrival:
+            return None
+        arrived, oldest = self._by_arrival[0]
+        if asyncio.get_running_loop().time() - arrived >= self._limits.queue_seconds / 2:
+            return oldest
+        while not self._waiting[0][2].waits:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][2]
 
     def _note_end(self) -> None:
         now = asyncio.get_running_loop().time()

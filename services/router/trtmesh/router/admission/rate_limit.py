@@ -124,6 +124,17 @@ class Account:
         if self._items is not None:
             self._items.check(now, in_debt=True)
 
+    def check_priority(self, priority: int) -> None:
+        """Raises InvalidField for a priority that the caller may not ask for."""
+        most = self._limits.max_priority
+        if most is not None and priority > most:
+            raise InvalidField(
+                f"is {priority}, but {self._name} may ask for at most {most} (rate_limit.max_priority)",
+                field="priority",
+                value=str(priority),
+                limit=f"at most {most}",
+            )
+
     def check_live(self, items: int, freed: int) -> None:
         """Raises RateLimited if more items are too many once `freed` have ended, InvalidField if they always are."""
         most = self._limits.max_items

@@ -22,3 +22,6 @@ class RateLimit(Settings):
     max_items: Annotated[int, Field(ge=1)] | None = None
     """Most live items; a request over the limit is refused with RATE_LIMITED, or with INVALID_FIELD if it alone has
     more. Unset limits nothing."""
+    max_priority: int | None = None
+    """Highest `priority` of a request, which may be negative; a higher one is refused with INVALID_FIELD. Unset limits
+    nothing."""

@@ -243,6 +243,7 @@ class Requests:
                 account.check_item_debt(now)
                 if former is None:
                     account.check_token_debt(now)
+            account.check_priority(max((i.config.priority for i in request.items), default=0))
             account.check_live(items, freed=sum(permit.valid for permit in leaving))
             permits = self._mesh.admission.admit(model, items, leaving)
         except TrtmeshError as error:
