@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from trtmesh.chassis.config_file import LISTS, PATHS
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.settings import ServiceSettings, iterate_leaves, load_settings
 from trtmesh.cli.mesh_settings import MeshSettings
@@ -102,3 +103,53 @@ def test_a_router_must_drain_for_longer_than_it_serves_while_draining() -> None:
         SettingsError, match="min_drain_seconds is 30 but must be below grace_seconds"
     ):
         load_settings(RouterSettings, ["--engines", "a:1", "--min-drain-seconds", "30"])
+
+
+def test_paths_of_a_file_begin_at_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative ones, in settings of one path, in lists, and in files of addresses; wherever the process runs."""
+    folder = tmp_path / "settings"
+    folder.mkdir()
+    (folder / "mesh.yaml").write_text(
+        "mesh: {model: models/demo, models: [a, /b], log_dir: ../logs}\n"
+        "router: {engines: ['file:engines', 'e:1'], tokenizers: 'file:/etc/t, t:1', adapters: {roots: 'x, /y'},"
+        " tls: {certificate: tls.crt}}\n"
+        "engine: {model_dir: m}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = ("--config", "settings/mesh.yaml")
+    mesh = load_settings(MeshSettings, config, {})
+    assert (mesh.model, mesh.models) == (folder / "models/demo", (str(folder / "a"), "/b"))
+    assert mesh.log_dir == folder / "../logs"
+    router = load_settings(RouterSettings, config, {})
+    assert router.engines == (f"file:{folder}/engines", "e:1")
+    assert router.tokenizers == ("file:/etc/t", "t:1")
+    assert router.adapters.roots == (str(folder / "x"), "/y")
+    assert router.tls.certificate == folder / "tls.crt"
+    assert load_settings(EngineSettings, config, {}).model_dir == folder / "m"
+    by_flag = load_settings(MeshSettings, (*config, "--model", "here"), {})
+    assert by_flag.model == Path("here")
+
+
+def test_the_list_of_paths_is_whole() -> None:
+    leaves = {
+        ".".join((cls.section, *path)): repr(info.annotation)
+        for cls in SERVICES
+        for path, info in iterate_leaves(cls)
+    }
+    assert {name for name, kind in leaves.items() if "Path" in kind} == PATHS - LISTS
+    assert leaves.keys() >= LISTS
+    listed = {name for name, kind in leaves.items() if name.endswith(("_dirs", "roots", "models"))}
+    assert listed - LISTS == {"router.triton.models"}
+
+
+def test_messages_have_no_words_of_pydantic() -> None:
+    """A value that is wrong in kind, and one that is wrong in size, for every setting."""
+    for cls in SERVICES:
+        for path, _ in iterate_leaves(cls):
+            for value in ("\0", "-1e300", "{"):
+                told = refusal(cls, f"{flag('.'.join(path))}={value}") or ""
+                assert "nput should" not in told, told
+                assert "alue error" not in told, told
+                assert "pathlib" not in told, told

@@ -110,15 +110,12 @@ def test_every_leaf_has_a_path() -> None:
         (
             ["--port", "70000"],
             {},
-            "flag --port is '70000': Input should be less than or equal to 65535",
+            "flag --port is '70000' but must be at most 65535",
         ),
         (
             [],
             {"TRTMESH_ENGINE_CACHE_BLOCKS": "0"},
-            (
-                "environment variable TRTMESH_ENGINE_CACHE_BLOCKS is '0':"
-                " Input should be greater than or equal to 1"
-            ),
+            ("environment variable TRTMESH_ENGINE_CACHE_BLOCKS is '0' but must be at least 1"),
         ),
         (
             [],
@@ -159,7 +156,10 @@ def test_messages_of_flags_and_environment(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("engine: {cache: {blocks: 0}}", "file {file}: engine.cache.blocks is 0: Input should be"),
+        (
+            "engine: {cache: {blocks: 0}}",
+            "file {file}: engine.cache.blocks is 0 but must be at least 1",
+        ),
         (
             "engine: {cache: {block: 1}}",
             "engine.cache.block = 1 is no setting; did you mean cache.b",
@@ -192,7 +192,7 @@ def test_empty_file_sets_nothing(tmp_path: Path) -> None:
 def test_missing_setting_is_named_in_every_way() -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(Example, [], {})
-    assert "engine.name: field required" in str(caught.value)
+    assert "engine.name is missing" in str(caught.value)
     assert "--name or TRTMESH_ENGINE_NAME" in str(caught.value)
 
 

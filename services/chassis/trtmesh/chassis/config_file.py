@@ -14,8 +14,39 @@ SECTIONS = frozenset({"mesh", "router", "tokenizer", "engine"})
 """Sections of a configuration file; `mesh` belongs to `trtmesh up`."""
 
 
+ADDRESSES = frozenset({"router.engines", "router.tokenizers"})
+"""Settings that list addresses, and files of them."""
+
+FILE_ENTRY = "file:"
+"""Begins an entry of ADDRESSES that names a file."""
+
+LISTS = ADDRESSES | {
+    *("mesh.models", "router.adapters.roots"),
+    *("router.foreign.model_dirs", "engine.foreign.model_dirs"),
+}
+"""Settings that may be a text with commas."""
+
+PATHS = frozenset(
+    {
+        *LISTS,
+        *("mesh.model", "mesh.adapters", "mesh.triton_model_repo", "mesh.log_dir"),
+        *("router.admin.token_file", "router.api_keys.file", "router.record.file"),
+        *("router.adapters.directory", "router.adapters.follow_token_file"),
+        *("tokenizer.model_dir", "engine.model_dir"),
+        *("engine.torch.adapters.prefetch_directory", "engine.tensorrt_llm.adapters.directory"),
+        *("engine.tensorrt_llm.engine_dir", "engine.tensorrt_llm.speculation.model_dir"),
+        *(
+            f"{service}.tls.{name}"
+            for service in ("router", "tokenizer", "engine")
+            for name in ("certificate", "key", "client_ca", "ca")
+        ),
+    }
+)
+"""Settings that name files and directories, or list them: in a file relative paths begin at its directory."""
+
+
 def read_config_file(file: Path) -> dict[str, dict[str, object]]:
-    """Reads the sections of a YAML configuration file. Raises SettingsError."""
+    """Reads the sections of a YAML configuration file, with whole paths. Raises SettingsError."""
     try:
         content = load_yaml(file.read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -34,7 +65,33 @@ def read_config_file(file: Path) -> dict[str, dict[str, object]]:
             )
         if not isinstance(section, dict):
             raise SettingsError(f"section {name!r} of {file} must be a mapping, not {section!r}")
-    return content
+    return {
+        name: {key: _placed(value, f"{name}.{key}", file.parent) for key, value in section.items()}
+        for name, section in content.items()
+    }
+
+
+def _placed(value: Any, name: str, directory: Path) -> Any:
+    """The value of a setting, or the settings of a group, with whole paths."""
+    if isinstance(value, dict):
+        return {key: _placed(each, f"{name}.{key}", directory) for key, each in value.items()}
+    if name not in PATHS:
+        return value
+    if isinstance(value, list):
+        return [_placed(each, name, directory) for each in value]
+    if not isinstance(value, str):
+        return value
+    if name in LISTS:
+        return ",".join(_place(each.strip(), name, directory) for each in value.split(","))
+    return _place(value, name, directory)
+
+
+def _place(text: str, name: str, directory: Path) -> str:
+    mark = FILE_ENTRY if name in ADDRESSES else ""
+    path = text.removeprefix(mark)
+    if not path or (mark and path == text):
+        return text
+    return f"{mark}{directory.absolute() / path}"
 
 
 def load_yaml(text: str) -> Any:

@@ -41,6 +41,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 from trtmesh.chassis.config_file import SECTIONS, read_config_file, suggestion
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.validation import joined, problem_of
 
 LeafPath = tuple[str, ...]
 
@@ -361,7 +362,10 @@ def _describe(
         # A group of settings has no name of its own in any layer.
         ways = " or ".join(layer.names[path] for layer in layers if path in layer.names)
         advice = f" (set {ways})" if ways else ""
-        return f"{field}: {error['msg'].lower()}{advice}" if path else str(error["msg"])
+        problem = problem_of(error)
+        return f"{field} {problem}{advice}" if path else problem
     name = ".".join((layer.names[path], *names[len(path) :]))
     value = error["input"] if len(names) > len(path) else layer.values[path]
-    return f"{layer.source} {name} is {value!r}: {error['msg']}"
+    if error["type"] == "missing":
+        return f"{layer.source} {name} {problem_of(error)}"
+    return joined(f"{layer.source} {name} is {value!r}", problem_of(error))

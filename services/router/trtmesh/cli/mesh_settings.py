@@ -29,7 +29,10 @@ Specialists = Annotated[int, Field(ge=0, le=64)]
 
 def _parse_json(value: object) -> object:
     """Parses a text; passes anything else through."""
-    return json.loads(value) if isinstance(value, str) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"must be JSON: {error}") from error
 
 
 Devices = Annotated[CommaList, Field(min_length=1, max_length=64)]

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from trtmesh.chassis.adapter_content import FILE_NAMES, MOST_CONFIG_BYTES, AdapterContent
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
+from trtmesh.chassis.validation import problem_of
 from trtmesh.engine.adapters.layer_patterns import LayerPatterns
 from trtmesh.engine.adapters.lora import DTYPES, MODULE_BY_NAME, Lora, Place, Update, place_of
 from trtmesh.engine.adapters.safetensors_file import read_safetensors
@@ -169,7 +170,7 @@ def parse_config(data: bytes, name: str = CONFIG) -> PeftConfig:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise InvalidRequest(
-            f"is not a PEFT configuration: {where}: {first['msg']}", field=name
+            f"is not a PEFT configuration: {where}: {problem_of(first)}", field=name
         ) from error
 
 

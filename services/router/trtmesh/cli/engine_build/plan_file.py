@@ -13,6 +13,7 @@ from trtmesh.chassis.config_file import load_yaml, suggestion
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.model_dir import HUB_NAME
 from trtmesh.chassis.settings import Settings
+from trtmesh.chassis.validation import joined, problem_of
 from trtmesh.cli.engine_build.precisions import (
     Dtype,
     Flow,
@@ -279,12 +280,12 @@ def _describe(error: Mapping[str, Any]) -> str:
     place = dotted(error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{place} is no setting{suggestion(str(error['loc'][-1]), _NAMES)}"
-    message = error["msg"].removeprefix("Value error, ")
+    problem = problem_of(error)
     if error["type"] == "missing":
-        return f"{place} is missing"
+        return f"{place} {problem}"
     if isinstance(error["input"], dict):
-        return f"{place}: {message}" if place else message
-    return f"{place} is {error['input']!r}: {message}"
+        return f"{place}: {problem}" if place else problem
+    return joined(f"{place} is {error['input']!r}", problem)
 
 
 def dotted(path: tuple[int | str, ...]) -> str:

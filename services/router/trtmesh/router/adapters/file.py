@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from trtmesh.chassis.adapter_content import is_number
 from trtmesh.chassis.errors import Mismatch
+from trtmesh.chassis.validation import problem_of
 from trtmesh.router.adapters.contents import replace_file
 from trtmesh.router.adapters.registry import EMPTY, Entry, Registry, Version
 from trtmesh.v1 import generation_pb2 as pb
@@ -91,9 +92,9 @@ class RegistryFile:
             raise self._unreadable(error) from error
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
+            where = "".join(f"{part}: " for part in (".".join(map(str, first["loc"])),) if part)
             raise Mismatch(
-                f"{self._file} is not a registry of adapters: {f'{where}: ' if where else ''}{first['msg']}; mend it,"
+                f"{self._file} is not a registry of adapters: {where}{problem_of(first)}; mend it,"
                 " or delete it to start without adapters"
             ) from error
 

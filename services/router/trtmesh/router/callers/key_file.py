@@ -17,6 +17,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from pydantic import ValidationError
+from trtmesh.chassis.validation import problem_of
 from trtmesh.router.callers.identity import ANONYMOUS, OTHERS
 from trtmesh.router.callers.limits import RateLimit
 
@@ -136,7 +137,7 @@ def check_limits(line: int, values: Mapping[str, str]) -> RateLimit:
         return RateLimit.model_validate(values)
     except ValidationError as error:
         (first, *_) = error.errors()
-        raise BadKeyFile(line, f"has a wrong {first['loc'][0]}: {first['msg'].lower()}") from None
+        raise BadKeyFile(line, f"has a wrong {first['loc'][0]}: it {problem_of(first)}") from None
 
 
 def _read_value(line: int, place: int, word: str) -> tuple[str, str]:
