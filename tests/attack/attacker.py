@@ -19,6 +19,9 @@ from trtmesh.chassis.http2.frames import (
 )
 
 RECONNECT_SECONDS = 0.01
+ADDRESS = "127.0.0.2"
+"""Of the attacker: healthy clients have another."""
+CONNECTS_AT_ONCE = 50
 
 
 @dataclass
@@ -59,7 +62,10 @@ async def flood(
 ) -> Toll:
     """Attacks from `connections` connections for `seconds`, and for `patience` more until one is told to calm down."""
     toll = Toll()
-    tasks = [asyncio.create_task(_flood_again(door, attack, toll)) for _ in range(connections)]
+    entrance = asyncio.Semaphore(CONNECTS_AT_ONCE)
+    tasks = [
+        asyncio.create_task(_flood_again(door, attack, toll, entrance)) for _ in range(connections)
+    ]
     try:
         await asyncio.sleep(seconds)
         with suppress(TimeoutError):
@@ -72,11 +78,14 @@ async def flood(
     return toll
 
 
-async def _flood_again(door: Door, attack: Attack, toll: Toll) -> None:
+async def _flood_again(door: Door, attack: Attack, toll: Toll, entrance: asyncio.Semaphore) -> None:
     host, _, port = door.address.rpartition(":")
     while True:
         try:
-            reader, writer = await asyncio.open_connection(host, int(port))
+            async with entrance:
+                reader, writer = await asyncio.open_connection(
+                    host, int(port), local_addr=(ADDRESS, 0)
+                )
         except OSError:
             await asyncio.sleep(RECONNECT_SECONDS)
             continue
@@ -94,12 +103,18 @@ async def _flood_again(door: Door, attack: Attack, toll: Toll) -> None:
 
 
 async def _send(
-    writer: asyncio.StreamWriter, pieces: Iterator[bytes], toll: Toll, reading: asyncio.Future[None]
+    writer: asyncio.StreamWriter,
+    pieces: Iterator[bytes | float],
+    toll: Toll,
+    reading: asyncio.Future[None],
 ) -> None:
     for piece in pieces:
         if reading.done():
             toll.ends += 1
             return
+        if isinstance(piece, float):
+            await asyncio.sleep(piece)
+            continue
         writer.write(piece)
         toll.sent += len(piece)
         await writer.drain()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -28,6 +30,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--attack-seconds", type=float, help="length of each attack")
 
 
+@dataclass(frozen=True)
+class Service:
+    """What healthy clients saw for a while, in milliseconds."""
+
+    gap_ms: float
+    """The longest gap of a stream."""
+    firsts_ms: list[float]
+    """Times to the first token of short calls."""
+
+    @property
+    def median_first_ms(self) -> float:
+        return median(self.firsts_ms)
+
+    def __or__(self, later: Service) -> Service:
+        return Service(max(self.gap_ms, later.gap_ms), self.firsts_ms + later.firsts_ms)
+
+
 @dataclass
 class Site:
     """A router under attack."""
@@ -39,20 +58,20 @@ class Site:
     def process(self) -> psutil.Process:
         return psutil.Process(self.router.pid)
 
-    async def worst_gap_ms(self) -> float:
-        """The longest gap of the healthy streams since the last call."""
+    async def service(self) -> Service:
+        """What healthy clients saw since the last call."""
         assert self.healthy.stdin
         assert self.healthy.stdout
         self.healthy.stdin.write(b"\n")
         line = await self.healthy.stdout.readline()
         assert line, "the healthy streams ended"
-        return float(line)
+        return Service(**json.loads(line))
 
-    async def control_gap_ms(self) -> float:
-        """The longest gap without an attack."""
-        await self.worst_gap_ms()
+    async def quiet_service(self) -> Service:
+        """What they see without an attack."""
+        await self.service()
         await asyncio.sleep(CONTROL_SECONDS)
-        return await self.worst_gap_ms()
+        return await self.service()
 
     async def cpu_share(self) -> float:
         """The router's share of a core."""

@@ -1,4 +1,4 @@
-"""What an attacker sends, as endless pieces of bytes for one connection."""
+"""What an attacker sends over HTTP/2, as endless pieces for one connection: bytes, and pauses in seconds."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from trtmesh.v1 import router_pb2 as router_pb
 MOST_NUMBERS = MessageLimits().numbers
 PIECE_FRAMES = 200
 """Frames or calls in a piece."""
+BURST_SECONDS = 0.03
+"""Between two requests of many prompts."""
 
 HEALTH = "/grpc.health.v1.Health/Check"
 GENERATE = "/trtmesh.v1.MeshService/Generate"
@@ -35,7 +37,7 @@ RESUME = "/trtmesh.v1.MeshService/Resume"
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 CHAT = "/inference.GRPCInferenceService/ModelStreamInfer"
 
-Attack = Callable[[], Iterator[bytes]]
+Attack = Callable[[], Iterator[bytes | float]]
 
 
 def message(body: bytes, *, compressed: bool = False) -> bytes:
@@ -141,6 +143,52 @@ def large_message(path: str, build: Callable[[], bytes]) -> Attack:
     return attack
 
 
+def bursts(prompts: int, *, deadline: str = "", reset: bool = False) -> Attack:
+    """Calls with many prompts each, 33 in a second, that end at once, by a deadline or a reset, or by themselves."""
+
+    def attack() -> Iterator[bytes | float]:
+        caller = Caller(GENERATE, **({"grpc-timeout": deadline} if deadline else {}))
+        body = message(_prompts(prompts, 100 if deadline or reset else 1))
+        while True:
+            yield caller.open() + caller.data(body, END_STREAM)
+            yield BURST_SECONDS / 2
+            yield rst_stream(caller.stream, ErrorCode.CANCEL) if reset else b""
+            yield BURST_SECONDS / 2
+
+    return attack
+
+
+@cache
+def _prompts(count: int, tokens: int) -> bytes:
+    request = router_pb.GenerateRequest()
+    request.config.stopping.max_tokens = tokens
+    for _ in range(count):
+        request.items.add().prompt.text = "x"
+    return request.SerializeToString()
+
+
+def byte_by_byte() -> Iterator[bytes | float]:
+    """A message in frames of a byte each, some at a time."""
+    caller = Caller(GENERATE)
+    yield caller.open() + caller.data(b"\0" + (2**20).to_bytes(4))
+    frames = caller.data(b"\0") * 20
+    while True:
+        yield frames
+        yield 0.05
+
+
+def small_calls() -> Iterator[bytes | float]:
+    """Calls for one token, some at a time."""
+    caller = Caller(GENERATE)
+    request = router_pb.GenerateRequest()
+    request.config.stopping.max_tokens = 1
+    request.items.add().prompt.token_ids.ids.append(1)
+    body = message(request.SerializeToString())
+    while True:
+        yield b"".join(caller.open() + caller.data(body, END_STREAM) for _ in range(5))
+        yield 0.05
+
+
 @cache
 def _many_dimensions() -> bytes:
     request = kserve.ModelInferRequest(model_name="tensorrt_llm")
@@ -175,14 +223,25 @@ def _large_config(numbers: int) -> Callable[[], bytes]:
     return build
 
 
-def _long_text(size: int) -> Callable[[], bytes]:
+def _long_text(size: int, character: str = "x") -> Callable[[], bytes]:
     @cache
     def build() -> bytes:
         request = router_pb.GenerateRequest()
-        request.items.add().prompt.text = "x" * size
+        request.items.add().prompt.text = character * (size // len(character.encode()))
         return message(request.SerializeToString())
 
     return build
+
+
+@cache
+def _short_resumptions() -> bytes:
+    request = router_pb.ResumeRequest()
+    request.request.request_id = "resumed"
+    request.request.config.sampling.seed = 1
+    for number in range(200):
+        request.request.items.add().prompt.text = "x"
+        request.received.add(batch_index=number).token_ids.extend([300 + number] * 300)
+    return message(request.SerializeToString())
 
 
 @cache
@@ -247,8 +306,21 @@ FLOODS: Mapping[str, Attack] = {
     "texts of 60 MiB": large_message(GENERATE, _long_text(60 * 2**20)),
     "raw contents of 60 MiB": large_message(INFER, _raw_contents),
     "long resumptions": large_message(RESUME, _long_resumption),
+    "resumptions of 200 prompts": large_message(RESUME, _short_resumptions),
+    "4 MB of emoji": large_message(GENERATE, _long_text(4_000_000, "\U0001f600")),
+    "1 MB of emoji": large_message(GENERATE, _long_text(1_000_000, "\U0001f600")),
+    "1,024 prompts": bursts(1024),
+    "1,024 prompts, deadline of 5 ms": bursts(1024, deadline="5m"),
+    "64 prompts, deadline of 5 ms": bursts(64, deadline="5m"),
+    "1,024 prompts, reset": bursts(1024, reset=True),
 }
-"""Attacks at the speed of the network, by name."""
+"""Attacks at the speed of the network, or as fast as they say, by name."""
+
+CROWDS: Mapping[str, Attack] = {
+    "DATA of a byte": byte_by_byte,
+    "calls for a token": small_calls,
+}
+"""Attacks from hundreds of connections, by name."""
 
 CALMED = frozenset(
     (

@@ -1,12 +1,14 @@
-"""Well-behaved streams in a process of their own, so that only the router can delay them.
+"""Well-behaved streams and short calls in a process of their own, so that only the router can delay them.
 
-Prints a line when all streams run, then one for each line of standard input: the longest gap in milliseconds between
-two messages of a stream since the line before. Ends if a stream ends, or lacks or repeats a token.
+Prints a line when all streams run, then one of JSON for each line of standard input, about the time since the line
+before: the longest gap between two messages of a stream, and the times to the first tokens of calls for one token, made
+one after the other, in milliseconds. Ends if a stream ends, or lacks or repeats a token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 
@@ -20,15 +22,49 @@ GENERATE: Method[bytes, router_pb.GenerateResponse] = Method(
 )
 ENDLESS = 10_000_000
 WARM_MESSAGES = 10
+PAUSE_SECONDS = 0.01
+"""Between two short calls."""
+
+
+def _request(max_tokens: int) -> bytes:
+    config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=max_tokens))
+    item = router_pb.GenerateItem(prompt=pb.Prompt(text="a healthy stream"))
+    return router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
+
+
+class ShortCalls:
+    """Calls for one token, and how long each waited for it."""
+
+    def __init__(self) -> None:
+        self._request = _request(1)
+        self._began = 0.0
+        self._waits = list[float]()
+
+    async def run(self, connection: ClientConnection) -> None:
+        while True:
+            self._began = time.perf_counter()
+            call = connection.open(GENERATE)
+            await call.write(self._request)
+            call.half_close()
+            async for response in call:
+                if any(event.HasField("tokens") for event in response.events):
+                    self._waits.append(time.perf_counter() - self._began)
+            self._began = 0.0
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    def waits(self) -> list[float]:
+        """The waits since the last call, an unfinished one included."""
+        waits, self._waits = self._waits, []
+        if self._began:
+            waits.append(time.perf_counter() - self._began)
+        return waits
 
 
 class Streams:
     """The streams, and the longest gap of any."""
 
     def __init__(self, count: int) -> None:
-        config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=ENDLESS))
-        item = router_pb.GenerateItem(prompt=pb.Prompt(text="a healthy stream"))
-        self._request = router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
+        self._request = _request(ENDLESS)
         self._arrivals = [0.0] * count
         self._messages = [0] * count
         self._longest = 0.0
@@ -62,7 +98,7 @@ class Streams:
 
 
 async def main(address: str, count: int) -> None:
-    streams = Streams(count)
+    streams, calls = Streams(count), ShortCalls()
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin.fileno(), lambda: lines.put_nowait(sys.stdin.readline()))
@@ -70,10 +106,12 @@ async def main(address: str, count: int) -> None:
         running = [group.create_task(streams.run(connection, n)) for n in range(count)]
         while not streams.warm:  # noqa: ASYNC110 - a count sets no event
             await asyncio.sleep(0.02)
+        running.append(group.create_task(calls.run(connection)))
         streams.gap()
         print("running", flush=True)
         while await lines.get():
-            print(streams.gap() * 1e3, flush=True)
+            told = {"gap_ms": streams.gap() * 1e3, "firsts_ms": [w * 1e3 for w in calls.waits()]}
+            print(json.dumps(told), flush=True)
         for task in running:
             task.cancel()
 

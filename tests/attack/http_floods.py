@@ -38,6 +38,18 @@ def chunks() -> Iterator[bytes]:
     yield from repeat(b"1\r\nx\r\n" * PIECE_CHUNKS)
 
 
+def trailers() -> Iterator[bytes]:
+    """A body whose trailers do not end."""
+    yield f"{INFER}Transfer-Encoding: chunked\r\n\r\n0\r\n".encode()
+    yield from repeat(b"a: b\r\n" * PIECE_CHUNKS)
+
+
+def chunk_extension() -> Iterator[bytes]:
+    """A body whose first chunk has an extension that does not end."""
+    yield f"{INFER}Transfer-Encoding: chunked\r\n\r\n1".encode()
+    yield from repeat(b";a=b" * PIECE_CHUNKS)
+
+
 def large_requests(build: Callable[[], bytes]) -> Attack:
     """One large request again and again, in pieces."""
 
@@ -105,6 +117,8 @@ HTTP_FLOODS: Mapping[str, Attack] = {
     "HTTP requests": requests("GET /v2/nothing HTTP/1.1\r\nHost: a\r\n"),
     "HTTP bodies of lists": requests(INFER, LISTS),
     "HTTP chunks of a byte": chunks,
+    "HTTP trailers": trailers,
+    "HTTP chunk extension": chunk_extension,
     "HTTP 60 MiB of binary ids": large_requests(_binary_ids),
     "HTTP long prompts": large_requests(_binary_long_prompt),
     "HTTP JSON of a million numbers": large_requests(_json_numbers),

@@ -86,6 +86,43 @@ async def test_connections_take_turns() -> None:
     assert "modest" in log[before : before + 2]
 
 
+async def test_addresses_take_turns_before_their_connections() -> None:
+    pacing, log = Pacing(), list[str]()
+    for _ in range(300):
+        Lane(pacing, "crowd").add(Recorded("crowd", log))
+    before = len(log)
+    Lane(pacing, "alone").add(Recorded("alone", log))
+    await _until(log, before + 2)
+    assert "alone" in log[before : before + 2]
+
+
+class Handler:
+    """A call whose task works for a while, unless others did so in this pass."""
+
+    def __init__(self, lane: Lane, seconds: float, log: list[str]) -> None:
+        self._lane, self._seconds, self._log = lane, seconds, log
+        self.task: asyncio.Task[None]
+
+    def proceed(self) -> None:
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        await self._lane.turn_if_late()
+        self._log.append("ran")
+        _work(self._seconds)
+
+
+async def test_dear_tasks_wait_though_cheap_ones_came_before() -> None:
+    """The mean of cheap tasks lets many proceed at once."""
+    pacing, log = Pacing(), list[str]()
+    for seconds, most in ((0.0, MAX_IN_SLICE), (SLICE_SECONDS, 4)):
+        log.clear()
+        handlers = [Handler(Lane(pacing), seconds, log) for _ in range(200)]
+        for handler in handlers:
+            handler._lane.add(handler)
+        assert max(await _until(log, 200)) <= most
+
+
 async def test_removed_calls_never_proceed() -> None:
     pacing, log = Pacing(), list[str]()
     lane = Lane(pacing)

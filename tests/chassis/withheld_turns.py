@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 from trtmesh.chassis.http2.turns import Turns, Work
 
@@ -14,7 +15,7 @@ class WithheldTurns(Turns):
         super().__init__()
         self.asked: list[Work] = []
 
-    def take(self, work: Work) -> bool:
+    def take(self, work: Work, origin: Hashable = "") -> bool:
         self.asked.append(work)
         return True
 

@@ -155,3 +155,15 @@ async def test_a_failing_work_does_not_stop_others() -> None:
     turns.take(other)
     await other.done.wait()
     assert len(caught) == 1
+
+
+async def test_addresses_take_turns_before_their_connections() -> None:
+    turns, log = Turns(), list[Heavy]()
+    crowd = [Heavy(100, log) for _ in range(300)]
+    for work in crowd:
+        turns.take(work, "crowd")
+    alone, before = Heavy(1, log), len(log)
+    assert turns.take(alone, "alone")
+    await alone.done.wait()
+    # One turn of the crowd's new work, and one of its old.
+    assert log.index(alone) - before <= 2

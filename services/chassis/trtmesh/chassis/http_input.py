@@ -47,11 +47,16 @@ class InputTransport:
     """A client's transport, whose input reaches its reader in turns. All else is the transport's own."""
 
     def __init__(
-        self, transport: asyncio.Transport, reader: Reader, turns: Turns, budget: Budget
+        self,
+        transport: asyncio.Transport,
+        reader: Reader,
+        turns: Turns,
+        budget: Budget,
+        origin: str = "",
     ) -> None:
         self._transport = transport
         self._reader = reader
-        self._turns = turns
+        self._turns, self._origin = turns, origin
         self._account = budget.account(self._give_way)
         self._waiting = Pieces()
         self._head_bytes = 0
@@ -125,7 +130,7 @@ class InputTransport:
     def _take_turns(self) -> None:
         if self._has_work and not self._has_turns:
             self._has_turns = True
-            if not self._turns.take(self):
+            if not self._turns.take(self, self._origin):
                 self.completed()
 
     def _settle(self) -> None:

@@ -14,7 +14,7 @@ from typing import cast
 from aiohttp import StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from trtmesh.chassis.addresses import bind
-from trtmesh.chassis.arrivals import Arrivals
+from trtmesh.chassis.arrivals import Arrivals, origin_of
 from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.http_input import InputTransport
@@ -165,9 +165,9 @@ class _Connection(web.RequestHandler):
         )
         self._server = server
         self._host = ""
+        self._lane: Lane
         self._input: InputTransport | None = None
         """None unless the connection is admitted and open."""
-        self._lane = Lane(server.pacing)
         self._body: StreamReader | None = None
         """Of the last request that has begun."""
         self._length = 0
@@ -185,7 +185,9 @@ class _Connection(web.RequestHandler):
         if problem := server.arrivals.admit(self._host):
             self._refuse(below, problem)
             return
-        self._input = InputTransport(below, self, server.turns, server.budget)
+        origin = origin_of(self._host)
+        self._lane = Lane(server.pacing, origin)
+        self._input = InputTransport(below, self, server.turns, server.budget, origin)
         super().connection_made(cast(asyncio.Transport, self._input))
         server.opened(self)
 

@@ -1,4 +1,4 @@
-"""Lets handlers and items proceed, a few between two rests, in turn between lanes.
+"""Lets handlers and items proceed, a few between two rests, in turn between addresses, and then between lanes.
 
 A handler runs up to its first wait when it starts, and its clean-up when it is cancelled; an item is placed in one go.
 If a burst did so in one pass of the event loop, running streams would wait for all of it.
@@ -7,11 +7,12 @@ If a burst did so in one pass of the event loop, running streams would wait for 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections.abc import Hashable
 from time import perf_counter
 from typing import Protocol
 
 from trtmesh.chassis.http2.rest import MOST_SECONDS, after_rest
+from trtmesh.chassis.http2.rotation import Rotation
 
 SLICE_SECONDS = 0.003
 """Time between two rests. What proceeds runs as a task, so its number follows from its mean time."""
@@ -49,8 +50,10 @@ class _Waiter:
 class Lane:
     """The calls of one connection, or the items of one request, that wait for their turn, in order."""
 
-    def __init__(self, pacing: Pacing) -> None:
+    def __init__(self, pacing: Pacing, origin: Hashable = "") -> None:
         self._pacing = pacing
+        self.origin = origin
+        """The address, or what else has one share of the turns."""
         self.waiting: dict[PacedCall, None] = {}
         self.queued = False
         """Whether the lane has a place among the lanes, if only to be found empty."""
@@ -58,6 +61,10 @@ class Lane:
     def add(self, call: PacedCall) -> None:
         """Has the call proceed soon, once."""
         self._pacing.add(self, call)
+
+    def add_later(self, call: PacedCall) -> None:
+        """Has the call proceed in its next turn, which it may ask for in this one."""
+        self._pacing.wait(self, call)
 
     def remove(self, call: PacedCall) -> None:
         """Forgets a call that has nothing more to do."""
@@ -76,6 +83,12 @@ class Lane:
         if not self._pacing.enter_before_rest():
             await self._wait()
 
+    async def turn_if_late(self) -> None:
+        """Waits for another turn if those before it in this pass took a slice: by the mean of many cheap tasks, as many
+        dear ones proceed. For a task in its turn."""
+        while self._pacing.is_late:
+            await self._wait()
+
     async def _wait(self) -> None:
         waiter = _Waiter()
         self._pacing.wait(self, waiter)
@@ -89,7 +102,7 @@ class Pacing:
     """The order of all handlers of one server, or of all items of a router in one stage."""
 
     def __init__(self) -> None:
-        self._lanes: deque[Lane] = deque()
+        self._lanes = Rotation[Lane]()
         self._mean = FIRST_GUESS_SECONDS
         self._room = _room(self._mean)
         self._proceeding = 0
@@ -127,6 +140,12 @@ class Pacing:
 
     def _pass(self) -> None:
         self._is_another_pass = True
+        self._begin()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what proceeds in this pass has taken a slice."""
+        return perf_counter() - self._began > SLICE_SECONDS
 
     def enter_before_rest(self) -> bool:
         """Whether a call may proceed at once, as the only one until a rest is over."""
@@ -140,7 +159,7 @@ class Pacing:
         lane.waiting[call] = None
         if not lane.queued:
             lane.queued = True
-            self._lanes.append(lane)
+            self._lanes.add(lane.origin, lane)
         if not self._planned:
             self._plan()
 
@@ -165,12 +184,12 @@ class Pacing:
 
     def _proceed(self) -> None:
         """Gives the next lane a turn."""
-        lane = self._lanes.popleft()
+        _, lane = self._lanes.take()
         call = next(iter(lane.waiting), None)
         if call is not None:
             del lane.waiting[call]
         if lane.waiting:
-            self._lanes.append(lane)
+            self._lanes.add(lane.origin, lane)
         else:
             lane.queued = False
         if call is not None:

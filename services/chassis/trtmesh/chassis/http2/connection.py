@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
@@ -137,13 +137,15 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     _keepalive: asyncio.TimerHandle
     _look_at: float
     _account: Account
+    _origin: Hashable
+    """What has one share of the turns."""
+    _line: Line
+    """Work on received messages."""
 
     def __init__(self, expected_preface: bytes, turns: Turns, budget: Budget) -> None:
         self._loop = asyncio.get_running_loop()
         self._budget = budget
         self._turns = turns
-        self._line = Line(turns)
-        """Work on received messages."""
         self._received: Buffer = b""
         """Bytes that wait for a turn."""
         self._waits_for_turn = False
@@ -173,9 +175,15 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         # uvloop's transports do not derive from asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
         self._host, self._peer = _host_of(transport), _peer_of(transport)
+        self._origin = self._origin_of(self._host)
+        self._line = Line(self._turns, self._origin)
         self._account = self._budget.account(self._give_way)
         self._writer = FrameWriter(self._loop, self._transport)
         self._plan_look(PING_AFTER_SECONDS)
+
+    def _origin_of(self, host: str) -> Hashable:
+        """Whose share of the turns a peer at `host` has: all peers have one, unless a server tells them apart."""
+        return ""
 
     def data_received(self, data: Buffer) -> None:
         self._heard = True
@@ -185,7 +193,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         # TLS may deliver what it holds after reading was paused.
         self._received = bytes(self._received) + data if self._received else data
         if not self._waits_for_turn:
-            if not self._turns.take(self):
+            if not self._turns.take(self, self._origin):
                 return
             self._waits_for_turn = True
             if not self._transport.is_closing():

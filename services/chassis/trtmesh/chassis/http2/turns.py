@@ -2,16 +2,19 @@
 
 One read may hold 256 KiB of the cheapest frames that a peer finds, and parsing them takes a second. Each connection
 parses for a short turn, all together for a limited time in a slice, and whoever has input left waits for the next slice
-without reading more. Between two slices, during a rest, runs everything else: streams, timers, other peers.
+without reading more. Between two slices, during a rest, runs everything else: streams, timers, other peers. Addresses
+take turns before connections do: one with a thousand connections has no more of them than one with a single one.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from time import perf_counter
 from typing import Protocol
 
 from trtmesh.chassis.http2.rest import after_rest
+from trtmesh.chassis.http2.rotation import Rotation
 
 TURN_SECONDS = 0.001
 """Time of a connection in a slice. A turn ends after the frame that reaches it; a frame's size bounds the excess."""
@@ -34,23 +37,24 @@ class Turns:
     """The turns of all connections of one server, or of all links of a router."""
 
     def __init__(self) -> None:
-        self._fresh: deque[Work] = deque()
+        self._fresh = Rotation[Work]()
         """Work before its first turn. It alternates with work that took turns already: what is new and small does not
         wait for all that is old, and what is old gets on while new work arrives without end."""
-        self._waiting: deque[Work] = deque()
+        self._waiting = Rotation[Work]()
         self._fresh_is_next = True
         self._spent = 0.0
         self._planned = False
 
-    def take(self, work: Work) -> bool:
-        """A turn now if this slice has time left; whether the work waits for another."""
+    def take(self, work: Work, origin: Hashable = "") -> bool:
+        """A turn now if this slice has time left; whether the work waits for another. `origin` is the address, or what
+        else has one share of the turns."""
         if self._spent < SLICE_SECONDS and not self._fresh:
             waits = self._turn(work)
             if waits:
-                self._waiting.append(work)
+                self._waiting.add(origin, work)
         else:
             waits = True
-            self._fresh.append(work)
+            self._fresh.add(origin, work)
         # Short turns of several slices may add up: a rest after each would cost more than it saves.
         if waits or self._spent >= TURN_SECONDS:
             self._plan()
@@ -69,7 +73,7 @@ class Turns:
         finally:
             self._spent += perf_counter() - began
 
-    def _next(self) -> Work | None:
+    def _next(self) -> tuple[Hashable, Work] | None:
         """Whose turn it is."""
         first, second = self._fresh, self._waiting
         if not self._fresh_is_next:
@@ -77,7 +81,7 @@ class Turns:
         if not (queue := first or second):
             return None
         self._fresh_is_next = queue is self._waiting
-        return queue.popleft()
+        return queue.take()
 
     def _plan(self) -> None:
         """Plans the next slice, unless work that was taken during this one has done so."""
@@ -89,9 +93,10 @@ class Turns:
         self._planned = False
         self._spent = max(0.0, self._spent - SLICE_SECONDS)
         try:
-            while self._spent < SLICE_SECONDS and (work := self._next()) is not None:
+            while self._spent < SLICE_SECONDS and (following := self._next()) is not None:
+                origin, work = following
                 if self._turn(work):
-                    self._waiting.append(work)
+                    self._waiting.add(origin, work)
                 else:
                     work.completed()
         finally:
@@ -102,15 +107,15 @@ class Turns:
 class Line:
     """Works of one connection, one after the other: they take the turns of one, however many they are."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, turns: Turns, origin: Hashable = "") -> None:
+        self._turns, self._origin = turns, origin
         self._works: deque[Work] = deque()
 
     def take(self, work: Work) -> None:
         """Has the work go on in turns until it is completed, at once if there is time."""
         self._works.append(work)
         if len(self._works) == 1:
-            self._turns.take(self)
+            self._turns.take(self, self._origin)
 
     def go_on(self, until: float) -> bool:
         while self._works:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+
+from trtmesh.chassis.http2.rotation import Rotation
 
 
 class Handshakes:
@@ -11,15 +12,14 @@ class Handshakes:
 
     def __init__(self, per_second: float) -> None:
         self._pause_seconds = 1 / per_second
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By address; the address in front is next."""
+        self._waiting = Rotation[asyncio.Future[None]]()
         self._next_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     async def turn(self, address: str) -> None:
         """Returns when a client of this address may begin."""
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(address, deque()).append(turn)
+        self._waiting.add(address, turn)
         self._plan()
         await turn
 
@@ -30,20 +30,11 @@ class Handshakes:
 
     def _admit(self) -> None:
         self._timer = None
-        while (turn := self._take()) is not None:
+        while self._waiting:
+            _, turn = self._waiting.take()
             # A client that has left is cancelled.
             if not turn.done():
                 turn.set_result(None)
                 self._next_at = asyncio.get_running_loop().time() + self._pause_seconds
                 break
         self._plan()
-
-    def _take(self) -> asyncio.Future[None] | None:
-        """The next in turn, with its address moved to the end."""
-        for address, turns in self._waiting.items():
-            del self._waiting[address]
-            turn = turns.popleft()
-            if turns:
-                self._waiting[address] = turns
-            return turn
-        return None

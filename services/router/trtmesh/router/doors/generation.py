@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
+from trtmesh.chassis.arrivals import origin_of
 from trtmesh.chassis.logs import rebind_caller
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME
 from trtmesh.router.callers.callers import Callers
@@ -19,10 +20,12 @@ from trtmesh.router.requests.requests import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, and the seconds until the call's deadline; None without a deadline."""
+    """Who calls, from where, and the seconds until the call's deadline; None without a deadline."""
 
     identity: Identity
     remaining_seconds: float | None
+    origin: str
+    """The client's address."""
 
 
 def identity_of(callers: Callers, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
@@ -45,7 +48,9 @@ def _certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 
 def caller_of(callers: Callers, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
     """The caller of a gRPC call. Raises Unauthenticated."""
-    return Caller(identity_of(callers, context), context.time_remaining())
+    # As gRPC writes addresses: `ipv4:127.0.0.1:50051`, `ipv6:[::1]:50051`.
+    host = context.peer().partition(":")[2].rpartition(":")[0].strip("[]")
+    return Caller(identity_of(callers, context), context.time_remaining(), origin_of(host))
 
 
 class GenerationCall(AbstractContextManager["GenerationCall"]):

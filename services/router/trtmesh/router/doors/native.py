@@ -49,7 +49,9 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                         held=partial(holding_message, context, size),
                     )
                     rebind_request_id(valid.request_id)
-                    opening = self._requests.open(valid, caller.remaining_seconds, caller.identity)
+                    opening = self._requests.open(
+                        valid, caller.remaining_seconds, caller.identity, caller.origin
+                    )
                     async with call.running(opening) as live:
                         await self._forward(live, context.write)
 
@@ -70,7 +72,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                         held=partial(holding_message, context, size),
                     )
                     opening = self._requests.resume(
-                        valid, received, caller.remaining_seconds, caller.identity
+                        valid, received, caller.remaining_seconds, caller.identity, caller.origin
                     )
                     async with call.running(opening) as live:
                         self._metrics.resumed += 1

@@ -226,12 +226,18 @@ class ItemRun:
         if self._over:
             return False
         self._stop_asked = True
+        self._context.running.add(self)
+        return True
+
+    def proceed(self) -> None:
+        """Stops in a turn: a request may have thousands of items."""
+        if self._over:
+            return
         for run in self._runs:
             run.stop(pb.FINISH_REASON_STOPPED)
         self._handoffs.cancel()
         if not self._runs and self._task is not None:
             self._task.cancel()
-        return True
 
     def dissolve(self) -> None:
         """Breaks the item's reference cycles after the end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class LiveRequest:
         admitted: Admitted,
         received: Received,
         remaining_seconds: float | None,
+        origin: str,
         client_limits: ClientLimits,
         waiting: Budget,
     ) -> None:
@@ -74,23 +76,34 @@ class LiveRequest:
             bucket=admitted.account.tokens,
             arrival_time=now,
             deadline=None if remaining_seconds is None else now + remaining_seconds,
-            starting=Lane(mesh.starts),
-            running=Lane(mesh.continuations),
+            starting=Lane(mesh.starts, origin),
+            running=Lane(mesh.continuations, origin),
         )
         self.ended: TrtmeshError | None = None
         """The error, if this router ended the call."""
         self.gone = asyncio.Event()
         self._handler = asyncio.current_task()
-        self.items = [
-            ItemRun(self.context, item, permit)
-            for item, permit in zip(received.rest_of(request), self.permits, strict=True)
-        ]
-        self._live_items = len(self.items)
+        self.waiting = deque(zip(received.rest_of(request), self.permits, strict=True))
+        """Items that have not begun."""
+        self.items: list[ItemRun] = []
+        """The others."""
+        self._stopped = set[int]()
+        """Items that were stopped before they began."""
+        self._live_items = len(self.waiting)
         for refused in request.refused:
             if refused.batch_index not in received.finished_items:
                 ItemEvents(refused.batch_index, self.context).failed(refused.error, pb.Usage())
-        if not self.items:
+        if not self.waiting:
             self.client.close()
+
+    def begin_next(self) -> ItemRun:
+        """The next item, for `run`."""
+        requested, permit = self.waiting.popleft()
+        item = ItemRun(self.context, requested, permit)
+        self.items.append(item)
+        if requested.batch_index in self._stopped:
+            item.stop()
+        return item
 
     async def run(self, item: ItemRun) -> None:
         """Runs an item; the end of the last item closes the client's stream."""
@@ -103,10 +116,16 @@ class LiveRequest:
 
     def stop(self, batch_indexes: Collection[int]) -> int:
         """Stops the named items, or all; returns the number of stopped items."""
+        before = len(self._stopped)
+        self._stopped.update(
+            item.batch_index
+            for item, _ in self.waiting
+            if not batch_indexes or item.batch_index in batch_indexes
+        )
         chosen = [
             item for item in self.items if not batch_indexes or item.batch_index in batch_indexes
         ]
-        return sum(item.stop() for item in chosen)
+        return len(self._stopped) - before + sum(item.stop() for item in chosen)
 
     def end(self, error: TrtmeshError) -> None:
         """Ends the call with an error, even during a write to a stalled client."""

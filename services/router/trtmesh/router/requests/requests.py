@@ -19,6 +19,7 @@ from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.quoting import quoted
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.requests.context import Mesh
+from trtmesh.router.requests.item_tasks import ItemTasks
 from trtmesh.router.requests.live_request import Admitted, LiveRequest
 from trtmesh.router.streams.pace import ClientLimits
 from trtmesh.router.values.request import GenerationRequest
@@ -40,36 +41,29 @@ class RunningRequest(AbstractAsyncContextManager[LiveRequest]):
         request: GenerationRequest,
         received: Received,
         remaining_seconds: float | None,
+        origin: str,
         admission: Callable[[], Awaitable[Admitted]],
     ) -> None:
         self._requests, self._request, self._received = requests, request, received
-        self._remaining_seconds, self._admission = remaining_seconds, admission
+        self._remaining_seconds, self._origin = remaining_seconds, origin
+        self._admission = admission
 
     async def __aenter__(self) -> LiveRequest:
         """Starts the items. Raises the refusal."""
         admitted = await self._admission()
         self._live = live = self._requests.begin(
-            self._request, admitted, self._received, self._remaining_seconds
+            self._request, admitted, self._received, self._remaining_seconds, self._origin
         )
-        self._tasks = [asyncio.create_task(live.run(item)) for item in live.items]
-        for task, permit in zip(self._tasks, admitted.permits, strict=True):
-            # A callback, because a task cancelled before the first step runs no code.
-            task.add_done_callback(permit.give_back)
-            task.add_done_callback(admitted.account.item_ended)
+        self._tasks = ItemTasks(live, admitted.account)
+        self._tasks.start()
         return live
 
     async def __aexit__(self, *_: object) -> None:
         """Ends the items that run."""
-        live, running = self._live, [task for task in self._tasks if not task.done()]
-        for task in running:
-            task.cancel()
         # Before any await, since a cancellation by the client could interrupt the await.
-        self._requests.ended(live)
-        live.pace.close()
-        if running:
-            # The end of an item never waits, but only queues stop commands.
-            await asyncio.gather(*running, return_exceptions=True)
-        live.dissolve()
+        self._requests.ended(self._live)
+        self._live.pace.close()
+        await self._tasks.end()
 
 
 class Requests:
@@ -93,9 +87,14 @@ class Requests:
         return self._mesh.admission.request_bytes.holding(size)
 
     def open(
-        self, request: GenerationRequest, remaining_seconds: float | None, owner: Identity
+        self,
+        request: GenerationRequest,
+        remaining_seconds: float | None,
+        owner: Identity,
+        origin: str,
     ) -> RunningRequest:
-        """Runs a request's items inside the block and stops the rest on exit."""
+        """Runs a request's items inside the block and stops the rest on exit. They share the turns of `origin`, the
+        client's address."""
 
         async def admitted() -> Admitted:
             if self.find(owner, request.request_id) is not None:
@@ -104,7 +103,7 @@ class Requests:
                 )
             return self._admit(request, NOTHING, owner)
 
-        return RunningRequest(self, request, NOTHING, remaining_seconds, admitted)
+        return RunningRequest(self, request, NOTHING, remaining_seconds, origin, admitted)
 
     def resume(
         self,
@@ -112,6 +111,7 @@ class Requests:
         received: Received,
         remaining_seconds: float | None,
         owner: Identity,
+        origin: str,
     ) -> RunningRequest:
         """Runs the rest of a request as `open` does. Admission ends the owner's live call of that id, if any."""
 
@@ -128,7 +128,7 @@ class Requests:
                 raise
             return admitted
 
-        return RunningRequest(self, request, received, remaining_seconds, admitted)
+        return RunningRequest(self, request, received, remaining_seconds, origin, admitted)
 
     def begin(
         self,
@@ -136,6 +136,7 @@ class Requests:
         admitted: Admitted,
         received: Received,
         remaining_seconds: float | None,
+        origin: str,
     ) -> LiveRequest:
         """Makes an admitted request live; `ended` follows."""
         live = LiveRequest(
@@ -144,6 +145,7 @@ class Requests:
             admitted,
             received,
             remaining_seconds,
+            origin,
             self._client_limits,
             self._waiting,
         )

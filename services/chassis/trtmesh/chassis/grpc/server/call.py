@@ -485,8 +485,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         if self._ended:
             return
         self._task_runs = True
-        self._reads_since = perf_counter()
         try:
+            await self._lane.turn_if_late()
+            self._reads_since = perf_counter()
             await self._handle()
             self._end(self._code, self._details)
         except grpc.aio.AbortError as error:

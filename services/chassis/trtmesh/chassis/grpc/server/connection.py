@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Protocol
 
 import grpc
-from trtmesh.chassis.arrivals import Arrivals
+from trtmesh.chassis.arrivals import Arrivals, origin_of
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server.backlog import Backlog
 from trtmesh.chassis.grpc.server.call import Handler, ServerCall
@@ -106,7 +106,6 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
     def __init__(self, owner: Owner) -> None:
         super().__init__(PREFACE, owner.turns, owner.budget)
         self._owner = owner
-        self._lane = Lane(owner.pacing)
         self._identity: CertificateNames | None = None
         self._parsed_headers: dict[Fields, RequestHeaders] = {}
         """Of the latest calls: most calls of a client have the same."""
@@ -120,6 +119,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._lane = Lane(self._owner.pacing, self._origin)
         self._unread = self._owner.answers.account(self._end_least_read)
         self._idle = self._owner.idle.account(self._end_idle)
         if problem := self._owner.arrivals.admit(self._host):
@@ -185,7 +185,10 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self.close()
 
     def _disconnect_streams(self, reason: str) -> None:
-        self._turns.take(_Disconnection(self._streams, reason))
+        self._turns.take(_Disconnection(self._streams, reason), self._origin)
+
+    def _origin_of(self, host: str) -> str:
+        return origin_of(host)
 
     def _greet(self) -> None:
         """Not before the client's preface: who speaks HTTP/1.1 is answered so."""

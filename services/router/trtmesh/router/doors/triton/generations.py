@@ -102,7 +102,7 @@ class Generations:
             rebind_request_id(request.request_id)
             answers = self._answers_of(call, template, request)
             limit = TimeLimit(call.timeout_seconds)
-            opening = self._requests.open(request, caller.remaining_seconds, owner)
+            opening = self._requests.open(request, caller.remaining_seconds, owner, caller.origin)
             async with generation.running(opening) as live:
                 with (
                     counting.generating(live, answers),

@@ -8,6 +8,7 @@ from functools import partial
 from http import HTTPStatus
 
 from aiohttp import hdrs, web
+from trtmesh.chassis.arrivals import origin_of
 from trtmesh.chassis.errors import InvalidRequest, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
@@ -239,7 +240,7 @@ def _not_one_response() -> TrtmeshError:
 
 
 def _caller_of(request: web.Request) -> Caller:
-    return Caller(request[IDENTITY], remaining_seconds=None)
+    return Caller(request[IDENTITY], None, origin_of(request.remote or ""))
 
 
 def _compressed(request: web.Request, response: web.Response) -> web.Response:

@@ -1,0 +1,85 @@
+"""Items of a request start and end a few in a pass, whatever ends the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import pytest
+import pytest_asyncio
+from router.requests.test_live_request import Asked, router_of
+from router.scripted import ScriptedEngine, eventually
+from trtmesh.chassis.pacing import MAX_IN_SLICE
+from trtmesh.router.requests.item import ItemRun
+
+ITEMS = 1000
+
+
+class Passes:
+    """How many items started and ended in each pass of the event loop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.started = Counter[int]()
+        self.ended = Counter[int]()
+
+    async def count(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.number += 1
+
+    async def live(self, item: ItemRun) -> None:
+        """In place of an item's life."""
+        item._task = asyncio.current_task()
+        self.started[self.number] += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended[self.number] += 1
+
+
+@pytest_asyncio.fixture
+async def passes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Passes]:
+    passes = Passes()
+
+    async def live(item: ItemRun) -> None:
+        await passes.live(item)
+
+    monkeypatch.setattr(ItemRun, "live", live)
+    counting = asyncio.create_task(passes.count())
+    yield passes
+    counting.cancel()
+
+
+async def reach_the_deadline(asked: Asked) -> None:
+    await asked.end()
+    assert asked.status is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds"),
+    [(Asked.cancel, None), (Asked.stop, None), (reach_the_deadline, 5.0)],
+)
+async def test_items_start_and_end_a_few_in_a_pass(
+    passes: Passes, end: Callable[[Asked], Awaitable[None]], seconds: float | None
+) -> None:
+    async with router_of(ScriptedEngine()) as client:
+        asked = Asked(client, ITEMS, seconds)
+        await eventually(lambda: seconds or passes.started.total() == ITEMS)
+        await end(asked)
+        await eventually(lambda: passes.ended.total() == passes.started.total() > 0)
+    assert max(passes.started.values()) <= MAX_IN_SLICE
+    assert max(passes.ended.values()) <= MAX_IN_SLICE
+
+
+async def test_items_of_an_ended_request_do_not_start(passes: Passes) -> None:
+    async with router_of(ScriptedEngine()) as client:
+        asked = Asked(client, ITEMS)
+        await eventually(lambda: passes.started)
+        await asked.cancel()
+        await asked.end()
+        await eventually(lambda: not client.gauge("live_items"))
+        assert passes.ended.total() == passes.started.total()
+    assert max(passes.started.values()) <= MAX_IN_SLICE
