@@ -90,22 +90,20 @@ def test_given_ports_follow_each_other() -> None:
     assert [process.ports["port"] for process in plan.tokenizers()] == [0, 0]
 
 
-def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    # A file without blocks.
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(2**40)
     cores = physical_cores()
     assert 1 <= cores <= len(os.sched_getaffinity(0))
-    (alone,) = Plan(MeshSettings(), None).engines()
-    assert alone.environment == {"OMP_NUM_THREADS": str(cores)}
-    shared = {"OMP_NUM_THREADS": str(max(1, cores // 64)), "OMP_WAIT_POLICY": "passive"}
-    assert [each.environment for each in Plan(MeshSettings(engines=64), None).engines()] == [
-        shared
-    ] * 64
-    given = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    for each in Plan(MeshSettings(engines=2), None).engines():
-        assert each.environment == given
+    for engines in (1, 64):
+        plan = Plan(MeshSettings(model=tmp_path, engines=engines), None)
+        threads = {"OMP_NUM_THREADS": str(max(1, cores // engines))}
+        assert [each.environment for each in plan.engines()] == [threads] * engines
+    (small,) = Plan(MeshSettings(), None).engines()
+    assert small.environment == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     (told,) = Plan(MeshSettings(), None).engines()
     assert told.environment == {"OMP_NUM_THREADS": "7"}
 

@@ -1,15 +1,50 @@
-"""The number of cores."""
+"""The cores of this process, and how many of them a model uses."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+BYTES_PER_THREAD = 100_000_000
+"""Weights that keep a thread busy between two meetings with the others: below, meeting costs more than it saves, and
+much more beside other processes (`bench/README.md`)."""
+
+
+def threads_for(weights: int, cores: int) -> int:
+    """Threads of an engine that has `cores` and so many bytes of weights. Not by the load of the moment: two engines
+    agree to the last bit with equal threads only."""
+    return max(1, min(cores, weights // BYTES_PER_THREAD))
+
+
+def weight_bytes(model_dir: Path) -> int:
+    """Bytes of the safetensors files of a directory."""
+    return sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+
 
 def physical_cores() -> int:
-    """Physical cores in this process's affinity mask, without hyperthreads."""
+    """Physical cores in this process's affinity mask, without hyperthreads, within its cgroup's quota."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings.read_text() if siblings.is_file() else cpu)
-    return len(cores)
+    return max(1, math.ceil(min(len(cores), granted_cores())))
+
+
+def granted_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
+    """Cores that the cgroups around this process grant; infinite without a limit."""
+    names = own.read_text().splitlines() if own.is_file() else []
+    path = next((name.removeprefix("0::/") for name in names if name.startswith("0::/")), "")
+    group = root / path
+    groups = (group, *group.parents[: len(group.relative_to(root).parts)])
+    return min((_quota(each / "cpu.max") for each in groups), default=math.inf)
+
+
+def _quota(limit: Path) -> float:
+    if not limit.is_file():
+        return math.inf
+    quota, period = limit.read_text().split()
+    return math.inf if quota == "max" else int(quota) / int(period)

@@ -12,7 +12,7 @@ from pathlib import Path
 from trtmesh.chassis.adapter_content import format_of, is_number
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.config_file import read_config_file
-from trtmesh.chassis.cores import physical_cores
+from trtmesh.chassis.cores import physical_cores, threads_for, weight_bytes
 from trtmesh.chassis.device_names import VISIBLE, DeviceName, DeviceNames
 from trtmesh.chassis.errors import InvalidRequest, ModelUnusable, NotFound, SettingsError
 from trtmesh.chassis.foreign_address import is_foreign
@@ -186,7 +186,7 @@ class Plan:
 
     def engines(self) -> list[ProcessPlan]:
         settings = self._settings
-        places = [place for model in self._models for place in self._places(model)]
+        places = [(model, place) for model in self._models for place in self._places(model)]
         backend = ("--backend", settings.backend) if settings.backend else ()
         adapters = self._adapter_memory()
         return [
@@ -201,10 +201,10 @@ class Plan:
                     *("--worker", f"engine-{index}"),
                 ),
                 ports=self._ports(_following(settings.engine_port, index)),
-                environment={**_sharing_cores(len(places)), **place.environment},
+                environment={**_sharing_cores(model, len(places)), **place.environment},
                 tls=self.client_tls,
             )
-            for index, place in enumerate(places)
+            for index, (model, place) in enumerate(places)
         ]
 
     def _adapter_memory(self) -> tuple[str, ...]:
@@ -370,14 +370,11 @@ def _are_gpus(names: Sequence[DeviceName]) -> bool:
     return each_is_one and len(set(names)) == len(names)
 
 
-def _sharing_cores(engines: int) -> Mapping[str, str]:
-    """The variables of engines that share the cores; an existing value wins."""
+def _sharing_cores(model: ServedModel, engines: int) -> Mapping[str, str]:
+    """The variable of an engine that shares the cores with others; an existing value wins."""
     # Engines that each take all cores slow each other down.
-    values = {"OMP_NUM_THREADS": str(max(1, physical_cores() // engines))}
-    if engines > 1:
-        # A thread that spins at a barrier keeps its core from the threads of other engines.
-        values["OMP_WAIT_POLICY"] = "passive"
-    return {name: os.environ.get(name, value) for name, value in values.items()}
+    threads = threads_for(weight_bytes(model.directory), physical_cores() // engines)
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 
 def _following(first: int, index: int) -> int:

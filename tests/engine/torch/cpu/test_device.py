@@ -1,4 +1,4 @@
-"""Threads of a CPU operation: the setting, else OMP_NUM_THREADS, else one per physical core."""
+"""Threads of a CPU operation: the setting, else OMP_NUM_THREADS, else what suits the weights and the cores."""
 
 from __future__ import annotations
 
@@ -19,25 +19,56 @@ from trtmesh.engine.backends.torch.settings import TorchSettings
 PRINTS_THREADS = """
 import torch
 from trtmesh.engine.backends.torch.cpu.device import take_threads
-for setting in (0, 2):
-    take_threads(setting)
+for setting, weights in ((0, 10**12), (0, 10**6), (2, 10**6)):
+    take_threads(setting, weights)
     print(torch.get_num_threads())
 """
 
 
-@pytest.mark.parametrize(("variable", "default"), [("1", 1), (None, physical_cores())])
-def test_threads_follow_setting_variable_and_cores(variable: str | None, default: int) -> None:
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("1", ["1", "1", "2"]),
+        ("2", ["2", "2", "2"]),
+        (None, [str(physical_cores()), "1", "2"]),
+    ],
+)
+def test_threads_follow_setting_variable_weights_and_cores(
+    variable: str | None, told: list[str]
+) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     if variable is not None:
         environment["OMP_NUM_THREADS"] = variable
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", PRINTS_THREADS],
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout.split() == [str(default), "2"]
+    assert printed.stdout.split() == told
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [
+        ({}, "0"),
+        ({"GOMP_SPINCOUNT": "500"}, "500"),
+        ({"OMP_WAIT_POLICY": "active"}, "30000000000"),
+    ],
+)
+def test_waiting_threads_of_an_engine_sleep_unless_told_otherwise(
+    given: dict[str, str], spins: str
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import trtmesh.engine.__main__, torch"],
+        env=environment | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"GOMP_SPINCOUNT = '{spins}'" in loaded.stderr
 
 
 def test_engine_takes_the_threads_of_its_settings() -> None:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from trtmesh.chassis.cores import weight_bytes
 from trtmesh.chassis.device_names import AUTO
 from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
@@ -74,8 +75,8 @@ class Loaded:
 def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> Loaded:
     """Loads the weights in `files`. Raises ModelUnusable with the reason, or SettingsError for an unfit device."""
     names = _names(settings)
+    take_threads(settings.threads, weight_bytes(model_dir), engines=len(names))
     if len(names) == 1:
-        take_threads(settings.threads)
         return _engine(model_dir, files, settings, _install(model_dir, settings, _device(settings)))
     ranks = Ranks(names, model_dir, settings)
     try:
@@ -94,6 +95,7 @@ def load_follower(
     model_dir: Path, settings: TorchSettings, name: str, place: Place, store: Path
 ) -> Follower:
     """The same on another rank, as far as it takes part in the steps."""
+    take_threads(settings.threads, weight_bytes(model_dir), engines=place.ranks)
     group = Group(store, place, torch.device(name))
     device = _device_of_rank(name, settings, group)
     installed = _install(model_dir, settings, device, group)
@@ -292,7 +294,6 @@ def _names(settings: TorchSettings) -> list[str]:
 
 def _device_of_rank(name: str, settings: TorchSettings, group: Group) -> Device:
     """The device with a part of the model."""
-    take_threads(settings.threads, engines=group.place.ranks)
     if name == "cpu":
         return Cpu(settings, group)
     device = torch.device(name)

@@ -146,9 +146,9 @@ class TorchSettings(Settings):
     the GPU where the kernels run on one, else the CPU. Several, such as cuda:0,cuda:1, are ranks that share the model:
     each computes a part of every layer. cpu,cpu is for tests."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Threads of a CPU operation; 0 means OMP_NUM_THREADS where set, or the physical cores, shared among ranks. Engines
-    that share cores also need the environment variable OMP_WAIT_POLICY=passive: a thread that waits for others of its
-    engine spins otherwise. `trtmesh up` with several engines and the compose file set it."""
+    """Threads of a CPU operation; 0 means OMP_NUM_THREADS where set, or what suits the model: one for every 100 MB of
+    weights, within the physical cores that the affinity mask and the cgroup leave, shared among ranks and the engines
+    of `trtmesh up`. Their waiting threads sleep, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT says otherwise."""
     batch_invariant: bool = False
     """Whether the tokens of a sequence depend on nothing else that the worker computes, at the price of speed; needs a
     CPU, or a GPU on which the kernels run. If not, rounding depends on the batch, and changes some tokens that nearly

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from trtmesh.chassis.cores import physical_cores
+from trtmesh.chassis.cores import physical_cores, threads_for
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
@@ -161,8 +161,9 @@ def _nothing() -> None:
     """The CPU's allocator keeps no memory."""
 
 
-def take_threads(threads: int, *, engines: int = 1) -> None:
-    """Sets `threads`; 0 means OMP_NUM_THREADS, as in torch itself, or the part of the physical cores that each of
-    several `engines` has."""
+def take_threads(threads: int, weights: int, *, engines: int = 1) -> None:
+    """Sets `threads`; 0 means OMP_NUM_THREADS, as in torch itself, or what suits so many bytes of weights, divided
+    among `engines` like the cores."""
     if threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads or max(1, physical_cores() // engines))
+        cores = physical_cores() // engines
+        torch.set_num_threads(threads or threads_for(weights // engines, cores))
