@@ -25,6 +25,8 @@ from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.router.settings import RouterSettings
 
+TEMPLATES = Path(__file__).parents[2] / "compat" / "repositories" / "five_models"
+
 
 def test_import_reports_the_outcome_of_every_value(tmp_path: Path) -> None:
     values = {
@@ -386,7 +388,9 @@ def test_import_command_writes_the_file(tmp_path: Path) -> None:
     result = trtmesh("import-triton", str(directory), "--output", str(file))
     assert result.returncode == 0, result.stderr
     assert "carried over  parameters.max_beam_width = 4: router.triton" in result.stdout
-    assert f"wrote {file}: trtmesh up --config {file}" in result.stdout
+    *rest, told = result.stdout.splitlines()
+    assert "5 of 5 models are served" in rest
+    assert told == f"wrote {file}: trtmesh up --config {file}"
     assert yaml.safe_load(file.read_text())["mesh"] == {"model": str(DEMO)}
     again = trtmesh("import-triton", str(directory), "--output", str(file))
     assert again.returncode == 2
@@ -405,6 +409,26 @@ def test_import_command_reports_unserved_models(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert yaml.safe_load(result.stdout)["router"]
     assert "unsupported   the whole model = tensorrt_llm_bls: it asks" in result.stderr
+    assert re.search(r"^4 of 5 models are served$", result.stderr, re.MULTILINE)
+    assert re.search(r"^  not tensorrt_llm_bls\w*: it asks", result.stderr, re.MULTILINE)
+
+
+def test_import_command_ends_with_a_summary(tmp_path: Path) -> None:
+    """What is refused and what is left to fill in of upstream's templates; long lists of unset values are folded."""
+    file = ("--model", str(DEMO), "--output", str(tmp_path / "mesh.yaml"))
+    result = trtmesh("import-triton", str(TEMPLATES), *file)
+    assert result.returncode == 0
+    served, refused, to_fill, _ = result.stdout.splitlines()[-4:]
+    assert served == "5 of 5 models are served"
+    assert refused.startswith("  refused in requests: IMAGE_URL of preprocessing, ")
+    assert "num_draft_tokens of tensorrt_llm_bls" in refused
+    assert to_fill.startswith(
+        "  to fill in with --fill KEY:VALUE,...: decoupled_mode (false until then"
+    )
+    assert to_fill.endswith(" whose defaults serve")
+    unset = [line for line in result.stdout.splitlines() if line.startswith("  unset")]
+    assert any("and 16 more (--json names all): the default holds" in line for line in unset)
+    assert max(map(len, unset)) < 250
 
 
 @pytest.mark.parametrize(

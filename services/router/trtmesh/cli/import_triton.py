@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 
 STANDARD_OUTPUT = "-"
 
+SHOWN_NAMES = 4
+"""Names of values with one fate that a line shows; the others are counted."""
+
+MATTERS = {
+    "decoupled_mode": "false until then: no streams",
+    "gpu_device_ids": "one device until then: the CPU, or --device",
+    "max_beam_width": "1 until then: no beam search",
+}
+"""Placeholders whose default may not be what a repository is for, and that default."""
+
 
 class Backend(Enum):
     """What computes in the engines of the mesh."""
@@ -75,7 +85,8 @@ def import_triton(
 ) -> None:
     """Write the configuration of a mesh with the models of a Triton model REPOSITORY under their names.
 
-    Reports on every value: carried over, replaced by something better, unsupported and why, or unset.
+    Reports on every value: carried over, replaced by something better, unsupported and why, or unset; then how many
+    models are served, what is refused, and what is left to fill in.
     Nothing of the repository is executed. Then: trtmesh up --config mesh.yaml
 
     Exit status: 0 every model is served, 1 some are not, 2 wrong usage or an unreadable repository, 4 none is served.
@@ -184,7 +195,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _tell_text(conversion: Conversion, tell: Callable[[str], None]) -> None:
-    """Prints a paragraph for each model, with its unset values on one line for each consequence."""
+    """Prints a paragraph for each model, with its unset values on one line for each consequence, and a summary."""
     for model, group in groupby(conversion.findings, key=lambda finding: finding.model):
         tell(f"{escaped(model)}:")
         unset: dict[str, list[str]] = {}
@@ -194,11 +205,45 @@ def _tell_text(conversion: Conversion, tell: Callable[[str], None]) -> None:
             else:
                 tell(f"  {_as_line(finding)}")
         for text, names in unset.items():
-            listed = ", ".join(dict.fromkeys(names))
-            tell(escaped(f"  {'unset':<12}  {listed}: {text}"))
+            tell(escaped(f"  {'unset':<12}  {_folded([*dict.fromkeys(names)])}: {text}"))
+    for line in _summary(conversion):
+        tell(escaped(line))
+
+
+def _folded(names: Sequence[str]) -> str:
+    """The first names, and how many others there are."""
+    if len(names) <= SHOWN_NAMES:
+        return ", ".join(names)
+    return (
+        f"{', '.join(names[:SHOWN_NAMES])} and {len(names) - SHOWN_NAMES} more (--json names all)"
+    )
+
+
+def _summary(conversion: Conversion) -> Iterator[str]:
+    """How many models are served, what is refused, and what is left to fill in."""
+    served, unserved = conversion.served, conversion.unserved
+    yield f"{len(served)} of {len(served) + len(unserved)} models are served"
+    for name, reason in unserved.items():
+        yield f"  not {name}: {reason}"
+    lost = [
+        finding
+        for finding in conversion.findings
+        if finding.outcome.name == "UNSUPPORTED" and finding.model not in unserved
+    ]
+    tensors, settings = [], []
+    for finding in lost:
+        is_tensor = finding.what.partition(".")[0] in ("input", "output")
+        name = finding.value if finding.what == "input" else finding.what.removeprefix("output.")
+        (tensors if is_tensor else settings).append(f"{name} of {finding.model}")
+    if tensors:
+        yield f"  refused in requests: {', '.join(tensors)}"
+    if settings:
+        yield f"  without a counterpart here: {', '.join(settings)}"
     if conversion.unfilled:
-        keys = ", ".join(conversion.unfilled)
-        tell(escaped(f"placeholders without a value (--fill KEY:VALUE,...): {keys}"))
+        matter = [f"{key} ({MATTERS[key]})" for key in MATTERS if key in conversion.unfilled]
+        others = len(conversion.unfilled) - len(matter)
+        keys = ", ".join([*matter, *([f"{others} whose defaults serve"] if others else [])])
+        yield f"  to fill in with --fill KEY:VALUE,...: {keys}"
 
 
 def _as_line(finding: Finding) -> str:
