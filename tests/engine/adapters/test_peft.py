@@ -15,16 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, PreTrainedModel
 from trtmesh.chassis.errors import InvalidRequest, NotFound, UnsupportedField
+from trtmesh.chassis.peft_adapter import CONFIG, MOST_KEY_CHARACTERS, MOST_TENSORS, WEIGHTS
 from trtmesh.engine.adapters.arrays import read_files, write_files
 from trtmesh.engine.adapters.lora import Lora, Module, Update, fit, place_of
-from trtmesh.engine.adapters.peft import (
-    CONFIG,
-    MOST_KEY_CHARACTERS,
-    MOST_TENSORS,
-    WEIGHTS,
-    read_peft,
-    write_peft,
-)
+from trtmesh.engine.adapters.peft import read_peft, write_peft
 from trtmesh.engine.backends.torch.model.lora_layers import lora_targets
 
 # PEFT reads a name that transformers has renamed.
@@ -280,11 +274,11 @@ def _rename(tensors: dict[str, Tensor], old: str, new: str) -> Tensor:
     ("change", "field"),
     [
         (lambda t: t[KEY.format("A")].fill_(torch.nan), "adapter.layer_0.attn_q"),
-        (lambda t: t.update({KEY.format("B"): torch.ones(16, 3)}), "adapter.layer_0.attn_q"),
+        (lambda t: t.update({KEY.format("B"): torch.ones(16, 3)}), f"adapter.{KEY.format('B')}"),
         (lambda t: t.update({KEY.format("B"): torch.ones(17, 4)}), "adapter.layer_0.attn_q"),
         (lambda t: t.update({KEY.format("A"): torch.ones(5, 16)}), f"adapter.{KEY.format('A')}"),
         (lambda t: t.update({KEY.format("A"): torch.ones(4, 16).int()}), f"adapter.{KEY.format('A')}"),
-        (lambda t: _rename(t, KEY.format("B"), "x.layers.9.self_attn.q_proj.lora_B.weight"), "adapter"),
+        (lambda t: _rename(t, KEY.format("B"), "x.layers.9.self_attn.q_proj.lora_B.weight"), "adapter.model.layers.0.self_attn.q_proj"),
         (
             lambda t: [
                 _rename(t, KEY.format(side), KEY.format(side).replace("layers.0", "layers.7"))
@@ -293,7 +287,7 @@ def _rename(tensors: dict[str, Tensor], old: str, new: str) -> Tensor:
             "adapter.layer_7.attn_q",
         ),
         (lambda t: _rename(t, KEY.format("B"), "embed.lora_embedding_B"), "adapter.embed.lora_embedding_B"),
-        (lambda t: _rename(t, KEY.format("B"), "lm_head.lora_B.weight"), "adapter.lm_head"),
+        (lambda t: [_rename(t, KEY.format(side), f"lm_head.lora_{side}.weight") for side in "AB"], "adapter.lm_head"),
         (dict.clear, "adapter"),
     ],
     ids=["nan", "ranks_differ", "other_model", "rank_of_config", "dtype", "lone_side", "no_such_layer", "embedding",

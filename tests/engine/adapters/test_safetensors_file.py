@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.safetensors_header import MOST_HEADER_BYTES
 from trtmesh.engine.adapters.safetensors_file import read_safetensors
 
 TENSORS = {
@@ -68,3 +69,10 @@ def test_false_headers_are_refused(entry: object) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read_safetensors(data, "x")
     assert refused.value.field == "x"
+
+
+def test_large_header_is_refused_before_it_is_parsed() -> None:
+    """The library takes headers of 100 MB, whose parsing would hold running sequences up."""
+    header = b"[" * (MOST_HEADER_BYTES + 1)
+    with pytest.raises(InvalidRequest, match=f"not 1 to {MOST_HEADER_BYTES}"):
+        read_safetensors(len(header).to_bytes(8, "little") + header, "x")

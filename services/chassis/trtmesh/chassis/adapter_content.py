@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trtmesh.chassis.errors import InvalidField, InvalidRequest, NotFound
+from trtmesh.chassis.errors import InvalidField, InvalidRequest, NotFound, UnsupportedField
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -51,6 +51,9 @@ _NPY_TYPES: dict[int, str] = {
     pb.DATA_TYPE_BF16: "|V2",
     pb.DATA_TYPE_INT32: "<i4",
 }
+
+_NPY_SIZES = {"<f4": 4, "<f2": 2, "|V2": 2}
+"""Bytes of a weight by its type in a file."""
 
 _NPY_LENGTHS = {b"\x93NUMPY\x01\x00": "<H", b"\x93NUMPY\x02\x00": "<I"}
 """Type of the header's length by the first bytes of a file."""
@@ -166,7 +169,15 @@ def _peft_rank(config: bytes) -> int:
 
 
 def _array_rank(config: bytes) -> int:
-    """The largest number in the third column of an array of int32, [modules, 3 or 4] or [1, modules, 3 or 4]."""
+    """The largest number in the third column."""
+    ranks = _array_columns(config)[2]
+    if min(ranks) < 0:
+        raise ValueError(f"rank {min(ranks)}")
+    return int(max(ranks))
+
+
+def _array_columns(config: bytes) -> list[tuple[int, ...]]:
+    """The columns of an array of int32, [modules, 3 or 4] or [1, modules, 3 or 4]."""
     header, start = _npy_header(config)
     *leading, rows, columns = header["shape"]
     if header["descr"] != "<i4" or columns not in (3, 4) or leading not in ([], [1]):
@@ -174,10 +185,37 @@ def _array_rank(config: bytes) -> int:
     if not 0 < rows <= MOST_MODULES:
         raise ValueError(f"{rows} modules, not 1 to {MOST_MODULES}")
     values = struct.unpack_from(f"<{rows * columns}i", config, start)
-    ranks = values[2 * rows : 3 * rows] if header["fortran_order"] else values[2::columns]
-    if min(ranks) < 0:
-        raise ValueError(f"rank {min(ranks)}")
-    return int(max(ranks))
+    by_column = header["fortran_order"]
+    return [
+        values[n * rows : (n + 1) * rows] if by_column else values[n::columns]
+        for n in range(columns)
+    ]
+
+
+def check_arrays(content: AdapterContent, where: str = "") -> None:
+    """Raises InvalidRequest or UnsupportedField unless both arrays are whole and describe as many plain LoRA updates;
+    `where` precedes the names of files. No weight is read."""
+    names = FILE_NAMES[pb.ADAPTER_FORMAT_ARRAYS]
+    name = names.config
+    try:
+        _array_rank(content.config)
+        columns = _array_columns(content.config)
+        name = names.weights
+        header, start = _npy_header(content.weights)
+        *leading, rows, width = header["shape"]
+        if header["descr"] not in _NPY_SIZES or leading not in ([], [1]):
+            raise ValueError(f"the array is {header}")
+        if rows != len(columns[0]):
+            raise ValueError(f"{rows} rows, but {names.config} has {len(columns[0])}")
+        if (size := rows * width * _NPY_SIZES[header["descr"]]) != len(content.weights) - start:
+            raise ValueError(f"{len(content.weights) - start} bytes of values, not {size}")
+    except _UNREADABLE as error:
+        problem = f"is not a readable array of an adapter: {error}"
+        raise InvalidRequest(problem, field=where + name) from error
+    if any(any(column) for column in columns[3:]):
+        raise UnsupportedField(
+            "has DoRA updates; only plain LoRA is served", field=where + names.config
+        )
 
 
 def _npy_header(data: bytes) -> tuple[Any, int]:

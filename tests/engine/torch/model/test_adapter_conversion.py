@@ -15,9 +15,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.peft_adapter import CONFIG, WEIGHTS
 from trtmesh.engine.adapters.arrays import CONFIG_FILE, WEIGHTS_FILE
 from trtmesh.engine.adapters.lora import Module
-from trtmesh.engine.adapters.peft import CONFIG, WEIGHTS, read_peft
+from trtmesh.engine.adapters.peft import read_peft
 from trtmesh.engine.backends.torch.model.adapter_conversion import convert
 
 # PEFT reads a name that transformers has renamed.

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import InvalidField, UnsupportedField
+from trtmesh.chassis.peft_adapter import WEIGHTS, parse_config
+from trtmesh.chassis.safetensors_header import read_entries
 
 WORDS: Mapping[str, str] = {
     "q_proj": "attn_q",
@@ -41,9 +43,6 @@ def check_peft(content: AdapterContent, modules: Iterable[str] | None) -> None:
 
     `modules` are those that it computes, None all. A rank_pattern is no matter: it takes the ranks of the tensors.
     """
-    from trtmesh.engine.adapters.peft import WEIGHTS, parse_config
-    from trtmesh.engine.adapters.safetensors_file import read_safetensors
-
     config = parse_config(content.config)
     config.check()
     if config.alpha_pattern:
@@ -53,7 +52,7 @@ def check_peft(content: AdapterContent, modules: Iterable[str] | None) -> None:
             field="adapter_config.alpha_pattern",
             value=str(config.alpha_pattern)[:200],
         )
-    for key in read_safetensors(content.weights, WEIGHTS):
+    for key in read_entries(content.weights, WEIGHTS):
         found = _KEY.fullmatch(key)
         name = found["layer"] if found else key
         word = _word_of(name) if found else None

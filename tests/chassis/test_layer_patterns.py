@@ -6,7 +6,7 @@ import re
 
 import pytest
 from trtmesh.chassis.errors import UnsupportedField
-from trtmesh.engine.adapters.layer_patterns import (
+from trtmesh.chassis.layer_patterns import (
     MOST_ALTERNATIVES,
     MOST_PATTERN_CHARACTERS,
     MOST_REPEATING,
