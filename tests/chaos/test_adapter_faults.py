@@ -18,9 +18,9 @@ from chaos.fragile import NAMES, Fragile, contents, fragile_mesh
 from chaos.proxy import proxy_to
 from chaos.steady_streams import Ask, steady_streams
 from e2e.mesh import SIMULATED, WIDE_TOKENS, StreamReader, eventually, scrape
-from engine.adapter_contents import content
 from processes import ServiceProcess
-from trtmesh.chassis.adapter_content import number_of
+from router.adapters.contents_of import content as content_of
+from trtmesh.chassis.adapter_content import AdapterContent, number_of
 from trtmesh.chassis.errors import Mismatch, Unavailable
 from trtmesh.client import AdminClient, Client, ItemResult
 from trtmesh.v1 import generation_pb2 as pb
@@ -236,6 +236,10 @@ async def test_router_killed_during_a_delivery(shared: Shared) -> None:
 
 async def sent_bytes(router: ServiceProcess) -> float:
     return (await scrape(router))["trtmesh_router_adapter_delivery_bytes_total"]
+
+
+def content(seed: int, size: int = 64) -> AdapterContent:
+    return content_of(bytes([seed]) * size)
 
 
 def named(name: str) -> admin_pb.AddAdapterRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from oracle import tiny_models
 from processes import ServiceProcess
 from safetensors.torch import save
 from trtmesh.chassis.adapter_content import AdapterContent
-from trtmesh.chassis.errors import AdapterMismatch, InvalidField, InvalidRequest, TrtmeshError
+from trtmesh.chassis.errors import (
+    AdapterMismatch,
+    InvalidField,
+    InvalidRequest,
+    TrtmeshError,
+    Unsupported,
+)
 from trtmesh.client import ItemResult
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -92,6 +99,17 @@ def steady(lab: Lab) -> list[Ask]:
     return [asking(None, None), asking(GOOD, GOOD.brought(NUMBER))] * 2
 
 
+def named(lab: Lab, name: str) -> list[Ask]:
+    """A stream of a registered adapter with the good content."""
+
+    async def ask() -> None:
+        item = await generate(lab, pb.LoraConfig(name=name))
+        assert item.error is None
+        assert lab.oracle.is_greedy(GOOD, PROMPT, item.token_ids)
+
+    return [ask]
+
+
 def peft(adapter: TinyAdapter, **changes: Any) -> AdapterContent:
     config = adapter.config(**changes)
     return AdapterContent(pb.ADAPTER_FORMAT_PEFT, config, save(adapter.tensors()))
@@ -124,7 +142,7 @@ CONTENTS: Mapping[str, tuple[AdapterContent, str, str]] = {
         "adapter_model.safetensors",
     ),
     "too large for workers": (
-        replace(WHOLE, weights=WHOLE.weights + bytes(MOST_BYTES)),
+        tiny_adapter(3, 56).content,
         "INVALID_FIELD",
         "load_adapter content",
     ),
@@ -174,22 +192,57 @@ async def holds_only_good(engine: ServiceProcess) -> bool:
 
 
 @pytest.mark.parametrize("by", ["upload", "source"])
-@pytest.mark.parametrize("kind", CONTENTS)
-async def test_unusable_content_ends_the_items_that_name_it(lab: Lab, kind: str, by: str) -> None:
-    content, reason, field = CONTENTS[kind]
-    admin, asked = lab.fragile.mesh.admin, admin_pb.AddAdapterRequest(name=f"{kind} by {by}")
-    async with steady_streams(steady(lab)):
-        if by == "upload":
-            added = await admin.upload_adapter(asked, content)
-        else:
+async def test_broken_versions_under_load_change_nothing(lab: Lab, by: str) -> None:
+    """Neither as first versions, nor as new ones or canaries of an adapter in use."""
+    admin, used = lab.fragile.mesh.admin, admin_pb.AddAdapterRequest(name="used", id=NUMBER + 2)
+
+    async def add(kind: str, name: str, share: float | None = None) -> TrtmeshError:
+        asked = admin_pb.AddAdapterRequest(name=name, id=NUMBER + 2, canary_share=share)
+        adding = admin.upload_adapter(asked, CONTENTS[kind][0])
+        if by == "source":
+            adding.close()
             asked.source = kind.replace(" ", "-")
-            save_adapter(content, lab.root / asked.source)
-            added = await admin.add_adapter(asked)
-        await check_refused(lab, pb.LoraConfig(name=asked.name), reason, field)
-        await check_refused(lab, pb.LoraConfig(id=added.id), reason, field)
-        (listed,) = [e for e in (await admin.list_adapters()).adapters if e.name == asked.name]
-        assert listed.versions[0].error.reason == reason
-        await admin.remove_adapter(added.id)
+            save_adapter(CONTENTS[kind][0], lab.root / asked.source)
+            adding = admin.add_adapter(asked)
+        with pytest.raises((InvalidRequest, Unsupported)) as refused:
+            await adding
+        return refused.value
+
+    for kind, (_, reason, field) in CONTENTS.items():
+        error = await add(kind, "unknown")
+        assert (error.reason, error.field) == (reason, field)
+    await admin.upload_adapter(used, GOOD.content)
+    async with steady_streams([*steady(lab), *named(lab, "used") * 2]):
+        for kind, (content, reason, field) in CONTENTS.items():
+            for share in (None, 0.5):
+                error = await add(kind, "used", share)
+                assert (error.reason, error.field) == (reason, field)
+                (listed,) = [e for e in (await admin.list_adapters()).adapters if e.name == "used"]
+                assert [each.version for each in listed.versions] == [GOOD.content.version]
+                assert (listed.refused_version, listed.refusal.reason) == (content.version, reason)
+    await admin.remove_adapter(used.id)
+    await settled(lab)
+
+
+@asynccontextmanager
+async def without_workers(lab: Lab) -> AsyncIterator[None]:
+    """No worker can try an adapter meanwhile."""
+    admin = lab.fragile.mesh.admin
+    for name in lab.fragile.engines:
+        await admin.drain_worker(name)
+    yield
+    for name in lab.fragile.engines:
+        await admin.resume_worker(name)
+
+
+async def test_first_version_that_no_worker_could_try_is_not_the_clients_fault(lab: Lab) -> None:
+    admin = lab.fragile.mesh.admin
+    content, _, field = CONTENTS["nan"]
+    async with without_workers(lab):
+        added = await admin.upload_adapter(admin_pb.AddAdapterRequest(name="untried"), content)
+    error = await check_refused(lab, pb.LoraConfig(name="untried"), "ADAPTER_BROKEN", "")
+    assert field in error.message
+    await admin.remove_adapter(added.id)
     await settled(lab)
 
 
@@ -288,12 +341,14 @@ async def test_content_with_another_digest_is_refused(lab: Lab) -> None:
 async def test_items_fail_once_the_files_of_a_version_change(lab: Lab) -> None:
     admin, other = lab.fragile.mesh.admin, tiny_adapter(4, 4)
     save_adapter(WHOLE, lab.root / "changing")
-    added = await admin.add_adapter(admin_pb.AddAdapterRequest(name="changing", source="changing"))
+    async with without_workers(lab):
+        asked = admin_pb.AddAdapterRequest(name="changing", source="changing")
+        added = await admin.add_adapter(asked)
     save_adapter(other.content, lab.root / "changing")
     async with steady_streams(steady(lab)):
         lora = pb.LoraConfig(name="changing")
-        error = await check_refused(lab, lora, "ADAPTER_MISMATCH", "source")
-        assert (error.value, error.limit) == (other.version, WHOLE.version)
+        error = await check_refused(lab, lora, "ADAPTER_BROKEN", "")
+        assert "changed on disk" in error.message
         save_adapter(WHOLE, lab.root / "changing")
         item = await generate(lab, lora)
         assert lab.oracle.is_greedy(GOOD, PROMPT, item.token_ids)

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 from cli.commands import (
-    FREE_PORTS,
     TRTMESH,
     Stack,
     read_until_closed,
@@ -27,6 +26,7 @@ from cli.commands import (
 from cli.test_admin_commands import WIDE, as_objects
 from e2e.mesh import DEMO
 from processes import service_process
+from router.adapters.contents_of import content, write
 from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent, number_of
 from trtmesh.client import AdminClient, Client
 from trtmesh.v1 import generation_pb2 as pb
@@ -73,9 +73,7 @@ def text(stack: Stack, *words: str) -> str:
 
 def peft_directory(directory: Path, *, weights: bytes = b"weights", rank: int = 4) -> Path:
     """An adapter for simulated engines, which read its rank alone."""
-    directory.mkdir()
-    (directory / PEFT.config).write_text(json.dumps({"peft_type": "LORA", "r": rank}))
-    (directory / PEFT.weights).write_bytes(weights)
+    write(directory, content(weights, rank))
     return directory
 
 
@@ -265,21 +263,12 @@ def test_name_of_digits_is_refused(admin: str, tmp_path: Path) -> None:
     assert "7" not in listed(admin)
 
 
-def test_stack_refuses_a_directory_named_by_digits(tmp_path: Path) -> None:
-    peft_directory(tmp_path / "7")
-    refused = trtmesh("up", *FREE_PORTS, "--backend", "simulated", "--adapters", str(tmp_path))
-    assert refused.returncode == 2
-    assert "--adapters" in refused.stderr
-    assert str(tmp_path / "7") in refused.stderr
-
-
 async def test_refused_upload_tells_the_routers_reason(tmp_path: Path) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("s3cret\n")
     wrong.write_text("other\n")
-    size = 1 << 24
-    directory = peft_directory(tmp_path / "large", weights=bytes(size))
-    size += (directory / PEFT.config).stat().st_size
+    directory = peft_directory(tmp_path / "large", weights=bytes(1 << 24))
+    size = AdapterContent.read(directory, 1 << 30).size_bytes
     limit = {"TRTMESH_ROUTER_ADAPTERS_MAX_ADAPTER_BYTES": str(size - 1)}
     flags = ("--port", "0", "--engines", "127.0.0.1:1", "--admin-token-file", str(right))
     async with service_process("router", *flags, env=limit) as router:
@@ -312,12 +301,44 @@ def test_terminal_shows_the_progress_of_an_upload(admin: str, tmp_path: Path) ->
     assert "4.2/4.2 MB" in screen
 
 
-def test_stack_refuses_a_directory_with_a_broken_adapter(tmp_path: Path) -> None:
-    (peft_directory(tmp_path / "torn") / PEFT.config).unlink()
-    refused = trtmesh("up", *FREE_PORTS, "--backend", "simulated", "--adapters", str(tmp_path))
+def test_stack_names_its_broken_adapters_and_serves_the_others(tmp_path: Path) -> None:
+    for name in ("7", "own", "torn", "wide"):
+        peft_directory(tmp_path / name)
+    (tmp_path / "torn" / PEFT.config).unlink()
+    config = json.loads((tmp_path / "wide" / PEFT.config).read_text()) | {"r": 5}
+    (tmp_path / "wide" / PEFT.config).write_text(json.dumps(config))
+    with running_stack("--port", "0", "--adapters", str(tmp_path)) as stack:
+        stack.wait_ready()
+        assert listed(stack.admin).keys() == {"own"}
+        for name, reason in (("7", "digits"), ("torn", PEFT.config), ("wide", "has rank 4")):
+            line = next(line for line in stack.err if f"{tmp_path / name} is refused" in line)
+            assert reason in line
+
+
+def test_broken_directory_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "cut")
+    whole = (directory / PEFT.weights).read_bytes()
+    (directory / PEFT.weights).write_bytes(whole[:-1])
+    refused = adapters(NOWHERE, "add", "bad", str(directory))
     assert refused.returncode == 2
-    assert "--adapters" in refused.stderr
-    assert PEFT.config in refused.stderr
+    (line,) = refused.stderr.splitlines()
+    assert str(directory / PEFT.weights) in line
+
+
+def test_refused_version_is_shown(stack: Stack, admin: str, tmp_path: Path) -> None:
+    old = peft_directory(tmp_path / "old")
+    wide = peft_directory(tmp_path / "wide", rank=1 << 20)
+    assert adapters(admin, "add", "tried", str(old)).returncode == 0
+    before = text(stack, "--adapter", "tried")
+    refused = adapters(admin, "add", "tried", str(wide))
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "adapter rank" in refused.stderr
+    version = AdapterContent.read(wide, 1 << 30).version
+    for words in (("list",), ("status", "tried")):
+        shown = adapters(admin, *words).stdout
+        assert version[:12] in shown
+        assert "adapter rank is 1048576" in shown
+    assert text(stack, "--adapter", "tried") == before
 
 
 def test_restarted_router_has_the_adapters_again(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh
-from trtmesh.chassis.adapter_content import AdapterContent
+from router.adapters.contents_of import content
 from trtmesh.chassis.errors import AdapterNotFound
 from trtmesh.client import AdminClient, Client
 from trtmesh.v1 import generation_pb2 as pb
@@ -21,11 +20,6 @@ ENGINES = (*SIMULATED, "--simulated-adapters-slots", "2", "--simulated-adapters-
 """Engine flags: two adapters fit."""
 
 PROMPT = [[11, 12, 13]]
-
-
-def content(weights: bytes) -> AdapterContent:
-    config = json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8}).encode()
-    return AdapterContent(pb.ADAPTER_FORMAT_PEFT, config, weights)
 
 
 async def add(mesh: Mesh, name: str, weights: bytes, **more: Any) -> admin_pb.Adapter:

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import grpc
 from prometheus_client import CollectorRegistry
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
@@ -78,6 +80,8 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
         self.contents: dict[tuple[int, str], bytes] = {}
         """Contents of adapters as far as they arrived."""
         self.loads_adapters = True
+        self.refused_versions: dict[str, TrtmeshError] = {}
+        """Errors with which adapters are not loaded, by version."""
 
     @property
     def submits(self) -> list[epb.SubmitCommand]:
@@ -131,7 +135,11 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
         assert len(known) == part.offset
         self.contents[key] = known + part.data
         whole = part.config_bytes + part.weights_bytes
-        if self.loads_adapters and len(self.contents[key]) == whole:
+        if len(self.contents[key]) < whole:
+            return
+        if (error := self.refused_versions.get(part.adapter.version)) is not None:
+            await self.tell_adapter(*key, place=0, error=to_proto(error))
+        elif self.loads_adapters:
             await self.tell_adapter(*key, name=part.adapter.name, pinned=part.pinned)
 
     async def tell_adapter(self, number: int, version: str, **state: Any) -> None:

@@ -827,6 +827,8 @@ class Adapter(google.protobuf.message.Message):
     VERSIONS_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     BROUGHT_FIELD_NUMBER: builtins.int
+    REFUSED_VERSION_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Number of the adapter."""
     name: builtins.str
@@ -841,6 +843,8 @@ class Adapter(google.protobuf.message.Message):
     """Model of the adapter; empty means the only model of the fleet."""
     brought: builtins.bool
     """Whether a client's request brought the adapter; such adapters are forgotten when memory is needed."""
+    refused_version: builtins.str
+    """Digest of the latest version that this router refused or took back; empty for none since the last accepted one."""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the workers with the current version."""
@@ -848,6 +852,10 @@ class Adapter(google.protobuf.message.Message):
     @property
     def versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AdapterVersion]:
         """All versions, the current one first."""
+
+    @property
+    def refusal(self) -> trtmesh.v1.generation_pb2.Error:
+        """Why it was refused or taken back."""
 
     def __init__(
         self,
@@ -861,8 +869,11 @@ class Adapter(google.protobuf.message.Message):
         versions: collections.abc.Iterable[Global___AdapterVersion] | None = ...,
         model: builtins.str = ...,
         brought: builtins.bool = ...,
+        refused_version: builtins.str = ...,
+        refusal: trtmesh.v1.generation_pb2.Error | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["brought", b"brought", "id", b"id", "model", b"model", "name", b"name", "pinned", b"pinned", "source", b"source", "version", b"version", "versions", b"versions", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["refusal", b"refusal"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["brought", b"brought", "id", b"id", "model", b"model", "name", b"name", "pinned", b"pinned", "refusal", b"refusal", "refused_version", b"refused_version", "source", b"source", "version", b"version", "versions", b"versions", "workers", b"workers"]) -> None: ...
 
 Global___Adapter: typing_extensions.TypeAlias = Adapter
 

@@ -278,7 +278,10 @@ def _rename(tensors: dict[str, Tensor], old: str, new: str) -> Tensor:
         (lambda t: t.update({KEY.format("B"): torch.ones(17, 4)}), "adapter.layer_0.attn_q"),
         (lambda t: t.update({KEY.format("A"): torch.ones(5, 16)}), f"adapter.{KEY.format('A')}"),
         (lambda t: t.update({KEY.format("A"): torch.ones(4, 16).int()}), f"adapter.{KEY.format('A')}"),
-        (lambda t: _rename(t, KEY.format("B"), "x.layers.9.self_attn.q_proj.lora_B.weight"), "adapter.model.layers.0.self_attn.q_proj"),
+        (
+            lambda t: _rename(t, KEY.format("B"), "x.layers.9.self_attn.q_proj.lora_B.weight"),
+            "adapter.model.layers.0.self_attn.q_proj",
+        ),
         (
             lambda t: [
                 _rename(t, KEY.format(side), KEY.format(side).replace("layers.0", "layers.7"))

@@ -232,6 +232,12 @@ async def test_several_sequences_of_a_one_token_prompt_stay_together() -> None:
 
 
 ADAPTER = admin_pb.AddAdapterRequest(name="a", id=7)
+WEIGHTS = pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[1, 1], data=b"ab")
+CONFIG = pb.Tensor(
+    data_type=pb.DATA_TYPE_INT32,
+    shape=[1, 3],
+    data=b"".join(n.to_bytes(4, "little") for n in (1, 0, 8)),
+)
 ADAPTERS: dict[str, Any] = {"adapters": {"slots": 2}}
 
 
@@ -247,15 +253,19 @@ async def test_an_adapter_is_used_by_both_workers(by_state: bool) -> None:
     assert items[0] == items[1] != content(await expected(PROMPT))
 
 
+async def places(on: Workers) -> list[list[str]]:
+    """The workers that hold each adapter."""
+    return [[*each.workers] for each in (await on.client.admin.list_adapters()).adapters]
+
+
 @asynccontextmanager
 async def loading() -> AsyncIterator[tuple[Workers, asyncio.Task[Any]]]:
     """An item whose adapter is loaded by the decode worker, but cannot reach the prefill worker."""
     async with workers("prefill", "decode", **ADAPTERS) as on:
-        await on.client.admin.upload_adapter(ADAPTER, CONTENT)
         on.proxies["prefill-0"].freeze(to_target=True, from_target=False)
-        asked = on.ask(adapter=pb.LoraConfig(name="a"))
+        asked = on.ask(adapter=pb.LoraConfig(id=7, weights=WEIGHTS, config=CONFIG))
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while (await on.client.admin.list_adapters()).adapters[0].workers != ["decode-1"]:  # noqa: ASYNC110 - the router sets no event
+            while await places(on) != [["decode-1"]]:  # noqa: ASYNC110 - the router sets no event
                 await asyncio.sleep(0.01)
         assert on.handoffs() == 0
         yield on, asked

@@ -246,6 +246,10 @@ class InternalError(TrtmeshError):
     """A defect of this software or its backend."""
 
 
+class AdapterBroken(InternalError):
+    """A registered adapter cannot be loaded; its operator must mend it."""
+
+
 class BackendFailed(InternalError):
     """The backend could not continue an item."""
 
@@ -308,6 +312,8 @@ class Blame(Enum):
     """The client ended the request or stopped reading."""
     PEER = "peer"
     """A worker or a tokenizer failed."""
+    OPERATOR = "operator"
+    """The one who runs the mesh must mend something."""
     DEFECT = "defect"
     """A defect of this software."""
     UNKNOWN = "unknown"
@@ -381,6 +387,14 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ),
     ErrorRow(Cancelled, _S.CANCELLED, _H.BAD_REQUEST, "CANCELLED", _B.CLIENT),
     ErrorRow(InternalError, *_INTERNAL, "INTERNAL", _B.DEFECT),
+    ErrorRow(
+        AdapterBroken,
+        *_INTERNAL,
+        "ADAPTER_BROKEN",
+        _B.OPERATOR,
+        movable=True,
+        back_pressure=True,
+    ),
     ErrorRow(BackendFailed, *_INTERNAL, "BACKEND_FAILED", _B.PEER),
     ErrorRow(StreamIncomplete, *_INTERNAL, "STREAM_INCOMPLETE", _B.PEER),
     ErrorRow(TrtmeshError, _S.UNKNOWN, _H.INTERNAL_SERVER_ERROR, "UNKNOWN", _B.UNKNOWN),

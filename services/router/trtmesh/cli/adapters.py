@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from trtmesh.chassis.adapter_check import check_content
 from trtmesh.chassis.adapter_content import AdapterContent, is_number
-from trtmesh.chassis.errors import InvalidRequest, NotFound
+from trtmesh.chassis.errors import InvalidRequest, NotFound, Unsupported
 from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.adapter_convert import convert
 from trtmesh.cli.admin_command import Context, admin_command
@@ -62,6 +63,8 @@ async def status(context: Context, adapter: AdapterArgument) -> int:
         put_json(found)
     else:
         put(_headline(found))
+        if found.refused_version:
+            put(escaped(f"version {found.refused_version} was refused: {found.refusal.message}"))
         print_tables(adapter_versions_table(found), residencies_table(found))
     return OK
 
@@ -106,6 +109,7 @@ async def add(
 ) -> int:
     """Register an adapter, or a new version of one: running requests finish on theirs.
 
+    A worker loads it first, if one is ready: a version that it cannot load is refused, and the former one stays.
     Adding the content of a canary again without --canary makes it current.
 
     Exit status: 0 registered, 1 the call failed, 2 no usable DIRECTORY or other wrong usage, 130 Ctrl-C.
@@ -126,7 +130,8 @@ async def add(
     else:
         try:
             content = AdapterContent.read(directory, MOST_BYTES)
-        except (InvalidRequest, NotFound) as error:
+            check_content(content, f"{directory}/")
+        except (InvalidRequest, Unsupported, NotFound) as error:
             say_error(str(error))
             return USAGE
         added = await _upload(context, asked, content)

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
-from trtmesh.chassis.adapter_content import format_of, is_number
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.cores import physical_cores, threads_for, weight_bytes
 from trtmesh.chassis.device_names import VISIBLE, DeviceName, DeviceNames
-from trtmesh.chassis.errors import InvalidRequest, ModelUnusable, NotFound, SettingsError
+from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.foreign_address import is_foreign
 from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.chassis.settings import split_commas
@@ -414,20 +413,13 @@ def _served_models(settings: MeshSettings, given: ServiceSettingsGiven) -> list[
 
 
 def _adapters_in(directory: Path) -> Sequence[Path]:
-    """The subdirectories, each with an adapter. Raises SettingsError."""
+    """The subdirectories, each with an adapter; the router says which is unusable. Raises SettingsError."""
     try:
-        found = sorted(path.resolve() for path in directory.iterdir() if path.is_dir())
-        for path in found:
-            format_of(path)
-            if is_number(path.name):
-                raise InvalidRequest(f"the name of {path} is a number; rename the directory")
+        return sorted(path.resolve() for path in directory.iterdir() if path.is_dir())
     except OSError as error:
         raise SettingsError(
             f"cannot be read: {directory}: {error.strerror}", setting="mesh.adapters"
         ) from error
-    except (NotFound, InvalidRequest) as error:
-        raise SettingsError(f"has an unusable adapter: {error}", setting="mesh.adapters") from error
-    return found
 
 
 def _check_devices(settings: MeshSettings, models: Iterable[ServedModel]) -> None:

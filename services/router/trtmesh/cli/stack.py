@@ -117,7 +117,7 @@ class Stack:
                         return
 
     async def _register_adapters(self, router: Child) -> None:
-        """Registers the adapters of the stack that the router does not know. Raises StartupError."""
+        """Registers the adapters of the stack that the router does not know; says which are unusable."""
         if not self._plan.adapters:
             return
         client = self._admin_client(router, self.settings.start_seconds)
@@ -135,7 +135,7 @@ class Stack:
         except Unavailable:
             raise
         except TrtmeshError as error:
-            raise StartupError(f"adapter {path} is refused: {error}") from error
+            say(f"adapter {path} is refused, and the others serve: {error}")
 
     def _children(self, plans: Sequence[ProcessPlan]) -> list[Child]:
         return [Child(plan, self._log) for plan in plans]
@@ -187,10 +187,7 @@ class Stack:
                 continue
             say(f"{child.name} serves again at {child.bound.address}")
             if child in self.routers:
-                try:
-                    await self._register_adapters(child)
-                except StartupError as error:
-                    say(str(error))
+                await self._register_adapters(child)
 
     async def stop(self) -> None:
         """Stops routers, then engines, then tokenizers: each finishes while the services it needs still run."""

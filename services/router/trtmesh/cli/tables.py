@@ -231,9 +231,12 @@ def candidates_table(placement: pb.Placement) -> Table:
 
 def adapters_table(adapters: Iterable[pb.Adapter]) -> Table:
     """One row per version, the current one first."""
-    table = new_table("adapter", "number", "version", "size", "rank", "workers", "share", "pinned")
+    table = new_table(
+        "adapter", "number", "version", "size", "rank", "workers", "share", "pinned", remark="error"
+    )
     for adapter in adapters:
         for version in adapter.versions:
+            is_current = version.version == adapter.version
             add_row(
                 table,
                 adapter.name,
@@ -244,8 +247,17 @@ def adapters_table(adapters: Iterable[pb.Adapter]) -> Table:
                 len({each.worker for each in version.residencies}),
                 f"{version.share:.0%}",
                 "yes" if adapter.pinned else "",
+                version.error.message or (_refusal(adapter) if is_current else ""),
             )
     return table
+
+
+def _refusal(adapter: pb.Adapter) -> str:
+    """Why the latest version is not current, or ''."""
+    if not adapter.refused_version:
+        return ""
+    version = short_version(adapter.refused_version)
+    return f"version {version} was refused: {adapter.refusal.message}"
 
 
 def adapter_versions_table(adapter: pb.Adapter) -> Table:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
+from trtmesh.chassis.adapter_check import check_content
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
 from trtmesh.chassis.errors import (
+    AdapterBroken,
     AdapterMismatch,
     Exhausted,
     InvalidField,
@@ -40,6 +42,7 @@ from trtmesh.router.adapters.registry import (
     check_name,
     pin,
     remove,
+    take_back,
     without,
 )
 from trtmesh.router.adapters.settings import AdapterSettings
@@ -77,6 +80,24 @@ class ItemAdapter:
     """Set where memory had it, which may forget it."""
     rank: int = 0
     """Largest rank of the updates; 0 for unknown."""
+    brought: bool = False
+    """Whether a request brought it, whose client answers for it."""
+
+
+Trial = Callable[[str, ItemAdapter], Awaitable[None]]
+"""Has a worker of a model load a version, if one can load any now. Raises the worker's error."""
+
+
+async def no_trial(model: str, adapter: ItemAdapter) -> None:
+    """The trial of a router without workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a version gets no requests."""
+
+    version: str
+    error: TrtmeshError
 
 
 class Adapters:
@@ -102,6 +123,10 @@ class Adapters:
         self.contents = Contents(settings, fetch)
         self.registry = EMPTY
         self.usages = Usages()
+        self._formers: dict[Key, Version] = {}
+        """The versions before the current ones that have not served yet."""
+        self.refusals: dict[Key, Refusal] = {}
+        """The latest refused versions of registered adapters."""
         self.removed: dict[VersionKey, None] = {}
         """Versions to be unloaded wherever they are."""
         self.problem = ""
@@ -207,7 +232,7 @@ class Adapters:
         identity = entry.identity(version)
         # Workers may have split or joined updates.
         rank = self.usages.of(identity).rank or version.rank
-        return ItemAdapter(identity, version, content, rank)
+        return ItemAdapter(identity, version, content, rank, entry.brought)
 
     def _keep(self, entry: Entry, content: AdapterContent) -> AdapterContent:
         content = self.contents.memory.put(entry.current.digest, content)
@@ -295,6 +320,7 @@ class Adapters:
         """Counts an item with its first worker; `hit` means that the worker had the version."""
         usage = self.usages.of(adapter.identity)
         usage.hits += hit
+        usage.served = True
         known = self.registry.of_number(adapter.identity.id)
         name = adapter.identity.name if known and not known[0].brought else BROUGHT
         self._metrics.note_adapter(name, hit=hit)
@@ -321,22 +347,30 @@ class Adapters:
         self._shrink()
         return content
 
-    async def add(self, asked: Registration, source: str) -> Entry:
-        """Registers a version from a directory below a root. Raises InvalidRequest, NotFound, Mismatch and more."""
+    async def add(self, asked: Registration, source: str, trial: Trial = no_trial) -> Entry:
+        """Registers a version from a directory below a root, once a worker has loaded it, unless no worker can now.
+        Raises InvalidRequest, NotFound, Mismatch and more."""
         self.check_owner()
         asked.check()
         content, digest = await self.contents.read_source(source)
-        return await self._register(asked, content, digest, source)
+        return await self._register(asked, content, digest, source, trial)
 
-    async def upload(self, asked: Registration, content: AdapterContent) -> Entry:
+    async def upload(
+        self, asked: Registration, content: AdapterContent, trial: Trial = no_trial
+    ) -> Entry:
         """Registers a version with its content. Raises as `add`, or Exhausted without memory for it."""
         self.check_owner()
         asked.check()
         digest = await asyncio.to_thread(lambda: content.version)
-        return await self._register(asked, content, digest, "")
+        return await self._register(asked, content, digest, "", trial)
 
     async def _register(
-        self, asked: Registration, content: AdapterContent, digest: str, source: str
+        self,
+        asked: Registration,
+        content: AdapterContent,
+        digest: str,
+        source: str,
+        trial: Trial,
     ) -> Entry:
         if asked.version not in ("", digest):
             raise AdapterMismatch(
@@ -345,17 +379,78 @@ class Adapters:
                 value=asked.version,
                 limit=digest,
             )
-        version = Version.of(digest, content, source)
-        add(self.registry, asked, version)
+        version = await asyncio.to_thread(Version.of, digest, content, source)
+        entry = add(self.registry, asked, version).by_name(asked.model, asked.name)
+        assert entry is not None
         if not source:
             self._check_room(content)
-            await self.contents.store(digest, content)
+        await self._check(entry, ItemAdapter(entry.identity(version), version, content), trial)
+        try:
+            if not source:
+                await self.contents.store(digest, content)
+            await self._change(lambda registry: add(registry, asked, version))
+        except TrtmeshError:
+            if self.version_of(entry.id, digest) is None:
+                # The worker of the trial has it.
+                self._unload([(entry.id, digest)])
+            raise
         self.contents.memory.put(digest, content)
-        await self._change(lambda registry: add(registry, asked, version))
+        self.refusals.pop(entry.key, None)
         self._shrink()
-        entry = self.registry.by_name(asked.model, asked.name)
-        assert entry is not None
-        return entry
+        return self.registry.entries.get(entry.key, entry)
+
+    async def _check(self, entry: Entry, adapter: ItemAdapter, trial: Trial) -> None:
+        """Raises the reason why a version must not get requests."""
+        assert adapter.content is not None
+        try:
+            await asyncio.to_thread(check_content, adapter.content)
+            await trial(entry.model, adapter)
+        except TrtmeshError as error:
+            self._refuse(entry.key, adapter.identity, error)
+            raise
+
+    def _refuse(self, key: Key, identity: Adapter, error: TrtmeshError) -> None:
+        """Shows why a version of a registered adapter gets no requests."""
+        if key in self.registry.entries:
+            self.refusals[key] = Refusal(identity.version, error)
+
+    async def take_back(self, adapter: ItemAdapter, error: TrtmeshError) -> AdapterBroken:
+        """A worker cannot load an operators' version for an item: one that has served none yet gives its requests back
+        to the former version, a canary to the current one. Returns the error of items that need this version."""
+        identity = adapter.identity
+        name = identity.name or identity.id
+        for entry in self.registry.of_number(identity.id):
+            former = self._formers.get(entry.key)
+            if entry.version(identity.version) is None or self.usages.of(identity).served:
+                continue
+            if former is None and entry.current.digest == identity.version:
+                continue
+            log.error(
+                "version %s of adapter %s cannot be loaded and is taken back: %s",
+                *(identity.version, name, error.message),
+            )
+            await self._take_back(entry.key, identity, former)
+            self._formers.pop(entry.key, None)
+            self._refuse(entry.key, identity, error)
+        return AdapterBroken(
+            f"adapter {name} cannot be loaded in version {identity.version}: {error.message}; its operator must add a"
+            " usable version (`trtmesh adapters status` tells more)",
+            worker=error.worker,
+        )
+
+    async def _take_back(self, key: Key, identity: Adapter, former: Version | None) -> None:
+        def change(registry: Registry) -> Registry:
+            return take_back(registry, key, identity.version, former)
+
+        if self._follows:
+            # Until the followed router changes its registry; it has workers of its own.
+            self.take(change(self.registry))
+            return
+        try:
+            await self._change(change)
+        except TrtmeshError as failed:
+            log.warning("the registry cannot be written: %s", failed.message)
+            self.take(change(self.registry))
 
     async def remove(self, number: int, version: str) -> None:
         """Forgets an adapter, or a canary. Raises NotFound, InvalidField and more."""
@@ -434,6 +529,7 @@ class Adapters:
     def _on_change(self, before: Entry | None, after: Entry | None) -> None:
         """Has lost versions unloaded, and new ones not."""
         if before is not None:
+            self._note_former(before, after)
             lost = [key for key in _keys_of([before]) if self.version_of(*key) is None]
             self.usages.forget(lost)
             # Without a file, workers may serve a brought adapter that is only forgotten here.
@@ -444,6 +540,16 @@ class Adapters:
         if after is not None:
             for key in _keys_of([after]):
                 self.removed.pop(key, None)
+
+    def _note_former(self, before: Entry, after: Entry | None) -> None:
+        """Remembers the last version that could be loaded, in case that the new one cannot."""
+        if after is None or after.brought:
+            self._formers.pop(before.key, None)
+            self.refusals.pop(before.key, None)
+        elif after.current.digest != before.current.digest:
+            usage = self.usages.of_key((before.id, before.current.digest))
+            if usage.served or usage.loads or before.key not in self._formers:
+                self._formers[before.key] = before.current
 
     def _unload(self, keys: Iterable[VersionKey]) -> None:
         self.removed.update(dict.fromkeys(keys))

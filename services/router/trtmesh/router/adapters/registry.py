@@ -343,6 +343,19 @@ def remove(registry: Registry, number: int, digest: str = "") -> Registry:
     return _with(registry, replace(entry, versions=kept))
 
 
+def take_back(registry: Registry, key: Key, digest: str, former: Version | None) -> Registry:
+    """Takes back a version that cannot be loaded: a canary, or the current version if there is a `former` one."""
+    entry = registry.entries.get(key)
+    if entry is None or (version := entry.version(digest)) is None:
+        return registry
+    kept = tuple(each for each in entry.versions if each is not version)
+    if version is entry.current:
+        if former is None:
+            return registry
+        kept = (replace(former, share=0.0), *_others(entry, former.digest))
+    return _with(registry, replace(entry, versions=kept))
+
+
 def pin(registry: Registry, number: int, *, pinned: bool) -> Registry:
     """Keeps an adapter loaded, or no longer; a brought one becomes the operators'. Raises NotFound."""
     entry = _known(registry, number)[0]

@@ -23,6 +23,8 @@ class Usage:
     """Items whose worker had the version at the first dispatch."""
     loads: int = 0
     evictions: int = 0
+    served: bool = False
+    """Whether a worker took an item with it."""
     rank: int = 0
     """Largest rank of the updates, as workers report it; 0 for unknown."""
     error: TrtmeshError | None = None

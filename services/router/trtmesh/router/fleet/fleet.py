@@ -225,6 +225,23 @@ class Fleet:
                         return ItemAdapter(residency.adapter, rank=residency.rank)
         return None
 
+    async def try_adapter(self, model: str, adapter: ItemAdapter) -> None:
+        """Has a ready worker of a model, '' for any, load a version, if one can load any now. Raises the worker's
+        error."""
+        takers = [
+            worker
+            for worker in self.workers.values()
+            if worker.ready and worker.takes_adapters and model in ("", worker.engine.model)
+        ]
+        for worker in sorted(takers, key=lambda worker: worker.guard.sequences):
+            try:
+                await worker.hold(adapter)
+            except TrtmeshError as error:
+                if not error.row.movable:
+                    raise
+            else:
+                return
+
     def note_absence(self, address: str, adapter: Adapter) -> None:
         """A worker refused an item because it does not hold the adapter."""
         if (worker := self.workers.get(address)) is not None:

@@ -75,7 +75,7 @@ class Pins:
         now = asyncio.get_running_loop().time()
         self._forget_pauses(now)
         for worker in self._fleet.workers.values():
-            if worker.ready and "lora.id" in worker.facts.supported_fields:
+            if worker.ready and worker.takes_adapters:
                 self._unload(worker, now)
                 self._pin(worker, now)
 

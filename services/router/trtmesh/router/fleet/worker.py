@@ -151,6 +151,10 @@ class Worker(Replica):
         return self.guard.adapters
 
     @property
+    def takes_adapters(self) -> bool:
+        return "lora.id" in self.facts.supported_fields
+
+    @property
     def connected(self) -> bool:
         """Whether commands reach the worker."""
         return self.state in (ReplicaState.READY, ReplicaState.STALLED, ReplicaState.DRAINING)

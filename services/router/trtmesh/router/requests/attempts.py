@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from trtmesh.chassis.errors import (
+    AdapterBroken,
     AdapterNotFound,
     AdaptersFull,
     QueueFull,
@@ -72,6 +73,12 @@ class Attempts:
     def crowded(self) -> AdaptersFull | None:
         """Latest refusal by a worker without memory for the adapter."""
         found = [e for e in self.failures.values() if isinstance(e, AdaptersFull)]
+        return found[-1] if found else None
+
+    @property
+    def broken(self) -> AdapterBroken | None:
+        """Latest refusal by a worker that cannot load the adapter, nor will later."""
+        found = [e for e in self.failures.values() if isinstance(e, AdapterBroken)]
         return found[-1] if found else None
 
     def forgive(self) -> None:

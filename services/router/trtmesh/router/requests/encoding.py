@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtmesh.chassis.errors import AdapterNotFound, PromptEmpty
-from trtmesh.chassis.vocabulary import Lora
+from trtmesh.chassis.vocabulary import GenerationConfig, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
 from trtmesh.router.placement import AdapterNeed
@@ -75,6 +75,16 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
     blocks = PromptBlocks(root, token_ids)
     end_ids = context.mesh.tokenizers.end_ids_of(context.model) if item.has_text else ()
     return EncodedItem(token_ids, word_ids, blocks, adapter, stop_vocabulary, end_ids)
+
+
+async def with_adapter_of_now(
+    context: RequestContext, config: GenerationConfig, encoded: EncodedItem
+) -> EncodedItem:
+    """The item with the version of its adapter that requests get now. Raises AdapterNotFound or InvalidField."""
+    assert config.lora is not None
+    adapter = await _adapter_of(context, config.lora)
+    blocks = PromptBlocks(prefix_root(config, adapter.identity), encoded.token_ids)
+    return replace(encoded, adapter=adapter, blocks=blocks)
 
 
 async def _adapter_of(context: RequestContext, asked: Lora) -> ItemAdapter:

@@ -27,7 +27,12 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.requests.attempts import too_many_losses
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.dispatch import NO_LEASE, Lease, dispatch, seed_of
-from trtmesh.router.requests.encoding import NOT_ENCODED, EncodedItem, encode_item
+from trtmesh.router.requests.encoding import (
+    NOT_ENCODED,
+    EncodedItem,
+    encode_item,
+    with_adapter_of_now,
+)
 from trtmesh.router.requests.halves import state_of
 from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.item_handoffs import ItemHandoffs
@@ -176,10 +181,28 @@ class ItemRun:
             await worker.hold(adapter)
         except TrtmeshError as error:
             if not error.row.movable:
-                raise
+                if adapter.brought:
+                    raise
+                error = await self._mesh.adapters.take_back(adapter, error)
+                if await self._takes_another(adapter):
+                    raise _NotLoadedError from error
             if not self._placer.lost(worker.address, error, self.generated_tokens):
                 raise too_many_losses(self._placer.attempts.fruitless, error) from error
             raise _NotLoadedError from error
+
+    async def _takes_another(self, adapter: ItemAdapter) -> bool:
+        """Whether another version replaces that of an item, which has not begun and did not ask for one."""
+        asked = self._item.config.lora
+        if self._runs or asked is None or asked.version is not None:
+            return False
+        if self._encoded.adapter is adapter:
+            encoded = await with_adapter_of_now(self._context, self._item.config, self._encoded)
+            assert encoded.adapter is not None
+            self._mesh.adapters.ended(adapter)
+            self._mesh.adapters.began(encoded.adapter)
+            self._encoded = encoded
+        assert self._encoded.adapter is not None
+        return self._encoded.adapter.identity != adapter.identity
 
     async def _no_worker_needed(self) -> None:
         """Waits until the item must not be placed now."""

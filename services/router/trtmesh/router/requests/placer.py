@@ -183,6 +183,8 @@ class Placer:
         the wait is futile."""
         wait = self._waiting(tokens)
         seconds_left = wait.ends_at - asyncio.get_running_loop().time()
+        if self.attempts.broken is not None:
+            return self.attempts.broken
         if not tokens:
             if self.attempts.full is not None:
                 # An immediate refusal lets the client try another mesh.

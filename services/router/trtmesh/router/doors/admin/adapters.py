@@ -103,6 +103,7 @@ class Holder(NamedTuple):
 
 def describe_adapter(entry: Entry, adapters: Adapters, workers: Sequence[Holder]) -> pb.Adapter:
     versions = [_describe_version(entry, version, adapters, workers) for version in entry.versions]
+    refusal = adapters.refusals.get(entry.key)
     return pb.Adapter(
         id=entry.id,
         name=entry.name,
@@ -113,6 +114,8 @@ def describe_adapter(entry: Entry, adapters: Adapters, workers: Sequence[Holder]
         versions=versions,
         model=entry.model,
         brought=entry.brought,
+        refused_version=refusal.version if refusal else "",
+        refusal=to_proto(refusal.error) if refusal else None,
     )
 
 

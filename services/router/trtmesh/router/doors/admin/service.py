@@ -220,7 +220,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         async with answering(context):
             asked = registration_of(request)
             self._check_registration(asked)
-            entry = await self._adapters.add(asked, request.source)
+            entry = await self._adapters.add(asked, request.source, self._fleet.try_adapter)
             return pb.AddAdapterResponse(adapter=self._describe_adapter(entry))
 
     async def UploadAdapter(
@@ -234,7 +234,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 partial(context.send_initial_metadata, (UPLOAD_ACCEPTED,)),
             )
             self._check_registration(asked)
-            entry = await self._adapters.upload(asked, content)
+            entry = await self._adapters.upload(asked, content, self._fleet.try_adapter)
             return pb.UploadAdapterResponse(adapter=self._describe_adapter(entry))
 
     # As WatchWorkers.
