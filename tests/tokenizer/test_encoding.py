@@ -41,6 +41,9 @@ class LibraryPanic(BaseException):
 class Ids:
     ids: list[int]
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
 
 @dataclass
 class GatedTokenizer:
@@ -252,3 +255,38 @@ async def test_texts_beyond_a_limit_are_left_to_the_queue() -> None:
     async with encoder_over(GatedTokenizer(), max_text_bytes=10, long_text_bytes=5) as encoder:
         assert encoder.at_once(plain("l" * 5)) is None
         assert encoder.at_once(plain("s" * 4)) == EncodedTexts([4], [])
+
+
+@dataclass
+class ByteTokenizer:
+    """Encodes each byte to an id."""
+
+    sizes: list[int] = field(default_factory=list)
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Ids]:
+        self.sizes += map(len, texts)
+        return [Ids(list(text.encode())) for text in texts]
+
+
+async def test_ids_that_nobody_wants_are_counted() -> None:
+    async with encoder_over(ByteTokenizer()) as encoder:
+        for size, most, ids, omitted in ((9, 0, 9, 0), (9, 9, 9, 0), (9, 8, 0, 9)):
+            request = EncodeRequest("x" * size, add_special_tokens=True, max_token_ids=most)
+            for outcome in (encoder.at_once(request), await encoder.submit(request)):
+                assert isinstance(outcome, EncodedTexts)
+                assert (len(outcome.token_ids), outcome.omitted) == (ids, omitted)
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("character", ["x", "\U0001f600"])
+async def test_no_more_of_a_text_is_encoded_than_shows_that_it_is_too_long(character: str) -> None:
+    tokenizer = ByteTokenizer()
+    async with encoder_over(tokenizer) as encoder:
+        text = character * 1_000_000
+        outcome = await encoder.submit(
+            EncodeRequest(text, add_special_tokens=True, words=("w",), max_token_ids=1000)
+        )
+    assert isinstance(outcome, EncodedTexts)
+    assert outcome.omitted > 1000
+    assert not outcome.token_ids
+    assert sum(tokenizer.sizes) <= 10 * 1000

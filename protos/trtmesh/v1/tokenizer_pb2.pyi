@@ -32,6 +32,7 @@ class EncodeCommand(google.protobuf.message.Message):
     WORDS_FIELD_NUMBER: builtins.int
     STOP_TEXTS_FIELD_NUMBER: builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    MAX_TOKEN_IDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Assigned by the router; reusable after the answer or CancelEncode."""
     request_id: builtins.str
@@ -42,6 +43,8 @@ class EncodeCommand(google.protobuf.message.Message):
     """Whether special tokens are added to `text`."""
     skip_special_tokens: builtins.bool
     """Whether special tokens are omitted from the text in which stop texts are found."""
+    max_token_ids: builtins.int
+    """Most ids of `text` that are of use: of more, only the number is told. 0 sets no limit."""
     @property
     def words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Texts encoded separately, without special tokens (bad words, stop words, bias words)."""
@@ -60,9 +63,10 @@ class EncodeCommand(google.protobuf.message.Message):
         words: collections.abc.Iterable[builtins.str] | None = ...,
         stop_texts: collections.abc.Iterable[builtins.str] | None = ...,
         skip_special_tokens: builtins.bool = ...,
+        max_token_ids: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_text", b"_text", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "handle", b"handle", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "stop_texts", b"stop_texts", "text", b"text", "words", b"words"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "handle", b"handle", "max_token_ids", b"max_token_ids", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "stop_texts", b"stop_texts", "text", b"text", "words", b"words"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_text", b"_text"]) -> typing.Literal["text"] | None: ...
 
 Global___EncodeCommand: typing_extensions.TypeAlias = EncodeCommand
@@ -280,8 +284,13 @@ class Encoded(google.protobuf.message.Message):
     WORDS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     STOP_VOCABULARY_FIELD_NUMBER: builtins.int
+    OMITTED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """The command's handle."""
+    omitted_token_ids: builtins.int
+    """Number of the text's ids, or of those of its beginning, if they are more than the command's `max_token_ids`. The
+    other fields are then unset.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids of the text."""
@@ -306,9 +315,10 @@ class Encoded(google.protobuf.message.Message):
         words: collections.abc.Iterable[trtmesh.v1.generation_pb2.TokenIds] | None = ...,
         error: trtmesh.v1.generation_pb2.Error | None = ...,
         stop_vocabulary: trtmesh.v1.generation_pb2.StopVocabulary | None = ...,
+        omitted_token_ids: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error", "stop_vocabulary", b"stop_vocabulary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "stop_vocabulary", b"stop_vocabulary", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "omitted_token_ids", b"omitted_token_ids", "stop_vocabulary", b"stop_vocabulary", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
 
 Global___Encoded: typing_extensions.TypeAlias = Encoded
 

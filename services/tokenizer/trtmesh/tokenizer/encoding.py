@@ -17,7 +17,7 @@ from functools import partial
 from typing import Annotated
 
 from pydantic import Field
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull, TrtmeshError
 from trtmesh.chassis.panics import is_failure
 from trtmesh.chassis.settings import Settings
@@ -42,6 +42,8 @@ class EncodeRequest:
     words: tuple[str, ...] = ()
     stop_texts: tuple[str, ...] = ()
     skip_special_tokens: bool = False
+    max_token_ids: int = 0
+    """Most ids of the text that are wanted; 0 for all."""
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +71,8 @@ class EncodedTexts:
     token_ids: list[int]
     words: list[list[int]]
     stop_vocabulary: pb.StopVocabulary | None = None
+    omitted: int = 0
+    """Number of the text's ids, or of those of its beginning, if they are more than wanted. Then all else is empty."""
 
     @property
     def token_count(self) -> int:
@@ -307,23 +311,50 @@ def encode_batch(
 def _encode(
     tokenizer: Tokenizer, stop_vocabularies: StopVocabularies, requests: Sequence[EncodeRequest]
 ) -> Iterator[EncodedTexts]:
-    marked = [text for request in requests for text in request.texts(special=True)]
-    plain = [text for request in requests for text in request.texts(special=False)]
-    marked_ids = iter(_ids(tokenizer, marked, special=True))
-    plain_ids = iter(_ids(tokenizer, plain, special=False))
-    for request in requests:
-        ids_of_text = marked_ids if request.add_special_tokens else plain_ids
-        token_ids = [] if request.text is None else next(ids_of_text)
-        words = [next(plain_ids) for _ in request.words]
+    omitted = [_surplus(tokenizer, request) for request in requests]
+    wanted = [each for each, count in zip(requests, omitted, strict=True) if not count]
+    marked = [text for request in wanted for text in request.texts(special=True)]
+    plain = [text for request in wanted for text in request.texts(special=False)]
+    marked_ids = iter(_encodings(tokenizer, marked, special=True))
+    plain_ids = iter(_encodings(tokenizer, plain, special=False))
+    for request, count in zip(requests, omitted, strict=True):
+        if count:
+            yield EncodedTexts([], [], None, count)
+            continue
+        token_ids: list[int] = []
+        surplus = 0
+        if request.text is not None:
+            encoding = next(marked_ids if request.add_special_tokens else plain_ids)
+            # A list of ids that nobody wants would hold the interpreter.
+            if 0 < request.max_token_ids < len(encoding):
+                surplus = len(encoding)
+            else:
+                token_ids = encoding.ids
+        words = [next(plain_ids).ids for _ in request.words]
         stops = None
         if request.stop_texts:
             skip = request.skip_special_tokens
             stops = stop_vocabularies.of(request.stop_texts, skip_special_tokens=skip)
-        yield EncodedTexts(token_ids, words, stops)
+        yield EncodedTexts(token_ids, words, stops, surplus)
 
 
-def _ids(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> list[list[int]]:
-    if not texts:
-        return []
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=special)
-    return [encoding.ids for encoding in encodings]
+def _surplus(tokenizer: Tokenizer, request: EncodeRequest) -> int:
+    """Number of ids of the beginning of a text that surely has more than are wanted; 0 if the whole must be encoded.
+
+    To encode four million bytes takes seconds, and to free a token for each of them holds the interpreter. The whole
+    may have a few ids fewer than its beginning, but not half as many.
+    """
+    text, most = request.text, request.max_token_ids
+    if text is None or not most:
+        return 0
+    size = 2 * most
+    while size < len(text):
+        count = len(_encodings(tokenizer, [text[:size]], special=False)[0])
+        if count > 2 * most:
+            return count
+        size *= 4
+    return 0
+
+
+def _encodings(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> Sequence[Encoding]:
+    return tokenizer.encode_batch_fast(texts, add_special_tokens=special) if texts else ()

@@ -162,6 +162,7 @@ class RouterStream:
             encoded = self._outbox.add(outcome.token_count * TOKEN_BYTES).encoded
             encoded.handle = handle
             encoded.token_ids.extend(outcome.token_ids)
+            encoded.omitted_token_ids = outcome.omitted
             for ids in outcome.words:
                 encoded.words.add(ids=ids)
             if outcome.stop_vocabulary is not None:
@@ -185,4 +186,5 @@ def _request_of(command: pb.EncodeCommand) -> EncodeRequest:
         tuple(command.words),
         tuple(command.stop_texts),
         command.skip_special_tokens,
+        command.max_token_ids,
     )

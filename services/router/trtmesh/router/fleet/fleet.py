@@ -31,6 +31,7 @@ from trtmesh.router.placement import (
     WorkerSnapshot,
     check_fields,
     check_length,
+    longest_sequence,
     place,
     place_split,
 )
@@ -177,9 +178,13 @@ class Fleet:
         """Raises UnsupportedField if the model has usable workers and none supports all of `fields`."""
         check_fields(self._with_former_loads(), model, fields)
 
-    def check_length(self, model: str, tokens: int) -> None:
-        """Raises PromptTooLong if the model has usable workers and none takes so many tokens."""
-        check_length(self._with_former_loads(), model, tokens)
+    def check_length(self, model: str, tokens: int, *, or_more: bool = False) -> None:
+        """Raises PromptTooLong if the model has usable workers and none takes so many tokens, `or_more`."""
+        check_length(self._with_former_loads(), model, tokens, or_more=or_more)
+
+    def most_prompt_tokens(self, model: str) -> int:
+        """Most tokens of a prompt that `check_length` allows; 0 without a limit."""
+        return max(0, longest_sequence(self._with_former_loads(), model) - 1)
 
     def place(self, query: PlacementQuery, blocks: PromptBlocks) -> Plan:
         """Books a worker for an item, or two. Raises as `placement.place`."""

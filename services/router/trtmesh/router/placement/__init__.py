@@ -1,7 +1,13 @@
 """Chooses workers: pure functions over an immutable snapshot, fed by load guard, rates and breaker."""
 
 from trtmesh.router.placement.decision import Candidate, Decision
-from trtmesh.router.placement.place import check_fields, check_length, place, place_split
+from trtmesh.router.placement.place import (
+    check_fields,
+    check_length,
+    longest_sequence,
+    place,
+    place_split,
+)
 from trtmesh.router.placement.policies import POLICIES
 from trtmesh.router.placement.residency import AdapterNeed, Place, Residency, WorkerAdapters
 from trtmesh.router.placement.snapshot import (
@@ -31,6 +37,7 @@ __all__ = [
     "WorkerSnapshot",
     "check_fields",
     "check_length",
+    "longest_sequence",
     "place",
     "place_split",
 ]

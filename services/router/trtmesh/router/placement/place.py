@@ -69,20 +69,24 @@ def check_fields(fleet: Sequence[WorkerSnapshot], model: str, fields: frozenset[
         raise _unsupported(lacking, model, fields)
 
 
-def check_length(fleet: Sequence[WorkerSnapshot], model: str, tokens: int) -> None:
-    """Raises PromptTooLong if the model has usable workers and none of them takes so many tokens."""
-    longest = [
-        worker.max_sequence_tokens
-        for worker in fleet
-        if not worker.problem and worker.model == model
-    ]
-    if longest and tokens >= max(longest):
-        raise _too_long(model, tokens, max(longest))
+def check_length(
+    fleet: Sequence[WorkerSnapshot], model: str, tokens: int, *, or_more: bool = False
+) -> None:
+    """Raises PromptTooLong if the model has usable workers and none of them takes so many tokens, `or_more`."""
+    longest = longest_sequence(fleet, model)
+    if longest and tokens >= longest:
+        raise _too_long(model, tokens, longest, " or more" if or_more else "")
 
 
-def _too_long(model: str, tokens: int, most: int) -> PromptTooLong:
+def longest_sequence(fleet: Sequence[WorkerSnapshot], model: str) -> int:
+    """Most tokens of a sequence on any usable worker of the model; 0 without one."""
+    usable = (each for each in fleet if not each.problem and each.model == model)
+    return max((worker.max_sequence_tokens for worker in usable), default=0)
+
+
+def _too_long(model: str, tokens: int, most: int, or_more: str = "") -> PromptTooLong:
     return PromptTooLong(
-        f"has {tokens} tokens, but with at least one new token a sequence of model {model} has at most {most};"
+        f"has {tokens} tokens{or_more}, but with at least one new token a sequence of model {model} has at most {most};"
         " shorten it",
         field="prompt",
         value=str(tokens),

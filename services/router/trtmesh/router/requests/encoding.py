@@ -38,6 +38,9 @@ class EncodedItem:
         return AdapterNeed(self.adapter.identity, self.adapter.rank, deliverable)
 
 
+LONG_TEXT = 2**14
+"""Characters of a text that may have more ids than a worker takes."""
+
 MOST_NAMES = 8
 """Most registered adapters that an error lists."""
 
@@ -61,7 +64,14 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             stop_texts=stop_texts,
             skip_special_tokens=item.config.output.skip_special_tokens,
         )
+        if len(prompt.text or "") >= LONG_TEXT:
+            command.max_token_ids = context.mesh.fleet.most_prompt_tokens(context.model)
         encoded = await context.mesh.tokenizers.encode(context.model, command)
+        if encoded.omitted_token_ids:
+            count = encoded.omitted_token_ids
+            context.mesh.fleet.check_length(context.model, count, or_more=True)
+            # A worker that takes more has joined meanwhile.
+            return await encode_item(context, item)
         word_ids = [tuple(word.ids) for word in encoded.words]
         if prompt.text is not None:
             token_ids = list(encoded.token_ids)

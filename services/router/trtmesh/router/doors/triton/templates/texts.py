@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.errors import PromptTooLong, TrtmeshError
+from trtmesh.chassis.parsing import MAX_PROMPT_TOKENS
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.tokenizers.decoding import TextOptions
 from trtmesh.router.tokenizers.pool import TokenizerPool
@@ -37,9 +38,20 @@ class Texts:
         served = self._served_model(model.mesh_model)
         self._tokenizers.check_size(served, text, *words)
         command = tokenizer_pb.EncodeCommand(
-            text=text, words=words, add_special_tokens=model.add_special_tokens
+            text=text,
+            words=words,
+            add_special_tokens=model.add_special_tokens,
+            max_token_ids=MAX_PROMPT_TOKENS,
         )
-        return await self._tokenizers.encode(served, command)
+        encoded = await self._tokenizers.encode(served, command)
+        if count := encoded.omitted_token_ids:
+            raise PromptTooLong(
+                f"has {count} tokens or more, but a prompt has at most {MAX_PROMPT_TOKENS}; shorten it",
+                field="text",
+                value=str(count),
+                limit=f"at most {MAX_PROMPT_TOKENS}",
+            )
+        return encoded
 
     async def decode(self, model: Model, token_ids: Sequence[int]) -> str:
         """The text of ids. Raises TokenizerLost."""
