@@ -207,9 +207,9 @@ class RouterClient(Client):
     registry: CollectorRegistry
     http_address: str
 
-    def gauge(self, name: str) -> float:
-        """The value of one of the router's gauges."""
-        value = self.registry.get_sample_value(f"trtmesh_router_{name}")
+    def gauge(self, name: str, **labels: str) -> float:
+        """The value of one of the router's gauges or counters."""
+        value = self.registry.get_sample_value(f"trtmesh_router_{name}", labels)
         assert value is not None, f"the router has no {name}"
         return value
 

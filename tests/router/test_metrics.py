@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry
-from trtmesh.router.metrics import RouterMetrics
+from prometheus_client.samples import Sample
+from trtmesh.router.metrics import MOST_MODELS, RouterMetrics
 from trtmesh.v1 import generation_pb2 as pb
 
 
@@ -11,9 +14,38 @@ def test_unknown_reasons_are_counted_together() -> None:
     metrics, registry = RouterMetrics(), CollectorRegistry()
     registry.register(metrics)
     for reason in (pb.FINISH_REASON_LENGTH, 98, 99):
-        metrics.finished[reason] += 1
+        metrics.of("m").finished[reason] += 1
 
     def finished(reason: str) -> float | None:
-        return registry.get_sample_value("trtmesh_router_items_finished_total", {"reason": reason})
+        labels = {"model": "m", "reason": reason}
+        return registry.get_sample_value("trtmesh_router_items_finished_total", labels)
 
     assert (finished("length"), finished("unknown")) == (1, 2)
+
+
+def test_names_in_labels_are_bounded() -> None:
+    metrics, registry = RouterMetrics(), CollectorRegistry()
+    registry.register(metrics)
+    for number in range(2 * MOST_MODELS):
+        metrics.of(f"model {number}").tokens_in += 1
+        metrics.of(f"model {number}").queue.observe(1.0)
+    samples = list(samples_of(registry, "trtmesh_router_tokens_in_total"))
+    assert len(samples) == MOST_MODELS + 1
+    assert sum(sample.value for sample in samples) == 2 * MOST_MODELS
+    counts = samples_of(registry, "trtmesh_router_queue_seconds_count")
+    assert sum(sample.value for sample in counts) == 2 * MOST_MODELS
+
+
+def test_workers_that_left_are_no_longer_told() -> None:
+    metrics, registry = RouterMetrics(), CollectorRegistry()
+    registry.register(metrics)
+    for number in range(100):
+        for _ in range(2):
+            metrics.note_placement("auto", f"pod-{number}", ["pod-old", f"pod-{number}"])
+    metrics.note_placement("auto", "pod-old", ["pod-old", "pod-99"])
+    placed = samples_of(registry, "trtmesh_router_items_placed_total")
+    assert {s.labels["worker"]: s.value for s in placed} == {"pod-99": 2, "pod-old": 1}
+
+
+def samples_of(registry: CollectorRegistry, name: str) -> Iterator[Sample]:
+    return (s for family in registry.collect() for s in family.samples if s.name == name)

@@ -90,7 +90,7 @@ async def test_tokens_are_charged_with_each_step() -> None:
         second = call(client, [2])
         await engine.submitted(2)
         await engine.step((submit.handle, 0, [7] * 5))
-        await eventually(lambda: client.gauge("tokens_out_total") == 5)
+        await eventually(lambda: client.gauge("tokens_out_total", model="m") == 5)
         with pytest.raises(RateLimited):
             await call(client, [3])
         await finish(engine, 1)

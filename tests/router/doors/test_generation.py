@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from compat.plain_http import PlainHttp
 from router.scripted import (
     LENGTH,
     READY,
@@ -19,12 +20,16 @@ from router.scripted import (
     serving_router,
     until_states,
 )
-from trtmesh.chassis.errors import AlreadyExists
+from router.scripted_fleet import refusal
+from trtmesh.chassis.errors import AlreadyExists, BackendFailed
+from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import router_pb2_grpc
 
-OUTCOMES = ("refused", "cancelled", "complete")
+MODEL = "m"
+TRITON = "/inference.GRPCInferenceService/"
+OUTCOMES = ("refused", "cancelled", "failed", "complete")
 
 
 @asynccontextmanager
@@ -42,7 +47,10 @@ def call(client: RouterClient) -> asyncio.Task[object]:
 def counted(client: RouterClient) -> dict[str, float]:
     """The outcomes counted so far."""
     name = "trtmesh_router_requests_total"
-    counts = {o: client.registry.get_sample_value(name, {"outcome": o}) for o in OUTCOMES}
+    counts = {
+        outcome: client.registry.get_sample_value(name, {"model": MODEL, "outcome": outcome})
+        for outcome in OUTCOMES
+    }
     return {outcome: count for outcome, count in counts.items() if count}
 
 
@@ -107,3 +115,86 @@ async def test_call_ended_by_the_router_counts_as_cancelled_and_raises_the_error
         await finish(engine, 1)
         assert await resumed == grpc.StatusCode.OK
         await eventually(lambda: counted(client) == {"cancelled": 1, "complete": 1})
+
+
+def message(model: str = "tensorrt_llm", rows: int = 1, length: int = 3) -> bytes:
+    sent = kserve.ModelInferRequest(model_name=model)
+    for name, number in (("input_ids", 5), ("input_lengths", 1), ("request_output_len", length)):
+        given = sent.inputs.add(name=name, datatype="INT32", shape=(rows, 1))
+        given.contents.int_contents.extend([number] * rows)
+    return sent.SerializeToString()
+
+
+class Doors:
+    """A call through each door."""
+
+    def __init__(self, client: RouterClient, channel: grpc.aio.Channel, http: PlainHttp) -> None:
+        self._client, self._channel, self._http = client, channel, http
+
+    async def native(self, rows: int = 1, length: int = 3) -> object:
+        return await self._client.complete([[5]] * rows, text=False, max_tokens=length)
+
+    async def unary(self, rows: int = 1, length: int = 3) -> object:
+        infer: Any = self._channel.unary_unary(f"{TRITON}ModelInfer")
+        return await infer(message("whole", rows, length))
+
+    async def stream(self, rows: int = 1, length: int = 3) -> object:
+        infer: Any = self._channel.stream_stream(f"{TRITON}ModelStreamInfer")
+        return [one async for one in infer(iter([message("parts", rows, length)]))]
+
+    async def infer(self, rows: int = 1, length: int = 3) -> object:
+        inputs = [
+            {"name": name, "datatype": "INT32", "shape": [rows, 1], "data": [number] * rows}
+            for name, number in (
+                ("input_ids", 5),
+                ("input_lengths", 1),
+                ("request_output_len", length),
+            )
+        ]
+        return await self._http.post("/v2/models/whole/infer", {"inputs": inputs})
+
+    async def generate(self, rows: int = 1, length: int = 3) -> object:
+        return await self._http.post("/v2/models/whole/generate", body(length))
+
+    async def generate_stream(self, rows: int = 1, length: int = 3) -> object:
+        return await self._http.post("/v2/models/parts/generate_stream", body(length))
+
+
+def body(length: int) -> dict[str, Any]:
+    return {"input_ids": [5], "input_lengths": 1, "request_output_len": length}
+
+
+DOORS = ("native", "unary", "stream", "infer", "generate", "generate_stream")
+
+
+@pytest.mark.parametrize("name", DOORS)
+async def test_outcomes_are_equal_on_all_doors(name: str) -> None:
+    engine = ScriptedEngine(supported_fields=["stopping.max_tokens", "stopping.ignore_end_id"])
+    models = {
+        "whole": {"template": "tensorrt_llm", "decoupled": False},
+        "parts": {"template": "tensorrt_llm", "decoupled": True},
+    }
+    async with (
+        serving_engine(engine) as address,
+        serving_router([address], triton={"models": models}, http={"port": 0}) as client,
+        grpc.aio.insecure_channel(client.addresses[0]) as channel,
+        PlainHttp(client.http_address) as http,
+    ):
+        await until_states(client, [READY], [])
+        ask = getattr(Doors(client, channel, http), name)
+        whole = asyncio.create_task(ask())
+        await finish(engine, 0)
+        await whole
+        await eventually(lambda: counted(client) == {"complete": 1})
+        # A list of ids is one row of a JSON body.
+        for failed, rows in enumerate((1, 1 if name.startswith("generate") else 2), 1):
+            submits = len(engine.submits)
+            broken = asyncio.create_task(ask(rows))
+            *others, last = (await engine.submitted(submits + rows))[submits:]
+            await engine.step(ends=[refusal(last.handle, BackendFailed("it broke"))])
+            for other in others:
+                await engine.step((other.handle, 0, [7]), ends=[(other.handle, LENGTH)])
+            await asyncio.wait([broken])
+            await eventually(lambda: counted(client) == {"complete": 1, "failed": failed})  # noqa: B023
+        await asyncio.wait([asyncio.create_task(ask(length=0))])
+        await eventually(lambda: counted(client) == {"complete": 1, "failed": 2, "refused": 1})

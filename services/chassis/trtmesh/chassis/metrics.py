@@ -32,6 +32,19 @@ class Histogram:
 
     def family(self) -> HistogramMetricFamily:
         """The histogram in Prometheus' form, built for each scrape."""
+        return HistogramMetricFamily(
+            self._name, self._text, buckets=self._buckets(), sum_value=self._sum
+        )
+
+    def add_to(
+        self, family: HistogramMetricFamily | None, label: str, value: str
+    ) -> HistogramMetricFamily:
+        """Adds the histogram to the family of those that differ in one label; None begins it."""
+        if family is None:
+            family = HistogramMetricFamily(self._name, self._text, labels=[label])
+        family.add_metric([value], self._buckets(), self._sum)
+        return family
+
+    def _buckets(self) -> list[tuple[str, float]]:
         bounds = [*map(str, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))

@@ -13,7 +13,7 @@ from trtmesh.chassis.logs import rebind_caller
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.callers.identity import Identity
-from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import RunningRequest
 
@@ -54,9 +54,11 @@ def caller_of(callers: Callers, context: grpc.aio.ServicerContext[Any, Any]) -> 
 
 
 class GenerationCall(AbstractContextManager["GenerationCall"]):
-    """The block of a client's call, counted by its outcome: refused, cancelled or complete."""
+    """The block of a client's call, counted by its outcome: refused before its items ran; failed with any of them;
+    cancelled by its client, its deadline or this router; or complete."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
+    def __init__(self, metrics: ModelMetrics) -> None:
+        """`metrics` are those of the model that the call asks for."""
         self._metrics = metrics
         self.outcome = "refused"
 
@@ -83,7 +85,9 @@ class RunningCall(AbstractAsyncContextManager[LiveRequest]):
         return self._live
 
     async def __aexit__(self, _: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
+        if self._live.failed:
+            self._call.outcome = "failed"
+        elif error is None:
             self._call.outcome = "complete"
         # Its end forgets why.
         ended = self._live.ended if isinstance(error, asyncio.CancelledError) else None

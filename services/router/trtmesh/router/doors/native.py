@@ -37,7 +37,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
-        with GenerationCall(self._metrics) as call:
+        with GenerationCall(self._requests.metrics_of(request.model)) as call:
             async with answering(context, request.request_id):
                 caller = caller_of(self._callers, context)
                 size = message_bytes_of(context)
@@ -60,7 +60,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         async def write(response: pb.GenerateResponse) -> None:
             await context.write(pb.ResumeResponse(events=response.events))
 
-        with GenerationCall(self._metrics) as call:
+        with GenerationCall(self._requests.metrics_of(request.request.model)) as call:
             async with answering(context, request.request.request_id):
                 caller = caller_of(self._callers, context)
                 size = message_bytes_of(context)

@@ -301,7 +301,8 @@ class Fleet:
         if POLICIES[self.policy].looks_at_prefixes:
             hashes = blocks.hashes(worker.facts.tokens_per_block)
             self.kv_index.expect(worker.address, hashes, now)
-        self._metrics.placed[self.policy, worker.name] += 1
+        names = (each.name for each in self.workers.values())
+        self._metrics.note_placement(self.policy, worker.name, names)
         return worker
 
     def _count_share(self, decision: Decision, now: float) -> None:

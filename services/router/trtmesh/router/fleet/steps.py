@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.router.fleet.assignments import Assignments
-from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.metrics import ModelMetrics, RouterMetrics
 from trtmesh.router.placement.load_guard import LoadGuard
 from trtmesh.router.streams.sequence import End
 from trtmesh.v1 import engine_pb2 as pb
@@ -46,7 +46,7 @@ class Steps:
                 run.on_start(start.perf_metrics)
         now = asyncio.get_running_loop().time()
         awaiting = self._guard.awaiting
-        metrics = self._metrics
+        metrics: ModelMetrics | None = None
         token_ids = list(step.token_ids)
         position = 0
         for handle, offset, count in zip(
@@ -57,6 +57,9 @@ class Steps:
             run = sequences.get(handle)
             if run is not None:
                 run.on_tokens(offset, token_ids[position : position + count], details.get(handle))
+                if metrics is None:
+                    # A worker serves one model.
+                    metrics = self._metrics.of(run.model)
                 run.times.on_tokens(count, now, metrics)
                 if run.charge is not None:
                     run.charge.up_to(len(run.token_ids), now)

@@ -271,6 +271,10 @@ class ItemRun:
         self._task = None
 
     @property
+    def failed(self) -> bool:
+        return bool(self._events.error)
+
+    @property
     def batch_index(self) -> int:
         return self._item.batch_index
 

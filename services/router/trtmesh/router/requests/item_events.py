@@ -29,6 +29,7 @@ class ItemEvents:
         self._request_id = context.request_id
         self._client = context.client
         self._metrics = context.mesh.metrics
+        self._of_model = self._metrics.of(context.model)
         self.error = ""
         """Reason word of the failure."""
 
@@ -42,9 +43,9 @@ class ItemEvents:
         with_prompt: bool,
     ) -> None:
         """The first worker took the item."""
-        self._metrics.tokens_in += len(token_ids)
-        self._metrics.queue.observe(queue_seconds)
-        self._metrics.prompt_tokens.observe(len(token_ids))
+        self._of_model.tokens_in += len(token_ids)
+        self._of_model.queue.observe(queue_seconds)
+        self._of_model.prompt_tokens.observe(len(token_ids))
         echo = token_ids if with_prompt else ()
         started = router_pb.ItemStarted(
             seed=seed, prompt_tokens=len(token_ids), worker=worker, prompt_token_ids=echo
@@ -74,7 +75,7 @@ class ItemEvents:
     def finished(self, runs: Sequence[SequenceRun], usage: pb.Usage) -> None:
         """All sequences ended."""
         self._put_finished(runs[-1].reason, usage, _metrics_of(runs))
-        self._metrics.generated_tokens.observe(usage.generated_tokens)
+        self._of_model.generated_tokens.observe(usage.generated_tokens)
 
     def cut_off(
         self, runs: Sequence[SequenceRun], reason: pb.FinishReason.ValueType, usage: pb.Usage
@@ -101,7 +102,7 @@ class ItemEvents:
         self.error = error.reason
         failed = router_pb.ItemFailed(error=to_proto(error), usage=usage)
         self._put(router_pb.GenerateEvent(item_failed=failed))
-        self._metrics.failed[error.reason] += 1
+        self._of_model.failed[error.reason] += 1
         log.info("item %d failed: %s: %s", self._batch_index, error.reason, error.message)
 
     def _put_finished(
@@ -112,7 +113,7 @@ class ItemEvents:
     ) -> None:
         finished = router_pb.ItemFinished(reason=reason, usage=usage, perf_metrics=perf_metrics)
         self._put(router_pb.GenerateEvent(item_finished=finished))
-        self._metrics.finished[reason] += 1
+        self._of_model.finished[reason] += 1
 
     def _put(self, event: router_pb.GenerateEvent) -> None:
         event.batch_index = self._batch_index

@@ -144,7 +144,7 @@ class ItemHandoffs:
             return
         now = asyncio.get_running_loop().time()
         run.on_tokens(0, token_ids)
-        run.times.on_tokens(len(token_ids), now, self._context.mesh.metrics)
+        run.times.on_tokens(len(token_ids), now, self._context.mesh.metrics.of(run.model))
         if run.charge is not None:
             run.charge.up_to(len(run.token_ids), now)
 

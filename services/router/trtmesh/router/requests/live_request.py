@@ -90,8 +90,10 @@ class LiveRequest:
         self._stopped = set[int]()
         """Items that were stopped before they began."""
         self._live_items = len(self.waiting)
+        self._has_refused = False
         for refused in request.refused:
             if refused.batch_index not in received.finished_items:
+                self._has_refused = True
                 ItemEvents(refused.batch_index, self.context).failed(refused.error, pb.Usage())
         if not self.waiting:
             self.client.close()
@@ -113,6 +115,11 @@ class LiveRequest:
             self._live_items -= 1
             if not self._live_items:
                 self.client.close()
+
+    @property
+    def failed(self) -> bool:
+        """Whether any of its items failed."""
+        return self._has_refused or any(item.failed for item in self.items)
 
     def stop(self, batch_indexes: Collection[int]) -> int:
         """Stops the named items, or all; returns the number of stopped items."""

@@ -18,6 +18,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.quoting import quoted
 from trtmesh.router.callers.identity import Identity
+from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.item_tasks import ItemTasks
 from trtmesh.router.requests.live_request import Admitted, LiveRequest
@@ -193,6 +194,13 @@ class Requests:
         raise ModelNotFound(
             f"is empty but several are served: {known}", field="model", limit=f"one of {known}"
         )
+
+    def metrics_of(self, name: str) -> ModelMetrics:
+        """The metrics of a model by the name that a request gives; names that are not served count together."""
+        models = self._mesh.fleet.models()
+        if not name and len(models) == 1:
+            name = next(iter(models))
+        return self._mesh.metrics.of(name if name in models else "")
 
     async def drain(self) -> None:
         """Refuses new requests and waits until none is live."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trtmesh.chassis.errors import StreamIncomplete, TrtmeshError
-from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.streams.client_stream import ClientStream
 from trtmesh.router.streams.sequence_output import SequenceOutput
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions
@@ -100,7 +100,7 @@ class SequenceTimes:
         self.assigned = asyncio.get_running_loop().time()
         self.started = 0.0
 
-    def on_tokens(self, count: int, now: float, metrics: RouterMetrics) -> None:
+    def on_tokens(self, count: int, now: float, metrics: ModelMetrics) -> None:
         """Counts `count` tokens received at `now`."""
         metrics.tokens_out += count
         if self.last_token:

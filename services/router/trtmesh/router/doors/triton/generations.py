@@ -66,6 +66,10 @@ class Generations:
         """The block in which a request of so many bytes is read and runs. Entering raises QueueFull."""
         return self._requests.holding(size)
 
+    def refused(self, model: Model) -> None:
+        """Counts a request that could not be read."""
+        self._requests.metrics_of(model.mesh_model).requests["refused"] += 1
+
     def problem(self, model: Model, template: GenerationTemplate) -> str:
         """Why a model takes no requests now, or ''."""
         try:
@@ -90,7 +94,7 @@ class Generations:
         call = without_decoder_start(counting.call, self._engines)
         vocabulary_size = wrap_size(call, self._engines)
         max_items = self._requests.max_items_per_request
-        with GenerationCall(self._metrics) as generation:
+        with GenerationCall(self._requests.metrics_of(call.model.mesh_model)) as generation:
             owner = caller.identity
             call, request = await self._parsing.run(
                 call.size_bytes,

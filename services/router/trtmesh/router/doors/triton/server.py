@@ -130,14 +130,19 @@ class TritonServer:
         """Reads a ModelInferRequest of `size` bytes, for `speech` too; `raw` are its raw contents where a door has them
         apart, `held` is the block in which it waits. Raises ModelNotFound or InvalidRequest."""
         served = model or self.find_model(request.model_name, request.model_version)
-        call = await self.parsing.run(
-            size,
-            lambda: read_call(served, request, raw, unary=unary),
-            begun=raw is not None,
-            held=held,
-        )
-        speech.call = call
-        self._parameters.check(call)
+        try:
+            call = await self.parsing.run(
+                size,
+                lambda: read_call(served, request, raw, unary=unary),
+                begun=raw is not None,
+                held=held,
+            )
+            speech.call = call
+            self._parameters.check(call)
+        except TrtmeshError:
+            if isinstance(served.template, GenerationTemplate):
+                self._generations.refused(served)
+            raise
         return call
 
     def is_model_ready(self, name: str, version: str) -> bool:
