@@ -23,6 +23,8 @@ from trtmesh.router.doors.triton.templates.outputs import RowOutput, SequenceOut
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.doors.triton.token_ids import (
+    bias_size,
+    with_fitted_bias,
     with_wrapped_prompt,
     without_decoder_start,
     wrap_size,
@@ -37,11 +39,11 @@ T = TypeVar("T")
 
 
 def _read(
-    template: GenerationTemplate, call: Call, vocabulary_size: int, max_items: int
+    template: GenerationTemplate, call: Call, vocabulary_size: int, bias_size: int, max_items: int
 ) -> tuple[Call, GenerationRequest]:
-    """The call with its prompt wrapped, and its request."""
-    wrapped = with_wrapped_prompt(call, vocabulary_size)
-    return wrapped, template.request(wrapped, "", max_items)
+    """The call with its prompt wrapped and its bias fitted, and its request."""
+    fitted = with_fitted_bias(with_wrapped_prompt(call, vocabulary_size), bias_size)
+    return fitted, template.request(fitted, "", max_items)
 
 
 class Generations:
@@ -92,13 +94,16 @@ class Generations:
     ) -> AsyncIterator[AsyncIterator[Answer]]:
         """The answers of a call, while inside. Raises TrtmeshError."""
         call = without_decoder_start(counting.call, self._engines)
-        vocabulary_size = wrap_size(call, self._engines)
+        sizes = (
+            wrap_size(call, self._engines),
+            bias_size(call, self._engines, self._texts.vocabulary_size(call.model)),
+        )
         max_items = self._requests.max_items_per_request
         with GenerationCall(self._requests.metrics_of(call.model.mesh_model)) as generation:
             owner = caller.identity
             call, request = await self._parsing.run(
                 call.size_bytes,
-                partial(_read, template, call, vocabulary_size, max_items),
+                partial(_read, template, call, *sizes, max_items),
                 begun=True,
             )
             if name := self._mesh_name(owner, call.request_id):

@@ -1,4 +1,4 @@
-"""Token ids that upstream's scripts send and an engine would refuse."""
+"""Token ids, and biases of ids, that upstream's scripts send and an engine would refuse."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.doors.triton.tensors import InputTensor
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_input_lengths")
+BIAS = "embedding_bias"
 DECODER_FIELD = "encoder_decoder.decoder_prompt.token_ids"
 
 
@@ -33,6 +34,29 @@ def with_wrapped_prompt(call: Call, vocabulary_size: int) -> Call:
         return call
     ids = wrapped(call.inputs["input_ids"], vocabulary_size)
     return replace(call, inputs={**call.inputs, "input_ids": ids})
+
+
+def bias_size(call: Call, engines: Engines, tokenizer_size: int) -> int:
+    """The size of the vocabulary for a bias of the tokenizer's, which `preprocessing` makes; 0 to take it as it is."""
+    bias = call.inputs.get(BIAS)
+    made = bias is not None and bias.row_length == tokenizer_size
+    return engines.vocabulary_size(call.model) if made else 0
+
+
+def with_fitted_bias(call: Call, size: int) -> Call:
+    """The call with its bias filled up with zeros, or without the zeros of ids that the model lacks."""
+    bias = call.inputs.get(BIAS)
+    if bias is None or size in (0, bias.row_length):
+        return call
+    rows = [bias.row(index) for index in range(call.batch_size)]
+    if any(any(row[size:]) for row in rows):
+        return call
+    elements = array("f")
+    for row in rows:
+        elements.extend(row[:size])
+        elements.frombytes(bytes(elements.itemsize * max(0, size - len(row))))
+    fitted = replace(bias, shape=(call.batch_size, size), elements=elements)
+    return replace(call, inputs={**call.inputs, BIAS: fitted})
 
 
 def _has_only_decoder_start(call: Call) -> bool:

@@ -31,6 +31,13 @@ class Texts:
         """Special ids and size of the tokenizer. Raises NoTokenizer."""
         return self._tokenizers.describe(self._served_model(model.mesh_model))
 
+    def vocabulary_size(self, model: Model) -> int:
+        """Number of ids of the tokenizer; 0 while there is none."""
+        try:
+            return self.describe(model).vocabulary_size
+        except TrtmeshError:
+            return 0
+
     async def encode(
         self, model: Model, text: str, words: Sequence[str] = ()
     ) -> tokenizer_pb.Encoded:
