@@ -97,3 +97,9 @@ def test_text_outside_unicode_is_refused_by_field() -> None:
     with pytest.raises(InvalidField) as refused:
         build_config(None, Options(stop_texts=["\udcff"]))
     assert refused.value.field == "stopping.stop_texts"
+
+
+def test_negative_filters_are_off() -> None:
+    base = pb.GenerationConfig(sampling=pb.SamplingConfig(top_k=4, top_p=0.5))
+    config = build_config(base, {"top_k": -1, "top_p": -0.1, "seed": 3})
+    assert config.sampling == pb.SamplingConfig(seed=3)

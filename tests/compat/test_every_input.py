@@ -491,6 +491,31 @@ async def test_priorities_keep_their_order(triton: Triton, backend: RecordingBac
     assert unset == seen[given.index(16)] == 0
 
 
+@pytest.mark.parametrize("model", MODELS)
+async def test_negative_filters_are_off(
+    triton: Triton, backend: RecordingBackend, model: str
+) -> None:
+    """Clients of other servers say so; 0 as a top_p is greedy for llmapi alone, as upstream."""
+    names = ("top_k", "runtime_top_k", "sampling_param_top_k")
+    others = ("top_p", "runtime_top_p", "sampling_param_top_p")
+
+    def given(name: str, value: float) -> Any:
+        kind = np.int32 if "top_k" in name else np.float32
+        return np.array([value] if model == "llmapi" else [[value]], kind)
+
+    for top_k, top_p in ((-1, -0.1), (-7, 0.0), (0, -1.0)):
+        tensors = {name: given(name, top_k) for name in names}
+        tensors |= {name: given(name, top_p) for name in others}
+        sampling = (await seen_config(triton, backend, model, tensors)).sampling
+        assert sampling.top_p is (None if model != "llmapi" or top_p else 0.0)
+        assert sampling.greedy
+        temperature = {"temperature": 0.5, "sampling_param_temperature": given("top_p", 0.5)}
+        sampling = (await seen_config(triton, backend, model, tensors | temperature)).sampling
+        # The executor samples only with top_k or top_p.
+        assert sampling.greedy == (model != "llmapi" or top_p == 0)
+        assert sampling.top_k in (None, 0, 1)
+
+
 async def test_draws_of_beams_are_dropped(triton: Triton, backend: RecordingBackend) -> None:
     """The executor accepts them and ranks beams without them."""
     draws = {

@@ -68,7 +68,8 @@ def generate(
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=0, max=UINT32, help="Keep the k most likely tokens.")
+        int | None,
+        typer.Option(min=-1, max=UINT32, help="Keep the k most likely tokens; -1 is off."),
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep tokens up to this probability.")] = None,
     min_p: Annotated[

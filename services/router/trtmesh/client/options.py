@@ -101,6 +101,10 @@ GROUP_OF: Mapping[str, str] = _groups_by_option()
 """Group of each keyword; '' for the fields of GenerationConfig itself."""
 
 
+OFF_BELOW_ZERO = ("top_k", "top_p")
+"""Keywords that a value below 0 leaves unset, as in other clients."""
+
+
 def build_config(
     base: pb.GenerationConfig | None, options: Mapping[str, object]
 ) -> pb.GenerationConfig:
@@ -111,6 +115,9 @@ def build_config(
     for name, value in options.items():
         if name not in GROUP_OF:
             raise TypeError(f"{name!r} is no option of generate; Options lists them")
+        if name in OFF_BELOW_ZERO and isinstance(value, int | float) and value < 0:
+            config.sampling.ClearField(name)
+            continue
         group = GROUP_OF[name]
         with encodable(f"{group}.{name}" if group else name):
             if name == "adapter":

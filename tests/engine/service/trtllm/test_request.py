@@ -216,7 +216,7 @@ async def test_an_unknown_field_is_refused() -> None:
         ({"request_id": ""}, "request_id"),
         ({"request_id": "a\nb"}, "request_id"),
         ({"request_id": "a" * 257}, "request_id"),
-        ({"sampling_config": tpb.SamplingConfig(top_k=-1)}, "sampling_config.top_k"),
+        ({"sampling_config": tpb.SamplingConfig(min_tokens=-1)}, "sampling_config.min_tokens"),
         ({"sampling_config": tpb.SamplingConfig(top_p=1.5)}, "sampling_config.top_p"),
         ({"sampling_config": tpb.SamplingConfig(beam_width=-2)}, "sampling_config.beam_width"),
         (
@@ -284,6 +284,17 @@ async def test_texts_are_refused_with_beams() -> None:
         error = await refusal(stub.Generate(request(stop=["word"], sampling_config=sampling)))
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     assert (error.details() or "").startswith("stop ")
+
+
+async def test_negative_filters_are_off() -> None:
+    backend = RecordingBackend(EVERYTHING)
+    async with offering(backend) as stub:
+        sampling = tpb.SamplingConfig(temperature=0.5, top_k=-1, top_p=-0.1)
+        call = stub.Generate(request("off", sampling_config=sampling))
+        item = await first_item(backend, call)
+        call.cancel()
+    asked = item.config.sampling
+    assert (asked.top_k, asked.top_p, asked.greedy) == (None, None, False)
 
 
 @pytest.mark.parametrize("kind", ["presence_penalty", "frequency_penalty"])

@@ -110,7 +110,8 @@ def infer(
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Needs --top-k or --top-p too.")] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=0, max=INT32, help="Keep the k most likely tokens.")
+        int | None,
+        typer.Option(min=-1, max=INT32, help="Keep the k most likely tokens; -1 is off."),
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep tokens up to this probability.")] = None,
     seed: Annotated[

@@ -216,6 +216,9 @@ def _check_request_id(request_id: str) -> None:
 
 def _take_sampling(given: tpb.SamplingConfig, config: pb.GenerationConfig) -> None:
     for field, value in given.ListFields():
+        if field.name in ("top_k", "top_p") and value < 0:
+            # Clients say so that it is off.
+            continue
         if field.name in SAMPLING:
             _put(config, SAMPLING[field.name], value, f"sampling_config.{field.name}")
     sampling = config.sampling

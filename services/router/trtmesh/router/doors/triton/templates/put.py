@@ -85,6 +85,13 @@ def positive(message: Any, name: str, tensor: InputTensor, row: int) -> None:
 
 
 @_of_field
+def unless_negative(message: Any, name: str, tensor: InputTensor, row: int) -> None:
+    """A number that clients set below 0 to switch it off."""
+    if tensor.scalar(row) >= 0:
+        _set(message, name, tensor.scalar(row), tensor)
+
+
+@_of_field
 def values(message: Any, name: str, tensor: InputTensor, row: int) -> None:
     """Numbers of a repeated field."""
     try:
