@@ -286,7 +286,12 @@ async def test_greedy_is_said_aloud(contract: str) -> None:
 async def test_the_prompt_is_told_to_be_left_out_of_penalties() -> None:
     """The engine counts it otherwise, and the tokens of a migrated sequence look like its prompt."""
     async with foreign("trtllm") as lab:
-        for asked in ({}, {"prompt_ignore_length": 0}, {"prompt_ignore_length": 1}):
+        cases: list[dict[str, Any]] = [
+            {},
+            {"prompt_ignore_length": 0},
+            {"prompt_ignore_length": 1},
+        ]
+        for asked in cases:
             await lab.ask(max_tokens=2, presence_penalty=0.5, **asked)
         seen = [each.sampling_config.prompt_ignore_length for each in lab.requests]
     assert seen == [len(PROMPT), 0, 1]

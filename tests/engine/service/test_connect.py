@@ -326,6 +326,11 @@ class TestRefusedItems:
             error = end.error
             assert (error.reason, error.limit_field) == ("QUEUE_FULL", "max_handles_per_stream")
             assert (error.value, error.limit) == ("3", "at most 2")
+            config = pb.GenerationConfig(sampling=pb.SamplingConfig(num_return_sequences=3))
+            await stream.send(submit(4, config=config))
+            end = (await stream.end(6)).end
+            assert end is not None
+            assert (end.error.reason, end.error.value) == ("INVALID_FIELD", "3")
             assert len(backend.items) == 2
 
     async def test_unread_refusals_end_stream(self) -> None:

@@ -115,10 +115,10 @@ def build_config(
     for name, value in options.items():
         if name not in GROUP_OF:
             raise TypeError(f"{name!r} is no option of generate; Options lists them")
-        if name in OFF_BELOW_ZERO and isinstance(value, int | float) and value < 0:
-            config.sampling.ClearField(name)
-            continue
         group = GROUP_OF[name]
+        if name in OFF_BELOW_ZERO and isinstance(value, int | float) and value < 0:
+            _clear(config.sampling, name)
+            continue
         with encodable(f"{group}.{name}" if group else name):
             if name == "adapter":
                 _assign(config, "lora", _lora(value))
@@ -136,6 +136,10 @@ def _lora(adapter: object) -> object:
             return pb.LoraConfig(id=adapter)
         case _:
             return adapter
+
+
+def _clear(message: Message, name: str) -> None:
+    message.ClearField(name)
 
 
 def _assign(message: Message, name: str, value: Any) -> None:

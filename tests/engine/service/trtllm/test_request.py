@@ -216,7 +216,10 @@ async def test_an_unknown_field_is_refused() -> None:
         ({"request_id": ""}, "request_id"),
         ({"request_id": "a\nb"}, "request_id"),
         ({"request_id": "a" * 257}, "request_id"),
-        ({"sampling_config": tpb.SamplingConfig(min_tokens=-1)}, "sampling_config.min_tokens"),
+        (
+            {"sampling_config": tpb.SamplingConfig(top_p_reset_ids=-1)},
+            "sampling_config.top_p_reset_ids",
+        ),
         ({"sampling_config": tpb.SamplingConfig(top_p=1.5)}, "sampling_config.top_p"),
         ({"sampling_config": tpb.SamplingConfig(beam_width=-2)}, "sampling_config.beam_width"),
         (
@@ -302,11 +305,12 @@ async def test_penalties_count_the_prompt_unless_told_otherwise(kind: str) -> No
     """As in TensorRT-LLM; the native API leaves the prompt out."""
     backend = RecordingBackend(EVERYTHING)
     async with offering(backend) as stub:
-        for asked, seen in (
+        cases: list[tuple[dict[str, Any], int | None]] = [
             ({}, None),
             ({kind: 0.5}, 0),
             ({kind: 0.5, "prompt_ignore_length": 2}, 2),
-        ):
+        ]
+        for asked, seen in cases:
             sampling = tpb.SamplingConfig(**asked)
             call = stub.Generate(request(f"of {seen}", sampling_config=sampling))
             item = await first_item(backend, call, len(backend.items) + 1)
@@ -362,6 +366,10 @@ async def test_open_calls_are_bounded() -> None:
         await first_item(backend, calls[-1], 2)
         error = await refusal(stub.Generate(request("c")))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
+        sampling = tpb.SamplingConfig(num_return_sequences=3)
+        error = await refusal(stub.Generate(request("d", sampling_config=sampling)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "sampling_config.num_return_sequences is 3" in (error.details() or "")
         for call in calls:
             call.cancel()
 

@@ -135,8 +135,12 @@ async def test_the_repetition_penalty_is_that_of_generate(llama: Path) -> None:
 @pytest.mark.parametrize("ignored", [None, 0, 1, 2, 9])
 def test_penalties_follow_the_rule_of_tensorrt_llm(ignored: int | None) -> None:
     """The prompt is 0 1 0, and 1 was generated: repetition counts all, presence and frequency what is not ignored."""
-    penalties = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 0.25}
-    sampling = Sampling(**penalties, prompt_ignore_length=ignored)
+    sampling = Sampling(
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        frequency_penalty=0.25,
+        prompt_ignore_length=ignored,
+    )
     row = continuation([0, 1, 0, 1], GenerationConfig(sampling=sampling), 3)
     row.remember()
     logits = torch.tensor([[4.0, 4.0, 4.0]])

@@ -29,7 +29,7 @@ from trtmesh.engine.service.lease_fields import adapter_of
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.step_part import StepPart
 from trtmesh.engine.service.streams import HANDLE_BITS, HANDLE_MASK
-from trtmesh.engine.service.submission import handles_of, parse_submit
+from trtmesh.engine.service.submission import handles_of, never_fits, parse_submit
 from trtmesh.engine.service.wire import end_message, kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -277,6 +277,8 @@ class RouterSession:
 
     def _check_room(self, sequences: int) -> None:
         limit = self._engine.settings.max_handles_per_stream
+        if sequences > limit:
+            raise never_fits(sequences, limit)
         live, ending = len(self._live), len(self.outbox.ending)
         if live + ending + sequences > limit:
             raise QueueFull(

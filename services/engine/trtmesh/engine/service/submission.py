@@ -28,6 +28,12 @@ def handles_of(command: epb.SubmitCommand) -> range:
     return range(command.handle, command.handle + min(asked, MAX_SEQUENCES))
 
 
+def never_fits(sequences: int, most: int) -> InvalidField:
+    """The error of an item with more sequences than its stream, or all calls, may ever have."""
+    limit = f"at most {most} (max_handles_per_stream)"
+    return InvalidField.of("sampling.num_return_sequences", sequences, limit)
+
+
 def parse_submit(
     command: epb.SubmitCommand, keys: tuple[int, ...], engine: LoadedEngine
 ) -> Submission:

@@ -28,6 +28,7 @@ from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import HeldAdapter
 from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.service.submission import never_fits
 from trtmesh.engine.service.trtllm.call import GenerateCall
 from trtmesh.engine.service.trtllm.kv_feed import (
     FellBehind,
@@ -250,6 +251,8 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
 
     def _check_room(self, sequences: int, most: int) -> None:
         """Calls of which the engine is done may wait for slow clients, so its queue does not bound them."""
+        if sequences > most:
+            raise never_fits(sequences, most)
         present = sum(call.sequences for call in self._calls.values())
         if present + sequences > most:
             raise QueueFull.of(
