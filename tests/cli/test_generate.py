@@ -194,3 +194,20 @@ def test_closed_pipe_prints_no_traceback(router: str) -> None:
     )
     assert (result.returncode, result.stderr) == (1, "")
     assert json.loads(result.stdout)["event"] == "accepted"
+
+
+@pytest.mark.parametrize(
+    ("flags", "equal"),
+    [
+        (("--sequences", "3"), True),
+        (("--sequences", "3", "--temperature", "0"), True),
+        (("--sequences", "3", "--temperature", "0.8"), False),
+        (("--sequences", "3", "--top-k", "1"), True),
+        (("--sequences", "1"), False),
+    ],
+)
+def test_equal_sequences_are_announced(router: str, flags: tuple[str, ...], equal: bool) -> None:
+    result = trtmesh("generate", "--router", router, "--max-tokens", "2", *flags, "one")
+    assert result.returncode == 0, result.stderr
+    assert ("sequences are equal" in result.stderr) == equal
+    assert "sequences are equal" not in result.stdout

@@ -540,7 +540,7 @@ class SamplingConfig(google.protobuf.message.Message):
     no_repeat_ngram_size: builtins.int
     """No n-gram of this length occurs twice; 0 means off."""
     num_return_sequences: builtins.int
-    """Returned sequences, at least 1. Unset means 1, and with beam search all beams."""
+    """Returned sequences, at least 1. Unset means 1, and with beam search all beams. Those of a greedy item are equal."""
     best_of: builtins.int
     """Sampled sequences; the best num_return_sequences are returned."""
     logits_post_processor: builtins.str

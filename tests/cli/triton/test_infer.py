@@ -203,3 +203,11 @@ def test_deadline_ends_the_requests(router: str) -> None:
     assert result.returncode == 1
     assert "deadline" in result.stderr.lower()
     assert "Traceback" not in result.stderr
+
+
+def test_equal_sequences_are_announced(router: str) -> None:
+    flags = ("--url", router, "--max-tokens", "2", "--sequences", "2")
+    for more, equal in (((), True), (("--temperature", "0.8"), True), (("--top-k", "9"), False)):
+        result = trtmesh("triton", "infer", *flags, *more, "one")
+        assert result.returncode == 0, result.stderr
+        assert ("sequences are equal" in result.stderr) == equal

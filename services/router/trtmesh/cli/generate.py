@@ -13,10 +13,11 @@ from typing import Annotated
 import typer
 from google.protobuf import json_format
 from rich.console import Console
-from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.errors import InvalidField, TrtmeshError
+from trtmesh.chassis.parsing import parse_config
 from trtmesh.cli.adapters import adapter_key
 from trtmesh.cli.completion import complete_adapter
-from trtmesh.cli.output import say_error
+from trtmesh.cli.output import say_equal, say_error
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import FAILED, OK, ApiKeyFileOption, connected, run
 from trtmesh.cli.streams import Printer, choose_printer
@@ -159,6 +160,8 @@ def generate(
     asked = _build_config(
         generation_config, {name: v for name, v in given.items() if v is not None}
     )
+    if _are_equal(asked):
+        say_equal(_sequences(asked), "add --temperature, --top-k or --top-p")
     printer = choose_printer(
         as_json_lines=json, items=len(texts), sequences=_sequences(asked), console=Console()
     )
@@ -240,6 +243,16 @@ def _sequences(config: GenerationConfig) -> int:
     if config.sampling.HasField("num_return_sequences"):
         return config.sampling.num_return_sequences
     return max(1, config.beam_search.beam_width)
+
+
+def _are_equal(config: GenerationConfig) -> bool:
+    """Whether all sequences are the most likely one."""
+    try:
+        parsed = parse_config(config)
+    except InvalidField:
+        # The router says what is wrong.
+        return False
+    return parsed.sequences > 1 and parsed.beam_search.beam_width == 1 and parsed.sampling.greedy
 
 
 def _build_config(text: str, options: Mapping[str, object]) -> GenerationConfig:

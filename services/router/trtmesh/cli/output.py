@@ -35,6 +35,10 @@ def say_error(text: str) -> None:
     say(f"trtmesh: error: {readable(text)}")
 
 
+def say_equal(sequences: int, remedy: str) -> None:
+    say(f"trtmesh: note: the {sequences} sequences are equal, as nothing is drawn; {remedy}")
+
+
 def readable(text: str) -> str:
     """Text of several lines, without what commands a terminal."""
     return escaped(text, kept="\n\t")

@@ -13,7 +13,7 @@ import typer
 from trtmesh.chassis.bearer import ApiKey
 from trtmesh.chassis.errors import InvalidRequest, Unauthenticated
 from trtmesh.chassis.tls.client import ClientTls
-from trtmesh.cli.output import say_error
+from trtmesh.cli.output import say_equal, say_error
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import (
     API_KEY_HINT,
@@ -43,6 +43,9 @@ def _group() -> None:
 
 
 INT32 = 2**31 - 1
+
+DRAWING = frozenset({"top_k", "runtime_top_k", "top_p", "runtime_top_p"})
+"""Inputs of which one has the executor draw tokens."""
 
 URL = AddressOption(
     "--url", "TRTMESH_ROUTER", "server", "a server of the KServe protocol over gRPC",
@@ -255,6 +258,8 @@ def infer(
     }
     options = {name: value for name, value in values.items() if value is not None}
     options |= {**_table(prompt_table, prompt_task), **dict(map(read_input, given or ()))}
+    if (sequences or 1) > 1 and (beam_width or 1) == 1 and not options.keys() & DRAWING:
+        say_equal(sequences or 1, "add --top-k or --top-p")
     table = TableId(prompt_table_id, vocab_size) if prompt_table_id else None
     names = [name for each in requested_outputs or () for name in each.replace(",", " ").split()]
     options_of_tls = ("--root-certificates", "--certificate-chain", "--private-key")
