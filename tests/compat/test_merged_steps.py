@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -22,6 +23,13 @@ from trtmesh.engine.backend import TokenDetails
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+MODELS = {
+    name: {"template": name.removeprefix("each_"), "merge_tokens": not name.startswith("each_")}
+    for name in (
+        *("ensemble", "tensorrt_llm_bls", "tensorrt_llm"),
+        *("each_ensemble", "each_tensorrt_llm_bls", "each_tensorrt_llm"),
+    )
+}
 TEXT = "def area(self, width):\n    return self.width * width"
 STOP = "width)"
 LOG_PROBS = [-(2.0**-n) for n in range(24)]
@@ -58,7 +66,7 @@ async def mesh(backend: RecordingBackend) -> AsyncIterator[Mesh]:
             await mesh.start_tokenizer()
             # The engine runs in this process; the router only needs an address.
             mesh.engines.append(engine)  # type: ignore[arg-type]
-            await mesh.start_router()
+            await mesh.start_router("--triton-models", json.dumps(MODELS))
             await mesh.ready(1, 1)
 
         yield await stack.enter_async_context(running_mesh(start=start))
@@ -171,3 +179,36 @@ async def test_min_tokens_hold_stop_words_back(
         text = "".join(response.text for response in await answer if response.outputs)
     second = TEXT.index(word, TEXT.index(word) + 1)
     assert text == TEXT[: second + len(word)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "tensorrt_llm"])
+@pytest.mark.parametrize("detailed", [False, True])
+async def test_unmerged_streams_have_a_response_for_each_token(
+    triton: Triton, backend: RecordingBackend, sizes: Sequence[int], model: str, detailed: bool
+) -> None:
+    count = len(token_ids())
+    asked: dict[str, Any] = {"text_input": "x", "max_tokens": count, "stream": True}
+    if model == "tensorrt_llm":
+        asked = {"input_ids": [5], "input_lengths": 1, "request_output_len": count}
+        asked["streaming"] = True
+    if detailed:
+        asked["return_log_probs"] = True
+    merged: list[Response] = []
+    apart: list[Response] = []
+    for name, told in ((model, merged), (f"each_{model}", apart)):
+        answer = asyncio.create_task(triton.stream(name, asked))
+        await generate(backend, sizes)
+        backend.end(*list(backend.live))
+        told += [response for response in await answer if response.outputs]
+    with_tokens = [r for r in apart if not detailed or r.outputs["output_log_probs"].size]
+    assert count <= len(with_tokens) <= len(apart) <= count + 1
+    if model == "tensorrt_llm":
+        ids = [response.outputs["output_ids"].ravel().tolist() for response in apart]
+        assert [each for each in ids if each] == [[token] for token in token_ids()]
+    else:
+        assert "".join(r.text for r in apart) == "".join(r.text for r in merged) == TEXT
+    if detailed:
+        assert told_log_probs(apart) == told_log_probs(merged) == LOG_PROBS[:count]
+        sums = [response.outputs["cum_log_probs"].item() for response in apart]
+        assert sums[:count] == list(accumulate(LOG_PROBS[:count]))

@@ -29,6 +29,7 @@ from trtmesh.router.doors.triton.token_ids import (
     without_decoder_start,
     wrap_size,
 )
+from trtmesh.router.doors.triton.unmerged import Unmerged
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import RequestKey, Requests
@@ -44,6 +45,11 @@ def _read(
     """The call with its prompt wrapped and its bias fitted, and its request."""
     fitted = with_fitted_bias(with_wrapped_prompt(call, vocabulary_size), bias_size)
     return fitted, template.request(fitted, "", max_items)
+
+
+def has_beams(request: GenerationRequest) -> bool:
+    """Whether a beam search may rewrite what was told."""
+    return request.items[0].config.beam_search.beam_width > 1
 
 
 class Generations:
@@ -117,7 +123,12 @@ class Generations:
                     counting.generating(live, answers),
                     self._known_as(owner, call.request_id, live),
                 ):
-                    async with aclosing(self._forward(call.model, live, answers, limit)) as told:
+                    apart = (
+                        call.streaming and not call.model.merge_tokens and not has_beams(request)
+                    )
+                    unmerged = Unmerged() if apart else None
+                    forward = self._forward(call.model, live, answers, limit, unmerged)
+                    async with aclosing(forward) as told:
                         yield told
 
     def _answers_of(
@@ -130,8 +141,7 @@ class Generations:
             return template.failed(call, failure)
 
         builder = template.output_builder(call, request)
-        beams = request.items[0].config.beam_search.beam_width > 1
-        rewrites = beams or call.model.accumulate_tokens
+        rewrites = has_beams(request) or call.model.accumulate_tokens
         if call.streaming and builder.only_new_text and not rewrites:
             return PlainText(item_error, final_alone=template.final_alone)
         return Answers(call, request, builder, item_error, with_prompts=template.text)
@@ -154,16 +164,22 @@ class Generations:
                 del self._named[key]
 
     async def _forward(
-        self, model: Model, live: LiveRequest, answers: Answers | PlainText, limit: TimeLimit
+        self,
+        model: Model,
+        live: LiveRequest,
+        answers: Answers | PlainText,
+        limit: TimeLimit,
+        unmerged: Unmerged | None,
     ) -> AsyncGenerator[Answer]:
-        """The answers, until all rows are over."""
+        """The answers, until all rows are over; with `unmerged`, at least one for each token."""
         while (waiting := await limit.keep(live.client.next_entries())) is not None:
-            answers.see(waiting)
-            for row, sequence in answers.texts_to_complete():
-                sequence.texts = [await self._whole_text(model, row, sequence)]
-            for answer in answers.take():
-                yield answer
-                self._metrics.client_messages += 1
+            for part in unmerged.parts(waiting) if unmerged else (waiting,):
+                answers.see(part)
+                for row, sequence in answers.texts_to_complete():
+                    sequence.texts = [await self._whole_text(model, row, sequence)]
+                for answer in answers.take():
+                    yield answer
+                    self._metrics.client_messages += 1
 
     async def _whole_text(self, model: Model, row: RowOutput, sequence: SequenceOutput) -> str:
         """The text of prompt and generated ids, decoded together because a tokenizer may put a space between them. It

@@ -53,6 +53,7 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         accumulate_tokens=_own(
             own.accumulate_tokens, _own(template.accumulates, door.accumulate_tokens)
         ),
+        merge_tokens=_own(own.merge_tokens, door.merge_tokens),
         logits_data_type=logits_data_type,
         add_special_tokens=_own(own.add_special_tokens, door.add_special_tokens),
         skip_special_tokens=_own(own.skip_special_tokens, door.skip_special_tokens),

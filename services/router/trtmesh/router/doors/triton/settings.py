@@ -82,6 +82,8 @@ class TritonModelSettings(Settings):
     """Whether the output leaves the prompt out, unless a request says otherwise."""
     accumulate_tokens: bool | None = None
     """Whether each response of a stream holds the whole text so far; default true for `llmapi`."""
+    merge_tokens: bool | None = None
+    """Whether a response of a stream may hold the tokens of several steps; false sends one for each token."""
     logits_data_type: LogitsDataType | None = None
     """Element type of logits outputs."""
     add_special_tokens: bool | None = None
@@ -145,6 +147,9 @@ class TritonSettings(Settings):
     """Whether the output leaves the prompt out, unless a request says otherwise."""
     accumulate_tokens: bool = False
     """Whether each response of a tensorrt_llm_bls stream holds the whole text so far."""
+    merge_tokens: bool = True
+    """Whether a response of a stream may hold the tokens of several steps; false sends one for each token, as Triton
+    does, for clients that count responses. Beams always come whole."""
     logits_data_type: LogitsDataType = "FP32"
     """Element type of logits outputs."""
     add_special_tokens: bool = True

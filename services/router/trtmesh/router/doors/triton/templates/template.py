@@ -109,6 +109,7 @@ class Model:
     max_beam_width: int | None
     exclude_input_in_output: bool
     accumulate_tokens: bool
+    merge_tokens: bool
     """Whether every response of a stream holds the whole text so far."""
     logits_data_type: LogitsDataType
     add_special_tokens: bool
