@@ -507,7 +507,7 @@ async def test_negative_filters_are_off(
         tensors = {name: given(name, top_k) for name in names}
         tensors |= {name: given(name, top_p) for name in others}
         sampling = (await seen_config(triton, backend, model, tensors)).sampling
-        assert sampling.top_p is (None if model != "llmapi" or top_p else 0.0)
+        assert sampling.top_p == (None if model != "llmapi" or top_p else 0.0)
         assert sampling.greedy
         temperature = {"temperature": 0.5, "sampling_param_temperature": given("top_p", 0.5)}
         sampling = (await seen_config(triton, backend, model, tensors | temperature)).sampling

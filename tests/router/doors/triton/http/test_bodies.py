@@ -187,8 +187,8 @@ async def test_the_largest_body_gives_way(measuring: Measuring) -> None:
     address, budget = measuring.address, measuring.budget
     large, small = 5 * 2**20, 2 * 2**20
     async with (
-        unfinished(address, large, MOST_BYTES) as (largest, _),
-        unfinished(address, small, MOST_BYTES) as (other, _),
+        unfinished(address, large, MOST_UNFINISHED) as (largest, _),
+        unfinished(address, small, MOST_UNFINISHED) as (other, _),
     ):
         await until_held(budget, large + small)
         whole = os.urandom(2 * 2**20)
