@@ -508,7 +508,8 @@ async def test_negative_filters_are_off(
         tensors |= {name: given(name, top_p) for name in others}
         sampling = (await seen_config(triton, backend, model, tensors)).sampling
         assert sampling.top_p == (None if model != "llmapi" or top_p else 0.0)
-        assert sampling.greedy
+        # The LLM API draws among all tokens for a top_k of 0.
+        assert sampling.greedy == (model != "llmapi" or top_k < 0)
         temperature = {"temperature": 0.5, "sampling_param_temperature": given("top_p", 0.5)}
         sampling = (await seen_config(triton, backend, model, tensors | temperature)).sampling
         # The executor samples only with top_k or top_p.
