@@ -164,7 +164,8 @@ class FaultyMesh:
         if samples["trtmesh_tasks"] > peer.most_tasks:
             busy.append("trtmesh_tasks")
         if peer.service == "router":
-            links = (len(_addresses(self.engines).split(",")), len(self.tokenizers))
+            # A second address of an engine is no second worker.
+            links = (len(self.engines), len(self.tokenizers))
             busy += [
                 name for name, count in zip(READY, links, strict=True) if samples[name] != count
             ]
@@ -205,15 +206,25 @@ class FaultyMesh:
         await self._end_one(self.engines, signal.SIGTERM, draw)
 
     async def _drain_by_admin(self, draw: random.Random) -> None:
-        """Drains an engine for one router, then resumes the engine. A router forgets a drain when it dies."""
+        """Drains an engine through one router, then resumes it through any: the drain outlives its router."""
         router, engine = draw.choice(self.routers), draw.choice(self.engines)
         seconds, proxy = draw.uniform(0, LONGEST_SECONDS / 2), draw.choice(engine.proxies)
         async with AdminClient(router.process.admin_address) as admin:
             with suppress(Unavailable, DeadlineExceeded, NotFound):
                 await admin.drain_worker(proxy.address, finish_seconds=seconds)
                 await asyncio.sleep(seconds)
+        await eventually(lambda: self._resumed(engine))
+
+    async def _resumed(self, engine: Peer) -> bool:
+        """Resumes an engine through every router that answers; whether one did."""
+        done = False
+        for router in self.routers:
             with suppress(Unavailable, DeadlineExceeded, NotFound):
-                await admin.resume_worker(proxy.address)
+                async with AdminClient(router.process.admin_address) as admin:
+                    for proxy in engine.proxies:
+                        await admin.resume_worker(proxy.address)
+                done = True
+        return done
 
     async def _change_role(self, draw: random.Random) -> None:
         """Gives an engine another role for a while. An engine that restarts has its first role."""

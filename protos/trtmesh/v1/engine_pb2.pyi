@@ -361,6 +361,26 @@ class SetRoleCommand(google.protobuf.message.Message):
 Global___SetRoleCommand: typing_extensions.TypeAlias = SetRoleCommand
 
 @typing.final
+class DrainCommand(google.protobuf.message.Message):
+    """Drains the worker, for all routers: it refuses new items and goes on with the others until it is resumed. Sent only to
+    workers with an `instance`.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESUME_FIELD_NUMBER: builtins.int
+    resume: builtins.bool
+    """Whether to end the drain instead. A worker that stops goes on draining."""
+    def __init__(
+        self,
+        *,
+        resume: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["resume", b"resume"]) -> None: ...
+
+Global___DrainCommand: typing_extensions.TypeAlias = DrainCommand
+
+@typing.final
 class EngineCommand(google.protobuf.message.Message):
     """One command of a router."""
 
@@ -379,6 +399,7 @@ class EngineCommand(google.protobuf.message.Message):
     HAND_OVER_FIELD_NUMBER: builtins.int
     RENEW_LEASES_FIELD_NUMBER: builtins.int
     SET_ROLE_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___HelloCommand:
         """Opens the stream; the first command, sent once."""
@@ -431,6 +452,10 @@ class EngineCommand(google.protobuf.message.Message):
     def set_role(self) -> Global___SetRoleCommand:
         """Changes the role."""
 
+    @property
+    def drain(self) -> Global___DrainCommand:
+        """Drains or resumes the worker."""
+
     def __init__(
         self,
         *,
@@ -447,10 +472,11 @@ class EngineCommand(google.protobuf.message.Message):
         hand_over: trtmesh.v1.kv_transfer_pb2.HandOverCommand | None = ...,
         renew_leases: trtmesh.v1.kv_transfer_pb2.RenewLeasesCommand | None = ...,
         set_role: Global___SetRoleCommand | None = ...,
+        drain: Global___DrainCommand | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acknowledge", b"acknowledge", "attach_sender", b"attach_sender", "command", b"command", "hand_over", b"hand_over", "hello", b"hello", "kv_snapshot", b"kv_snapshot", "load_adapter", b"load_adapter", "release_lease", b"release_lease", "renew_leases", b"renew_leases", "reserve_blocks", b"reserve_blocks", "set_role", b"set_role", "stop", b"stop", "submit", b"submit", "unload_adapter", b"unload_adapter"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acknowledge", b"acknowledge", "attach_sender", b"attach_sender", "command", b"command", "hand_over", b"hand_over", "hello", b"hello", "kv_snapshot", b"kv_snapshot", "load_adapter", b"load_adapter", "release_lease", b"release_lease", "renew_leases", b"renew_leases", "reserve_blocks", b"reserve_blocks", "set_role", b"set_role", "stop", b"stop", "submit", b"submit", "unload_adapter", b"unload_adapter"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["hello", "submit", "stop", "acknowledge", "kv_snapshot", "load_adapter", "unload_adapter", "reserve_blocks", "release_lease", "attach_sender", "hand_over", "renew_leases", "set_role"] | None: ...
+    def HasField(self, field_name: typing.Literal["acknowledge", b"acknowledge", "attach_sender", b"attach_sender", "command", b"command", "drain", b"drain", "hand_over", b"hand_over", "hello", b"hello", "kv_snapshot", b"kv_snapshot", "load_adapter", b"load_adapter", "release_lease", b"release_lease", "renew_leases", b"renew_leases", "reserve_blocks", b"reserve_blocks", "set_role", b"set_role", "stop", b"stop", "submit", b"submit", "unload_adapter", b"unload_adapter"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acknowledge", b"acknowledge", "attach_sender", b"attach_sender", "command", b"command", "drain", b"drain", "hand_over", b"hand_over", "hello", b"hello", "kv_snapshot", b"kv_snapshot", "load_adapter", b"load_adapter", "release_lease", b"release_lease", "renew_leases", b"renew_leases", "reserve_blocks", b"reserve_blocks", "set_role", b"set_role", "stop", b"stop", "submit", b"submit", "unload_adapter", b"unload_adapter"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["hello", "submit", "stop", "acknowledge", "kv_snapshot", "load_adapter", "unload_adapter", "reserve_blocks", "release_lease", "attach_sender", "hand_over", "renew_leases", "set_role", "drain"] | None: ...
 
 Global___EngineCommand: typing_extensions.TypeAlias = EngineCommand
 
@@ -1211,6 +1237,7 @@ class GetEngineResponse(google.protobuf.message.Message):
     MAX_QUARANTINED_BLOCKS_FIELD_NUMBER: builtins.int
     HANDOFF_KIND_FIELD_NUMBER: builtins.int
     MAX_QUEUE_SIZE_FIELD_NUMBER: builtins.int
+    INSTANCE_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
@@ -1267,6 +1294,8 @@ class GetEngineResponse(google.protobuf.message.Message):
     """
     max_queue_size: builtins.int
     """Most sequences that wait beyond a full batch; one more is refused with QUEUE_FULL. Unset means unknown."""
+    instance: builtins.str
+    """Random name of the process: two addresses with one name are one worker. Empty means unknown."""
     @property
     def supported_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Supported config fields, as paths from GenerationConfig such as `sampling.top_k`. Any other set field is refused
@@ -1327,9 +1356,10 @@ class GetEngineResponse(google.protobuf.message.Message):
         max_quarantined_blocks: builtins.int = ...,
         handoff_kind: builtins.str = ...,
         max_queue_size: builtins.int | None = ...,
+        instance: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "max_queue_size", b"max_queue_size"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "handoff_kind", b"handoff_kind", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_queue_size", b"max_queue_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "handoff_kind", b"handoff_kind", "instance", b"instance", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_queue_size", b"max_queue_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_queue_size", b"_max_queue_size"]) -> typing.Literal["max_queue_size"] | None: ...
 
 Global___GetEngineResponse: typing_extensions.TypeAlias = GetEngineResponse

@@ -342,7 +342,9 @@ Global___DrainWorkerRequest: typing_extensions.TypeAlias = DrainWorkerRequest
 
 @typing.final
 class DrainWorkerResponse(google.protobuf.message.Message):
-    """The worker is drained; the counts cover this router's sequences."""
+    """The worker is drained, for all routers: it refuses their new items until `ResumeWorker` or its end, whichever router
+    stops. The counts cover this router's sequences; those of others finish there.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -350,12 +352,15 @@ class DrainWorkerResponse(google.protobuf.message.Message):
     FINISHED_SEQUENCES_FIELD_NUMBER: builtins.int
     MOVED_SEQUENCES_FIELD_NUMBER: builtins.int
     LEFT_SEQUENCES_FIELD_NUMBER: builtins.int
+    ONLY_HERE_FIELD_NUMBER: builtins.int
     finished_sequences: builtins.int
     """Sequences that ended before a move."""
     moved_sequences: builtins.int
     """Sequences moved to other workers."""
     left_sequences: builtins.int
     """Sequences not accepted by another worker yet: they continue, and move as soon as possible."""
+    only_here: builtins.bool
+    """Whether only this router places nothing more on the worker: it is not connected, or of an older release."""
     @property
     def worker(self) -> Global___Worker:
         """The worker."""
@@ -367,9 +372,10 @@ class DrainWorkerResponse(google.protobuf.message.Message):
         finished_sequences: builtins.int = ...,
         moved_sequences: builtins.int = ...,
         left_sequences: builtins.int = ...,
+        only_here: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["worker", b"worker"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finished_sequences", b"finished_sequences", "left_sequences", b"left_sequences", "moved_sequences", b"moved_sequences", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finished_sequences", b"finished_sequences", "left_sequences", b"left_sequences", "moved_sequences", b"moved_sequences", "only_here", b"only_here", "worker", b"worker"]) -> None: ...
 
 Global___DrainWorkerResponse: typing_extensions.TypeAlias = DrainWorkerResponse
 

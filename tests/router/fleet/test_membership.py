@@ -10,7 +10,9 @@ from ipaddress import ip_network
 from typing import Any
 
 import pytest
+from e2e.mesh import SIMULATED
 from log_lines import LogLine
+from processes import service_process
 from router.scripted import (
     LENGTH,
     PATIENCE_SECONDS,
@@ -25,13 +27,21 @@ from router.scripted import (
 from router.scripted_fleet import refusal
 from trtmesh.chassis import addresses
 from trtmesh.chassis.addresses import Address
-from trtmesh.chassis.errors import Draining, InvalidField, NotFound, NoWorker, WorkerLost
+from trtmesh.chassis.errors import (
+    AlreadyExists,
+    Draining,
+    InvalidField,
+    NotFound,
+    NoWorker,
+    WorkerLost,
+)
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.fleet import link_local, membership
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 DRAINING = admin_pb.WORKER_STATE_DRAINING
+REFUSED = admin_pb.WORKER_STATE_REFUSED
 
 
 def scripted(name: str) -> ScriptedEngine:
@@ -180,7 +190,7 @@ async def test_link_local_and_metadata_addresses_are_refused_unless_allowed(
         assert not (await client.status()).workers
     async with serving_router([], admin={"allow_link_local": True}) as client:
         await client.admin.add_worker(address, wait_seconds=0)
-        assert [worker.address for worker in (await client.status()).workers] == [address]
+        assert len((await client.status()).workers) == 1
 
 
 PLAIN, METADATA = "10.0.0.1", "169.254.169.254"
@@ -428,3 +438,89 @@ async def test_worker_that_keeps_its_role_is_an_error(monkeypatch: pytest.Monkey
         with pytest.raises(WorkerLost) as failed:
             await client.admin.set_worker_role("two", "decode")
         assert failed.value.worker == "two"
+
+
+async def test_worker_drained_through_one_router_is_drained_for_all_until_any_resumes_it() -> None:
+    """Whichever router stops: the drain is the worker's."""
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(service_process("engine", *SIMULATED, "--worker", name))
+            for name in ("one", "two")
+        ]
+        served = [engine.address for engine in engines]
+        other = await stack.enter_async_context(serving_router(served))
+        async with serving_router(served) as client:
+            for each in (client, other):
+                await until_states(each, [READY, READY], [])
+            drained = await client.admin.drain_worker("one")
+            assert not drained.only_here
+            for each in (client, other):
+                await until_states(each, [READY, DRAINING], [])
+        await only_on_two(other)
+        problems = {w.worker: w.problem for w in (await other.status()).workers}
+        assert problems == {"one": "an admin drains it", "two": ""}
+
+        async with serving_router(served) as client:
+            await until_states(client, [READY, DRAINING], [])
+            await client.admin.drain_worker("one")
+            assert (await other.admin.resume_worker("one")).worker.state == READY
+            for each in (client, other):
+                await until_states(each, [READY, READY], [])
+
+
+async def only_on_two(client: RouterClient) -> None:
+    items = await client.complete([[5], [6], [7], [8]], max_tokens=1, text=False)
+    assert {item.started and item.started.worker for item in items} == {"two"}
+
+
+async def test_drain_of_a_worker_that_takes_no_such_command_says_that_it_is_only_here() -> None:
+    async with serving_engine(scripted("old")) as address, serving_router([address]) as client:
+        await until_states(client, [READY], [])
+        drained = await client.admin.drain_worker("old")
+        assert drained.only_here
+        assert drained.worker.problem == "an admin drains it, on this router alone"
+        assert (await client.admin.resume_worker("old")).worker.state == READY
+
+
+async def test_stopping_worker_is_not_resumed() -> None:
+    one = scripted("one")
+    async with serving_engine(one) as address, serving_router([address]) as client:
+        await until_states(client, [READY], [])
+        await one.report(draining=True, drain_ms=60_000)
+        await until_states(client, [DRAINING], [])
+        with pytest.raises(Draining, match="one stops"):
+            await client.admin.resume_worker("one")
+
+
+async def test_second_address_of_a_process_is_no_second_worker() -> None:
+    one, twin = scripted("same"), scripted("same")
+    one.description.instance = twin.description.instance = "a process"
+    async with serving_engine(one) as first, serving_engine(twin) as second:
+        async with serving_router([first, second]) as client:
+            await until_states(client, [READY, REFUSED], [])
+            refused = next(w for w in (await client.status()).workers if w.state == REFUSED)
+            assert "it is the process at 127.0.0.1:" in refused.problem
+            # Its name is the other's.
+            assert (await client.admin.drain_worker("same")).worker.address != refused.address
+            await client.admin.resume_worker("same")
+            # Once the first link is gone, the second address serves.
+            await client.admin.remove_worker("same")
+            await until_states(client, [READY], [])
+        async with serving_router([first]) as client:
+            await until_states(client, [READY], [])
+            with pytest.raises(AlreadyExists, match="it is the process at"):
+                await client.admin.add_worker(second)
+            await until_states(client, [READY], [])
+
+
+async def test_spellings_of_an_address_are_one_worker() -> None:
+    async with serving_engine(scripted("one")) as address, serving_router([address]) as client:
+        await until_states(client, [READY], [])
+        port = address.rpartition(":")[2]
+        for host in ("127.0.0.1", "localhost", "127.1", "[::ffff:127.0.0.1]"):
+            added = await client.admin.add_worker(f"{host}:{port}")
+            assert added.worker.address == address
+            await client.admin.drain_worker(f"{host}:{port}")
+            await until_states(client, [DRAINING], [])
+            await client.admin.resume_worker(f"{host}:{port}")
+        await until_states(client, [READY], [])

@@ -369,6 +369,22 @@ async def test_tokenizer_without_a_fingerprint_gets_no_work() -> None:
         assert "no fingerprint" in problems[True]
 
 
+async def test_second_address_of_a_process_is_no_second_tokenizer() -> None:
+    one, twin = ScriptedTokenizer(instance="a process"), ScriptedTokenizer(instance="a process")
+    async with serving_tokenizer(twin) as second, pool_of(one) as pool:
+        (first,) = pool.tokenizers.values()
+        link = Tokenizer(second, deadlines=LONG, max_message_bytes=2**20, turns=Turns(), pool=pool)
+        pool.tokenizers[second] = link
+        task = asyncio.create_task(link.run())
+        try:
+            await eventually(lambda: first.address in pool.problem(link))
+            assert "it is the process at" in pool.problem(link)
+            assert not pool.problem(first)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_pool_of_a_tokenizer_without_a_fingerprint_is_not_ready() -> None:
     async with pool_of(ScriptedTokenizer(fingerprint="")) as pool:
         assert not pool.ready

@@ -119,6 +119,8 @@ async def add(
 ) -> int:
     """Make the router connect to a worker, and wait for its answer; without one it is removed again.
 
+    It stays until the router restarts; list it in `router.engines` to keep it.
+
     Exit status: 0 added, 1 no answer or the call failed, 2 wrong usage.
     """
     try:
@@ -144,7 +146,9 @@ async def drain(
         ),
     ] = None,
 ) -> int:
-    """Place nothing more on a worker, and wait until its sequences have ended or moved.
+    """Have a worker refuse new items, of all routers, and wait until its sequences of this router have ended or moved.
+
+    The worker stays drained until `resume` or its end, even if the router restarts.
 
     Exit status: 0 drained, 1 sequences are left or the call failed, 2 wrong usage, 130 Ctrl-C.
     """
@@ -152,6 +156,10 @@ async def drain(
     _show(context, response, response.worker)
     if not context.as_json:
         put(f"sequences: {response.finished_sequences} ended, {response.moved_sequences} moved")
+    if response.only_here:
+        say(
+            "this router alone places nothing more there, until it restarts: the worker is not connected, or older"
+        )
     if response.left_sequences:
         say(f"{response.left_sequences} sequences are left: no other worker accepts them")
         return FAILED
@@ -189,7 +197,10 @@ async def role(
 @workers.command()
 @admin_command
 async def remove(context: Context, worker: WorkerArgument) -> int:
-    """Remove a worker from the router; its sequences move."""
+    """Remove a worker from the router; its sequences move.
+
+    A router that restarts connects again to what `router.engines` names.
+    """
     response = await context.admin.remove_worker(worker)
     if context.as_json:
         put_json(response)

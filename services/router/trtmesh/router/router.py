@@ -281,6 +281,7 @@ class Router:
             on_change=self._fleet.changed,
             on_touch=self._fleet.touch,
             on_load=self._fleet.touch_load,
+            twin_of=self._fleet.twin_of,
         )
 
     def _bridge_of(self, address: str) -> Bridge | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         self._settings = settings
         self._metrics = TokenizerMetrics(runtime.registry)
         self._workload = Workload()
+        self._instance = secrets.token_hex(8)
         self._shared: Shared | None = None
         self._streams: dict[asyncio.Task[None], RouterStream] = {}
 
@@ -91,7 +93,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     ) -> pb.GetTokenizerResponse:
         async with answering(context):
             most = self._settings.encoding.max_text_bytes
-            return _describe(self._ready().vocabulary, most)
+            return _describe(self._ready().vocabulary, most, self._instance)
 
     def _ready(self) -> Shared:
         if self._shared is None:
@@ -99,7 +101,9 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         return self._shared
 
 
-def _describe(vocabulary: Vocabulary, max_text_bytes: int) -> pb.GetTokenizerResponse:
+def _describe(
+    vocabulary: Vocabulary, max_text_bytes: int, instance: str
+) -> pb.GetTokenizerResponse:
     return pb.GetTokenizerResponse(
         model=vocabulary.model,
         fingerprint=vocabulary.fingerprint,
@@ -112,4 +116,5 @@ def _describe(vocabulary: Vocabulary, max_text_bytes: int) -> pb.GetTokenizerRes
         kind=vocabulary.kind,
         schema_revision=SCHEMA_REVISION,
         max_text_bytes=max_text_bytes,
+        instance=instance,
     )

@@ -39,12 +39,14 @@ class LoadedEngine:
     role: epb.WorkerRole.ValueType
     """Present role."""
     drain_ends_at: float | None = None
-    """Monotonic time at which draining ends and the streams are cut; None before draining."""
+    """Monotonic time at which the streams are cut, because the worker stops; None before."""
+    drained: bool = False
+    """Whether an admin drains the worker."""
 
     @property
     def draining(self) -> bool:
         """Whether new items are refused."""
-        return self.drain_ends_at is not None
+        return self.drained or self.drain_ends_at is not None
 
     def drain(self, seconds: float) -> None:
         """Refuses new items and cuts the streams after `seconds`."""

@@ -119,6 +119,8 @@ class RouterSession:
                 self._handoffs.release(command.release_lease)
             case "set_role":
                 self._set_role(command.set_role)
+            case "drain":
+                self._drain(resume=command.drain.resume)
             case "hello":
                 raise InvalidRequest("hello came again, but it opens a stream and comes once")
             case _:
@@ -256,6 +258,12 @@ class RouterSession:
             raise InvalidField.of("set_role.role", command.role, limit)
         log.info("router %s sets the role %s", self.router, epb.WorkerRole.Name(command.role))
         self._engine.role = command.role
+        self._engine.streams.tell_load(self._engine.load())
+
+    def _drain(self, *, resume: bool) -> None:
+        """For all routers, and beyond the life of the one that asks."""
+        log.info("router %s %s this worker", self.router, "resumes" if resume else "drains")
+        self._engine.drained = not resume
         self._engine.streams.tell_load(self._engine.load())
 
     def _check_handles(self, handles: range) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 
@@ -56,6 +57,7 @@ def describe(
         worker=worker,
         role=role_of(settings, info),
         schema_revision=SCHEMA_REVISION,
+        instance=secrets.token_hex(8),
         load_interval_ms=max(1, round(settings.load_interval_seconds * 1000)),
         **same,
         **asdict(info.capabilities),

@@ -122,6 +122,12 @@ class Fleet:
         self.workers[worker.address] = worker
         self.touch(worker)
 
+    def twin_of(self, worker: Worker, instance: str) -> Worker | None:
+        """Another worker of this router in the same process; a link that makes no progress does not count."""
+        workers = self.workers.values()
+        same = (each for each in workers if each is not worker and each.engine.instance == instance)
+        return next((each for each in same if each.works), None) if instance else None
+
     def forget_leavers(self) -> list[Worker]:
         """Removes and returns idle workers without an address in discovery."""
         gone = [worker for worker in self.workers.values() if worker.leaving and not worker.busy]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from trtmesh.chassis.errors import InvalidField, NotFound, WorkerLost
+from trtmesh.chassis.errors import AlreadyExists, Draining, InvalidField, NotFound, WorkerLost
 from trtmesh.chassis.foreign_address import host_of, parse_engine
+from trtmesh.router.fleet.discovery import addresses_of
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.link_local import check_dialled, refuse_link_local
 from trtmesh.router.fleet.worker import Worker
@@ -38,12 +40,14 @@ class Drained:
     """Taken by another worker."""
     left: int
     """Not yet taken by another worker."""
+    only_here: bool = False
+    """Whether other routers still place on the worker."""
 
     @classmethod
-    def of(cls, worker: Worker, runs: Sequence[SequenceRun]) -> Drained:
+    def of(cls, worker: Worker, runs: Sequence[SequenceRun], *, only_here: bool = False) -> Drained:
         moved = sum(run.address not in ("", worker.address) for run in runs)
         left = sum(_has(worker, run) or run.waits_for_worker for run in runs)
-        return cls(worker, len(runs) - moved - left, moved, left)
+        return cls(worker, len(runs) - moved - left, moved, left, only_here)
 
 
 def _has(worker: Worker, run: SequenceRun) -> bool:
@@ -56,6 +60,23 @@ async def _until(condition: Callable[[], bool], seconds: float) -> None:
     ends_at = loop.time() + seconds
     while not condition() and loop.time() < ends_at:  # noqa: ASYNC110 - items and workers wait in many places
         await asyncio.sleep(POLL_SECONDS)
+
+
+async def _only_address(text: str) -> str:
+    """The address of a worker, in discovery's spelling; as it is for a name that DNS does not know yet. Raises
+    InvalidField for a name of several."""
+    try:
+        addresses = sorted(await addresses_of(text, parse_engine))
+    except (OSError, UnicodeError):
+        return text
+    if len(addresses) > 1:
+        raise InvalidField(
+            f"is {text!r}, the name of {len(addresses)} workers; add each of them: {', '.join(addresses)}",
+            field="address",
+            value=repr(text),
+            limit="one worker",
+        )
+    return addresses[0]
 
 
 def _check_role(worker: Worker, role: pb.WorkerRole.ValueType) -> None:
@@ -85,9 +106,13 @@ class Membership:
     _removed: set[str] = field(default_factory=set)
     """Addresses of workers that an admin removed, until they join again or leave discovery."""
 
-    def find(self, name: str) -> Worker:
-        """Finds a worker by name or address. Raises NotFound, or InvalidField for an ambiguous name."""
+    async def find(self, name: str) -> Worker:
+        """Finds a worker by name or address, however spelt. Raises NotFound, or InvalidField for an ambiguous name."""
         workers = self._fleet.workers
+        if name not in workers:
+            with suppress(ValueError, OSError):
+                for address in await addresses_of(name, parse_engine):
+                    name = address if address in workers else name
         if name in workers:
             return workers[name]
         found = [worker for worker in workers.values() if worker.engine.worker == name]
@@ -108,6 +133,11 @@ class Membership:
                 limit=f"one of {addresses}",
             )
         return found[0]
+
+    async def _linked(self, name: str) -> Worker:
+        """Finds a worker, by a second address too, as the one that has the link."""
+        worker = await self.find(name)
+        return self._fleet.workers.get(worker.twin, worker)
 
     def join(self, address: str) -> Worker:
         """Adds the worker at `address`, or keeps a leaving one."""
@@ -130,10 +160,12 @@ class Membership:
             worker.leaving = True
 
     def is_in_use(self, address: str) -> bool:
-        """Whether discovery keeps an address that a name server leaves out: that of a worker that takes items, or one
+        """Whether discovery keeps an address that a name server leaves out: that of a worker that works, or one
         that an admin removed, which would join again with the next answer."""
         worker = self._fleet.workers.get(address)
-        return address in self._removed or (worker is not None and worker.ready)
+        return address in self._removed or (
+            worker is not None and worker.works and not worker.stops
+        )
 
     async def add(self, address: str, wait_seconds: float) -> Worker:
         """Adds a worker for an admin, and waits for its answer unless `wait_seconds` is 0.
@@ -148,6 +180,7 @@ class Membership:
             raise InvalidField.of("address", address, limit) from error
         if not self._allow_link_local:
             await refuse_link_local(parsed)
+        address = await _only_address(address)
         is_new = address not in self._fleet.workers
         worker = self.join(address)
         if is_new and not self._allow_link_local:
@@ -155,10 +188,14 @@ class Membership:
         keep = not (is_new and wait_seconds)
         try:
             await _until(lambda: worker.answered, wait_seconds)
-            keep |= worker.answered
+            keep |= worker.answered and not worker.twin
         finally:
             if not keep:
                 worker.leaving = True
+        if worker.twin:
+            raise AlreadyExists(
+                f"is {address}, where {worker.problem}", field="address", value=repr(address)
+            )
         if wait_seconds and not worker.answered:
             fate = "it was removed again" if is_new else "it stays, as it was there before"
             raise WorkerLost(
@@ -167,22 +204,24 @@ class Membership:
             )
         return worker
 
-    def remove(self, name: str) -> int:
+    async def remove(self, name: str) -> int:
         """Moves a worker's sequences and forgets the worker once empty; returns the number that leaves now.
 
         Discovery re-adds the worker only after the address disappears and returns.
         """
-        worker = self.find(name)
+        worker = await self.find(name)
         worker.leaving = True
         self._removed.add(worker.address)
-        # A later `add` makes the worker take items.
+        # A later `add` makes the worker take items, unless it drains itself.
         worker.drained = False
         return worker.evict("an admin removed it")
 
     async def drain(self, name: str, finish_seconds: float | None) -> Drained:
-        """Places nothing more on a worker, waits for its sequences within the limit, if any, and moves the rest."""
-        worker = self.find(name)
-        worker.drained = True
+        """Has a worker refuse new items, waits for its sequences within the limit, if any, and moves the rest."""
+        worker = await self._linked(name)
+        worker.drain()
+        await _until(lambda: worker.load.draining or not worker.drains_itself, ROLE_SECONDS)
+        only_here = not worker.load.draining
         runs = list(worker.sequences.values())
         limit = float("inf") if finish_seconds is None else finish_seconds
         await _until(lambda: not (worker.sequences and worker.drained), limit)
@@ -190,14 +229,14 @@ class Membership:
             worker.evict("an admin drained it")
         await _until(lambda: not worker.hands_over, HANDED_OVER_SECONDS)
         await _until(lambda: not any(run.waits_for_worker for run in runs), TAKEN_SECONDS)
-        return Drained.of(worker, runs)
+        return Drained.of(worker, runs, only_here=only_here)
 
     async def set_role(self, name: str, role: pb.WorkerRole.ValueType) -> tuple[Worker, int]:
         """Changes a worker's role for all routers; returns the worker and the sequences that moved because of it.
 
         Raises NotFound, InvalidField for a role that the worker lacks, or WorkerLost.
         """
-        worker = self.find(name)
+        worker = await self._linked(name)
         _check_role(worker, role)
         runs = list(worker.sequences.values())
         worker.set_role(role)
@@ -213,16 +252,21 @@ class Membership:
         await _until(lambda: not any(run.waits_for_worker for run in runs), TAKEN_SECONDS)
         return worker, Drained.of(worker, runs).moved
 
-    def resume(self, name: str) -> Worker:
-        """Undoes a drain. Raises NotFound for a leaving worker."""
-        worker = self.find(name)
+    async def resume(self, name: str) -> Worker:
+        """Undoes a drain. Raises NotFound for a leaving worker, Draining for one that stops."""
+        worker = await self._linked(name)
         if worker.leaving:
             raise NotFound(
                 f"{name!r} leaves: it was removed, or its address is gone; add {worker.address} to take it back",
                 field="worker",
                 value=repr(name),
             )
-        worker.drained = False
-        worker.evict("")
+        if worker.stops:
+            raise Draining(
+                f"worker {worker.name} stops: it takes no items until it is started again",
+                worker=worker.name,
+            )
+        worker.resume()
+        await _until(lambda: not worker.load.draining, ROLE_SECONDS)
         self._fleet.changed()
         return worker

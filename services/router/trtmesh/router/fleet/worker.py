@@ -7,7 +7,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from trtmesh.chassis.adapter_content import AdapterContent
-from trtmesh.chassis.errors import Draining, InvalidRequest, QueueTimeout, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import (
+    Draining,
+    InvalidRequest,
+    Mismatch,
+    QueueTimeout,
+    TrtmeshError,
+    WorkerLost,
+)
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.outbox import Outbox
@@ -32,7 +39,14 @@ from trtmesh.router.fleet.pulse import TICK_SECONDS, Pulse
 from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.router.links.deadlines import Deadlines
-from trtmesh.router.links.replica import DRAINED, LEAVING, Replica, ReplicaState
+from trtmesh.router.links.replica import (
+    DRAINED,
+    DRAINED_HERE,
+    LEAVING,
+    TWIN,
+    Replica,
+    ReplicaState,
+)
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Role, WorkerAdapters, WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
@@ -83,10 +97,18 @@ class Worker(Replica):
         on_load: Callable[[Worker], None],
         tls_of_peers: TlsOfPeers = plain_text,
         bridge: Bridge | None = None,
+        twin_of: Callable[[Worker, str], Worker | None] = lambda *_: None,
     ) -> None:
         """`bridge` is the process in front of a foreign engine, None for an engine of ours."""
         super().__init__(address, deadlines, max_message_bytes, turns, tls_of_peers)
         self._bridge = bridge
+        self._twin_of = twin_of
+        self.twin = ""
+        """Address of another link to the same process, which counts in place of this one."""
+        self._drain_seen = False
+        """Whether the worker reported the drain that this router asked for."""
+        self._resume_due = False
+        """Whether the worker is to be resumed once it is connected."""
         self._on_change = on_change
         self._on_touch = on_touch
         self._pulse = Pulse(deadlines)
@@ -166,7 +188,17 @@ class Worker(Replica):
     @property
     def stays(self) -> bool:
         """Whether KV may wait there: neither the process nor this router's stream is about to end."""
-        return not (self.leaving or self.load.draining)
+        return not (self.leaving or self.stops)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the process is about to end."""
+        return self.load.draining and self.load.HasField("drain_ms")
+
+    @property
+    def drains_itself(self) -> bool:
+        """Whether the worker can be told to drain: for all routers, and beyond the life of this one."""
+        return self.connected and bool(self.engine.instance)
 
     @property
     def hands_over(self) -> bool:
@@ -190,7 +222,7 @@ class Worker(Replica):
 
     @property
     def _unready(self) -> str:
-        return self.problem or (DRAINED if self.drained else LEAVING)
+        return self.problem or (DRAINED_HERE if self.drained else LEAVING)
 
     def touch(self) -> None:
         """Marks the snapshot as stale."""
@@ -269,6 +301,23 @@ class Worker(Replica):
         """Asks the worker for another role; its load reports show it to every router."""
         self._send(pb.EngineCommand(set_role=pb.SetRoleCommand(role=role)))
 
+    def drain(self) -> None:
+        """Places nothing more on the worker, and has it refuse the items of all routers."""
+        self.drained = True
+        self._tell_drain()
+
+    def resume(self) -> None:
+        """Undoes `drain`, of any router."""
+        self.drained = False
+        self._tell_drain()
+        self.evict("")
+
+    def _tell_drain(self) -> None:
+        self._drain_seen = False
+        self._resume_due = not (self.drained or self.drains_itself)
+        if self.drains_itself:
+            self._send(pb.EngineCommand(drain=pb.DrainCommand(resume=not self.drained)))
+
     def unload(self, key: VersionKey, *, unpin: bool = False) -> None:
         """Has the worker forget a version once no sequence uses it, or only the pin."""
         number, version = key
@@ -335,6 +384,7 @@ class Worker(Replica):
                         self._on_welcome(event.welcome.engine)
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
+        self._check_twin(engine.instance)
         self.engine, self.facts = engine, Facts.of(engine)
         self.role = role_of(engine, self.load)
         self.streams += 1
@@ -343,7 +393,17 @@ class Worker(Replica):
         self.guard.joined(asyncio.get_running_loop().time())
         self._pulse = Pulse(self._deadlines, engine.load_interval_ms / 1000)
         self._become(ReplicaState.READY, "")
+        if self.drained or self._resume_due:
+            self._tell_drain()
         self._on_change()
+
+    def _check_twin(self, instance: str) -> None:
+        """Raises Mismatch at the second link to a process, which would count as two workers."""
+        twin = self._twin_of(self, instance)
+        self.twin = twin.address if twin else ""
+        if twin is not None:
+            self.engine, self.facts = pb.GetEngineResponse(), Facts()
+            raise Mismatch(TWIN.format(address=twin.address), worker=twin.name)
 
     def _on_adapter_states(self, states: pb.AdapterStates) -> None:
         before, now = self.adapters.held, asyncio.get_running_loop().time()
@@ -371,10 +431,21 @@ class Worker(Replica):
             self._assignments.none_queued(now)
         if self.role is not before:
             self._on_role()
-        if self.ready and load.draining:
-            self._become(ReplicaState.DRAINING, "draining")
+        self._on_draining(load)
         if load.draining and load.HasField("drain_ms"):
             self._on_grace(load.drain_ms)
+
+    def _on_draining(self, load: pb.Load) -> None:
+        if load.draining and self.state is ReplicaState.READY:
+            self._become(ReplicaState.DRAINING, "draining" if self.stops else DRAINED)
+        elif not load.draining and self.state is ReplicaState.DRAINING:
+            self._become(ReplicaState.READY, "")
+            self._on_change()
+        if self.drained and self._drain_seen and not load.draining:
+            # Through another router.
+            self.drained = False
+            self.evict("")
+        self._drain_seen = self.drained and load.draining
 
     def _on_grace(self, milliseconds: int) -> None:
         """Moves the sequences of a worker that stops soon, with their KV as long as there is time."""
@@ -409,8 +480,10 @@ class Worker(Replica):
             self._become(ReplicaState.STALLED, problem)
             self.empty(self._left(problem, WorkerLost))
         elif not problem and self.state == ReplicaState.STALLED:
+            self._check_twin(self.engine.instance)
             self._moving = None
-            self._become(ReplicaState.DRAINING if self.load.draining else ReplicaState.READY, "")
+            self._become(ReplicaState.READY, "")
+            self._on_draining(self.load)
             self._on_change()
 
     def _move_late(self) -> None:
@@ -484,7 +557,7 @@ class Worker(Replica):
         self.guard.lose(asyncio.get_running_loop().time(), None if self.load.draining else error)
         self._kv_feed.lost()
         self.deliveries.lost(error)
-        self.load = pb.Load()
+        self.load, self._drain_seen = pb.Load(), False
         for run in runs:
             # A handoff that fails with one of its sequences takes the others off, too.
             if run.assignment is not None:

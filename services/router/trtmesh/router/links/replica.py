@@ -30,6 +30,10 @@ LEAVING = "it was removed, or its address is gone; it finishes what it has"
 
 DRAINED = "an admin drains it"
 
+DRAINED_HERE = "an admin drains it, on this router alone"
+
+TWIN = "it is the process at {address}, to which this router has a link already; list one of the addresses"
+
 SILENCE_CHECKS = 10
 """Checks for silence during the longest permitted silence."""
 
@@ -100,6 +104,11 @@ class Replica(ABC):
     @abstractmethod
     def touch(self) -> None:
         """Readiness may have changed."""
+
+    @property
+    def works(self) -> bool:
+        """Whether it is connected and makes progress."""
+        return self.state in (ReplicaState.READY, ReplicaState.DRAINING)
 
     @property
     def ready(self) -> bool:

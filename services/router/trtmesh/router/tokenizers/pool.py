@@ -145,6 +145,12 @@ class TokenizerPool:
             if other is not tokenizer and other.description.model == model
         )
 
+    def twin_of(self, tokenizer: Tokenizer) -> Tokenizer | None:
+        """Another tokenizer of this router in the same process; one that is not ready does not count."""
+        instance, others = tokenizer.description.instance, self.tokenizers.values()
+        same = (t for t in others if t is not tokenizer and t.description.instance == instance)
+        return next((each for each in same if each.works), None) if instance else None
+
     def on_unanswered(self, command: str) -> None:
         """A tokenizer left a command of this kind unanswered."""
         self._metrics.unanswered[command] += 1

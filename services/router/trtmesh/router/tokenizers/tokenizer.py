@@ -9,14 +9,14 @@ from itertools import chain
 from typing import Protocol
 
 from trtmesh.chassis.error_wire import from_proto
-from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, Unavailable
+from trtmesh.chassis.errors import Draining, Mismatch, SchemaMismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.deadlines import Deadlines
-from trtmesh.router.links.replica import Replica, ReplicaState
+from trtmesh.router.links.replica import TWIN, Replica, ReplicaState
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
 from trtmesh.router.tokenizers.unanswered import LOOKS, DecodeBatch, Unanswered
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -91,6 +91,9 @@ class Pool(Protocol):
 
     def answers_elsewhere(self, tokenizer: Tokenizer) -> bool:
         """Whether another tokenizer could take over in time."""
+
+    def twin_of(self, tokenizer: Tokenizer) -> Tokenizer | None:
+        """Another tokenizer of this router in the same process."""
 
     def on_unanswered(self, command: str) -> None:
         """A tokenizer left a command of this kind unanswered."""
@@ -297,6 +300,8 @@ class Tokenizer(Replica):
                 f"tokenizer {self.address} speaks schema revision {self.description.schema_revision},"
                 f" this router {SCHEMA_REVISION}; run the same release"
             )
+        if (twin := self._pool.twin_of(self)) is not None:
+            raise Mismatch(TWIN.format(address=twin.address))
         call = connection.open(CONNECT)
         halves = [self._read(call), self._write(call), self._watch()]
         try:

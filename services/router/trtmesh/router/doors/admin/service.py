@@ -182,20 +182,21 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 finished_sequences=drained.finished,
                 moved_sequences=drained.moved,
                 left_sequences=drained.left,
+                only_here=drained.only_here,
             )
 
     async def ResumeWorker(
         self, request: pb.ResumeWorkerRequest, context: _Context
     ) -> pb.ResumeWorkerResponse:
         async with answering(context):
-            worker = self._members.resume(request.worker)
+            worker = await self._members.resume(request.worker)
             return pb.ResumeWorkerResponse(worker=describe_worker(worker))
 
     async def RemoveWorker(
         self, request: pb.RemoveWorkerRequest, context: _Context
     ) -> pb.RemoveWorkerResponse:
         async with answering(context):
-            moved = self._members.remove(request.worker)
+            moved = await self._members.remove(request.worker)
             return pb.RemoveWorkerResponse(moved_sequences=moved)
 
     async def ListAdapters(
