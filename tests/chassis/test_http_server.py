@@ -30,7 +30,7 @@ HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(100)
 TLS = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256))
 
 
-Handler = Callable[[web.Request], Awaitable[web.Response]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def limits(
@@ -357,7 +357,7 @@ async def test_retired_connections_end_with_their_next_answer() -> None:
         return stream
 
     async with AsyncExitStack() as stack:
-        server, port = await stack.enter_async_context(server_of(answer))  # type: ignore[arg-type]
+        server, port = await stack.enter_async_context(server_of(answer))
 
         async def connected(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
