@@ -57,9 +57,10 @@ class MeshSettings(ServiceSettings):
     """Metrics port of the first router; other processes take free ports. `none` serves no metrics. A default port in
     use is replaced by a free one."""
     model: Path | None = None
-    """Directory of the model; unset means the repository's demo model."""
+    """Directory of the model; unset means the first of `models`, else the repository's demo model."""
     models: CommaList = ()
-    """Directories of further models, each with as many engines and tokenizers as the first."""
+    """Directories of further models, each with as many engines and tokenizers as the first; the first model, that of
+    `model` or else of this list, has the adapters."""
     adapters: Path | None = None
     """Directory whose subdirectories are LoRA adapters of the model, registered under their names; unset means those of
     the demo model for the demo model."""
