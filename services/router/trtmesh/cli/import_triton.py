@@ -31,7 +31,6 @@ SHOWN_NAMES = 4
 MATTERS = {
     "decoupled_mode": "false until then: no streams",
     "gpu_device_ids": "one device until then: the CPU, or --device",
-    "max_beam_width": "1 until then: no beam search",
 }
 """Placeholders whose default may not be what a repository is for, and that default."""
 
