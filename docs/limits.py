@@ -85,6 +85,7 @@ TABLES: dict[str, list[Row]] = {
         ("characters of a request id", request.MAX_REQUEST_ID_LENGTH, INVALID),
         ("characters of a model's name", request.MAX_MODEL_CHARACTERS, INVALID),
         ("words in a list of words", parsing.MAX_WORDS, INVALID),
+        ("words of `stop_token_ids` and `bad_token_ids`", parsing.MAX_ID_WORDS, INVALID),
         ("tokens or characters of a word", parsing.MAX_WORD_LENGTH, INVALID),
         ("characters of all stop texts", parsing.MAX_STOP_TEXT_CHARACTERS, INVALID),
         ("entries of `embedding_bias`", parsing.MAX_VOCABULARY, INVALID),

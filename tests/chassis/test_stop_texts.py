@@ -60,8 +60,7 @@ REST = MAX_STOP_TEXT_CHARACTERS - MAX_WORD_LENGTH
 def test_the_work_does_not_grow_with_the_stop_texts(stops: list[str]) -> None:
     texts = Texts.load(DEMO)
     assert texts is not None
-    (letter,) = texts.encode("a", "stop")
-    (other,) = texts.encode("c", "stop")
+    letter, other = (texts._tokenizer.token_to_id(character) for character in "ac")
     search = texts.follow(texts.stops(stops), [1])
     count = 400
     lines = 0

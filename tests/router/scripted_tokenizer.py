@@ -70,6 +70,8 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
             event.encoded.token_ids.extend(map(ord, command.encode.text))
             for word in command.encode.words:
                 event.encoded.words.add(ids=map(ord, word))
+            for word in command.encode.spelled_words:
+                event.encoded.spelled_words.add().spellings.add(ids=map(ord, word))
         elif command.HasField("decode"):
             decode = command.decode
             if self.breaks_on_token in decode.token_ids:

@@ -446,7 +446,9 @@ class StoppingConfig(google.protobuf.message.Message):
 
     @property
     def bad_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Forbidden texts; encoded by the tokenizer without special tokens."""
+        """Forbidden texts, as they are and after a space; those that begin with a space after that alone. bad_token_ids forbids
+        exactly its ids. Encoded by the tokenizer without special tokens.
+        """
 
     @property
     def bad_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenIds]:

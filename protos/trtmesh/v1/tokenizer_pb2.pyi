@@ -33,6 +33,7 @@ class EncodeCommand(google.protobuf.message.Message):
     STOP_TEXTS_FIELD_NUMBER: builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     MAX_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    SPELLED_WORDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Assigned by the router; reusable after the answer or CancelEncode."""
     request_id: builtins.str
@@ -47,11 +48,17 @@ class EncodeCommand(google.protobuf.message.Message):
     """Most ids of `text` that are of use: of more, only the number is told. 0 sets no limit."""
     @property
     def words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Texts encoded separately, without special tokens (bad words, stop words, bias words)."""
+        """Texts encoded separately, without special tokens (bias words)."""
 
     @property
     def stop_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Stop texts to describe in `Encoded.stop_vocabulary`."""
+
+    @property
+    def spelled_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Texts to spell within a text, without special tokens (bad words, stop words): as they are and after a space; those
+        that begin with a space after that alone.
+        """
 
     def __init__(
         self,
@@ -64,9 +71,10 @@ class EncodeCommand(google.protobuf.message.Message):
         stop_texts: collections.abc.Iterable[builtins.str] | None = ...,
         skip_special_tokens: builtins.bool = ...,
         max_token_ids: builtins.int = ...,
+        spelled_words: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_text", b"_text", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "handle", b"handle", "max_token_ids", b"max_token_ids", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "stop_texts", b"stop_texts", "text", b"text", "words", b"words"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "handle", b"handle", "max_token_ids", b"max_token_ids", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "spelled_words", b"spelled_words", "stop_texts", b"stop_texts", "text", b"text", "words", b"words"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_text", b"_text"]) -> typing.Literal["text"] | None: ...
 
 Global___EncodeCommand: typing_extensions.TypeAlias = EncodeCommand
@@ -274,6 +282,26 @@ class TokenizerServiceConnectRequest(google.protobuf.message.Message):
 Global___TokenizerServiceConnectRequest: typing_extensions.TypeAlias = TokenizerServiceConnectRequest
 
 @typing.final
+class Spellings(google.protobuf.message.Message):
+    """The ids that spell a word."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPELLINGS_FIELD_NUMBER: builtins.int
+    @property
+    def spellings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trtmesh.v1.generation_pb2.TokenIds]:
+        """Ids of each spelling, none of which ends with another."""
+
+    def __init__(
+        self,
+        *,
+        spellings: collections.abc.Iterable[trtmesh.v1.generation_pb2.TokenIds] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["spellings", b"spellings"]) -> None: ...
+
+Global___Spellings: typing_extensions.TypeAlias = Spellings
+
+@typing.final
 class Encoded(google.protobuf.message.Message):
     """Answer to an EncodeCommand."""
 
@@ -285,6 +313,7 @@ class Encoded(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     STOP_VOCABULARY_FIELD_NUMBER: builtins.int
     OMITTED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    SPELLED_WORDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """The command's handle."""
     omitted_token_ids: builtins.int
@@ -307,6 +336,10 @@ class Encoded(google.protobuf.message.Message):
     def stop_vocabulary(self) -> trtmesh.v1.generation_pb2.StopVocabulary:
         """The command's stop texts in terms of tokens, if it has any."""
 
+    @property
+    def spelled_words(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Spellings]:
+        """Spellings of each of `spelled_words`, in the order of the command."""
+
     def __init__(
         self,
         *,
@@ -316,9 +349,10 @@ class Encoded(google.protobuf.message.Message):
         error: trtmesh.v1.generation_pb2.Error | None = ...,
         stop_vocabulary: trtmesh.v1.generation_pb2.StopVocabulary | None = ...,
         omitted_token_ids: builtins.int = ...,
+        spelled_words: collections.abc.Iterable[Global___Spellings] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error", "stop_vocabulary", b"stop_vocabulary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "omitted_token_ids", b"omitted_token_ids", "stop_vocabulary", b"stop_vocabulary", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "omitted_token_ids", b"omitted_token_ids", "spelled_words", b"spelled_words", "stop_vocabulary", b"stop_vocabulary", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
 
 Global___Encoded: typing_extensions.TypeAlias = Encoded
 

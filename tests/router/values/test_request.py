@@ -112,7 +112,8 @@ def test_every_field_of_the_router_exists_and_never_reaches_a_worker() -> None:
         "max_tokens": 4,
     }
     (item,) = parse_request(message("x", **options), "", 9).items
-    assert item.words == ("bad", "words", "up", " ")
+    assert item.words == ("up", " ")
+    assert item.spelled_words == ("bad", "words")
     assert item.worker_fields == {
         "stopping.max_tokens",
         "stopping.bad_texts",
@@ -121,7 +122,7 @@ def test_every_field_of_the_router_exists_and_never_reaches_a_worker() -> None:
         "sampling.embedding_bias_token_ids",
         "sampling.embedding_bias_weights",
     }
-    config = worker_config(item, 5, [(7, 8), (9,), (2, 3), ()], drawn_seed=11)
+    config = worker_config(item, 5, [(2, 3), ()], [(7, 8), (9,)], drawn_seed=11)
     assert [list(ids.ids) for ids in config.stopping.bad_token_ids] == [[1], [7, 8], [9]]
     assert [list(ids.ids) for ids in config.sampling.embedding_bias_token_ids] == [[2, 3], [4]]
     assert list(config.sampling.embedding_bias_weights) == [3.0, -1.0]
@@ -150,7 +151,7 @@ def test_state_of_a_second_half_is_read_and_never_reaches_a_worker() -> None:
     assert not item.is_context_only
     assert item.state is not None
     assert item.worker_fields == frozenset()
-    config = worker_config(item, 1, [], drawn_seed=1)
+    config = worker_config(item, 1, [], [], drawn_seed=1)
     assert config.handoff == pb.HandoffConfig()
 
 

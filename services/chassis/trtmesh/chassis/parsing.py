@@ -84,6 +84,8 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 RETURNED = "sampling.num_return_sequences"
 
 MAX_WORDS = 256
+MAX_ID_WORDS = 3 * MAX_WORDS
+"""Limit for words that are ids: those of the client, and two spellings of each of its texts."""
 MAX_WORD_LENGTH = 4096
 MAX_TOKEN_RANGES = 256
 MAX_PROMPT_TOKENS = 2**20
@@ -110,6 +112,7 @@ WORD_LISTS = frozenset(
 
 MOST_ENTRIES: Mapping[str, int] = {
     **dict.fromkeys(WORD_LISTS, MAX_WORDS),
+    **dict.fromkeys(("stopping.bad_token_ids", "stopping.stop_token_ids"), MAX_ID_WORDS),
     "sampling.embedding_bias_weights": 2 * MAX_WORDS,
     "kv_cache.token_ranges": MAX_TOKEN_RANGES,
     "sampling.embedding_bias": MAX_VOCABULARY,

@@ -21,6 +21,7 @@ from tokenizers import Encoding, Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull, TrtmeshError
 from trtmesh.chassis.panics import is_failure
 from trtmesh.chassis.settings import Settings
+from trtmesh.chassis.spellings import Speller
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.v1 import generation_pb2 as pb
@@ -40,6 +41,7 @@ class EncodeRequest:
     text: str | None
     add_special_tokens: bool
     words: tuple[str, ...] = ()
+    spelled_words: tuple[str, ...] = ()
     stop_texts: tuple[str, ...] = ()
     skip_special_tokens: bool = False
     max_token_ids: int = 0
@@ -47,7 +49,7 @@ class EncodeRequest:
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        texts = (self.text or "", *self.words, *self.stop_texts)
+        texts = (self.text or "", *self.words, *self.spelled_words, *self.stop_texts)
         size_bytes = sum(map(_size_bytes, texts))
         object.__setattr__(self, "size_bytes", size_bytes)
 
@@ -66,17 +68,19 @@ def _size_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTexts:
-    """Token ids of the text and of each word, and the stop texts in terms of tokens."""
+    """Token ids of the text, of each word and of its spellings, and the stop texts in terms of tokens."""
 
     token_ids: list[int]
     words: list[list[int]]
+    spelled_words: list[list[list[int]]] = field(default_factory=list)
     stop_vocabulary: pb.StopVocabulary | None = None
     omitted: int = 0
     """Number of the text's ids, or of those of its beginning, if they are more than wanted. Then all else is empty."""
 
     @property
     def token_count(self) -> int:
-        return len(self.token_ids) + sum(map(len, self.words))
+        spelled = sum(len(ids) for spellings in self.spelled_words for ids in spellings)
+        return len(self.token_ids) + sum(map(len, self.words)) + spelled
 
 
 Outcome = EncodedTexts | TrtmeshError
@@ -137,6 +141,7 @@ class Encoder:
             not self._comes_first
             or request.size_bytes > self._most_on_the_spot
             or request.stop_texts
+            or request.spelled_words
             or not self._lanes[0].idle
         ):
             return None
@@ -311,6 +316,7 @@ def encode_batch(
 def _encode(
     tokenizer: Tokenizer, stop_vocabularies: StopVocabularies, requests: Sequence[EncodeRequest]
 ) -> Iterator[EncodedTexts]:
+    speller = Speller(tokenizer)
     omitted = [_surplus(tokenizer, request) for request in requests]
     wanted = [each for each, count in zip(requests, omitted, strict=True) if not count]
     marked = [text for request in wanted for text in request.texts(special=True)]
@@ -319,7 +325,7 @@ def _encode(
     plain_ids = iter(_encodings(tokenizer, plain, special=False))
     for request, count in zip(requests, omitted, strict=True):
         if count:
-            yield EncodedTexts([], [], None, count)
+            yield EncodedTexts([], [], omitted=count)
             continue
         token_ids: list[int] = []
         surplus = 0
@@ -331,11 +337,12 @@ def _encode(
             else:
                 token_ids = encoding.ids
         words = [next(plain_ids).ids for _ in request.words]
+        spelled = [speller.spellings(word) for word in request.spelled_words]
         stops = None
         if request.stop_texts:
             skip = request.skip_special_tokens
             stops = stop_vocabularies.of(request.stop_texts, skip_special_tokens=skip)
-        yield EncodedTexts(token_ids, words, stops, surplus)
+        yield EncodedTexts(token_ids, words, spelled, stops, surplus)
 
 
 def _surplus(tokenizer: Tokenizer, request: EncodeRequest) -> int:

@@ -165,6 +165,10 @@ class RouterStream:
             encoded.omitted_token_ids = outcome.omitted
             for ids in outcome.words:
                 encoded.words.add(ids=ids)
+            for spellings in outcome.spelled_words:
+                spelled = encoded.spelled_words.add().spellings
+                for ids in spellings:
+                    spelled.add(ids=ids)
             if outcome.stop_vocabulary is not None:
                 encoded.stop_vocabulary.CopyFrom(outcome.stop_vocabulary)
         else:
@@ -184,6 +188,7 @@ def _request_of(command: pb.EncodeCommand) -> EncodeRequest:
         command.text if command.HasField("text") else None,
         command.add_special_tokens,
         tuple(command.words),
+        tuple(command.spelled_words),
         tuple(command.stop_texts),
         command.skip_special_tokens,
         command.max_token_ids,

@@ -23,6 +23,10 @@ def decoded(token_ids: list[int]) -> str:
     return str(TOKENIZER.decode(token_ids, skip_special_tokens=True))
 
 
+def ids_of(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
 @given(TOKENS, PROMPTS, st.data())
 def test_every_stop_text_is_found_where_it_first_ends(
     tokens: list[int], prompt: list[int], data: st.DataObject
@@ -68,7 +72,7 @@ def test_bytes_that_are_no_character_do_not_pile_up() -> None:
 
 def test_a_text_before_the_sequence_may_end_does_not_count() -> None:
     search = TEXTS.follow(TEXTS.stops(["return"]), [1])
-    (word,) = TEXTS.encode(" return", "stop")
+    (word,) = ids_of(" return")
     assert not search.add(word, may_end=False)
     assert search.add(word, may_end=True)
     assert search.kept == 2, "the stop text begins inside the second token, after a space"
@@ -76,7 +80,7 @@ def test_a_text_before_the_sequence_may_end_does_not_count() -> None:
 
 def test_a_stop_text_that_begins_with_a_token_is_cut_off() -> None:
     search = TEXTS.follow(TEXTS.stops([" return 1"]), [1])
-    tokens = TEXTS.encode("x = 2\n return 1", "stop")
+    tokens = ids_of("x = 2\n return 1")
     *_, found = (search.add(token, may_end=True) for token in tokens)
     assert found
     assert decoded(list(tokens[: search.kept])) == "x = 2\n"
@@ -96,7 +100,7 @@ def test_a_special_token_is_a_stop_text() -> None:
         (f" return{special.content}", 2),
     ):
         search = TEXTS.follow(TEXTS.stops(["never", stop]), [1])
-        tokens = [*TEXTS.encode("x = return", "stop"), end]
+        tokens = [*ids_of("x = return"), end]
         assert [search.add(token, may_end=True) for token in tokens] == 3 * [False] + [True]
         assert (search.found, search.kept) == (stop, kept)
 
@@ -104,5 +108,10 @@ def test_a_special_token_is_a_stop_text() -> None:
 def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
     search = TEXTS.follow(TEXTS.stops(["return 1"]), [1])
     unknown = TOKENIZER.get_vocab_size() + 7
-    tokens = [token for each in TEXTS.encode(" return 1", "stop") for token in (unknown, each)]
+    tokens = [token for each in ids_of(" return 1") for token in (unknown, each)]
     assert [search.add(token, may_end=True) for token in tokens][-1]
+
+
+def test_words_are_spelled_with_and_without_a_space() -> None:
+    assert TEXTS.spell("return", "bad") == [ids_of("return"), ids_of(" return")]
+    assert TEXTS.spell(" return", "bad") == [ids_of(" return")]

@@ -43,7 +43,12 @@ def dispatch(
     """Submits the sequences without a worker."""
     adapter = encoded.adapter.identity if encoded.adapter else None
     config = worker_config(
-        item, len(encoded.token_ids), encoded.word_ids, context.drawn_seed, adapter
+        item,
+        len(encoded.token_ids),
+        encoded.word_ids,
+        encoded.spelled_ids,
+        context.drawn_seed,
+        adapter,
     )
     if item.is_context_only:
         _end_after_first_token(config, is_handed_over=bool(lease.sender))

@@ -18,11 +18,12 @@ from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 @dataclass(frozen=True, slots=True)
 class EncodedItem:
-    """An item in token ids. `word_ids` has the ids of `ItemRequest.words`, in order; `stop_vocabulary` has the stop
-    texts of a beam search."""
+    """An item in token ids. `word_ids` has the ids of `ItemRequest.words`, in order, and `spelled_ids` all spellings of
+    `ItemRequest.spelled_words`; `stop_vocabulary` has the stop texts of a beam search."""
 
     token_ids: Sequence[int]
     word_ids: list[tuple[int, ...]]
+    spelled_ids: list[tuple[int, ...]]
     blocks: PromptBlocks
     adapter: ItemAdapter | None = None
     stop_vocabulary: pb.StopVocabulary | None = None
@@ -44,23 +45,26 @@ LONG_TEXT = 2**14
 MOST_NAMES = 8
 """Most registered adapters that an error lists."""
 
-NOT_ENCODED = EncodedItem([], [], PromptBlocks(None, ()))
+NOT_ENCODED = EncodedItem([], [], [], PromptBlocks(None, ()))
 
 
 async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem:
     """Encodes prompt and words in a single exchange. Raises PromptEmpty, AdapterNotFound or the pool's errors."""
-    prompt, words = item.prompt, item.words
+    prompt, words, spelled_words = item.prompt, item.words, item.spelled_words
     token_ids: Sequence[int] = prompt.token_ids or ()
     word_ids: list[tuple[int, ...]] = []
+    spelled_ids: list[tuple[int, ...]] = []
     stop_texts = item.searched_texts
     stop_vocabulary = None
-    if prompt.text is not None or words or stop_texts:
-        context.mesh.tokenizers.check_size(context.model, prompt.text or "", *words)
+    if prompt.text is not None or words or spelled_words or stop_texts:
+        texts = (prompt.text or "", *words, *spelled_words)
+        context.mesh.tokenizers.check_size(context.model, *texts)
         command = tokenizer_pb.EncodeCommand(
             request_id=context.request_id,
             text=prompt.text,
             add_special_tokens=prompt.add_special_tokens,
             words=words,
+            spelled_words=spelled_words,
             stop_texts=stop_texts,
             skip_special_tokens=item.config.output.skip_special_tokens,
         )
@@ -73,6 +77,9 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             # A worker that takes more has joined meanwhile.
             return await encode_item(context, item)
         word_ids = [tuple(word.ids) for word in encoded.words]
+        spelled_ids = [
+            tuple(ids.ids) for spelled in encoded.spelled_words for ids in spelled.spellings
+        ]
         if prompt.text is not None:
             token_ids = list(encoded.token_ids)
         if stop_texts:
@@ -84,7 +91,7 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
     root = prefix_root(item.config, adapter.identity if adapter else None)
     blocks = PromptBlocks(root, token_ids)
     end_ids = context.mesh.tokenizers.end_ids_of(context.model) if item.has_text else ()
-    return EncodedItem(token_ids, word_ids, blocks, adapter, stop_vocabulary, end_ids)
+    return EncodedItem(token_ids, word_ids, spelled_ids, blocks, adapter, stop_vocabulary, end_ids)
 
 
 async def with_adapter_of_now(

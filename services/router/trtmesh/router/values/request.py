@@ -79,8 +79,13 @@ class ItemRequest:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Texts to tokenize: bad texts, then bias texts."""
-        return self.config.stopping.bad_texts + self.config.sampling.embedding_bias_texts
+        """Texts to tokenize."""
+        return self.config.sampling.embedding_bias_texts
+
+    @property
+    def spelled_words(self) -> tuple[str, ...]:
+        """Texts to forbid in every spelling."""
+        return self.config.stopping.bad_texts
 
     @property
     def searched_texts(self) -> tuple[str, ...]:
@@ -239,23 +244,22 @@ def worker_config(
     item: ItemRequest,
     prompt_tokens: int,
     word_ids: list[tuple[int, ...]],
+    spelled_ids: list[tuple[int, ...]],
     drawn_seed: int,
     adapter: Adapter | None = None,
 ) -> pb.GenerationConfig:
     """The worker's config: without the router's fields, with ids for texts, with a seed and the version of the adapter.
 
-    `word_ids` are the ids of `item.words` in order; empty entries are dropped. `drawn_seed` replaces a missing seed. A
+    `word_ids` are the ids of `item.words` in order; empty entries are dropped. `spelled_ids` are all spellings of
+    `item.spelled_words`. `drawn_seed` replaces a missing seed. A
     single extra id of a text prompt is repeated for each token.
     """
     config = _copy(item.message, adapter)
     for path in item.config.fields_set & ROUTER_FIELDS:
         group, field = path.split(".")
         getattr(config, group).ClearField(field)
-    bad_texts = len(item.config.stopping.bad_texts)
-    config.stopping.bad_token_ids.extend(
-        pb.TokenIds(ids=ids) for ids in word_ids[:bad_texts] if ids
-    )
-    _replace_bias_texts(config.sampling, word_ids[bad_texts:])
+    config.stopping.bad_token_ids.extend(pb.TokenIds(ids=ids) for ids in spelled_ids)
+    _replace_bias_texts(config.sampling, word_ids)
     extra_ids = config.prompt_tuning.extra_ids
     if item.prompt.text is not None and len(extra_ids) == 1:
         # The sender of a text does not know the number of tokens.

@@ -105,7 +105,8 @@ def bad_ids_of(config: GenerationConfig) -> tuple[int, ...]:
     if any(len(word) != 1 for word in words):
         longest = max(words, key=len)
         raise UnsupportedField(
-            f"has a word of {len(longest)} ids, but this engine bans single ids only; leave it out",
+            f"has a word of {len(longest)} ids, but this engine bans single ids only; leave it out, or"
+            " send ids as stopping.bad_token_ids",
             field="stopping.bad_token_ids",
             value=repr(longest),
         )

@@ -279,7 +279,8 @@ def _take_stops(
         _check_words(name, words)
     for word in request.bad:
         assert texts is not None
-        stopping.bad_token_ids.add(ids=texts.encode(word, "bad"))
+        for ids in texts.spell(word, "bad"):
+            stopping.bad_token_ids.add(ids=ids)
 
 
 def _check_words(name: str, words: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.stop_texts import Ending, SpecialTokens, StopTexts
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Texts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._special_tokens = SpecialTokens.of(tokenizer)
+        self._speller = Speller(tokenizer)
 
     @classmethod
     def load(cls, model_dir: Path | None) -> Self | None:
@@ -40,12 +42,12 @@ class Texts:
             return None
         return cls(Tokenizer.from_file(str(model_dir / FILE)))
 
-    def encode(self, text: str, field: str) -> Sequence[int]:
-        """Ids of a text without special tokens. Raises InvalidField where there are none."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if not ids:
-            raise InvalidField(f"has an entry without tokens, {text!r}; leave it out", field=field)
-        return ids
+    def spell(self, word: str, field: str) -> Sequence[Sequence[int]]:
+        """The spellings of a word. Raises InvalidField where there are none."""
+        spellings = self._speller.spellings(word)
+        if not spellings:
+            raise InvalidField(f"has an entry without tokens, {word!r}; leave it out", field=field)
+        return spellings
 
     def stops(self, stop_texts: Sequence[str]) -> StopTexts:
         return StopTexts(stop_texts, self._special_tokens)

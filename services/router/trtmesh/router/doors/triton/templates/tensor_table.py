@@ -405,7 +405,7 @@ VISION_INPUTS = (
 """Vision inputs of `preprocessing`: declared for clients to see, and refused by name."""
 _EXTRA_IDS = "`GenerationConfig.prompt_tuning.extra_ids`"
 _TABLE = "`GenerationConfig.prompt_tuning.embedding_table`"
-_WORDS, _MAX_TOKENS = "`EncodeCommand.words`", "`GenerationConfig.stopping.max_tokens`"
+_WORDS, _MAX_TOKENS = "`EncodeCommand.spelled_words`", "`GenerationConfig.stopping.max_tokens`"
 _BIAS_WEIGHTS = "`GenerationConfig.sampling.embedding_bias_weights`"
 _PASSED = "passed through"
 _ID = "v0.8 INT32 -1; v0.12 INT32"
@@ -463,8 +463,8 @@ PREPROCESSING_OUTPUTS = (
     _out("REQUEST_INPUT_LEN", "v0.5 INT32", "`Encoded.token_ids`", "their number"),
     _out("DECODER_INPUT_ID", "v0.11 INT32 -1", "`Encoded.token_ids`", "of the decoder query"),
     _out("REQUEST_DECODER_INPUT_LEN", "v0.11 INT32", "`Encoded.token_ids`", "their number"),
-    _out("BAD_WORDS_IDS", "v0.5 INT32 2,-1", "`Encoded.words`", WORDS_NOTE),
-    _out("STOP_WORDS_IDS", "v0.5 INT32 2,-1", "`Encoded.words`", WORDS_NOTE),
+    _out("BAD_WORDS_IDS", "v0.5 INT32 2,-1", "`Encoded.spelled_words`", WORDS_NOTE),
+    _out("STOP_WORDS_IDS", "v0.5 INT32 2,-1", "`Encoded.spelled_words`", WORDS_NOTE),
     _out("EMBEDDING_BIAS", "v0.6 FP32 -1", "`GenerationConfig.sampling.embedding_bias`"),
     _out("REQUEST_OUTPUT_LEN", "v0.5 UINT32 -1; v0.7 INT32 -1", _MAX_TOKENS, _PASSED),
     _out("OUT_END_ID", _ID, "`GetTokenizerResponse.eos_id`", "`END_ID` where given"),

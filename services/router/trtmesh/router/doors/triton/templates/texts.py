@@ -39,14 +39,19 @@ class Texts:
             return 0
 
     async def encode(
-        self, model: Model, text: str, words: Sequence[str] = ()
+        self,
+        model: Model,
+        text: str,
+        words: Sequence[str] = (),
+        spelled_words: Sequence[str] = (),
     ) -> tokenizer_pb.Encoded:
-        """Ids of a text, and of words without special tokens. Raises NoTokenizer."""
+        """Ids of a text, and of words without special tokens, of some in every spelling. Raises NoTokenizer."""
         served = self._served_model(model.mesh_model)
-        self._tokenizers.check_size(served, text, *words)
+        self._tokenizers.check_size(served, text, *words, *spelled_words)
         command = tokenizer_pb.EncodeCommand(
             text=text,
             words=words,
+            spelled_words=spelled_words,
             add_special_tokens=model.add_special_tokens,
             max_token_ids=MAX_PROMPT_TOKENS,
         )

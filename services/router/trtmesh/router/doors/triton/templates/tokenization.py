@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
@@ -180,21 +180,21 @@ async def _encode_row(call: Call, row: int, texts: Texts, vocabulary_size: int) 
             field="EMBEDDING_BIAS_WORDS",
         )
     query = call.inputs["QUERY"].texts(row)[0]
-    encoded = await texts.encode(call.model, query, [*bad, *stop, *bias_words])
+    encoded = await texts.encode(call.model, query, bias_words, [*bad, *stop])
     decoder_query: Sequence[int] = ()
     if "DECODER_QUERY" in call.inputs:
         text = call.inputs["DECODER_QUERY"].texts(row)[0]
         decoder_query = (await texts.encode(call.model, text)).token_ids
-    ids = [list(word.ids) for word in encoded.words]
+    spelled = [[list(ids.ids) for ids in word.spellings] for word in encoded.spelled_words]
     bias = [0.0] * (vocabulary_size if bias_words else 0)
-    for word, weight in zip(ids[len(bad) + len(stop) :], weights, strict=True):
-        for token_id in word:
+    for word, weight in zip(encoded.words, weights, strict=True):
+        for token_id in word.ids:
             bias[token_id] += weight
     return _Encoded(
         list(encoded.token_ids),
         list(decoder_query),
-        [word for word in ids[: len(bad)] if word],
-        [word for word in ids[len(bad) : len(bad) + len(stop)] if word],
+        [*chain.from_iterable(spelled[: len(bad)])],
+        [*chain.from_iterable(spelled[len(bad) :])],
         bias,
     )
 

@@ -1,0 +1,66 @@
+"""The ids that spell a word within a text.
+
+A word after a space has other ids than the same word elsewhere, and a tokenizer may put a space before every text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+BEFORE = ("\n", "(", "=", "a")
+"""Texts to put a word behind, for tokenizers that begin a text with a space."""
+
+
+class Speller:
+    """Spells with a tokenizer of the library `tokenizers`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def spellings(self, word: str) -> list[list[int]]:
+        """The ids of a word and of the word after a space; of a word that begins with a space, of that alone.
+
+        Ids that end with those of the other spelling are left out: what they complete, the other completes too.
+        """
+        bare = word.removeprefix(" ")
+        own = self._encode(bare)
+        text = self._text(own).removeprefix(" ")
+        if not text:
+            return [ids for ids in [self._encode(word)] if ids]
+        wanted = [f" {text}"] if bare != word else [text, f" {text}"]
+        found: dict[str, list[int]] = {}
+        for ids in self._candidates(bare, own):
+            if (spelled := self._text(ids)) in wanted:
+                found.setdefault(spelled, ids)
+                if len(found) == len(wanted):
+                    break
+        spellings = list(found.values()) or [self._encode(word)]
+        return [ids for ids in spellings if not any(_ends_with(ids, other) for other in spellings)]
+
+    def _candidates(self, bare: str, own: list[int]) -> Iterator[list[int]]:
+        yield own
+        yield self._encode(f" {bare}")
+        for before in BEFORE:
+            head, whole = self._encode(before), self._encode(before + bare)
+            if whole[: len(head)] == head:
+                yield whole[len(head) :]
+
+    def _text(self, ids: list[int]) -> str:
+        """The text of ids within a text."""
+        head = self._encode("a")
+        before = self._decode(head)
+        return self._decode([*head, *ids]).removeprefix(before)
+
+    def _encode(self, text: str) -> list[int]:
+        # Releases the interpreter, unlike `encode`.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _ends_with(ids: list[int], end: list[int]) -> bool:
+    return len(ids) > len(end) and ids[-len(end) :] == end
