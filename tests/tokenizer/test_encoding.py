@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from tokenizer.serving import until
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull
+from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.stop_texts import NO_SPECIAL_TOKENS
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.detokenizers.windowed import WholeDetokenizer
@@ -70,6 +71,7 @@ async def encoder_over(tokenizer: Any, **settings: Any) -> AsyncIterator[Encoder
     sizes = {"long_text_bytes": LIMIT, "max_batch_bytes": LIMIT, "threads": 1} | settings
     encoder = Encoder(
         cast("Tokenizer", tokenizer),
+        Speller(tokenizer),
         StopVocabularies(WholeDetokenizer(cast("Tokenizer", tokenizer)), NO_SPECIAL_TOKENS),
         EncodingSettings.model_validate(sizes),
         TokenizerMetrics(CollectorRegistry()),
@@ -101,7 +103,7 @@ async def test_texts_and_words_share_a_batch() -> None:
         EncodedTexts([0], []),
         EncodedTexts([2], [[1]]),
     ]
-    assert tokenizer.batches == [["abc"], ["d", "ef", "ghi", "", "jk", "l"]]
+    assert tokenizer.batches == [["abc"], ["", "jk"], ["d", "ef", "ghi", "l"]]
 
 
 async def test_long_text_does_not_delay_short_texts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from tokenizer.serving import (
 )
 from tokenizer.tokenizers_zoo import CORPUS, byte_level_bpe, ids_of, save_model_dir
 from tokenizers import Tokenizer, decoders
+from trtmesh.chassis.spellings import Speller
 from trtmesh.tokenizer.decoding.sequence import DecodeSequence
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import EncodeRequest, Outcome, encode_batch
@@ -53,6 +55,22 @@ async def link(server: Server) -> AsyncIterator[Link]:
 
 def reasons(decoded: pb.Decoded) -> dict[int, str]:
     return {failure.handle: failure.error.reason for failure in decoded.failures}
+
+
+async def test_words_name_special_tokens_where_prompts_do_not(tmp_path: Path) -> None:
+    tokenizer = byte_level_bpe()
+    save_model_dir(tokenizer, tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"split_special_tokens": True}
+    file.write_text(json.dumps(config))
+    (end,) = ids_of(tokenizer, "<|im_end|>")
+    async with served(tmp_path) as server, linked(server.stub) as link:
+        command = encode(1, "<|im_end|>", ["<|im_end|>"])
+        command.encode.spelled_words.append("<|im_end|>")
+        encoded = await link.encode(command)
+    assert end not in encoded.token_ids
+    assert [list(word.ids) for word in encoded.words] == [[end]]
+    assert [[list(s.ids) for s in w.spellings] for w in encoded.spelled_words] == [[[end]]]
 
 
 async def test_text_and_words_are_encoded(link: Link, tokenizer: Tokenizer) -> None:
@@ -95,11 +113,14 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened = threading.Event()
 
     def encode_gated(
-        tokenizer: Tokenizer, stops: StopVocabularies, requests: Sequence[EncodeRequest]
+        tokenizer: Tokenizer,
+        speller: Speller,
+        stops: StopVocabularies,
+        requests: Sequence[EncodeRequest],
     ) -> list[Outcome]:
         if any(request.size_bytes >= len(MEGABYTE) for request in requests):
             assert opened.wait(60)
-        return encode_batch(tokenizer, stops, requests)
+        return encode_batch(tokenizer, speller, stops, requests)
 
     monkeypatch.setattr("trtmesh.tokenizer.encoding.encode_batch", encode_gated)
     yield opened

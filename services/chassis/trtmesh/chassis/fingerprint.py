@@ -7,7 +7,7 @@ keeps the fingerprint. The tokenizer and its library are not loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ CONFIG_PARTS = (
     "do_lower_case",
     "legacy",
     "spaces_between_special_tokens",
+    "split_special_tokens",
     "strip_accents",
     "tokenize_chinese_chars",
     "tokenizer_class",
@@ -67,8 +68,9 @@ def tokenizer_fingerprint(model_dir: Path) -> str:
     parts = list(_vocabulary(model_dir))
     if not parts:
         return ""
-    parts += _chosen(model_dir / "tokenizer_config.json", CONFIG_PARTS)
-    parts += _chosen(model_dir / "special_tokens_map.json", SPECIAL_TOKENS)
+    parts += _chosen(model_dir / "tokenizer_config.json", _is_config_part)
+    parts += _chosen(model_dir / "special_tokens_map.json", SPECIAL_TOKENS.__contains__)
+    parts += _chosen(model_dir / "added_tokens.json", lambda token: True)  # noqa: ARG005 - every one
     digest = sha256()
     for name, content in parts:
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -76,7 +78,7 @@ def tokenizer_fingerprint(model_dir: Path) -> str:
 
 
 def _vocabulary(model_dir: Path) -> Iterator[tuple[str, bytes]]:
-    chosen = _chosen(model_dir / "tokenizer.json", TOKENIZER_PARTS)
+    chosen = _chosen(model_dir / "tokenizer.json", TOKENIZER_PARTS.__contains__)
     if chosen:
         yield from chosen
         return
@@ -86,8 +88,13 @@ def _vocabulary(model_dir: Path) -> Iterator[tuple[str, bytes]]:
             yield name, file.read_bytes()
 
 
-def _chosen(file: Path, keys: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """The parts `keys` of a JSON file in canonical form; empty without the file."""
+def _is_config_part(key: str) -> bool:
+    # Models have special tokens with names of their own.
+    return key in CONFIG_PARTS or key.endswith("_token")
+
+
+def _chosen(file: Path, is_part: Callable[[str], bool]) -> list[tuple[str, bytes]]:
+    """The parts of a JSON file in canonical form; empty without the file."""
     if not file.is_file():
         return []
     try:
@@ -96,7 +103,7 @@ def _chosen(file: Path, keys: tuple[str, ...]) -> list[tuple[str, bytes]]:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object")  # noqa: TRY004 - a file's content, not an argument
-    parts = {key: content[key] for key in keys if content.get(key) is not None}
+    parts = {key: content[key] for key in content if is_part(key) and content[key] is not None}
     _join_merges(parts.get("model"))
     return [(file.name, json.dumps(parts, sort_keys=True, ensure_ascii=False).encode())]
 

@@ -18,6 +18,14 @@ class Speller:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
+    def encode(self, words: list[str]) -> list[list[int]]:
+        """The ids of words as they are, each a text of its own."""
+        # Releases the interpreter, unlike the library's `encode`.
+        encodings = (
+            self._tokenizer.encode_batch_fast(words, add_special_tokens=False) if words else ()
+        )
+        return [encoding.ids for encoding in encodings]
+
     def spellings(self, word: str) -> list[list[int]]:
         """The ids of a word and of the word after a space; of a word that begins with a space, of that alone.
 
@@ -53,9 +61,7 @@ class Speller:
         return self._decode([*head, *ids]).removeprefix(before)
 
     def _encode(self, text: str) -> list[int]:
-        # Releases the interpreter, unlike `encode`.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = encoding.ids
+        (ids,) = self.encode([text])
         return ids
 
     def _decode(self, ids: list[int]) -> str:

@@ -54,11 +54,9 @@ class EncodeRequest:
         object.__setattr__(self, "size_bytes", size_bytes)
 
     def texts(self, *, special: bool) -> Iterator[str]:
-        """The texts to encode with special tokens, or without, in order."""
+        """The text to encode with special tokens, or without."""
         if self.text is not None and self.add_special_tokens == special:
             yield self.text
-        if not special:
-            yield from self.words
 
 
 def _size_bytes(text: str) -> int:
@@ -109,12 +107,13 @@ class Encoder:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        speller: Speller,
         stop_vocabularies: StopVocabularies,
         settings: EncodingSettings,
         metrics: TokenizerMetrics,
     ) -> None:
         self._settings = settings
-        self._encode = partial(encode_batch, tokenizer, stop_vocabularies)
+        self._encode = partial(encode_batch, tokenizer, speller, stop_vocabularies)
         self._most_on_the_spot = min(
             ON_THE_SPOT_BYTES, settings.max_text_bytes, settings.long_text_bytes - 1
         )
@@ -296,11 +295,14 @@ def encode_in_this_thread_alone() -> None:
 
 
 def encode_batch(
-    tokenizer: Tokenizer, stop_vocabularies: StopVocabularies, requests: Sequence[EncodeRequest]
+    tokenizer: Tokenizer,
+    speller: Speller,
+    stop_vocabularies: StopVocabularies,
+    requests: Sequence[EncodeRequest],
 ) -> list[Outcome]:
     """Encodes a batch; a failure becomes the outcome of the failing request alone."""
     try:
-        return list(_encode(tokenizer, stop_vocabularies, requests))
+        return list(_encode(tokenizer, speller, stop_vocabularies, requests))
     except BaseException as error:
         if not is_failure(error):
             raise
@@ -308,21 +310,24 @@ def encode_batch(
             return [
                 outcome
                 for request in requests
-                for outcome in encode_batch(tokenizer, stop_vocabularies, [request])
+                for outcome in encode_batch(tokenizer, speller, stop_vocabularies, [request])
             ]
         return [InternalError(f"the text cannot be encoded: {type(error).__name__}: {error}")]
 
 
 def _encode(
-    tokenizer: Tokenizer, stop_vocabularies: StopVocabularies, requests: Sequence[EncodeRequest]
+    tokenizer: Tokenizer,
+    speller: Speller,
+    stop_vocabularies: StopVocabularies,
+    requests: Sequence[EncodeRequest],
 ) -> Iterator[EncodedTexts]:
-    speller = Speller(tokenizer)
     omitted = [_surplus(tokenizer, request) for request in requests]
     wanted = [each for each, count in zip(requests, omitted, strict=True) if not count]
     marked = [text for request in wanted for text in request.texts(special=True)]
     plain = [text for request in wanted for text in request.texts(special=False)]
     marked_ids = iter(_encodings(tokenizer, marked, special=True))
     plain_ids = iter(_encodings(tokenizer, plain, special=False))
+    word_ids = iter(speller.encode([word for request in wanted for word in request.words]))
     for request, count in zip(requests, omitted, strict=True):
         if count:
             yield EncodedTexts([], [], omitted=count)
@@ -336,7 +341,7 @@ def _encode(
                 surplus = len(encoding)
             else:
                 token_ids = encoding.ids
-        words = [next(plain_ids).ids for _ in request.words]
+        words = [next(word_ids) for _ in request.words]
         spelled = [speller.spellings(word) for word in request.spelled_words]
         stops = None
         if request.stop_texts:

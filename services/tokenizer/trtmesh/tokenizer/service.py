@@ -12,6 +12,8 @@ import grpc
 from trtmesh.chassis.errors import Draining, NoTokenizer
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
+from trtmesh.chassis.spellings import Speller
+from trtmesh.chassis.tokenizer_loading import for_words
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import Encoder, encode_in_this_thread_alone
 from trtmesh.tokenizer.metrics import TokenizerMetrics
@@ -48,7 +50,10 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         encode_in_this_thread_alone()
         vocabulary = await asyncio.to_thread(load_vocabulary, self._settings.model_dir)
         stops = StopVocabularies(vocabulary.detokenizer, vocabulary.special_tokens)
-        encoder = Encoder(vocabulary.tokenizer, stops, self._settings.encoding, self._metrics)
+        speller = Speller(for_words(vocabulary.tokenizer))
+        encoder = Encoder(
+            vocabulary.tokenizer, speller, stops, self._settings.encoding, self._metrics
+        )
         self._shared = Shared(
             self._settings.stream, vocabulary, encoder, self._workload, self._metrics
         )

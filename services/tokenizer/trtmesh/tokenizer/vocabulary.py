@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +11,22 @@ from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import VOCABULARY_FILES, tokenizer_fingerprint
 from trtmesh.chassis.model_dir import check_model_dir
-from trtmesh.chassis.panics import is_failure
 from trtmesh.chassis.stop_texts import SpecialTokens
+from trtmesh.chassis.tokenizer_loading import (
+    CONFIG_FILE,
+    SPECIAL_TOKENS_FILE,
+    TOKENIZER_FILE,
+    complete,
+    load_tokenizer,
+    read_json,
+)
 from trtmesh.tokenizer.conversion import convert
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 from trtmesh.tokenizer.detokenizers.continuation import Continuations
 
-TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-_SPECIAL_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_SPECIAL_TOKEN_FILES = (CONFIG_FILE, SPECIAL_TOKENS_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,9 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    if not size:
+    if not tokenizer.get_vocab_size(with_added_tokens=False):
         raise ModelUnusable(f"{model_dir / TOKENIZER_FILE}: the vocabulary is empty")
-    configs = [_read_json(model_dir / name) for name in _SPECIAL_TOKEN_FILES]
+    configs = [read_json(model_dir / name) for name in _SPECIAL_TOKEN_FILES]
     added = tokenizer.get_added_tokens_decoder()
     detokenizer = choose_detokenizer(tokenizer)
     return Vocabulary(
@@ -78,31 +83,14 @@ def _load_tokenizer(model_dir: Path) -> Tokenizer:
     check_model_dir(model_dir)
     file = model_dir / TOKENIZER_FILE
     if file.is_file():
-        try:
-            return Tokenizer.from_file(str(file))
-        except BaseException as error:
-            # The library raises plain Exception, or panics.
-            if not is_failure(error):
-                raise
-            raise ModelUnusable(f"{file} is not a usable tokenizer: {error}") from error
+        return load_tokenizer(model_dir)
     if any((model_dir / name).is_file() for name in VOCABULARY_FILES):
-        return convert(model_dir)
+        tokenizer = convert(model_dir)
+        complete(tokenizer, model_dir)
+        return tokenizer
     raise ModelUnusable(
         f"model directory {model_dir} has neither {TOKENIZER_FILE} nor any of {', '.join(VOCABULARY_FILES)}"
     )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object of an optional file."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelUnusable(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelUnusable(f"{file} must hold a JSON object, not {type(content).__name__}")
-    return content
 
 
 def _special_id(tokenizer: Tokenizer, configs: list[dict[str, Any]], name: str) -> int | None:

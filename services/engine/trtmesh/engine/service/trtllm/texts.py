@@ -11,10 +11,10 @@ from typing import Any, Self
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.stop_texts import Ending, SpecialTokens, StopTexts
+from trtmesh.chassis.tokenizer_loading import TOKENIZER_FILE, for_words, load_tokenizer
 
 log = logging.getLogger(__name__)
 
-FILE = "tokenizer.json"
 CONTEXT_TOKENS = 8
 """Prompt tokens before the output: the text of a token may depend on the tokens before it."""
 MOST_TEXTLESS = 16
@@ -28,19 +28,18 @@ class Texts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._special_tokens = SpecialTokens.of(tokenizer)
-        self._speller = Speller(tokenizer)
+        self._speller = Speller(for_words(tokenizer))
 
     @classmethod
     def load(cls, model_dir: Path | None) -> Self | None:
         """Blocks while it reads the file. None without a file or without the library."""
-        if model_dir is None or not (model_dir / FILE).is_file():
+        if model_dir is None or not (model_dir / TOKENIZER_FILE).is_file():
             return None
         try:
-            from tokenizers import Tokenizer
+            return cls(load_tokenizer(model_dir))
         except ImportError:
             log.warning("texts of requests need the library tokenizers, which is not installed")
             return None
-        return cls(Tokenizer.from_file(str(model_dir / FILE)))
 
     def spell(self, word: str, field: str) -> Sequence[Sequence[int]]:
         """The spellings of a word. Raises InvalidField where there are none."""
