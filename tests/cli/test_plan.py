@@ -84,6 +84,22 @@ def test_ports_may_be_taken_away() -> None:
     assert engine.ports["metrics_port"] is None
 
 
+def test_several_models_are_named_to_the_router_and_told_apart(tmp_path: Path) -> None:
+    one, two, again = tmp_path / "one", tmp_path / "two", tmp_path / "other" / "one"
+    for each in (one, two, again):
+        each.mkdir(parents=True)
+    (router,) = Plan(MeshSettings(model=two, models=(str(one),)), None).routers([], [])
+    assert flags_of(router.arguments)["--models"] == "two,one"
+    (router,) = Plan(MeshSettings(model=two), None).routers([], [])
+    assert "--models" not in router.arguments
+    with pytest.raises(SettingsError, match="has two directories called 'one'"):
+        Plan(MeshSettings(model=one, models=(str(again),)), None)
+    named = tmp_path / "mesh.yaml"
+    named.write_text("engine: {model: same}")
+    with pytest.raises(SettingsError, match="would name all 2 models"):
+        Plan(MeshSettings(model=one, models=(str(two),)), str(named))
+
+
 def test_given_ports_follow_each_other() -> None:
     plan = Plan(MeshSettings(engines=3, engine_port=9100, tokenizers=2), None)
     assert [process.ports["port"] for process in plan.engines()] == [9100, 9101, 9102]

@@ -38,6 +38,34 @@ def test_stack_serves_until_stopped() -> None:
         assert stack.left_nothing()
 
 
+def test_each_of_two_models_is_served_by_name_and_the_first_by_default() -> None:
+    draft = DEMO.with_name("demo-draft")
+    with running_stack("--model", str(DEMO), "--model", str(draft), "--port", "0") as stack:
+        router = stack.wait_ready()
+        ready = json.loads(stack.wait_for('"event": "ready"'))
+        assert ready["models"] == ["demo", "demo-draft"]
+        generate = ("generate", "--router", router, "--json", "--max-tokens", "2")
+        for flags, served in (((), "demo"), (("--model", "demo-draft"), "demo-draft")):
+            told = trtmesh(*generate, *flags, "hi")
+            assert json.loads(told.stdout.splitlines()[0])["model"] == served, told.stderr
+        url = f"http://{ready['http']}/v2"
+        index = json.load(urllib.request.urlopen(f"{url}/repository/index", data=b""))
+        names = [model["name"] for model in index if model["state"] == "READY"]
+        assert len(names) == len(index) == 15
+        for name in ("ensemble", "demo_ensemble", "demo-draft_ensemble"):
+            assert name in names
+            body = json.dumps({"text_input": "hi", "max_tokens": 4}).encode()
+            answer = json.load(urllib.request.urlopen(f"{url}/models/{name}/generate", data=body))
+            assert answer["model_name"] == name
+        counted = urllib.request.urlopen(f"http://127.0.0.1:{_metrics(stack)}/metrics").read()
+        line = 'nv_inference_count{model="demo-draft_tensorrt_llm",version="1"} 1'
+        assert line in counted.decode()
+
+
+def _metrics(stack: Stack) -> int:
+    return int(stack.child("router-0")["metrics_port"])
+
+
 def test_processes_stop_in_order() -> None:
     """Routers finish before engines, and engines before tokenizers."""
     with running_stack("--port", "0") as stack:

@@ -57,10 +57,11 @@ class MeshSettings(ServiceSettings):
     """Metrics port of the first router; other processes take free ports. `none` serves no metrics. A default port in
     use is replaced by a free one."""
     model: Path | None = None
-    """Directory of the model; unset means the first of `models`, else the repository's demo model."""
+    """Directory of the model; unset means the first of `models`, else the repository's demo model. A flag given again
+    names a further model."""
     models: CommaList = ()
     """Directories of further models, each with as many engines and tokenizers as the first; the first model, that of
-    `model` or else of this list, has the adapters."""
+    `model` or else of this list, has the adapters and is the default of requests."""
     adapters: Path | None = None
     """Directory whose subdirectories are LoRA adapters of the model, registered under their names; unset means those of
     the demo model for the demo model."""
@@ -146,6 +147,10 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
     def with_flags(**values: Any) -> None:
         own = {name: values.pop(name) for name in own_parameters}
         values["tls"] = "true" if values["tls"] else None
+        first, *further = values["model"] or [None]
+        values["model"] = first
+        if further:
+            values["models"] = ",".join([*further, *filter(None, [values["models"]])])
         command({name: value for name, value in values.items() if value is not None}, **own)
 
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
@@ -162,7 +167,8 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def _option(name: str, text: str) -> inspect.Parameter:
     option = typer.Option(_flag(name), metavar="VALUE", help=text, show_default=False)
-    annotation = Annotated[str | None, option]
+    one, several = Annotated[str | None, option], Annotated[list[str] | None, option]
+    annotation = several if name == "model" else one
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )

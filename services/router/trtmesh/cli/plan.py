@@ -229,6 +229,7 @@ class Plan:
                     *policy,
                     *roots,
                     *peers,
+                    *self._served_names(),
                     *self._foreign_models(),
                     *self._own_record(index),
                 ),
@@ -237,6 +238,17 @@ class Plan:
             )
             for index in range(settings.routers)
         ]
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The names of the models, the default one first."""
+        return [model.name for model in self._models]
+
+    def _served_names(self) -> tuple[str, ...]:
+        """The flag that says which of several models is the default."""
+        if len(self._models) == 1 or any(self._given.sources("router", "models")):
+            return ()
+        return ("--models", ",".join(self.models))
 
     def _foreign_models(self) -> tuple[str, ...]:
         """The flag by which foreign engines count as serving the stack's models."""
@@ -407,9 +419,26 @@ def _served_models(settings: MeshSettings, given: ServiceSettingsGiven) -> list[
     models = models or [demo_model()]
     for model in models:
         check_model_dir(model)
+    _check_names(models, given)
     return [
         ServedModel(model.resolve().name, model, ("--model-dir", str(model))) for model in models
     ]
+
+
+def _check_names(models: Sequence[Path], given: ServiceSettingsGiven) -> None:
+    """Raises SettingsError where requests could not tell several models apart."""
+    if len(models) == 1:
+        return
+    for source in given.sources("engine", "model"):
+        raise SettingsError(
+            f"{source} would name all {len(models)} models; leave it out: directories name them"
+        )
+    names = [model.resolve().name for model in models]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise SettingsError(
+            f"has two directories called {twice!r}, but a model is called like its directory; rename one",
+            setting="mesh.models",
+        )
 
 
 def _adapters_in(directory: Path) -> Sequence[Path]:

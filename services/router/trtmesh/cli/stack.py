@@ -59,6 +59,11 @@ class Stack:
         return self._plan.ca
 
     @property
+    def models(self) -> Sequence[str]:
+        """The names of the models, the default one first."""
+        return self._plan.models
+
+    @property
     def needs_api_key(self) -> bool:
         """Whether clients need a key."""
         return self._plan.needs_api_key

@@ -35,8 +35,9 @@ async def _serve(stack: Stack) -> int:
         put(json.dumps(_as_json(child)) if as_json else _as_text(child))
     router = stack.router
     if as_json:
-        ready = {"router": router.address, "admin": router.admin_address}
+        ready: dict[str, object] = {"router": router.address, "admin": router.admin_address}
         ready |= {"http": router.http_address} if router.http_address else {}
+        ready |= {"models": stack.models}
         ready |= {"ca": str(stack.ca)} if stack.ca else {}
         put(json.dumps({"event": "ready", **ready}))
     else:
@@ -48,8 +49,20 @@ async def _serve(stack: Stack) -> int:
             key = CURL_KEY if stack.needs_api_key else ""
             url = f"{scheme}{router.http_address}/v2/models/ensemble/generate"
             put(f"       curl {cacert}{key}-d '{CURL_BODY}' {url}")
+        _put_models(*stack.models)
     await asyncio.Event().wait()
     raise AssertionError("nothing sets this event")
+
+
+def _put_models(default: str, *others: str) -> None:
+    """Says how to name the models, if there are several."""
+    if others:
+        put(
+            f"models: {default} (default), {', '.join(others)}; for the latter generate --model {others[0]},"
+        )
+        put(
+            f"        in Triton's words the model {others[0]}_ensemble, {others[0]}_tensorrt_llm ..."
+        )
 
 
 def _as_text(child: Child) -> str:

@@ -72,7 +72,7 @@ class Router:
         runtime.compression = settings.compression
         runtime.message_limits = MessageLimits()
         self._turns = Turns()
-        self._fleet = Fleet(settings.placement, self._metrics, settings.handoff)
+        self._fleet = Fleet(settings.placement, self._metrics, settings.handoff, settings.models)
         self._followed = self._followed_router() if settings.adapters.follow else None
         fetch = self._followed.fetch if self._followed else None
         self._adapters = Adapters(settings.adapters, self._metrics, fetch)
@@ -152,6 +152,7 @@ class Router:
     def _triton_front(self) -> TritonFront:
         return TritonFront(
             self._settings.triton,
+            self._settings.models,
             self._settings.http,
             self._settings.host,
             self._settings.max_message_bytes,

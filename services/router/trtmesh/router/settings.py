@@ -75,6 +75,9 @@ class RouterSettings(SecuredSettings):
     address a line, read again every `resolve_seconds`."""
     tokenizers: CommaList = ()
     """Addresses of tokenizers as host:port or file:PATH, likewise."""
+    models: CommaList = ()
+    """Models of the mesh by name, the default one first: requests without a model mean it. Each of several has Triton
+    models of its own, such as NAME_ensemble. Empty means the only one."""
     resolve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
     """Interval at which host names are resolved and files of addresses read again."""
     min_drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0

@@ -61,7 +61,10 @@ class Fleet:
         settings: PlacementSettings,
         metrics: RouterMetrics,
         handoff: HandoffSettings,
+        configured: Sequence[str] = (),
     ) -> None:
+        """`configured` are models that the settings name, the default one first."""
+        self.configured = configured
         self.policy = settings.policy
         self.handoffs = Handoffs(handoff, metrics)
         self.workers: dict[str, Worker] = {}

@@ -175,12 +175,16 @@ class Requests:
         return live.stop(batch_indexes) if live else 0
 
     def served_model(self, name: str) -> str:
-        """Resolves a model's name; '' means the only model. Raises NoWorker or ModelNotFound."""
-        models = self._mesh.fleet.models()
+        """Resolves a model's name; '' means the first of `router.models`, else the only model. Raises NoWorker or
+        ModelNotFound."""
+        models, configured = self._mesh.fleet.models(), self._mesh.fleet.configured
+        name = name or next(iter(configured), "")
         if name in models:
             return name
         if not models:
             raise NoWorker(self._mesh.fleet.why_no_models(), retry_after_ms=1000)
+        if name in configured:
+            raise NoWorker(f"no worker of model {quoted(name)} was ever ready", retry_after_ms=1000)
         known = ", ".join(sorted(models))
         if name:
             raise ModelNotFound(
@@ -192,7 +196,9 @@ class Requests:
         if len(models) == 1:
             return next(iter(models))
         raise ModelNotFound(
-            f"is empty but several are served: {known}", field="model", limit=f"one of {known}"
+            f"is empty but several are served: {known}; the router's setting models chooses a default",
+            field="model",
+            limit=f"one of {known}",
         )
 
     def metrics_of(self, name: str) -> ModelMetrics:

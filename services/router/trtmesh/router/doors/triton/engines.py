@@ -21,7 +21,8 @@ class Engines:
         """The workers of a model; none where several models could be meant."""
         workers = [worker for worker in [*self._fleet.workers.values()] if worker.engine.model]
         names = {worker.engine.model for worker in workers}
-        served = model.mesh_model or (names.pop() if len(names) == 1 else "")
+        default = next(iter(self._fleet.configured), "")
+        served = model.mesh_model or default or (names.pop() if len(names) == 1 else "")
         return [worker for worker in workers if worker.engine.model == served]
 
     def problem(self, model: Model) -> str:

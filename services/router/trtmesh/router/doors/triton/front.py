@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.tls.certificates import HTTP_1_1
@@ -27,6 +29,7 @@ class TritonFront:
     def __init__(
         self,
         settings: TritonSettings,
+        models: Sequence[str],
         http: HttpSettings,
         host: str,
         max_message_bytes: int,
@@ -46,6 +49,7 @@ class TritonFront:
         parameters = Parameters(metrics, refuse_unknown=settings.refuse_unknown_parameters)
         server = TritonServer(
             settings,
+            models,
             generations,
             texts,
             parsing,

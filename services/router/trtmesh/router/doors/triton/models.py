@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from trtmesh.kserve import grpc_service_pb2, model_config_pb2
@@ -23,12 +23,26 @@ T = TypeVar("T")
 S = TypeVar("S", bound=TensorSpec)
 
 
-def triton_models(settings: TritonSettings) -> dict[str, Model]:
-    """The models by name."""
-    configured = settings.models or {
-        template.name: TritonModelSettings(template=template.name) for template in DEFAULT_MODELS
-    }
+def triton_models(settings: TritonSettings, mesh_models: Sequence[str] = ()) -> dict[str, Model]:
+    """The models by name. Where none are configured, each of several models of the mesh has those of the template."""
+    configured = dict(settings.models or _of_template())
+    if not settings.models and len(mesh_models) > 1:
+        for name in mesh_models:
+            configured |= _of_template(name)
     return {name: _settle(name, own, settings) for name, own in configured.items()}
+
+
+def _of_template(mesh_model: str = "") -> Mapping[str, TritonModelSettings]:
+    """The models of the template: the default ones, or those of a model of the mesh."""
+    prefix = f"{mesh_model}_" if mesh_model else ""
+    return {
+        f"{prefix}{template.name}": TritonModelSettings(
+            template=template.name,
+            model=mesh_model or None,
+            steps=tuple(f"{prefix}{step}" for step in DEFAULT_STEPS.get(template.name, ())),
+        )
+        for template in DEFAULT_MODELS
+    }
 
 
 def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:

@@ -67,6 +67,7 @@ class TritonServer:
     def __init__(
         self,
         settings: TritonSettings,
+        models: Sequence[str],
         generations: Generations,
         texts: Texts,
         parsing: Parsing,
@@ -74,7 +75,7 @@ class TritonServer:
         is_ready: Callable[[], bool],
         have_roles: Callable[[Model], bool],
     ) -> None:
-        self._models = triton_models(settings)
+        self._models = triton_models(settings, models)
         self._configured = [*settings.models]
         self._generations = generations
         self._texts = texts

@@ -126,10 +126,10 @@ class TritonSettings(Settings):
     enabled: bool = True
     """Whether KServe v2 requests are served beside the native API."""
     model: str = ""
-    """Model of the mesh that runs the Triton models; empty means the only one."""
+    """Model of the mesh that runs the Triton models; empty means the default one."""
     models: TritonModels = Field(default_factory=dict)
     """Models by name: the `template` and the differences from these settings; empty means the five of TensorRT-LLM's
-    template. JSON in a flag or a variable."""
+    template, and NAME_ensemble and so on for each of several `router.models`. JSON in a flag or a variable."""
     decoupled: Annotated[tuple[DecoupledTemplate, ...], BeforeValidator(split_commas)] = get_args(
         DecoupledTemplate
     )
