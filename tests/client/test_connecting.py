@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from certificates import Authority
 from client.scripted import ScriptedRouter
+from trtmesh.chassis.connecting import WrongConnection, WrongService, connection_error
 from trtmesh.chassis.errors import SettingsError, TrtmeshError, Unavailable, Unsupported
 from trtmesh.client import AdminClient, Client, ClientTls
-from trtmesh.client.connecting import WrongConnection, WrongService, connection_error
 
 
 @pytest.mark.parametrize("kind", [Client, AdminClient])

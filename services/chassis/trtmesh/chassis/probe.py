@@ -14,6 +14,7 @@ import sys
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from trtmesh.chassis.connecting import check_address, connection_error
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.tls.client import ClientTls
 
@@ -23,6 +24,7 @@ PATIENCE_SECONDS = 3.0
 def main(address: str) -> int:
     """Prints the status of the service at `address`; returns 0 for SERVING, else 1."""
     try:
+        check_address(address)
         tls = ClientTls.of_environment(os.environ)
         with _channel(address, tls) as channel:
             return _check(address, channel)
@@ -42,7 +44,8 @@ def _check(address: str, channel: grpc.Channel) -> int:
     try:
         answer = health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS)
     except grpc.RpcError as error:
-        print(f"{address} does not respond: {error.code().name}: {error.details()}")
+        found = connection_error(address, error.details() or "")
+        print(found or f"{address} does not respond: {error.code().name}: {error.details()}")
         return 1
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1

@@ -229,7 +229,8 @@ def _summary(conversion: Conversion) -> Iterator[str]:
         for finding in conversion.findings
         if finding.outcome.name == "UNSUPPORTED" and finding.model not in unserved
     ]
-    tensors, settings = [], []
+    tensors: list[str] = []
+    settings: list[str] = []
     for finding in lost:
         is_tensor = finding.what.partition(".")[0] in ("input", "output")
         name = finding.value if finding.what == "input" else finding.what.removeprefix("output.")

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 from trtmesh.chassis.bearer import ApiKey
+from trtmesh.chassis.connecting import WrongConnection, WrongService, check_address
 from trtmesh.chassis.errors import (
     SettingsError,
     StartupError,
@@ -30,7 +31,6 @@ from trtmesh.chassis.errors import (
 from trtmesh.cli.output import give_up, say_error
 from trtmesh.cli.tls import CONNECTION
 from trtmesh.client import Client, ClientTls
-from trtmesh.client.connecting import WrongConnection, WrongService, check_address
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 

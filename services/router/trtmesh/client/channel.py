@@ -10,10 +10,10 @@ from typing import Self
 import grpc
 from trtmesh.chassis.bearer import Bearer
 from trtmesh.chassis.channels import open_channel
+from trtmesh.chassis.connecting import check_address, connection_error, service_error
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY, from_status
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.tls.client import ClientTls
-from trtmesh.client.connecting import check_address, connection_error, service_error
 
 CONNECT_SECONDS = 10.0
 """Longest wait for the HTTP/2 greeting of a sole peer, far away or busy."""

@@ -13,6 +13,7 @@ from functools import partial
 import grpc
 from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.bearer import AdminToken
+from trtmesh.chassis.connecting import check_address
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.foreign_address import ForeignAddress, is_foreign, parse_engine
 from trtmesh.chassis.grpc.large_message import MessageLimits
@@ -139,7 +140,7 @@ class Router:
                 "excludes router.adapters.follow: routers share a registry by directory or by address",
                 setting="router.adapters.directory",
             )
-        check_entries("router.adapters.follow", [settings.follow])
+        check_address(settings.follow, "router.adapters.follow")
         token = AdminToken.read(settings.follow_token_file, os.environ)
         return Followed(
             settings.follow,
