@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
@@ -36,6 +37,8 @@ for name in [*os.environ]:
 os.environ["OMP_NUM_THREADS"] = "1"
 # Where an engine has several, a thread that spins at a barrier keeps the core from the thread it waits for.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+# Commands would look for stacks of the user, and stacks take other names beside them.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="trtmesh-tests-")
 # In the background and under nohup SIGINT is ignored, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Terminals of tests have equal abilities everywhere.

@@ -184,13 +184,15 @@ def _start(
     arguments: tuple[str, ...], env: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen[str], str]:
     mark = uuid.uuid4().hex
+    # Stacks of other tests are not those of this user.
+    apart = str(Path(os.environ["XDG_RUNTIME_DIR"]) / mark)
     process = subprocess.Popen(
         [TRTMESH, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **(env or {}), MARK: mark},
+        env={**os.environ, "XDG_RUNTIME_DIR": apart, **(env or {}), MARK: mark},
     )
     return process, mark
 

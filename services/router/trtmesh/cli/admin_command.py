@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from trtmesh.chassis.errors import Unauthenticated
 from trtmesh.cli.session import AddressOption, address_explained, run
+from trtmesh.cli.stacks import stack_meant
 from trtmesh.cli.tls import (
     CONNECTION,
     CaOption,
@@ -64,13 +65,13 @@ def admin_command(command: Command) -> Callable[..., None]:
 async def _connected(
     *,
     admin: Annotated[
-        str,
+        str | None,
         typer.Option(
             envvar="TRTMESH_ADMIN",
-            help="Admin address of the router, host:port.",
+            help=f"Admin address of the router, host:port; unset, that of your stack, else {DEFAULT_ADMIN_ADDRESS}.",
             rich_help_panel=CONNECTION,
         ),
-    ] = DEFAULT_ADMIN_ADDRESS,
+    ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -102,6 +103,9 @@ async def _connected(
     """Connects to a router; errors name its address and the remedy. The parameters are options of every command."""
     token = AdminToken.read(token_file, os.environ)
     security = tls_of(tls=tls, ca=ca, cert=cert, key=key, server_name=server_name)
+    if admin is None:
+        stack = stack_meant(ADMIN.setting)
+        admin, security = stack.admin, stack.tls(security)
     with address_explained(admin, ADMIN):
         try:
             async with AdminClient(

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import typer
 from trtmesh.chassis.errors import StartupError, TrtmeshError
+from trtmesh.cli.stacks import stack_meant
 from trtmesh.cli.tls import tls_of
-from trtmesh.client import DEFAULT_ADMIN_ADDRESS, AdminClient, AdminToken
+from trtmesh.client import AdminClient, AdminToken
 from trtmesh.v1 import router_admin_pb2 as pb
 
 PATIENCE_SECONDS = 1.0
@@ -31,7 +32,7 @@ def _completing(ask: Ask) -> Complete:
 
 
 async def _names(context: typer.Context, ask: Ask) -> Iterable[str]:
-    address = context.params.get("admin") or DEFAULT_ADMIN_ADDRESS
+    address = context.params.get("admin") or stack_meant("--admin").admin
     token = AdminToken.read(context.params.get("token_file"), os.environ)
     given = {name: context.params.get(name) for name in ("ca", "cert", "key")}
     tls = tls_of(

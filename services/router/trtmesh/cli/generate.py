@@ -44,10 +44,10 @@ from trtmesh.client.options import build_config
 UINT32 = 2**32 - 1
 
 RouterOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         envvar="TRTMESH_ROUTER",
-        help="Router to talk to, host:port.",
+        help=f"Router to talk to, host:port; unset, that of your stack, else {DEFAULT_ADDRESS}.",
         rich_help_panel=CONNECTION,
     ),
 ]
@@ -55,7 +55,7 @@ RouterOption = Annotated[
 
 def generate(
     prompts: Annotated[list[str], typer.Argument(help=PROMPTS_HELP)],
-    router: RouterOption = DEFAULT_ADDRESS,
+    router: RouterOption = None,
     api_key_file: ApiKeyFileOption = None,
     model: Annotated[str, typer.Option(help="Model; unset means the only one.")] = "",
     max_tokens: Annotated[
@@ -193,7 +193,7 @@ class Request:
 
 
 async def _generate(
-    router: str,
+    router: str | None,
     tls: ClientTls | None,
     api_key_file: Path | None,
     request: Request,

@@ -123,8 +123,14 @@ class Plan:
     """The command lines of a stack. All other settings are left to the services."""
 
     def __init__(
-        self, settings: MeshSettings, config_file: str | None, tls: ThrowAway | None = None
+        self,
+        settings: MeshSettings,
+        config_file: str | None,
+        tls: ThrowAway | None = None,
+        prefix: str = "",
     ) -> None:
+        """`prefix` begins the names of the processes."""
+        self._prefix = prefix
         self._settings = settings
         self._tls = tls
         self._config_file = config_file
@@ -172,7 +178,7 @@ class Plan:
         settings = self._settings
         return [
             ProcessPlan(
-                name=f"tokenizer-{index}",
+                name=f"{self._prefix}tokenizer-{index}",
                 service="tokenizer",
                 arguments=(*self._common("tokenizer", LOOPBACK), *model.flags),
                 ports=self._ports(_following(settings.tokenizer_port, index)),
@@ -190,14 +196,14 @@ class Plan:
         adapters = self._adapter_memory()
         return [
             ProcessPlan(
-                name=f"engine-{index}",
+                name=f"{self._prefix}engine-{index}",
                 service="engine",
                 arguments=(
                     *self._common("engine", LOOPBACK),
                     *place.flags,
                     *backend,
                     *adapters,
-                    *("--worker", f"engine-{index}"),
+                    *("--worker", f"{self._prefix}engine-{index}"),
                 ),
                 ports=self._ports(_following(settings.engine_port, index)),
                 environment={**_sharing_cores(model, len(places)), **place.environment},
@@ -222,7 +228,7 @@ class Plan:
         roots = ("--adapters-roots", ",".join(self._roots())) if self.adapters else ()
         return [
             ProcessPlan(
-                name=f"router-{index}",
+                name=f"{self._prefix}router-{index}",
                 service="router",
                 arguments=(
                     *self._common("router", settings.host),

@@ -29,6 +29,7 @@ from trtmesh.chassis.errors import (
     Unavailable,
 )
 from trtmesh.cli.output import give_up, say_error
+from trtmesh.cli.stacks import stack_meant
 from trtmesh.cli.tls import CONNECTION
 from trtmesh.client import Client, ClientTls
 
@@ -75,6 +76,11 @@ class AddressOption:
     tls: str = "--tls, --ca, --cert, --cert-key and --server-name"
     """Options that say how to connect over TLS."""
 
+    @property
+    def setting(self) -> str:
+        """As errors name it."""
+        return f"{self.name} ({self.variable})"
+
 
 ROUTER = AddressOption(
     "--router",
@@ -88,7 +94,7 @@ ROUTER = AddressOption(
 def address_explained(address: str, option: AddressOption) -> Iterator[None]:
     """Names the option, the address and the remedy in errors of connecting. Raises SettingsError for an address that is
     none, and for one where something else answers."""
-    setting = f"{option.name} ({option.variable})"
+    setting = option.setting
     check_address(address, setting)
     try:
         yield
@@ -119,9 +125,12 @@ def _why(error: Unavailable, address: str, option: AddressOption) -> str:
 
 @asynccontextmanager
 async def connected(
-    address: str, tls: ClientTls | None, api_key: ApiKey | None
+    address: str | None, tls: ClientTls | None, api_key: ApiKey | None
 ) -> AsyncIterator[Client]:
-    """Connects to a router; errors name its address and the remedy."""
+    """Connects to a router, without an address to that of the user's stack; errors name it and the remedy."""
+    if address is None:
+        stack = stack_meant(ROUTER.setting)
+        address, tls = stack.router, stack.tls(tls)
     with address_explained(address, ROUTER):
         try:
             async with Client(address, tls=tls, api_key=api_key) as client:

@@ -16,6 +16,7 @@ from trtmesh.cli.child import Addresses, Child, ChildEnded, Log, while_alive
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.output import say
 from trtmesh.cli.plan import LOOPBACK, Plan, ProcessPlan
+from trtmesh.cli.stacks import RunningStack, network
 from trtmesh.client import AdminClient
 from trtmesh.v1.router_admin_pb2 import WORKER_STATE_CONNECTING, AddAdapterRequest
 
@@ -57,6 +58,12 @@ class Stack:
     def ca(self) -> Path | None:
         """The authority by which clients check the routers; None for plain text."""
         return self._plan.ca
+
+    @property
+    def place(self) -> RunningStack:
+        """Where the stack is, for commands of this machine."""
+        at, ca = self.router, str(self.ca or "")
+        return RunningStack(at.address, at.admin_address, ", ".join(self.models), ca, network())
 
     @property
     def models(self) -> Sequence[str]:

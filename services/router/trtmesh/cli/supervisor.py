@@ -20,6 +20,7 @@ from trtmesh.cli.output import say
 from trtmesh.cli.plan import Plan
 from trtmesh.cli.session import INTERRUPTED, OK
 from trtmesh.cli.stack import Stack
+from trtmesh.cli.stacks import StackFile, stack_file
 from trtmesh.cli.throw_away import throw_away
 
 Use = Callable[[Stack], Coroutine[Any, Any, int]]
@@ -35,9 +36,11 @@ async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({
             with (
                 process_log(settings.log_dir) as log,
                 throw_away(settings.host) if settings.tls else nullcontext() as tls,
+                stack_file() as file,
             ):
-                stack = Stack(settings, Plan(settings, config_file_of(effective), tls), log)
-                return await _Supervision(stack, use).run()
+                plan = Plan(settings, config_file_of(effective), tls, file.prefix)
+                stack = Stack(settings, plan, log)
+                return await _Supervision(stack, use, file).run()
         except StartupError as error:
             error.setting = settings.spelling(error.setting)
             raise
@@ -47,6 +50,7 @@ async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({
 class _Supervision:
     _stack: Stack
     _use: Use
+    _file: StackFile
     _work: asyncio.Task[int] = field(init=False)
     _serving: bool = False
     _killed: bool = False
@@ -69,6 +73,7 @@ class _Supervision:
     async def _start_and_use(self) -> int:
         await self._stack.start()
         self._serving = True
+        self._file.write(self._stack.place)
         async with asyncio.TaskGroup() as group:
             keeping = group.create_task(self._stack.keep_alive())
             status = await self._use(self._stack)

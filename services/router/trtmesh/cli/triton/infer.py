@@ -25,6 +25,7 @@ from trtmesh.cli.session import (
     address_explained,
     run,
 )
+from trtmesh.cli.stacks import stack_meant
 from trtmesh.cli.tls import CONNECTION
 from trtmesh.cli.triton.client import Compression, TritonConnection
 from trtmesh.cli.triton.conversation import Conversation, Ending
@@ -33,6 +34,7 @@ from trtmesh.cli.triton.expected import Expected, write_outputs
 from trtmesh.cli.triton.requests import Inputs, Prompt, TableId, TritonModel
 from trtmesh.cli.triton.results import Results
 from trtmesh.cli.triton.values import read_array, read_ids, read_input
+from trtmesh.client import DEFAULT_ADDRESS
 
 triton = typer.Typer(name="triton", help="Client of Triton models.", no_args_is_help=True)
 
@@ -57,7 +59,7 @@ URL = AddressOption(
 class Ask:
     """The parsed command line."""
 
-    url: str
+    url: str | None
     api_key_file: Path | None
     tls: ClientTls | None
     compression: Compression
@@ -84,13 +86,13 @@ def infer(
         ),
     ] = None,
     url: Annotated[
-        str,
+        str | None,
         typer.Option(
             envvar="TRTMESH_ROUTER",
-            help="Server of the KServe protocol, host:port.",
+            help=f"Server of the KServe protocol, host:port; unset, your stack, else {DEFAULT_ADDRESS}.",
             rich_help_panel=CONNECTION,
         ),
-    ] = "127.0.0.1:8001",
+    ] = None,
     model: Annotated[
         str, typer.Option(help="Model; default ensemble, and tensorrt_llm for --ids.")
     ] = "",
@@ -304,8 +306,12 @@ def _table(file: Path | None, task: int) -> Mapping[str, Any]:
 
 async def _infer(ask: Ask) -> int:
     api_key = ApiKey.read(ask.api_key_file, os.environ)
-    with address_explained(ask.url, URL):
-        connecting = TritonConnection(ask.url, ask.tls, ask.compression, api_key)
+    url, tls = ask.url, ask.tls
+    if url is None:
+        stack = stack_meant(URL.setting)
+        url, tls = stack.router, stack.tls(tls)
+    with address_explained(url, URL):
+        connecting = TritonConnection(url, tls, ask.compression, api_key)
         async with connecting as connection:
             return await _converse(connection, ask)
 
@@ -314,7 +320,7 @@ async def _converse(connection: TritonConnection, ask: Ask) -> int:
     try:
         model = TritonModel.of(await connection.model_config(ask.model))
     except Unauthenticated as error:
-        raise Unauthenticated(f"server {ask.url}: {error}; {API_KEY_HINT}") from error
+        raise Unauthenticated(f"server {connection.address}: {error}; {API_KEY_HINT}") from error
     try:
         if model.takes_ids:
             ask = await _with_ids(connection, ask)
