@@ -238,6 +238,7 @@ def _short_resumptions() -> bytes:
     request = router_pb.ResumeRequest()
     request.request.request_id = "resumed"
     request.request.config.sampling.seed = 1
+    request.request.config.stopping.max_tokens = 301
     for number in range(200):
         request.request.items.add().prompt.text = "x"
         request.received.add(batch_index=number).token_ids.extend([300 + number] * 300)

@@ -28,6 +28,10 @@ class Client:
         self.aborted = False
         self.input = InputTransport(cast(asyncio.Transport, self), self, turns, budget)
 
+    @property
+    def body_received(self) -> int:
+        return len(self.parsed)
+
     def parse(self, piece: bytes) -> None:
         self.parsed += piece
         self.pieces += 1

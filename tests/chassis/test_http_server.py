@@ -14,7 +14,7 @@ from time import perf_counter
 import pytest
 from aiohttp import web
 from leaks import gone, without_collector
-from trtmesh.chassis.http_input import InputTransport
+from trtmesh.chassis.http_input import MAX_BARREN_BYTES, InputTransport
 from trtmesh.chassis.http_server import (
     MAX_HEADERS,
     MAX_LINE_BYTES,
@@ -134,6 +134,73 @@ async def test_paths_have_few_segments() -> None:
         answer = await answer_to(port, path.replace(b"/a ", b"/a/ "))
     assert answer.startswith(b"HTTP/1.1 404 Not Found\r\n")
     assert answer.endswith(b'{"error": "Not Found"}')
+
+
+@pytest.mark.parametrize("version", [b"0.9", b"1.2", b"2.0", b"3.0"])
+async def test_only_http_1_is_served(version: bytes) -> None:
+    async with serving() as port:
+        answer = await answer_to(port, b"GET / HTTP/%s\r\nHost: x\r\n\r\n" % version)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith((b"HTTP/1.1 505 ", b"HTTP/1.0 400 "))
+    assert "HTTP/1.1" in json.loads(body)["error"]
+
+
+async def test_http_1_0_has_no_chunks() -> None:
+    """Who passes it on may take its chunks for the next request."""
+    async with server_of(length) as (_, port):
+        head = b"POST /a HTTP/1.0\r\nConnection: keep-alive\r\nTransfer-Encoding: chunked\r\n\r\n"
+        answer = await answer_to(port, head + b"1\r\nx\r\n0\r\n\r\n" + GET)
+    assert b" 400 Bad Request\r\n" in answer
+    assert answer.count(b"HTTP/1.") == 1 + answer.count(b"HTTP/1.0 has") + answer.count(
+        b"or HTTP/1.1"
+    )
+    assert b"200 OK" not in answer
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", HTTP2])
+async def test_no_answer_tells_versions(sent: bytes) -> None:
+    async with serving() as port:
+        head = (await answer_to(port, sent)).partition(b"\r\n\r\n")[0]
+    assert b"\r\nServer: trtmesh" in head
+    assert b"aiohttp" not in head
+    assert b"Python" not in head
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        pytest.param(b"0\r\n", b"a: b\r\n", id="trailers"),
+        pytest.param(b"0\r\na: ", b"b" * 1000, id="trailer"),
+        pytest.param(b"1", b";a=b", id="extension"),
+        pytest.param(b"", b"0", id="size"),
+    ],
+)
+async def test_what_surrounds_a_body_is_limited(begin: bytes, more: bytes) -> None:
+    async with server_of(length) as (server, port), connected(port) as (reader, writer):
+        writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + begin)
+        with suppress(ConnectionError):
+            for _ in range(3 * MAX_BARREN_BYTES // len(more)):
+                writer.write(more)
+                await writer.drain()
+            async with asyncio.timeout(60):
+                assert b"200 OK" not in await reader.read()
+        await until(lambda: not server.arrivals._open)
+        assert server.budget.held == 0
+
+
+@pytest.mark.parametrize(
+    "rest", [b"zz\r\n", b"1\r\nxy\r\n", b"0\r\n a\r\n\r\n", b"0\r\na: " + b"b" * 20_000]
+)
+async def test_a_malformed_body_gets_a_400(rest: bytes) -> None:
+    """Though its head was well formed, and its handler waits for the rest."""
+    async with server_of(length) as (server, port), connected(port) as (reader, writer):
+        head = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"1\r\nx\r\n")
+        await until(lambda: any(each._body for each in server._open))
+        writer.write(rest)
+        async with asyncio.timeout(60):
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        await until(lambda: not server.arrivals._open)
 
 
 async def test_head_must_arrive_in_time() -> None:

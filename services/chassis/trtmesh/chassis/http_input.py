@@ -24,6 +24,10 @@ PIECE_BYTES = 2**12
 that reads them. Of a body that is only copied, all that is there."""
 
 
+MAX_BARREN_BYTES = 2**15
+"""Most bytes of trailers, or of extensions of chunks, in a row: several times the longest header."""
+
+
 class Reader(Protocol):
     """Parses what a client sends."""
 
@@ -34,6 +38,10 @@ class Reader(Protocol):
     @property
     def in_head(self) -> bool:
         """Whether what comes next belongs to no body."""
+
+    @property
+    def body_received(self) -> int:
+        """Bytes of the present body so far."""
 
     @property
     def body_left(self) -> int:
@@ -61,6 +69,8 @@ class InputTransport:
         self._waiting = Pieces()
         self._head_bytes = 0
         """Bytes of a head that is not complete."""
+        self._barren_bytes = 0
+        """Bytes within a body since the last that belong to it."""
         self._wanted = True
         """Whether aiohttp has room for more."""
         self._has_turns = False
@@ -122,10 +132,15 @@ class InputTransport:
     def _parse_piece(self) -> None:
         size = max(PIECE_BYTES, self._reader.body_left)
         piece = b"".join(self._waiting.take(min(size, self._waiting.size)))
-        was_in_head = self._reader.in_head
-        self._reader.parse(piece)
-        goes_on = was_in_head and self._reader.in_head
+        reader = self._reader
+        was_in_head, received = reader.in_head, reader.body_received
+        reader.parse(piece)
+        goes_on = was_in_head and reader.in_head
         self._head_bytes = self._head_bytes + len(piece) if goes_on else 0
+        is_barren = not (was_in_head or reader.in_head) and reader.body_received == received
+        self._barren_bytes = self._barren_bytes + len(piece) if is_barren else 0
+        if self._barren_bytes > MAX_BARREN_BYTES:
+            self._end("barren", "the trailers of a body, or the extensions of a chunk, do not end")
 
     def _take_turns(self) -> None:
         if self._has_work and not self._has_turns:
@@ -145,6 +160,9 @@ class InputTransport:
 
     def _give_way(self) -> None:
         """Ends the connection, to make room for others."""
+        self._end("held", "too much of what it sent waits")
+
+    def _end(self, kind: str, problem: str) -> None:
         self.drop()
-        occasionally("held", logging.WARNING, "connection ended: too much of what it sent waits")
+        occasionally(kind, logging.WARNING, "connection ended: %s", problem)
         self._transport.abort()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
 
-from aiohttp import StreamReader, hdrs, web
+from aiohttp import HttpVersion10, HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from trtmesh.chassis.addresses import bind
 from trtmesh.chassis.arrivals import Arrivals, origin_of
@@ -38,6 +38,8 @@ MAX_HEADERS = 128
 """Most headers of a request."""
 MAX_SEGMENTS = 32
 """Most parts of a path. aiohttp looks for a handler by each beginning of it, 20 ms for a path of slashes."""
+SERVER = "trtmesh"
+"""In the header of this name, in place of aiohttp's and Python's versions."""
 MAX_PROBLEM_CHARACTERS = 128
 """Longest report of bytes that are no request."""
 
@@ -74,7 +76,7 @@ class HttpServer:
         self.occasionally = Occasionally(log)
         self.draining = False
         self._open: set[_Connection] = set()
-        app.on_response_prepare.append(self._say_goodbye)
+        app.on_response_prepare.append(self._complete_head)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
         )
@@ -101,7 +103,9 @@ class HttpServer:
         for connection in [*self._open]:
             connection.retire()
 
-    async def _say_goodbye(self, _: web.Request, response: web.StreamResponse) -> None:
+    async def _complete_head(self, request: web.Request, response: web.StreamResponse) -> None:
+        _connection_of(request).answers = True
+        response.headers[hdrs.SERVER] = SERVER
         if self.draining:
             response.headers[hdrs.CONNECTION] = "close"
             response.force_close()
@@ -135,11 +139,32 @@ def _begun_in_turn(handle: _Handle) -> _Handle:
 
     async def begin(request: web.BaseRequest) -> web.StreamResponse:
         await _connection_of(request).begin(request)
+        if refusal := _misframed(request):
+            return refusal
         if request.rel_url.raw_path.count("/") > MAX_SEGMENTS:
             return _error(HTTPStatus.NOT_FOUND, HTTPStatus.NOT_FOUND.phrase)
         return await handle(request)
 
     return begin
+
+
+def _misframed(request: web.BaseRequest) -> web.StreamResponse | None:
+    """The last answer of a connection whose requests may end elsewhere than they seem to, or whose answers it may not
+    understand; None for one that speaks HTTP/1.1 or HTTP/1.0."""
+    major, minor = request.version
+    if (major, minor) not in (HttpVersion11, HttpVersion10):
+        status = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
+        problem = f"the server expects a request of HTTP/1.1, not of HTTP/{major}.{minor}"
+    elif (major, minor) == HttpVersion10 and hdrs.TRANSFER_ENCODING in request.headers:
+        status = HTTPStatus.BAD_REQUEST
+        problem = "HTTP/1.0 has no Transfer-Encoding; send Content-Length, or HTTP/1.1"
+    else:
+        return None
+    # aiohttp answers in the request's version.
+    request._cache["version"] = HttpVersion11
+    response = _error(status, problem)
+    response.force_close()
+    return response
 
 
 def _connection_of(request: web.BaseRequest) -> _Connection:
@@ -174,6 +199,8 @@ class _Connection(web.RequestHandler):
         """Of this body; 0 if it comes in chunks."""
         self.request_waits = False
         """Whether a request was parsed that has not begun."""
+        self.answers = False
+        """Whether the answer to the present request has begun."""
         self._was_used = False
         """Whether any request has begun."""
         self._stalled: asyncio.TimerHandle | None = None
@@ -210,11 +237,19 @@ class _Connection(web.RequestHandler):
     def parse(self, piece: bytes) -> None:
         super().data_received(piece)
         self.request_waits = bool(self._messages)
+        if self.request_waits and self._body is not None and not self._body.is_eof():
+            # What waits is no request, but an error in the body, which aiohttp would tell after the answer: never.
+            self._refuse_body()
 
     @property
     def in_head(self) -> bool:
         """Whether what comes next belongs to no body."""
         return not self.request_waits and (self._body is None or self._body.is_eof())
+
+    @property
+    def body_received(self) -> int:
+        """Bytes of the body so far."""
+        return self._body.total_bytes if self._body is not None else 0
 
     @property
     def body_left(self) -> int:
@@ -243,6 +278,7 @@ class _Connection(web.RequestHandler):
         await self.turn()
         self._was_used = True
         self._body, self._length = request.content, request.content_length or 0
+        self.answers = False
         self.request_waits = bool(self._messages)
         if self._input is not None:
             self._input.go_on_soon()
@@ -252,10 +288,26 @@ class _Connection(web.RequestHandler):
         self._server.occasionally(
             "full", logging.WARNING, "connection of %s refused: %s", self._host, problem
         )
+        self._end_with(transport, b"503 Service Unavailable\r\nRetry-After: 1", problem)
+
+    def _refuse_body(self) -> None:
+        """Ends the connection, and its handler, since no one can tell where the body ends."""
+        problem = "the body is malformed: its chunks or trailers are no HTTP/1.1"
+        self._server.occasionally("body", logging.INFO, "request of %s: %s", self._host, problem)
+        transport = self.transport
+        if transport is None:
+            return
+        if self.answers:
+            transport.abort()
+        else:
+            self._end_with(transport, b"400 Bad Request", problem)
+
+    def _end_with(self, transport: asyncio.Transport, status: bytes, problem: str) -> None:
+        """Answers without aiohttp, and closes."""
         body = _error_body(problem)
         transport.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-            b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (status, len(body), body)
         )
         self.force_close()
         transport.close()
@@ -317,7 +369,12 @@ class _Connection(web.RequestHandler):
 
 
 def _error(status: int, sentence: str) -> web.Response:
-    return web.Response(status=status, body=_error_body(sentence), content_type="application/json")
+    return web.Response(
+        status=status,
+        body=_error_body(sentence),
+        content_type="application/json",
+        headers={hdrs.SERVER: SERVER},
+    )
 
 
 def _error_body(sentence: str) -> bytes:
