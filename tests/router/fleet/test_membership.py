@@ -448,8 +448,10 @@ async def test_worker_drained_through_one_router_is_drained_for_all_until_any_re
             for name in ("one", "two")
         ]
         served = [engine.address for engine in engines]
-        other = await stack.enter_async_context(serving_router(served))
-        async with serving_router(served) as client:
+        # A slow moment is no stall.
+        patient = {"deadlines": {"stall_seconds": 60, "accepted_seconds": 60}}
+        other = await stack.enter_async_context(serving_router(served, **patient))
+        async with serving_router(served, **patient) as client:
             for each in (client, other):
                 await until_states(each, [READY, READY], [])
             drained = await client.admin.drain_worker("one")
@@ -460,7 +462,7 @@ async def test_worker_drained_through_one_router_is_drained_for_all_until_any_re
         problems = {w.worker: w.problem for w in (await other.status()).workers}
         assert problems == {"one": "an admin drains it", "two": ""}
 
-        async with serving_router(served) as client:
+        async with serving_router(served, **patient) as client:
             await until_states(client, [READY, DRAINING], [])
             await client.admin.drain_worker("one")
             assert (await other.admin.resume_worker("one")).worker.state == READY

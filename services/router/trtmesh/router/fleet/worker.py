@@ -61,6 +61,9 @@ DRAIN_MARGIN_MS = 1000
 HANDOVER_MARGIN_MS = 6000
 """Remaining grace at which a draining worker begins to hand its sequences over."""
 
+DRAIN_SECONDS = 1.0
+"""Time for a worker to report a drain, after it was told."""
+
 MOVES_PER_TICK = 16
 """Items that a worker tries to move at once, again and again: each try costs a placement."""
 
@@ -105,8 +108,8 @@ class Worker(Replica):
         self._twin_of = twin_of
         self.twin = ""
         """Address of another link to the same process, which counts in place of this one."""
-        self._drain_seen = False
-        """Whether the worker reported the drain that this router asked for."""
+        self._drain_due_at = 0.0
+        """Time from which a report without the drain that this router asked for means that another one ended it."""
         self._resume_due = False
         """Whether the worker is to be resumed once it is connected."""
         self._on_change = on_change
@@ -313,7 +316,7 @@ class Worker(Replica):
         self.evict("")
 
     def _tell_drain(self) -> None:
-        self._drain_seen = False
+        self._drain_due_at = asyncio.get_running_loop().time() + DRAIN_SECONDS
         self._resume_due = not (self.drained or self.drains_itself)
         if self.drains_itself:
             self._send(pb.EngineCommand(drain=pb.DrainCommand(resume=not self.drained)))
@@ -441,11 +444,13 @@ class Worker(Replica):
         elif not load.draining and self.state is ReplicaState.DRAINING:
             self._become(ReplicaState.READY, "")
             self._on_change()
-        if self.drained and self._drain_seen and not load.draining:
-            # Through another router.
+        now = asyncio.get_running_loop().time()
+        if load.draining:
+            self._drain_due_at = now
+        elif self.drained and self.drains_itself and now >= self._drain_due_at:
             self.drained = False
             self.evict("")
-        self._drain_seen = self.drained and load.draining
+            self._on_change()
 
     def _on_grace(self, milliseconds: int) -> None:
         """Moves the sequences of a worker that stops soon, with their KV as long as there is time."""
@@ -557,7 +562,7 @@ class Worker(Replica):
         self.guard.lose(asyncio.get_running_loop().time(), None if self.load.draining else error)
         self._kv_feed.lost()
         self.deliveries.lost(error)
-        self.load, self._drain_seen = pb.Load(), False
+        self.load = pb.Load()
         for run in runs:
             # A handoff that fails with one of its sequences takes the others off, too.
             if run.assignment is not None:
