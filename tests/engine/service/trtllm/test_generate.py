@@ -7,6 +7,7 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,7 +17,8 @@ from engine_streams import PATIENCE_SECONDS, RunningEngine, serving
 from leaks import gone, without_collector
 from recording_backend import INFO, RecordingBackend
 from smg_grpc_proto.generated import trtllm_service_pb2 as tpb
-from tokenizers import Tokenizer
+from tokenizer.tokenizers_zoo import byte_level_bpe, ids_of
+from tokenizers import Tokenizer, decoders
 from trtllm_client import (
     DEMO,
     Output,
@@ -38,6 +40,7 @@ from trtmesh.engine.backend import (
     TokenDetails,
 )
 from trtmesh.engine.service.trtllm.call import GenerateCall
+from trtmesh.engine.service.trtllm.texts import StopSearch
 from trtmesh.v1 import generation_pb2 as pb
 
 EVERYTHING = replace(INFO, supported_fields=frozenset(LEAVES), vocabulary_size=6144)
@@ -182,6 +185,36 @@ async def test_a_stop_text_ends_the_sequence_that_generates_it(
         assert text == "def answer():\n    return 42"[: len(text)]
         assert "return 4" in text
         assert complete.completion_tokens == len(complete.output_token_ids)
+
+
+async def test_a_panic_of_the_tokenizer_ends_its_call_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no Exception. This decoder panics where there is nothing to strip."""
+    tokenizer = byte_level_bpe()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    begin, letter = ids_of(tokenizer, "<s>", "a")
+    recording = backend()
+    async with offering(recording, model_dir=tmp_path) as stub:
+        error = await refusal(stub.Generate(request("a", prompt=[begin], stop=["never"])))
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert "PanicException" in (error.details() or "")
+
+        def panic(*_: Any) -> None:
+            raise type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+        monkeypatch.setattr(StopSearch, "_text_of", panic)
+        panicking = stub.Generate(request("b", prompt=[letter], stop=["never"]))
+        (key,) = (await first_item(recording, panicking)).keys
+        other = stub.Generate(request("c"))
+        (other_key,) = (await first_item(recording, other, 2)).keys
+        recording.step({key: [letter], other_key: [letter]})
+        error = await refusal(panicking)
+        assert "PanicException" in (error.details() or "")
+        finish(recording, end(other_key))
+        outputs = await collect(other)
+    assert list(outputs[0].complete.output_token_ids) == [letter]
 
 
 async def test_a_stop_text_counts_after_min_tokens_only() -> None:
