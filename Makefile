@@ -11,7 +11,7 @@ TAG ?= latest
 CONTEXT ?= .
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install \
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install \
 	--root-user-action=ignore $(PIP_ARGS) -c constraints.txt
 # models/training is left out: its scripts call torch and transformers where those have no types, or wrong ones.
 TYPED := services protos/generate.py protos/triton_tensors.py deploy/requirements.py docs/settings.py docs/limits.py docs/build.py bench tests
@@ -121,11 +121,11 @@ $(BIN)/python:
 	    signal.signal(signal.SIGINT, signal.SIG_DFL); venv.main([".venv"])' || { rm -rf .venv; exit 1; }
 
 $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
-	@echo "Installing into .venv (the first time takes a few minutes) ..."
+	@echo "Installing into .venv: pip says what it fetches; torch is the largest, and the first time takes minutes ..."
 	@$(PIP) -e '.[tokenizer,engine,tls]'
 	@touch $@
 
 $(INSTALLED_DEV): $(BIN)/python pyproject.toml constraints.txt
-	@echo "Installing into .venv (the first time takes a few minutes) ..."
+	@echo "Installing into .venv: pip says what it fetches; torch is the largest, and the first time takes minutes ..."
 	@$(PIP) -e '.[tokenizer,engine,tls,dev]'
 	@touch $@ $(INSTALLED)

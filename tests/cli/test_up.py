@@ -210,19 +210,41 @@ def test_default_port_in_use_is_replaced_with_a_note() -> None:
             assert trtmesh("status", "--admin", stack.admin).returncode == 0
 
 
-def test_requested_admin_port_in_use_is_an_error() -> None:
-    with taken_port() as port, running_stack("--port", "0", "--admin-port", str(port)) as stack:
-        assert stack.wait() == 3
-        assert f"listen for admins on 127.0.0.1:{port}" in stack.err[-1]
-
-
 @pytest.mark.parametrize(
-    ("flag", "purpose"), [("--http-port", "listen for HTTP"), ("--metrics-port", "serve metrics")]
+    "flag",
+    [
+        "--port",
+        "--http-port",
+        "--metrics-port",
+        "--admin-port",
+        "--engine-port",
+        "--tokenizer-port",
+    ],
 )
-def test_other_requested_ports_in_use_are_errors(flag: str, purpose: str) -> None:
-    with taken_port() as port, running_stack("--port", "0", flag, str(port)) as stack:
-        assert stack.wait() == 3
-        assert f"{purpose} on 127.0.0.1:{port}" in stack.err[-1]
+def test_requested_ports_in_use_are_errors_before_anything_starts(flag: str) -> None:
+    with taken_port() as port:
+        # The second engine would take the port after it.
+        first = port - 1 if flag == "--engine-port" else port
+        flags = ("--port", "0", *FREE_PORTS, "--engines", "2", flag, str(first))
+        result = trtmesh("up", "--backend", "simulated", *flags)
+        assert result.returncode == 3
+        told = f"trtmesh: error: {flag} is {first}, but another process listens on 127.0.0.1:{port}"
+        assert result.stderr.startswith(told)
+        assert "choose another, or 0" in result.stderr
+
+
+def test_a_healthy_start_says_how_far_it_is_and_alarms_nobody() -> None:
+    with running_stack("--port", "0", "--backend", "torch") as stack:
+        stack.wait_ready()
+        # Up to here: afterwards the end is told, too.
+        told = "".join(stack.err)
+    for doing in (
+        *("tokenizer-0 reads the tokenizer", "engine-0 reads the weights of demo, 28 MB"),
+        *("engine-0 checks the model", "engine-0 serves", "router-0 serves"),
+    ):
+        assert f"{doing}\n" in told
+    for word in ("not serving", "UNAVAILABLE", "No module", "rror", "arning"):
+        assert word not in told
 
 
 def test_stack_runs_without_http_and_metrics() -> None:

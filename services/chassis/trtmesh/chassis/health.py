@@ -95,9 +95,10 @@ class Health:
     async def _publish(self) -> None:
         serving = not self._problems
         if serving != self._published:
-            log.info(
-                "serving" if serving else "not serving: %s", *([] if serving else [self._text()])
-            )
+            if serving or self._problems.keys() != {"start"}:
+                log.info("serving" if serving else f"not serving: {self._text()}")
+            else:
+                log.info("starting")
             self._published = serving
         for service in self._services:
             self._statuses.set(service, _SERVING if serving else _NOT_SERVING)

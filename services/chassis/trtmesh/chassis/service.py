@@ -210,7 +210,7 @@ class _Process:
         settings = self._settings
         address = listen(server, settings.host, settings.port)
         await server.start()
-        # The only line on standard output: tells the parent the port chosen for port 0.
+        # The first line on standard output: tells the parent the port chosen for port 0.
         announcement = {
             "service": settings.section,
             "address": address,

@@ -20,6 +20,7 @@ from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.cli.plan import LOOPBACK, ProcessPlan
+from trtmesh.cli.starting import SERVES, Tell
 
 _WILDCARDS = ("0.0.0.0", "[::]", "::")
 UNAVAILABLE, CANCELLED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
@@ -55,8 +56,12 @@ class Addresses:
 class Child:
     """Starts, watches and stops a process; a process that has ended can be started again."""
 
-    def __init__(self, plan: ProcessPlan, log: Log) -> None:
+    def __init__(
+        self, plan: ProcessPlan, log: Log, tell: Tell = lambda _name, _doing: None
+    ) -> None:
+        """`tell` hears what the process does until it serves."""
         self.plan = plan
+        self._tell = tell
         self.ports = dict(plan.ports)
         self.bound = Addresses()
         self._log = log
@@ -102,12 +107,13 @@ class Child:
             env={**_inherited(self.plan.service), **self.plan.environment},
         )
         self._started.set()
+        self._tell(self.name, "starts")
         assert process.stdout
         assert process.stderr
         lines = _lines(process.stdout)
         self._relays = [asyncio.create_task(self._relay(_lines(process.stderr)))]
         announced = await self._announcement(lines)
-        self._relays.append(asyncio.create_task(self._relay(lines)))
+        self._relays.append(asyncio.create_task(self._relay_progress(lines)))
         names = [each.name for each in fields(Addresses)]
         self.bound = Addresses(**{name: announced[name] for name in names if name in announced})
         got = {
@@ -122,6 +128,7 @@ class Child:
         """Returns when the process reports SERVING. Raises ChildEnded if it ends first."""
         await while_alive((self,), self._watch_health())
         self._served = True
+        self._tell(self.name, SERVES)
 
     async def raise_at_end(self) -> NoReturn:
         """Waits for the start of the process, then for its end."""
@@ -175,6 +182,13 @@ class Child:
                     # connection; `raise_at_end` reports the end.
                     if error.code() not in (UNAVAILABLE, CANCELLED):
                         raise
+
+    async def _relay_progress(self, lines: AsyncIterator[str]) -> None:
+        async for line in lines:
+            try:
+                self._tell(self.name, str(json.loads(line)["progress"]))
+            except (ValueError, TypeError, KeyError):
+                self._log(self.name, line)
 
     async def _relay(self, lines: AsyncIterator[str]) -> None:
         async for line in lines:

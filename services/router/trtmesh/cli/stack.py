@@ -17,6 +17,7 @@ from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.output import say
 from trtmesh.cli.plan import LOOPBACK, Plan, ProcessPlan
 from trtmesh.cli.stacks import RunningStack, network
+from trtmesh.cli.starting import Tell
 from trtmesh.client import AdminClient
 from trtmesh.v1.router_admin_pb2 import WORKER_STATE_CONNECTING, AddAdapterRequest
 
@@ -42,7 +43,15 @@ PORT_USES = {
 class Stack:
     """Tokenizers, engines and routers. Call order: `start`, `keep_alive`, and in any case `stop`."""
 
-    def __init__(self, settings: MeshSettings, plan: Plan, log: Log) -> None:
+    def __init__(
+        self,
+        settings: MeshSettings,
+        plan: Plan,
+        log: Log,
+        tell: Tell = lambda _name, _doing: None,
+    ) -> None:
+        """`tell` hears what the processes do until they serve."""
+        self._tell = tell
         self.settings = settings
         self._plan = plan
         self._log = log
@@ -93,6 +102,7 @@ class Stack:
             ) from None
 
     async def _start(self) -> None:
+        self._check_ports()
         self.tokenizers = self._children(self._plan.tokenizers())
         self.engines = self._children(self._plan.engines())
         peers = (*self.tokenizers, *self.engines)
@@ -106,6 +116,23 @@ class Stack:
         )
         await while_alive(peers, self._start_routers(*self.routers))
         await while_alive(self.children, self._become_ready())
+
+    def _check_ports(self) -> None:
+        """Raises PortInUse for a requested port in use, before anything loads."""
+        settings = self.settings
+        hosts = {"port": settings.host, "http_port": settings.host, "metrics_port": settings.host}
+        hosts |= {"admin_port": LOOPBACK, "tokenizer_port": LOOPBACK, "engine_port": LOOPBACK}
+        tokenizers, engines = len(self._plan.tokenizers()), len(self._plan.engines())
+        counts = {"tokenizer_port": tokenizers, "engine_port": engines}
+        for name, host in hosts.items():
+            first = getattr(settings, name) if settings.asks_for(name) else None
+            for port in range(first, first + counts.get(name, 1)) if first else ():
+                if port_is_taken(host, port):
+                    raise PortInUse(
+                        f"is {first}, but another process listens on {host}:{port}; choose another, or 0 for a free"
+                        " one",
+                        setting=f"mesh.{name}",
+                    )
 
     async def _start_routers(self, first: Child, *others: Child) -> None:
         await self._start_on_free_ports(first)
@@ -150,7 +177,7 @@ class Stack:
             say(f"adapter {path} is refused, and the others serve: {error}")
 
     def _children(self, plans: Sequence[ProcessPlan]) -> list[Child]:
-        return [Child(plan, self._log) for plan in plans]
+        return [Child(plan, self._log, self._tell) for plan in plans]
 
     async def _start_on_free_ports(self, router: Child) -> None:
         """Starts a router, on free ports in place of default ports in use."""

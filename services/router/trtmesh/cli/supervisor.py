@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ from trtmesh.cli.plan import Plan
 from trtmesh.cli.session import INTERRUPTED, OK
 from trtmesh.cli.stack import Stack
 from trtmesh.cli.stacks import StackFile, stack_file
+from trtmesh.cli.starting import progress
 from trtmesh.cli.throw_away import throw_away
 
 Use = Callable[[Stack], Coroutine[Any, Any, int]]
@@ -39,8 +40,10 @@ async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({
                 stack_file() as file,
             ):
                 plan = Plan(settings, config_file_of(effective), tls, file.prefix)
-                stack = Stack(settings, plan, log)
-                return await _Supervision(stack, use, file).run()
+                starting = ExitStack()
+                with starting:
+                    stack = Stack(settings, plan, log, starting.enter_context(progress()))
+                    return await _Supervision(stack, use, file, starting).run()
         except StartupError as error:
             error.setting = settings.spelling(error.setting)
             raise
@@ -51,6 +54,8 @@ class _Supervision:
     _stack: Stack
     _use: Use
     _file: StackFile
+    _starting: ExitStack
+    """Shows the progress of the start."""
     _work: asyncio.Task[int] = field(init=False)
     _serving: bool = False
     _killed: bool = False
@@ -73,6 +78,7 @@ class _Supervision:
     async def _start_and_use(self) -> int:
         await self._stack.start()
         self._serving = True
+        self._starting.close()
         self._file.write(self._stack.place)
         async with asyncio.TaskGroup() as group:
             keeping = group.create_task(self._stack.keep_alive())

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 from trtmesh.chassis.errors import Draining, NoTokenizer
+from trtmesh.chassis.progress import tell_progress
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.chassis.spellings import Speller
@@ -48,6 +49,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
 
     async def start(self) -> None:
         encode_in_this_thread_alone()
+        tell_progress("reads the tokenizer")
         vocabulary = await asyncio.to_thread(load_vocabulary, self._settings.model_dir)
         stops = StopVocabularies(vocabulary.detokenizer, vocabulary.special_tokens)
         speller = Speller(for_words(vocabulary.tokenizer))

@@ -233,7 +233,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
     def _loaded(self) -> LoadedEngine:
         if self._engine is None:
-            raise Unavailable("the model is not loaded yet; try again", retry_after_ms=1000)
+            raise Unavailable("the model is not loaded yet", retry_after_ms=1000)
         return self._engine
 
     async def _tick(self) -> None:

@@ -208,4 +208,6 @@ class Replica(ABC):
 
 def _describe(error: grpc.aio.AioRpcError) -> str:
     known = from_status(error.code(), error.details() or "", error.trailing_metadata())
-    return f"{error.code().name}: {known.message or known.reason}"
+    message = known.message or known.reason
+    # Of a peer that starts or stops; a code in capitals reads like a fault.
+    return message if type(known) is Unavailable else f"{error.code().name}: {message}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from trtmesh.chassis.cores import weight_bytes
 from trtmesh.chassis.device_names import AUTO
 from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
+from trtmesh.chassis.progress import tell_progress
 from trtmesh.engine.adapter_store import StoreLimits
 from trtmesh.engine.backend import BackendInfo, Capabilities
 from trtmesh.engine.backends.torch.accelerator import Accelerator
@@ -77,11 +79,14 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
     names = _names(settings)
     take_threads(settings.threads, weight_bytes(model_dir), engines=len(names))
     if len(names) == 1:
-        return _engine(model_dir, files, settings, _install(model_dir, settings, _device(settings)))
+        device = _device(settings)
+        return _engine(
+            model_dir, files, settings, _install(model_dir, settings, device, tell=tell_progress)
+        )
     ranks = Ranks(names, model_dir, settings)
     try:
         device = _device_of_rank(names[0], settings, ranks.group)
-        installed = _install(model_dir, settings, device, ranks.group)
+        installed = _install(model_dir, settings, device, ranks.group, tell_progress)
         return _engine(model_dir, files, settings, installed, ranks)
     except BaseException as error:
         cause = ranks.cause_of(error) if isinstance(error, Exception) else error
@@ -119,8 +124,13 @@ class _Installed:
 
 
 def _install(
-    model_dir: Path, settings: TorchSettings, device: Device, group: Group | None = None
+    model_dir: Path,
+    settings: TorchSettings,
+    device: Device,
+    group: Group | None = None,
+    tell: Callable[[str], None] = lambda _doing: None,
 ) -> _Installed:
+    tell(f"reads the weights of {model_dir.resolve().name}, {weight_bytes(model_dir) / 1e6:.0f} MB")
     dtype = device.default_dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     with fitting("the model", LESS_MODEL):
         model = load_model(
@@ -137,6 +147,7 @@ def _install(
         # Ranks have the same blocks, also where the memory of their devices differs.
         sizes = Sizes(*group.least(astuple(sizes)))
     is_independent = freeze_rope(model.module, sizes.max_sequence_tokens)
+    tell("checks the model")
     check_model(model, device)
     if settings.batch_invariant:
         check_invariance(model, device)
@@ -194,6 +205,7 @@ def _engine(
     handoffs = Handoffs(
         scheduler, layers=model.kv_shape.layers, layers_per_part=info.layers_per_part
     )
+    tell_progress("prepares its steps")
     with fitting("what steps need beside the KV cache", f"{LESS_CACHE}, or {LESS_STEP}"):
         compute = device.compute(model, cache, scheduler.tables, _most_step_tokens(settings))
     if ranks:

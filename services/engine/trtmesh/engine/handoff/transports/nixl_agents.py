@@ -308,11 +308,16 @@ def new_agent() -> Any:
 def _api() -> Any:
     """The API of NIXL, whose log goes to this process's log instead of its standard output."""
     raises = logging.raiseExceptions
+    problem = "is not installed"
     for package in _PACKAGES:
         try:
             api = importlib.import_module(f"{package}._api")
+        except ModuleNotFoundError as error:
+            if error.name not in _PACKAGES:
+                problem = f"cannot be imported: {error}"
+            continue
         except ImportError as error:
-            problem = error
+            problem = f"cannot be imported: {error}"
             continue
         logger = logging.getLogger("nixl")
         logger.handlers.clear()
@@ -320,4 +325,4 @@ def _api() -> Any:
         logger.setLevel(logging.WARNING)
         logging.raiseExceptions = raises
         return api
-    raise TransportUnusable(f"the package nixl-cu12 (extra nixl) cannot be imported: {problem}")
+    raise TransportUnusable(f"the package nixl-cu12 (extra nixl) {problem}")
