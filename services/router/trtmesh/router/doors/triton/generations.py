@@ -102,7 +102,7 @@ class Generations:
         call = without_decoder_start(counting.call, self._engines)
         sizes = (
             wrap_size(call, self._engines),
-            bias_size(call, self._engines, self._texts.vocabulary_size(call.model)),
+            bias_size(call, self._engines, self._texts),
         )
         max_items = self._requests.max_items_per_request
         with GenerationCall(self._requests.metrics_of(call.model.mesh_model)) as generation:

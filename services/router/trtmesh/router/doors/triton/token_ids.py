@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.templates.template import Call
+from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.doors.triton.tensors import InputTensor
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_input_lengths")
@@ -36,10 +37,10 @@ def with_wrapped_prompt(call: Call, vocabulary_size: int) -> Call:
     return replace(call, inputs={**call.inputs, "input_ids": ids})
 
 
-def bias_size(call: Call, engines: Engines, tokenizer_size: int) -> int:
+def bias_size(call: Call, engines: Engines, texts: Texts) -> int:
     """The size of the vocabulary for a bias of the tokenizer's, which `preprocessing` makes; 0 to take it as it is."""
     bias = call.inputs.get(BIAS)
-    made = bias is not None and bias.row_length == tokenizer_size
+    made = bias is not None and 0 < bias.row_length == texts.vocabulary_size(call.model)
     return engines.vocabulary_size(call.model) if made else 0
 
 
