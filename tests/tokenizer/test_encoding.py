@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -26,6 +27,7 @@ from trtmesh.tokenizer.encoding import (
     EncodeRequest,
     EncodingSettings,
     Outcome,
+    UnreadRequest,
 )
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 
@@ -268,6 +270,25 @@ class ByteTokenizer:
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Ids]:
         self.sizes += map(len, texts)
         return [Ids(list(text.encode())) for text in texts]
+
+
+async def test_a_large_request_is_read_where_it_is_encoded() -> None:
+    readers = list[int]()
+
+    def read(text: str) -> EncodeRequest:
+        readers.append(threading.get_ident())
+        return plain(text)
+
+    async with encoder_over(ByteTokenizer(), max_text_bytes=3 * LIMIT) as encoder:
+        asked = [
+            encoder.submit(UnreadRequest(size + 9, partial(read, "x" * size)))
+            for size in (LIMIT, 3 * LIMIT, 3 * LIMIT + 1, LIMIT)
+        ]
+        outcomes = await asyncio.gather(*asked)
+    assert threading.get_ident() not in readers
+    lengths = [each.token_count if isinstance(each, EncodedTexts) else each for each in outcomes]
+    assert lengths[:2] + lengths[3:] == [LIMIT, 3 * LIMIT, LIMIT]
+    assert isinstance(lengths[2], InvalidField)
 
 
 async def test_ids_that_nobody_wants_are_counted() -> None:

@@ -59,6 +59,15 @@ class EncodeRequest:
             yield self.text
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadRequest:
+    """A large request that is read in a thread: to decode its text takes longer than a step of the event loop."""
+
+    size_bytes: int
+    """About."""
+    read: Callable[[], EncodeRequest]
+
+
 def _size_bytes(text: str) -> int:
     # Does not copy ASCII, the common case of a long text.
     return len(text) if text.isascii() else len(text.encode())
@@ -128,7 +137,7 @@ class Encoder:
         self._lanes = [
             _Lane(
                 _LaneLimits(*lane, settings.max_batch_bytes),
-                self._encode,
+                partial(_read_and_encode, self._encode, settings.max_text_bytes),
                 metrics,
             )
             for lane in lanes
@@ -151,20 +160,18 @@ class Encoder:
     def _next_pass(self) -> None:
         self._comes_first = True
 
-    def submit(self, request: EncodeRequest) -> asyncio.Future[Outcome]:
+    @property
+    def long_text_bytes(self) -> int:
+        """Size of requests to leave unread."""
+        return self._settings.long_text_bytes
+
+    def submit(self, request: EncodeRequest | UnreadRequest) -> asyncio.Future[Outcome]:
         """Queues an encode. The future returns failures as values; cancel removes the encode from the queue.
 
-        Raises InvalidField for an oversized text, QueueFull, and Draining after `close`.
+        Raises InvalidField for an oversized text that was read, QueueFull, and Draining after `close`.
         """
-        most = self._settings.max_text_bytes
-        if request.size_bytes > most:
-            raise InvalidField(
-                f"has {request.size_bytes} bytes with its words but must have at most {most}"
-                " (encoding.max_text_bytes)",
-                field="text",
-                value=f"{request.size_bytes} bytes",
-                limit=f"at most {most}",
-            )
+        if isinstance(request, EncodeRequest):
+            _check_size(request, self._settings.max_text_bytes)
         lane = next(lane for lane in reversed(self._lanes) if request.size_bytes >= lane.smallest)
         return lane.submit(request)
 
@@ -176,7 +183,7 @@ class Encoder:
 
 @dataclass(slots=True)
 class _Waiting:
-    request: EncodeRequest
+    request: EncodeRequest | UnreadRequest
     outcome: asyncio.Future[Outcome]
     queued_at: float
 
@@ -198,7 +205,7 @@ class _Lane:
     def __init__(
         self,
         limits: _LaneLimits,
-        encode: Callable[[Sequence[EncodeRequest]], list[Outcome]],
+        encode: Callable[[Sequence[EncodeRequest | UnreadRequest]], list[Outcome]],
         metrics: TokenizerMetrics,
     ) -> None:
         self._limits = limits
@@ -219,7 +226,7 @@ class _Lane:
         """Whether the lane takes texts and none waits."""
         return not (self._queue or self._closed)
 
-    def submit(self, request: EncodeRequest) -> asyncio.Future[Outcome]:
+    def submit(self, request: EncodeRequest | UnreadRequest) -> asyncio.Future[Outcome]:
         limits = self._limits
         if self._closed:
             raise Draining("the tokenizer is stopping")
@@ -292,6 +299,40 @@ def encode_in_this_thread_alone() -> None:
     There long texts would occupy the threads of short texts.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _check_size(request: EncodeRequest, most: int) -> None:
+    if request.size_bytes > most:
+        raise InvalidField(
+            f"has {request.size_bytes} bytes with its words but must have at most {most}"
+            " (encoding.max_text_bytes)",
+            field="text",
+            value=f"{request.size_bytes} bytes",
+            limit=f"at most {most}",
+        )
+
+
+def _read_and_encode(
+    encode: Callable[[Sequence[EncodeRequest]], list[Outcome]],
+    most_bytes: int,
+    requests: Sequence[EncodeRequest | UnreadRequest],
+) -> list[Outcome]:
+    """Encodes a batch of which some are not read yet."""
+    read = [_read(request, most_bytes) for request in requests]
+    valid = [each for each in read if isinstance(each, EncodeRequest)]
+    encoded = iter(encode(valid))
+    return [next(encoded) if isinstance(each, EncodeRequest) else each for each in read]
+
+
+def _read(request: EncodeRequest | UnreadRequest, most_bytes: int) -> EncodeRequest | InvalidField:
+    if isinstance(request, EncodeRequest):
+        return request
+    read = request.read()
+    try:
+        _check_size(read, most_bytes)
+    except InvalidField as error:
+        return error.with_traceback(None)
+    return read
 
 
 def encode_batch(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
@@ -14,7 +15,13 @@ from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.settings import Settings
 from trtmesh.tokenizer.decoding.states import DecodeStates
-from trtmesh.tokenizer.encoding import EncodedTexts, Encoder, EncodeRequest, Outcome
+from trtmesh.tokenizer.encoding import (
+    EncodedTexts,
+    Encoder,
+    EncodeRequest,
+    Outcome,
+    UnreadRequest,
+)
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.vocabulary import Vocabulary
 from trtmesh.tokenizer.workload import Workload
@@ -130,10 +137,13 @@ class RouterStream:
         except TrtmeshError as error:
             self._answer_encode(handle, error)
             return
-        request = _request_of(command)
         outcome: Outcome | asyncio.Future[Outcome]
         try:
-            outcome = encoder.at_once(request) or encoder.submit(request)
+            if (size := command.ByteSize()) >= encoder.long_text_bytes:
+                outcome = encoder.submit(UnreadRequest(size, partial(_request_of, command)))
+            else:
+                request = _request_of(command)
+                outcome = encoder.at_once(request) or encoder.submit(request)
         except TrtmeshError as error:
             outcome = error
         if isinstance(outcome, asyncio.Future):

@@ -42,6 +42,9 @@ class EncodedItem:
 LONG_TEXT = 2**14
 """Characters of a text that may have more ids than a worker takes."""
 
+HUGE_TEXT = 2**18
+"""Characters of a text that takes milliseconds to copy."""
+
 MOST_NAMES = 8
 """Most registered adapters that an error lists."""
 
@@ -70,6 +73,9 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
         )
         if len(prompt.text or "") >= LONG_TEXT:
             command.max_token_ids = context.mesh.fleet.most_prompt_tokens(context.model)
+        if len(prompt.text or "") >= HUGE_TEXT:
+            # To copy it again, to send it, is work of another turn.
+            await context.starting.turn_before_rest()
         encoded = await context.mesh.tokenizers.encode(context.model, command)
         if encoded.omitted_token_ids:
             count = encoded.omitted_token_ids
