@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 CONNECTION_OPTIONS = {
     *("router", "url", "admin", "api_key_file", "token_file", "tls", "ca", "cert", "key"),
-    *("server_name", "root_certificates", "private_key", "certificate_chain"),
+    *("server_name", "root_certificates", "private_key", "certificate_chain", "host", "port"),
 }
 """Parameters that say how a command reaches a server."""
 
@@ -64,8 +64,8 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("path", "command"), [*commands()])
 def test_options_of_the_connection_come_last(path: str, command: Any) -> None:
-    """In a group of their own, which follows the others; `up`, `demo` and `keys` connect to nothing."""
-    if path in ("up", "demo") or path.startswith("keys "):
+    """In a group of their own, which follows the others; `keys` connects to nothing."""
+    if path.startswith("keys "):
         return
     groups = {each.name: each.rich_help_panel for each in command.params}
     own = groups.keys() & CONNECTION_OPTIONS

@@ -21,6 +21,7 @@ from trtmesh.chassis.settings import (
     help_of,
     load_settings,
 )
+from trtmesh.cli.tls import CONNECTION
 from trtmesh.router.placement.settings import PolicyName
 
 Replicas = Annotated[int, Field(ge=1, le=64)]
@@ -138,6 +139,23 @@ def config_file_of(flags: Flags) -> str | None:
     return flags.get("config") or os.environ.get("TRTMESH_CONFIG")
 
 
+PANELS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("start_seconds", "grace_seconds", "max_restarts_per_minute", "stop_on_stdin_eof"),
+        "Start and end",
+    ),
+    **dict.fromkeys(("log_level", "log_format", "log_dir", "output"), "Logs and output"),
+    **dict.fromkeys(
+        (
+            *("host", "port", "admin_port", "http_port", "metrics_port", "engine_port"),
+            *("tokenizer_port", "tls", "max_message_bytes"),
+        ),
+        CONNECTION,
+    ),
+}
+"""Titles under which the help has options that are not about models and processes, the last one last."""
+
+
 def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Gives `command(flags, *, own options)` an option for each field of MeshSettings.
 
@@ -157,7 +175,9 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
     own_parameters = [parameter.name for parameter in own]
     config = _option("config", "YAML file with the sections mesh, router, tokenizer and engine.")
     infos = MeshSettings.model_fields
-    fields = [_option(name, help_of(info)) for name, info in infos.items() if name != "tls"]
+    titles = ["", *dict.fromkeys(PANELS.values())]
+    order = sorted(infos, key=lambda name: titles.index(PANELS.get(name, "")))
+    fields = [_option(name, help_of(infos[name])) for name in order if name != "tls"]
     signature = inspect.Signature([config, *fields, _switch("tls", help_of(infos["tls"])), *own])
     functools.update_wrapper(with_flags, command, assigned=("__name__", "__doc__", "__module__"))
     with_flags.__annotations__ = {n: p.annotation for n, p in signature.parameters.items()}
@@ -166,7 +186,13 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _option(name: str, text: str) -> inspect.Parameter:
-    option = typer.Option(_flag(name), metavar="VALUE", help=text, show_default=False)
+    option = typer.Option(
+        _flag(name),
+        metavar="VALUE",
+        help=text,
+        show_default=False,
+        rich_help_panel=PANELS.get(name),
+    )
     one, several = Annotated[str | None, option], Annotated[list[str] | None, option]
     annotation = several if name == "model" else one
     return inspect.Parameter(
@@ -176,7 +202,9 @@ def _option(name: str, text: str) -> inspect.Parameter:
 
 def _switch(name: str, text: str) -> inspect.Parameter:
     """An option without a value."""
-    annotation = Annotated[bool, typer.Option(_flag(name), help=text)]
+    annotation = Annotated[
+        bool, typer.Option(_flag(name), help=text, rich_help_panel=PANELS.get(name))
+    ]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation
     )
