@@ -74,8 +74,9 @@ protos: $(INSTALLED_DEV)  ## Generate the stubs beside the protos
 bench: $(INSTALLED_DEV)  ## Run one benchmark, B=<name>; without B list them
 	@$(BIN)/python bench/run.py $(B)
 
-chaos: $(INSTALLED_DEV)  ## Run random faults, SEEDS=0-99, adapters, ADAPTER_REQUESTS=20000, and handoffs, HANDOFFS=10000
+chaos: $(INSTALLED_DEV)  ## Run random faults, name servers and drains, SEEDS=0-99, adapters, ADAPTER_REQUESTS=20000, and handoffs, HANDOFFS=10000
 	$(BIN)/pytest -s tests/chaos/test_random_faults.py --seeds=$(or $(SEEDS),0-19)
+	$(BIN)/pytest -s tests/chaos/test_fleet_faults.py tests/chaos/test_full_fleets.py --seeds=$(or $(SEEDS),0-19)
 	$(BIN)/pytest -s --timeout=0 tests/chaos/test_adapter_traffic.py --adapter-requests=$(or $(ADAPTER_REQUESTS),5000)
 	$(BIN)/pytest -s tests/chaos/test_handoffs.py tests/chaos/test_torch_handoffs.py --every-transport
 	$(BIN)/pytest -s --timeout=0 tests/chaos/test_handoff_soak.py --handoffs=$(or $(HANDOFFS),2000)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chassis.test_addresses import NONE
 from e2e.mesh import SIMULATED, StreamReader
 from processes import service_process
+from router.names import Names
 from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.foreign_address import parse_engine
@@ -25,40 +24,6 @@ from trtmesh.router.fleet.discovery import (
     check_entries,
 )
 from trtmesh.v1 import router_admin_pb2 as admin_pb
-
-
-class Names:
-    """Scripted name service: `answers` by host, without an answer `failure`; hosts in `slow` wait for `answered`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answers: dict[str, Sequence[str]] = {}
-        self.failure = socket.EAI_NONAME
-        self.slow: set[str] = set()
-        self.answered = asyncio.Event()
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._resolve)
-
-    async def answer(self) -> None:
-        """Answers the waiting lookups, and returns when their callers have resumed."""
-        self.answered.set()
-        for _ in range(10):
-            await asyncio.sleep(0)
-
-    async def _resolve(self, host: str, port: int, **_: Any) -> list[Any]:
-        if host in self.slow:
-            await self.answered.wait()
-        addresses = self.answers.get(host, ())
-        if not addresses:
-            raise socket.gaierror(self.failure, "no such name")
-        return [
-            (
-                socket.AF_INET6 if ":" in address else socket.AF_INET,
-                socket.SOCK_STREAM,
-                6,
-                "",
-                (address, port),
-            )
-            for address in addresses
-        ]
 
 
 @pytest.fixture
