@@ -28,6 +28,7 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.breaks_on_encode = False
         self.breaks_on_token: int | None = None
         self.forgets_a_text = False
+        self.spells = True
         self.deaf_to: set[str] = set()
         """Kinds of commands, and texts, that get no answer."""
         self.broken = 0
@@ -70,7 +71,7 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
             event.encoded.token_ids.extend(map(ord, command.encode.text))
             for word in command.encode.words:
                 event.encoded.words.add(ids=map(ord, word))
-            for word in command.encode.spelled_words:
+            for word in command.encode.spelled_words if self.spells else ():
                 event.encoded.spelled_words.add().spellings.add(ids=map(ord, word))
         elif command.HasField("decode"):
             decode = command.decode

@@ -57,6 +57,16 @@ async def test_submit_carries_ids_deadline_and_config_without_texts() -> None:
         assert not config.sampling.embedding_bias_texts
 
 
+async def test_words_that_an_older_tokenizer_does_not_spell_are_not_left_out() -> None:
+    engine = ScriptedEngine(supported_fields=["stopping.bad_token_ids"])
+    async with scene(engine) as on:
+        on.tokenizer.spells = False
+        (item,) = await on.ask("ab", bad_texts=["x"])
+        assert item.error is not None
+        assert item.error.reason == "SCHEMA_MISMATCH"
+        assert not on.engine.submits
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trtmesh.chassis.errors import AdapterNotFound, PromptEmpty
+from trtmesh.chassis.errors import AdapterNotFound, PromptEmpty, SchemaMismatch
 from trtmesh.chassis.vocabulary import GenerationConfig, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
@@ -83,6 +83,9 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             # A worker that takes more has joined meanwhile.
             return await encode_item(context, item)
         word_ids = [tuple(word.ids) for word in encoded.words]
+        if len(encoded.spelled_words) != len(spelled_words):
+            # What is forbidden must not be generated after all.
+            raise SchemaMismatch("the tokenizer cannot spell bad_texts; run the same release")
         spelled_ids = [
             tuple(ids.ids) for spelled in encoded.spelled_words for ids in spelled.spellings
         ]
