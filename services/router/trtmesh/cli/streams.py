@@ -21,8 +21,6 @@ from trtmesh.cli.output import put, readable, say
 from trtmesh.client import Event, ItemFailed, ItemFinished, SequenceFinished, Tokens, Usage
 from trtmesh.client.results import Results
 
-LINE_WIDTH = 72
-
 
 class Printer(AbstractContextManager["Printer"]):
     """Prints events. A context manager: leaving it prints held-back text on any exit path."""
@@ -78,13 +76,13 @@ class RawText(Printer):
 
 
 class TaggedLines(Printer):
-    """Prints tagged lines of several sequences, each when it is full or its sequence ends."""
+    """Prints the lines of several sequences after tags, each when it or its sequence ends: none is folded."""
 
     def __init__(self, tag: Callable[[int, int], str], clean: Callable[[str], str]) -> None:
         super().__init__()
         self._tag = tag
         self._clean = clean
-        self._held: defaultdict[str, str] = defaultdict(str)
+        self._held: defaultdict[str, list[str]] = defaultdict(list)
 
     def __exit__(self, *_: object) -> None:
         for tag in list(self._held):
@@ -94,26 +92,22 @@ class TaggedLines(Printer):
         self._note(event)
         tag = self._tag(event.batch_index, event.sequence_index)
         if isinstance(event, Tokens):
-            self._held[tag] += event.text
-            self._print_full_lines(tag)
+            first, *others = event.text.split("\n")
+            self._held[tag].append(first)
+            for line in others:
+                self._print(tag)
+                self._held[tag].append(line)
         elif isinstance(event, SequenceFinished | ItemFailed):
             self._flush(tag)
         if isinstance(event, ItemFinished | ItemFailed):
             say(f"[{event.batch_index}] {self._summary(event)}")
 
-    def _print_full_lines(self, tag: str) -> None:
-        *lines, rest = self._held[tag].split("\n")
-        while len(rest) > LINE_WIDTH:
-            width = rest.rfind(" ", 0, LINE_WIDTH) + 1 or LINE_WIDTH
-            lines.append(rest[:width])
-            rest = rest[width:]
-        for line in lines:
-            put(f"{tag} {self._clean(line)}")
-        self._held[tag] = rest
-
     def _flush(self, tag: str) -> None:
-        if rest := self._held.pop(tag, ""):
-            put(f"{tag} {self._clean(rest)}")
+        if any(self._held[tag]):
+            self._print(tag)
+
+    def _print(self, tag: str) -> None:
+        put(f"{tag} {self._clean(''.join(self._held.pop(tag)))}")
 
 
 class LiveRegions(Printer):
