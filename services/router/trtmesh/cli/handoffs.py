@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Annotated
 
@@ -25,10 +26,11 @@ async def handoffs(
         bool, typer.Option("--watch", help="List again after each change, until Ctrl-C.")
     ] = False,
 ) -> int:
-    """List the live handoffs, oldest first, with the worker that has the KV and the one that continues.
+    """List the live handoffs, oldest first, with the worker that has the KV and the one that continues, and count the
+    completed ones.
 
     In the stage `given` a client has the state of the KV, and may have brought it to another router. --watch looks
-    every quarter of a second and may miss shorter handoffs; `trtmesh workers list` counts all. With --json one handoff
+    every quarter of a second and may miss shorter handoffs. With --json one handoff
     per line, with --watch one list per line. Exit status: 0 success, 1 the call failed, 2 wrong usage, 130 Ctrl-C.
     """
     seen = await context.admin.list_handoffs()
@@ -38,8 +40,21 @@ async def handoffs(
         for handoff in seen.handoffs:
             put_json(handoff)
     else:
-        print_tables(handoffs_table(seen.handoffs))
+        if seen.handoffs:
+            print_tables(handoffs_table(seen.handoffs))
+        under_way = len(seen.handoffs) or "none"
+        workers = (await context.admin.list_workers()).workers
+        put(f"{under_way} under way; so far {'; '.join(_totals(workers)) or 'none'}")
     return OK
+
+
+def _totals(workers: Iterable[pb.Worker]) -> Iterator[str]:
+    """The handoffs that each worker completed, since its start."""
+    for worker in workers:
+        sent, received = worker.load.sent_handoffs, worker.load.received_handoffs
+        for counts, way in ((sent, "sent"), (received, "received")):
+            if counts.consumed:
+                yield f"{worker.worker or worker.address} {way} {counts.consumed}"
 
 
 async def _watch(context: Context, seen: pb.ListHandoffsResponse) -> None:
