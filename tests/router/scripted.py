@@ -79,6 +79,8 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
         self._writing = asyncio.Lock()
         self.contents: dict[tuple[int, str], bytes] = {}
         """Contents of adapters as far as they arrived."""
+        self._sent: dict[int, int] = {}
+        """Tokens of each sequence."""
         self.loads_adapters = True
         self.refused_versions: dict[str, TrtmeshError] = {}
         """Errors with which adapters are not loaded, by version."""
@@ -174,7 +176,21 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
             else epb.SequenceEnd(handle=end[0], reason=end[1])
             for end in ends
         )
+        self._count(step)
         await self.send(epb.EngineEvent(step=step))
+
+    def _count(self, step: epb.Step) -> None:
+        """Fills in the tokens of ended sequences, unless a test says how many there are."""
+        for handle, offset, count in zip(
+            step.handles, step.token_offsets, step.token_counts, strict=True
+        ):
+            self._sent[handle] = offset + count
+        for end in step.ends:
+            before = (s.emitted_tokens for s in self.submits[::-1] if s.handle <= end.handle)
+            sent = self._sent.pop(end.handle, None)
+            end.generated_tokens = end.generated_tokens or (
+                next(before, 0) if sent is None else sent
+            )
 
     async def report(self, **load: Any) -> None:
         """Reports the load, now and at the interval."""

@@ -59,10 +59,15 @@ class Fleet:
     two_address: str
 
     async def end_first(self) -> None:
-        await self.one.step(ends=[(self.one.submits[0].handle, LENGTH)])
+        await self._end(self.one.submits[:1])
 
     async def end_rest(self) -> None:
-        await self.one.step(ends=[(submit.handle, LENGTH) for submit in self.one.submits[1:]])
+        await self._end(self.one.submits[1:])
+
+    async def _end(self, submits: Sequence[epb.SubmitCommand]) -> None:
+        handles = [submit.handle for submit in submits]
+        tokens = [(handle, 0, [7]) for handle in handles]
+        await self.one.step(*tokens, ends=[(handle, LENGTH) for handle in handles])
 
     async def refuse_rest(self) -> None:
         """The worker ends its remaining sequences with DRAINING."""

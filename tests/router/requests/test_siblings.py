@@ -111,7 +111,7 @@ async def test_siblings_follow_their_leader_to_its_worker() -> None:
         await home.step((leader.handle, 0, [7]))
         await home.submitted(3)
         ends = [(submit.handle, LENGTH) for submit in home.submits]
-        await home.step(ends=ends)
+        await home.step(*((submit.handle, 0, [7]) for submit in home.submits), ends=ends)
         items = await call
         assert {item.started.worker for item in items if item.started} == {home.description.worker}
         assert sum(len(engine.submits) for engine in engines) == 3

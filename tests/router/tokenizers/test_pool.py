@@ -21,6 +21,7 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.http2.turns import Turns
 from trtmesh.client import FinishReason
+from trtmesh.router.links import replica
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers.decoding import TextOptions, WholeText
@@ -84,7 +85,11 @@ async def test_token_breaking_every_tokenizer_fails_only_the_sequence() -> None:
         assert (await neighbour)[0].text == "AD."
 
 
-async def test_tokenizer_with_an_incomplete_answer_counts_as_lost() -> None:
+async def test_tokenizer_with_an_incomplete_answer_counts_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for constant in ("FIRST", "LONGEST"):
+        monkeypatch.setattr(replica, f"{constant}_REST_SECONDS", 0.05)
     tokenizer = ScriptedTokenizer()
     async with scene(tokenizer=tokenizer) as on:
         tokenizer.forgets_a_text = True

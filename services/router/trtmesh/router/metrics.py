@@ -101,6 +101,7 @@ class RouterMetrics(Collector):
         self.placed: Counter[tuple[str, str]] = Counter()
         self.models: dict[str, ModelMetrics] = {}
         self.moved_decodes = 0
+        self.breaches: Counter[str] = Counter()
         self.unanswered: Counter[str] = Counter()
         self.resumed = 0
         self.moved: Counter[str] = Counter()
@@ -179,6 +180,8 @@ class RouterMetrics(Collector):
         yield _labelled("moved_sequences", moved, ("cause",), self.moved)
         unanswered = "Times that a tokenizer left texts or tokens unanswered for too long."
         yield _labelled("unanswered_commands", unanswered, ("kind",), self.unanswered)
+        breaches = "Times that a worker or tokenizer broke its contract and was left."
+        yield _labelled("contract_breaches", breaches, ("peer",), self.breaches)
         handoffs = "Handoffs of KV by cause and result."
         yield _labelled("handoffs", handoffs, ("cause", "result"), self.handoffs)
         deliveries = "Deliveries of adapters to workers, by outcome."

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.streams.sequence import Owner, SequenceRun, SequenceTimes
@@ -25,11 +26,14 @@ class Assignments:
     _guard: LoadGuard
     _send: Callable[[pb.EngineCommand], None]
     _next_handle: int = 0
+    _looks: int = 0
     _queued: set[SequenceRun] = field(default_factory=set)
     """Sequences possibly still in the worker's queue."""
     sequences: dict[int, SequenceRun] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
     """Handles of moved sequences without a reported end."""
+    _stopping: dict[int, int] = field(default_factory=dict)
+    """The look before which the worker was asked to end a sequence, the longest asked first."""
 
     def assign(self, runs: Sequence[SequenceRun], booking: Booking) -> int:
         """Gives successive handles to the sequences of `booking`; returns the first."""
@@ -45,6 +49,7 @@ class Assignments:
     def stop(self, handle: int, reason: generation_pb.FinishReason.ValueType) -> None:
         """Asks the worker to end a sequence."""
         if handle in self.sequences:
+            self._stopping.setdefault(handle, self._looks)
             self._send(pb.EngineCommand(stop=pb.StopCommand(handles=[handle], reason=reason)))
 
     def release(self, handle: int, error: TrtmeshError | None) -> None:
@@ -63,6 +68,7 @@ class Assignments:
     def ended(self, handle: int, error: TrtmeshError | None, now: float) -> SequenceRun | None:
         """Removes a sequence at the reported end; None after a move."""
         run = self.sequences.pop(handle, None)
+        self._stopping.pop(handle, None)
         if run is None:
             self.released.discard(handle)
             return None
@@ -80,6 +86,14 @@ class Assignments:
         """Sequences past their deadline."""
         return [run for run in self.sequences.values() if _is_late(run.times, now, deadlines)]
 
+    def look(self, most: int) -> None:
+        """Counts a look. Raises ContractBroken for a sequence that was asked to end more than `most` looks ago."""
+        self._looks += 1
+        for handle, asked in self._stopping.items():
+            if self._looks - asked > most:
+                raise ContractBroken(f"it did not end sequence {handle}, which it was asked to end")
+            return
+
     def by_owner(self) -> Mapping[Owner, list[SequenceRun]]:
         """Sequences grouped by item."""
         by_owner: dict[Owner, list[SequenceRun]] = {}
@@ -92,6 +106,7 @@ class Assignments:
         runs = list(self.sequences.values())
         self.sequences.clear()
         self.released.clear()
+        self._stopping.clear()
         self._queued.clear()
         return runs
 

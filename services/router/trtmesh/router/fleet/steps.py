@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.router.fleet.assignments import Assignments
+from trtmesh.router.fleet.contract import check_step
 from trtmesh.router.metrics import ModelMetrics, RouterMetrics
 from trtmesh.router.placement.load_guard import LoadGuard
 from trtmesh.router.streams.sequence import End
@@ -29,14 +31,17 @@ class Steps:
     _metrics: RouterMetrics
     _send: Callable[[pb.EngineCommand], None]
     _received: int = 0
+    most_tokens: int = sys.maxsize
+    """Most tokens of a sequence of the worker."""
 
     def opened(self) -> None:
         """Starts counting on a new stream."""
         self._received = 0
 
     def distribute(self, step: pb.Step) -> None:
-        """Hands new tokens to each sequence. Hot: no per-token objects, no logging."""
+        """Hands new tokens to each sequence. Hot: no per-token objects, no logging. Raises ContractBroken."""
         sequences = self._assignments.sequences
+        check_step(step, sequences, self.most_tokens)
         details = {each.handle: each.details for each in step.details} if step.details else {}
         for prompt in step.prompts:
             if (run := sequences.get(prompt.handle)) is not None:
@@ -65,6 +70,8 @@ class Steps:
                     run.charge.up_to(len(run.token_ids), now)
             position += count
         for end in step.ends:
+            if (run := sequences.get(end.handle)) is not None:
+                run.check_end(end)
             ended = _end_of(end)
             if (run := self._assignments.ended(end.handle, ended.error, now)) is not None:
                 run.on_end(ended)

@@ -26,6 +26,7 @@ from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
 from trtmesh.router.fleet.assignments import Assignments
 from trtmesh.router.fleet.bridge import Bridge
+from trtmesh.router.fleet.contract import check_engine, check_load, check_states
 from trtmesh.router.fleet.deliveries import Deliveries
 from trtmesh.router.fleet.facts import (
     Facts,
@@ -115,6 +116,7 @@ class Worker(Replica):
         self._on_change = on_change
         self._on_touch = on_touch
         self._pulse = Pulse(deadlines)
+        self._metrics = metrics
         self._moving: TrtmeshError | None = None
         self._evicted: TrtmeshError | None = None
         self._handing_over = ""
@@ -372,10 +374,12 @@ class Worker(Replica):
                     case "step":
                         self._steps.distribute(event.step)
                     case "load":
+                        check_load(event.load)
                         self._on_load(event.load)
                     case "kv_events":
                         self._kv_feed.apply(event.kv_events)
                     case "adapter_states":
+                        check_states(event.adapter_states)
                         self._on_adapter_states(event.adapter_states)
                     case "blocks_reserved":
                         self.leases.on_reserved(event.blocks_reserved)
@@ -387,8 +391,10 @@ class Worker(Replica):
                         self._on_welcome(event.welcome.engine)
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
+        check_engine(engine)
         self._check_twin(engine.instance)
         self.engine, self.facts = engine, Facts.of(engine)
+        self._steps.most_tokens = self.facts.max_sequence_tokens
         self.role = role_of(engine, self.load)
         self.streams += 1
         if engine.tokens_per_block:
@@ -476,6 +482,8 @@ class Worker(Replica):
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._judge(self._pulse.tick())
+            if self.state is not ReplicaState.STALLED:
+                self._assignments.look(round(self._deadlines.first_token_seconds / TICK_SECONDS))
             self._move_late()
             # Room elsewhere shows in nothing but the next try.
             self.move_on(most=MOVES_PER_TICK)
@@ -552,6 +560,9 @@ class Worker(Replica):
         start = self._moves_tried % len(owners)
         self._moves_tried = start + most
         return [*owners[start:], *owners[:start]][:most]
+
+    def count_breach(self) -> None:
+        self._metrics.breaches["worker"] += 1
 
     def lost(self, problem: str) -> None:
         """Returns every sequence to the item, for another worker."""

@@ -19,6 +19,11 @@ from trtmesh.chassis.grpc.client.call import ENDED
 from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
+from trtmesh.router.links.contract import (
+    FIRST_REST_SECONDS,
+    LONGEST_REST_SECONDS,
+    ContractBroken,
+)
 from trtmesh.router.links.deadlines import Deadlines
 
 log = logging.getLogger(__name__)
@@ -78,6 +83,7 @@ class Replica(ABC):
         self._turns = turns
         self._tls_of_peers = tls_of_peers
         self._silent_checks = 0
+        self._rest_seconds = 0.0
         self.check_dialled: AddressCheck | None = None
         """Refuses IP addresses; None for an address that needs no check."""
 
@@ -130,7 +136,8 @@ class Replica(ABC):
             while True:
                 await self._talk_once()
                 refused = self.state == ReplicaState.REFUSED
-                await asyncio.sleep(REFUSED_RECONNECT_SECONDS if refused else RECONNECT_SECONDS)
+                pause = REFUSED_RECONNECT_SECONDS if refused else RECONNECT_SECONDS
+                await asyncio.sleep(max(pause, self._rest_seconds))
         finally:
             self._become(ReplicaState.GONE, "removed")
 
@@ -140,6 +147,8 @@ class Replica(ABC):
 
     async def _talk_once(self) -> None:
         state, problem = ReplicaState.CONNECTING, ENDED
+        rested, self._rest_seconds = self._rest_seconds, 0.0
+        began = asyncio.get_running_loop().time()
         try:
             async with connected(
                 self._dialled(),
@@ -150,6 +159,13 @@ class Replica(ABC):
                 turns=self._turns,
             ) as connection:
                 await self.talk(connection)
+        except ContractBroken as error:
+            log.warning("%s broke the contract and is left: %s", self.address, error.message)
+            state, problem = ReplicaState.REFUSED, f"it broke the contract: {error.message}"
+            self.count_breach()
+            if asyncio.get_running_loop().time() - began < LONGEST_REST_SECONDS:
+                self._rest_seconds = min(2 * rested, LONGEST_REST_SECONDS)
+            self._rest_seconds = self._rest_seconds or FIRST_REST_SECONDS
         except Mismatch as error:
             state, problem = ReplicaState.REFUSED, error.message
         except TrtmeshError as error:
@@ -200,6 +216,10 @@ class Replica(ABC):
     @abstractmethod
     async def talk(self, connection: ClientConnection) -> None:
         """Opens the stream and serves until the end. Calls `_become` once the replica is ready."""
+
+    @abstractmethod
+    def count_breach(self) -> None:
+        """The replica broke the contract."""
 
     @abstractmethod
     def lost(self, problem: str) -> None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from trtmesh.chassis.errors import StreamIncomplete, TrtmeshError
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.streams.client_stream import ClientStream
 from trtmesh.router.streams.sequence_output import SequenceOutput
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.router.values.resumption import ReceivedSequence
+from trtmesh.v1 import engine_pb2 as worker_pb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
+
+COMPLETE = frozenset({pb.FINISH_REASON_END_ID, pb.FINISH_REASON_STOP_WORD, pb.FINISH_REASON_LENGTH})
+"""Reasons with which a worker ends a sequence that nobody stopped."""
 
 PROMPT_END = 8
 """Tokens of the prompt that a tokenizer needs, so that text continues the prompt's."""
@@ -158,6 +164,7 @@ class SequenceRun(DecodedSequence):
         "end",
         "ended_ns",
         "error",
+        "most_tokens",
         "moved",
         "owner",
         "prefill_end",
@@ -189,6 +196,7 @@ class SequenceRun(DecodedSequence):
         )
         super().__init__(model, text_options, request_id, sequence_index)
         self._item = item
+        self.most_tokens = stopping.max_tokens or sys.maxsize
         self._output = SequenceOutput(item, sequence_index, client)
         self.times = SequenceTimes(arrival_time)
         self.owner = owner
@@ -245,7 +253,8 @@ class SequenceRun(DecodedSequence):
     ) -> None:
         """Takes new tokens from the worker, the first at `token_offset`, with their data.
 
-        Known tokens are skipped. A beam restarting from offset 0 replaces everything before.
+        Known tokens are skipped. A beam restarting from offset 0 replaces everything before. Raises ContractBroken for
+        a gap, or for more tokens than were asked for.
         """
         if self.over:
             return
@@ -254,16 +263,11 @@ class SequenceRun(DecodedSequence):
         if self.stop_text is not None:
             return
         known = len(self.token_ids) - token_offset
-        if known < 0:
-            self.fail(
-                StreamIncomplete(
-                    f"the worker sent token {token_offset} of sequence {self.sequence_index} but"
-                    f" {len(self.token_ids)} was next",
-                    value=str(token_offset),
-                    limit=f"{len(self.token_ids)}",
-                )
+        if known < 0 or token_offset + len(token_ids) > self.most_tokens:
+            raise ContractBroken(
+                f"it sent {len(token_ids)} tokens from {token_offset} of sequence {self.sequence_index} of request"
+                f" {self.request_id!r}, where {len(self.token_ids)} was next and {self.most_tokens} are the most"
             )
-            return
         fresh = token_ids[known:] if known else token_ids
         if not fresh:
             return
@@ -284,6 +288,17 @@ class SequenceRun(DecodedSequence):
         """Takes the metrics before the first token; those of later workers are dropped."""
         if not (self.over or self.token_ids):
             self._output.put_start(metrics)
+
+    def check_end(self, end: worker_pb.SequenceEnd) -> None:
+        """Raises ContractBroken for a complete sequence of which not all tokens came."""
+        if self.over or self.stop_text is not None or end.reason not in COMPLETE:
+            return
+        came = len(self.token_ids)
+        if end.generated_tokens != came or (not came and end.reason == pb.FINISH_REASON_LENGTH):
+            raise ContractBroken(
+                f"it ended sequence {self.sequence_index} of request {self.request_id!r} after {end.generated_tokens}"
+                f" tokens, of which {came} came"
+            )
 
     def on_end(self, end: End) -> None:
         """Takes the end reported by the worker."""

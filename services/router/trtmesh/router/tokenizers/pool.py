@@ -155,6 +155,10 @@ class TokenizerPool:
         """A tokenizer left a command of this kind unanswered."""
         self._metrics.unanswered[command] += 1
 
+    def on_breach(self) -> None:
+        """A tokenizer broke its contract."""
+        self._metrics.breaches["tokenizer"] += 1
+
     def describe(self, model: str) -> pb.GetTokenizerResponse:
         """Special ids, size and chat template of the tokenizer of `model`. Raises NoTokenizer."""
         return self._able(model)[0].description

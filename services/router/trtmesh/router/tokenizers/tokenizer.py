@@ -15,6 +15,7 @@ from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
+from trtmesh.router.links.contract import ContractBroken, check_names
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.links.replica import TWIN, Replica, ReplicaState
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
@@ -37,6 +38,12 @@ DESCRIBE_SECONDS = 5.0
 
 MOST_PATIENCE = 6
 """How many times `encode_seconds` any text may wait for its answer, while others are answered."""
+
+MOST_TOKEN_CHARACTERS = 4096
+"""Most characters of a token."""
+
+MOST_IDS_OF_CHARACTER, MOST_ADDED_IDS = 64, 1024
+"""Most ids of a character, which a normalizer may make longer, and most that begin and end a text."""
 
 TRIAL_TEXT = "a"
 """Encoded and decoded by a tokenizer that left a command unanswered, before it gets work again."""
@@ -94,6 +101,9 @@ class Pool(Protocol):
 
     def twin_of(self, tokenizer: Tokenizer) -> Tokenizer | None:
         """Another tokenizer of this router in the same process."""
+
+    def on_breach(self) -> None:
+        """A tokenizer broke its contract."""
 
     def on_unanswered(self, command: str) -> None:
         """A tokenizer left a command of this kind unanswered."""
@@ -295,6 +305,8 @@ class Tokenizer(Replica):
         self.description = await connection.ask(
             GET_TOKENIZER, pb.GetTokenizerRequest(), DESCRIBE_SECONDS
         )
+        described = self.description
+        check_names(model=described.model, fingerprint=described.fingerprint, kind=described.kind)
         if self.description.schema_revision != SCHEMA_REVISION:
             raise SchemaMismatch(
                 f"tokenizer {self.address} speaks schema revision {self.description.schema_revision},"
@@ -397,12 +409,22 @@ class Tokenizer(Replica):
         failures = {failure.handle: failure for failure in decoded.failures}
         batch = self._unanswered.take()
         sequences = self._sequences
+        if not len(batch.counts) == len(decoded.handles) == len(decoded.texts):
+            raise ContractBroken(
+                f"it answered {len(batch.counts)} sequences with {len(decoded.handles)} handles and"
+                f" {len(decoded.texts)} texts"
+            )
         answers = zip(batch.counts, decoded.handles, decoded.texts, strict=True)
         for (sequence, count), handle, text in answers:
             if sequences.get(handle) is not sequence:
                 # Over, or rewritten under another handle.
                 continue
+            if len(text) > MOST_TOKEN_CHARACTERS * len(sequence.token_ids):
+                raise ContractBroken(
+                    f"it made {len(text)} characters of {len(sequence.token_ids)} tokens"
+                )
             if handle in stops:
+                _check_stop(stops[handle], sequence, count)
                 sequence.on_stop_text(stops[handle].token_count, text, stops[handle].stop_index)
             elif handle in failures:
                 self._on_decode_failed(handle, from_proto(failures[handle].error))
@@ -429,9 +451,12 @@ class Tokenizer(Replica):
 
     def _on_encoded(self, encoded: pb.Encoded) -> None:
         self._without_encoded = 0
-        job = self._jobs.pop(encoded.handle, None)
+        job = self._jobs.get(encoded.handle)
         if job is None:
             return
+        if not encoded.HasField("error"):
+            _check_encoded(encoded, job.command)
+        del self._jobs[encoded.handle]
         error = from_proto(encoded.error) if encoded.HasField("error") else None
         if isinstance(error, Draining):
             self._become(ReplicaState.DRAINING, error.message)
@@ -443,6 +468,9 @@ class Tokenizer(Replica):
         else:
             job.done.set_result(encoded)
         self._pool.on_room(self)
+
+    def count_breach(self) -> None:
+        self._pool.on_breach()
 
     def lost(self, problem: str) -> None:
         """Returns all jobs and sequences to the pool."""
@@ -457,6 +485,27 @@ class Tokenizer(Replica):
         self._unanswered.clear()
         self._without_encoded = 0
         self._pool.on_lost(jobs, sequences)
+
+
+def _check_stop(stop: pb.StopTextFound, sequence: DecodedSequence, count: int) -> None:
+    """Raises ContractBroken for a stop text that the sequence does not have, or after more tokens than were sent."""
+    if stop.stop_index >= len(sequence.text_options.stop_texts) or stop.token_count > count:
+        raise ContractBroken(
+            f"it found stop text {stop.stop_index} of {len(sequence.text_options.stop_texts)} after"
+            f" {stop.token_count} of {count} tokens"
+        )
+
+
+def _check_encoded(encoded: pb.Encoded, command: pb.EncodeCommand) -> None:
+    """Raises ContractBroken for more ids than texts can have, or for other words."""
+    ids = len(encoded.token_ids) + sum(len(word.ids) for word in encoded.words)
+    characters = len(command.text) + sum(map(len, command.words))
+    most = MOST_IDS_OF_CHARACTER * characters + MOST_ADDED_IDS * (1 + len(command.words))
+    if ids > most or len(encoded.words) != len(command.words):
+        raise ContractBroken(
+            f"it made {ids} ids of {characters} characters, and {len(encoded.words)} of"
+            f" {len(command.words)} words"
+        )
 
 
 def _new_outbox() -> Outbox[pb.TokenizerServiceConnectRequest, pb.TokenizerCommand]:

@@ -160,17 +160,24 @@ class EngineFigures:
         return self.load.running_sequences + self.load.waiting_sequences
 
 
-SUMMED = (
-    *("running_sequences", "waiting_sequences", "paused_sequences", "pending_prompt_tokens"),
-    *("total_blocks", "used_blocks", "free_blocks", "reused_blocks", "step_count"),
+NARROW = (
+    *("running_sequences", "waiting_sequences", "paused_sequences"),
+    *("total_blocks", "used_blocks", "free_blocks"),
+)
+WIDE = (
+    *("pending_prompt_tokens", "reused_blocks", "step_count"),
     *("host_memory_bytes", "device_memory_bytes", "pinned_memory_bytes"),
 )
-"""The fields of EngineFigures.load, besides those of handoffs."""
+"""The fields of EngineFigures.load, besides those of handoffs; of 32 and of 64 bits."""
 
 
 def engine_figures(workers: Iterable[Worker]) -> EngineFigures:
     workers = list(workers)
-    sums = {name: sum(getattr(worker.load, name) for worker in workers) for name in SUMMED}
+    sums = {
+        name: min(most, sum(getattr(worker.load, name) for worker in workers))
+        for names, most in ((NARROW, 2**32 - 1), (WIDE, 2**64 - 1))
+        for name in names
+    }
     received = [worker.load.received_handoffs for worker in workers]
     handoffs = HandoffCounts(
         consumed=sum(counts.consumed for counts in received),

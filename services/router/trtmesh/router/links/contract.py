@@ -1,0 +1,32 @@
+"""What a worker or a tokenizer says is checked like what a stranger says: one that breaks the contract is left."""
+
+from __future__ import annotations
+
+from trtmesh.chassis.errors import Unavailable
+
+MOST_NAME_CHARACTERS = 512
+"""Longest name or fingerprint."""
+
+FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 5.0, 300.0
+"""Rest of a peer after its first breach, doubled by each further one; a stream that lives longer than the longest rest
+starts over."""
+
+
+class ContractBroken(Unavailable):
+    """A peer said what its contract rules out."""
+
+
+def check_names(**names: str) -> None:
+    """Raises ContractBroken for a name that is too long."""
+    for field, name in names.items():
+        if len(name) > MOST_NAME_CHARACTERS:
+            raise ContractBroken(
+                f"its {field} has {len(name)} characters, more than {MOST_NAME_CHARACTERS}"
+            )
+
+
+def check_numbers(message: object, most: int, *fields: str) -> None:
+    """Raises ContractBroken for a field that is negative, above `most` or not a number."""
+    for field in fields:
+        if not 0 <= (value := getattr(message, field)) <= most:
+            raise ContractBroken(f"its {field} is {value}, not 0 to {most}")
