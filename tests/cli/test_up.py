@@ -265,6 +265,7 @@ def test_stack_runs_without_http_and_metrics() -> None:
         (("--model", "owner/name"), 4, "hf download owner/name"),
         (("--nonsense", "1"), 2, "--nonsense"),
         (("--config", "/nowhere.yaml"), 2, "/nowhere.yaml"),
+        (("--engines-at", "http://a:1"), 2, "--engines-at has an entry that is not host:port"),
     ],
 )
 def test_wrong_settings_are_named(flags: tuple[str, ...], status: int, complaint: str) -> None:

@@ -14,7 +14,7 @@ SECTIONS = frozenset({"mesh", "router", "tokenizer", "engine"})
 """Sections of a configuration file; `mesh` belongs to `trtmesh up`."""
 
 
-ADDRESSES = frozenset({"router.engines", "router.tokenizers"})
+ADDRESSES = frozenset({"router.engines", "router.tokenizers", "mesh.engines_at"})
 """Settings that list addresses, and files of them."""
 
 FILE_ENTRY = "file:"

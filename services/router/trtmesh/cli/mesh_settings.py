@@ -22,6 +22,7 @@ from trtmesh.chassis.settings import (
     load_settings,
 )
 from trtmesh.cli.tls import CONNECTION
+from trtmesh.router.fleet.discovery import check_engines
 from trtmesh.router.placement.settings import PolicyName
 
 Replicas = Annotated[int, Field(ge=1, le=64)]
@@ -131,6 +132,7 @@ def load_mesh_settings(flags: Flags, defaults: Flags = MappingProxyType({})) -> 
     """Loads the settings of the stack from flags, environment, file and `defaults`, in this order of precedence."""
     argv = [part for name, value in flags.items() for part in (_flag(name), value)]
     settings = load_settings(MeshSettings, argv)
+    check_engines(settings.spelling("mesh.engines_at"), settings.engines_at)
     unsaid = {name: v for name, v in defaults.items() if not settings.asks_for(name)}
     return load_mesh_settings({**flags, **unsaid}) if unsaid else settings
 
