@@ -454,7 +454,7 @@ async def test_worker_drained_through_one_router_is_drained_for_all_until_any_re
         ]
         served = [engine.address for engine in engines]
         # A slow moment is no stall.
-        patient = {"deadlines": {"stall_seconds": 60, "accepted_seconds": 60}}
+        patient: dict[str, Any] = {"deadlines": {"stall_seconds": 60, "accepted_seconds": 60}}
         other = await stack.enter_async_context(serving_router(served, **patient))
         async with serving_router(served, **patient) as client:
             for each in (client, other):
