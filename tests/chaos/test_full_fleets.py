@@ -4,7 +4,9 @@ and no wait is longer than the retries allow."""
 from __future__ import annotations
 
 import signal
+from typing import Any
 
+import pytest
 from e2e.mesh import (
     ENDLESS,
     SIMULATED,
@@ -14,7 +16,9 @@ from e2e.mesh import (
     running_mesh,
     scrape,
 )
-from trtmesh.chassis.errors import TrtmeshError
+from router.adapters.contents_of import content
+from trtmesh.chassis.errors import AdaptersFull, TrtmeshError
+from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 NAMES = ("one", "two")
@@ -91,3 +95,33 @@ async def test_streams_of_a_frozen_worker_end_while_the_others_stay_full() -> No
             await reader.tokens_here(reader.tokens() + 10)
         assert mesh.router.stderr.count(" moves (") <= 4, "once off the lost worker, once refused"
         mesh.engines[0].signal(signal.SIGCONT)
+
+
+async def test_item_whose_adapter_has_no_slot_beside_a_pinned_one_fails_after_its_wait() -> None:
+    async def one_slot(mesh: Mesh) -> None:
+        await mesh.start_engine(*SIMULATED, "--simulated-adapters-slots", "1")
+        flags = ("--retries-worker-wait-seconds", "2", "--log-level", "info")
+        await mesh.start_router(*flags)
+        await mesh.ready(workers=1)
+
+    async with running_mesh(start=one_slot) as mesh:
+        for number, name in enumerate(("n0", "n1"), 1):
+            asked = admin_pb.AddAdapterRequest(name=name, id=number)
+            await mesh.admin.upload_adapter(asked, content(name.encode()))
+        await mesh.admin.pin_adapter(1)
+
+        async def pinned() -> bool:
+            adapters = (await mesh.admin.list_adapters()).adapters
+            return any(r.pinned for a in adapters for v in a.versions for r in v.residencies)
+
+        await eventually(pinned)
+        with pytest.raises(AdaptersFull, match="has 1 slots"):
+            await mesh.admin.pin_adapter(2)
+        options: dict[str, Any] = {"text": False, "max_tokens": 2, "request_id": "crowded"}
+        (item,) = await mesh.client.complete([[5]], adapter=pb.LoraConfig(name="n1"), **options)
+        assert isinstance(item.error, AdaptersFull)
+        assert "pinned adapters take the 1 slots" in item.error.message
+        assert mesh.router.stderr.count(" moves (") <= 1
+        assert len((await mesh.admin.explain("crowded")).placements) <= 2
+        (item,) = await mesh.client.complete([[5]], adapter=pb.LoraConfig(name="n0"), **options)
+        assert item.error is None

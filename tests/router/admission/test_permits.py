@@ -125,6 +125,27 @@ async def test_full_queue_refuses_the_whole_request_with_a_hint() -> None:
     assert len(tested.admit("m", 1)) == 1
 
 
+async def test_item_runs_amid_a_flood_of_higher_priorities() -> None:
+    tested = admission(running=1, queued=1000, seconds=0.4)
+    (running,) = tested.admit("m", 1)
+    await running.admitted(0)
+    (low,) = tested.admit("m", 1)
+    waiting = asyncio.create_task(low.admitted(0))
+    await asyncio.sleep(0)
+    while not low.running:
+        (high,) = tested.admit("m", 1)
+        next_one = asyncio.create_task(high.admitted(1000))
+        await asyncio.sleep(0)
+        running.give_back()
+        await asyncio.sleep(0.01)
+        # A low one that timed out stays behind for ever.
+        assert not waiting.done() or low.running
+        running = high
+        if low.running:
+            next_one.cancel()
+    await waiting
+
+
 async def test_all_models_together_are_bounded_too() -> None:
     tested = admission(running=50, queued=50, items=6)
     tested.admit("m", 4)
