@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import ModelUnusable, TrtmeshError, WorkerLost
+from trtmesh.chassis.progress import tell_progress
 from trtmesh.chassis.vocabulary import PromptTuning
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
@@ -227,6 +228,7 @@ class TorchBackend:
             # Before torch is imported, which takes seconds.
             files = weight_files(self._model_dir)
             adapters = _prefetched(self._settings.adapters.prefetch_directory)
+            tell_progress("imports PyTorch")
             from trtmesh.engine.backends.torch.loading import load_engine
 
             result = load_engine(self._model_dir, files, self._settings)
