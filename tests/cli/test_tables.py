@@ -207,7 +207,7 @@ def test_adapter_has_a_row_per_version_and_one_per_place() -> None:
     rows = shown(adapters_table([adapter]), terminal=False, width=80).splitlines()[-2:]
     assert [row.split() for row in rows] == [
         ["tests", "7", "1234567890ab", "3.0", "MiB", "16", str(len(NAMES)), "90%"],
-        ["tests", "7", "fedcba", "0.0", "MiB", "?", "0", "10%"],
+        ["tests", "7", "fedcba", "0.0", "MiB", "?", "0", "10%", *PROBLEM.split()],
     ]
     status = shown(adapter_versions_table(adapter), terminal=False, width=80)
     assert PROBLEM in status
