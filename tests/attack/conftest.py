@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -23,6 +23,10 @@ STEP_MS = "10"
 CONTROL_SECONDS = 0.5
 PATIENCE_SECONDS = 60.0
 IDLE_SECONDS = 0.5
+TABLE_HEAD = """
+| attack | connections | worst gap | idle first token | worst first token | memory before | growth |
+|---|---|---|---|---|---|---|
+""".strip()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +57,8 @@ class Site:
 
     router: ServiceProcess
     healthy: asyncio.subprocess.Process
+    rows: dict[tuple[str, int], str] = field(default_factory=dict)
+    """Of the table in docs/security.md, by attack and connections: the last try of each."""
 
     @property
     def process(self) -> psutil.Process:
@@ -120,4 +126,6 @@ async def site() -> AsyncIterator[Site]:
         ) as router,
         _healthy_streams(router.address) as healthy,
     ):
-        yield Site(router, healthy)
+        site = Site(router, healthy)
+        yield site
+        print("", TABLE_HEAD, *site.rows.values(), sep="\n")

@@ -68,12 +68,13 @@ async def attack(site: Site, name: str, connections: int, seconds: float, patien
     # The aftermath counts: ends of calls must not delay streams either.
     service |= await site.quiet_service()
     first = max(service.firsts_ms)
-    # A row of the table in docs/security.md.
-    print(
-        f"\n| {name} | {connections} | {service.gap_ms:.0f} ms | {quiet.median_first_ms:.0f} ms | {first:.0f} ms"
+    row = site.rows[name, connections] = (
+        f"| {name} | {connections} | {service.gap_ms:.0f} ms | {quiet.median_first_ms:.0f} ms | {first:.0f} ms"
         f" | {before / 2**20:.0f} MiB | +{extra / 2**20:.0f} MiB |"
-        f"\nquiet: {quiet.gap_ms:.0f} ms; {toll.sent / 2**20:.1f} MiB were sent, {toll.goaways} connections told to go,"
-        f" and {toll.ends} ended; median time to a first token {service.median_first_ms:.0f} ms"
+    )
+    print(
+        f"\n{row}\nquiet: {quiet.gap_ms:.0f} ms; {toll.sent / 2**20:.1f} MiB were sent, {toll.goaways} connections told"
+        f" to go, and {toll.ends} ended; median time to a first token {service.median_first_ms:.0f} ms"
     )
     slowness = max(1.0, quiet.gap_ms / QUIET_GAP_MS)
     excess = service.gap_ms - quiet.gap_ms - EXTRA_GAP_MS * slowness

@@ -10,9 +10,12 @@ import grpc
 import pytest
 import pytest_asyncio
 from router.requests.test_live_request import Asked, router_of
+from router.scene import scene
 from router.scripted import ScriptedEngine, eventually
+from trtmesh.chassis.errors import QueueFull
 from trtmesh.chassis.pacing import MAX_IN_SLICE
 from trtmesh.router.requests.item import ItemRun
+from trtmesh.router.requests.item_events import ItemEvents
 
 ITEMS = 1000
 
@@ -83,3 +86,37 @@ async def test_items_of_an_ended_request_do_not_start(passes: Passes) -> None:
         await eventually(lambda: not client.gauge("live_items"))
         assert passes.ended.total() == passes.started.total()
     assert max(passes.started.values()) <= MAX_IN_SLICE
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_encoded_items_go_on_a_few_in_a_pass(
+    monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    """A tokenizer answers hundreds of them together."""
+    passes = Passes()
+
+    async def go_on(item: ItemRun, *_: object) -> None:
+        passes.started[passes.number] += 1
+        raise QueueFull("all go on")
+
+    def fail(events: ItemEvents, *_: object) -> None:
+        passes.ended[passes.number] += 1
+
+    async def admit(item: ItemRun) -> None:
+        admitted.append(item)
+
+    admitted = list[ItemRun]()
+    monkeypatch.setattr(ItemRun, "_admit", admit)
+    monkeypatch.setattr(ItemRun, "_open", go_on)
+    if is_refused:
+        monkeypatch.setattr(ItemEvents, "failed", fail)
+    async with scene() as router, asyncio.TaskGroup() as group:
+        counting = group.create_task(passes.count())
+        router.tokenizer.answering.clear()
+        asked = router.ask(*["" if is_refused else "x"] * 200)
+        await eventually(lambda: len(admitted) == 200)
+        router.tokenizer.answering.set()
+        await eventually(lambda: (passes.ended if is_refused else passes.started).total() == 200)
+        counting.cancel()
+        asked.cancel()
+    assert max((passes.ended if is_refused else passes.started).values()) <= MAX_IN_SLICE

@@ -118,10 +118,11 @@ async def test_a_stopping_worker_hands_its_sequences_over() -> None:
 
 
 async def test_moves_beyond_the_limit_wait_for_each_other() -> None:
-    prompts = [list(range(start, start + 40)) for start in range(100, 120)]
+    prompts = [list(range(start, start + 40)) for start in range(100, 112)]
     settings = {"handoff": {"max_moves": 2}}
     async with workers("mixed", "mixed", settings=settings) as on:
         asked = on.ask(*prompts, max_tokens=400)
+        await eventually(lambda: on.client.gauge("worker_sequences") == len(prompts))
         await eventually(lambda: len(busy(on)) == 2)
         name = busy(on)[0]
         await on.client.admin.drain_worker(name, finish_seconds=0)

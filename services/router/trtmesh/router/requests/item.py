@@ -106,10 +106,15 @@ class ItemRun:
         # Refuses unsupported fields before they cost a tokenizer anything.
         self._mesh.fleet.check_fields(self._context.model, self._item.worker_fields)
         began = self._context.age_seconds()
-        self._encoded = await encode_item(self._context, self._item)
+        try:
+            self._encoded = await encode_item(self._context, self._item)
+        except TrtmeshError:
+            await self._turn_among_siblings()
+            raise
+        self.encode_seconds = self._context.age_seconds() - began
+        await self._turn_among_siblings()
         if self._encoded.adapter is not None:
             self._mesh.adapters.began(self._encoded.adapter)
-        self.encode_seconds = self._context.age_seconds() - began
         if not self._resumed:
             self._context.spend(self.prompt_tokens)
 
@@ -156,6 +161,11 @@ class ItemRun:
         before what starts."""
         context = self._context
         await (context.running if self._runs else context.starting).turn()
+
+    async def _turn_among_siblings(self) -> None:
+        """Waits for a turn unless the item is alone: a tokenizer answers hundreds in one message."""
+        if self._context.siblings is not None:
+            await self._turn()
 
     async def _deliver(self, plan: Plan, waiting: Sequence[SequenceRun]) -> bool:
         """Has the plan's workers load the item's adapter; False if the item must be placed again."""
