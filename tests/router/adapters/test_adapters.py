@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 from router.adapters.contents_of import content, version_of
+from small_disk import full_beyond
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
+from trtmesh.chassis.errors import Exhausted
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
 from trtmesh.router.adapters import contents
 from trtmesh.router.adapters.adapters import MOST_REMOVED, Adapters, ItemAdapter
@@ -199,3 +202,28 @@ async def test_registered_name_wins_over_a_brought_one() -> None:
     found = await known.find("m", Lora(name="a"), "r")
     assert found is not None
     assert found.identity.id == 8
+
+
+def files_in(directory: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("change", ["upload", "remove"])
+async def test_full_disk_changes_nothing_and_is_named(tmp_path: Path, change: str) -> None:
+    known = adapters(directory=tmp_path)
+    await known.upload(Registration("a", id=1), content(b"old"))
+    files = files_in(tmp_path)
+    changes = {
+        "upload": partial(known.upload, Registration("a"), content(b"new")),
+        "remove": partial(known.remove, 1, ""),
+    }
+    with full_beyond(8), pytest.raises(Exhausted, match="File too large") as refused:
+        await changes[change]()
+    assert str(tmp_path) in refused.value.message
+    assert files_in(tmp_path) == files
+    found = await find(known, 1)
+    assert found is not None
+    assert found.identity.version == content(b"old").version
+    await known.upload(Registration("a"), content(b"new"))
+    await known.remove(1, "")
+    await known.close()

@@ -102,7 +102,7 @@ def test_content_of_another_user_is_read_and_not_written_again(
     try:
         assert module.read_content(file) == whole
         module.write_content(file, whole)
-        with pytest.raises(NotFound):
+        with pytest.raises(Unavailable):
             module.write_content(file.with_name("other"), whole)
     finally:
         os.seteuid(0)
@@ -180,7 +180,7 @@ async def test_file_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     file = tmp_path / "contents" / whole.version
     file.parent.mkdir()
     file.symlink_to(file.name)
-    with pytest.raises(NotFound) as refused:
+    with pytest.raises(Unavailable) as refused:
         await contents(directory=tmp_path).store(whole.version, whole)
     assert str(file) in str(refused.value)
 

@@ -18,6 +18,7 @@ from router.scripted import (
     until_states,
 )
 from router.traces import recorded_item
+from small_disk import full_beyond
 from trtmesh.chassis.block_hashes import chain
 from trtmesh.chassis.errors import QueueFull, QueueTimeout, SettingsError
 from trtmesh.chassis.service import run
@@ -186,3 +187,33 @@ def test_full_disk_warns_once_a_minute(tmp_path: Path, caplog: pytest.LogCapture
     (line,) = [each for each in caplog.records if "cannot write records" in each.getMessage()]
     assert "1 are lost so far" in line.getMessage()
     assert counted(recorder) == (0, 100)
+
+
+def test_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    recorder = Recorder(file, 1 << 20)
+    recorder.note(recorded_item())
+    recorder.flush()
+    before = file.read_bytes()
+    with full_beyond(len(before) + 10):
+        recorder.note(recorded_item())
+        recorder.flush()
+    assert file.read_bytes() == before
+    recorder.note(recorded_item())
+    recorder.flush()
+    recorder.close()
+    assert file.read_bytes().count(b"\n") == 2
+    assert len(read_trace(file)) == 2
+
+
+def test_torn_line_of_a_killed_router_is_cut_off_and_not_replayed(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    recorder = Recorder(file, 1 << 20)
+    recorder.note(recorded_item())
+    recorder.flush()
+    recorder.close()
+    before = file.read_bytes()
+    file.write_bytes(before + before[: len(before) // 2])
+    assert len(read_trace(file)) == 1
+    Recorder(file, 1 << 20).close()
+    assert file.read_bytes() == before

@@ -60,3 +60,19 @@ def test_unservable_items_are_left_out(tmp_path: Path) -> None:
     recorder.flush()
     recorder.close()
     assert [a.guessed for a in read_trace(tmp_path / "trace.jsonl")] == [False, True]
+
+
+def test_several_traces_are_merged_by_time(tmp_path: Path) -> None:
+    lines = [f'{{"timestamp": {t}, "input_length": {t}, "output_length": 1}}\n' for t in (1, 2, 3)]
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text(lines[0] + lines[2])
+    two.write_text(lines[1])
+    assert [each.prompt_tokens for each in read_trace(one, two)] == [1, 2, 3]
+
+
+def test_deeply_nested_line_is_refused_with_its_number(tmp_path: Path) -> None:
+    file = tmp_path / "nested"
+    file.write_text("[" * 100_000 + "\n")
+    with pytest.raises(InvalidRequest, match="nested too deeply") as refused:
+        read_trace(file)
+    assert refused.value.field == f"{file}:1"

@@ -96,7 +96,10 @@ def _place(text: str, name: str, directory: Path) -> str:
 
 def load_yaml(text: str) -> Any:
     """Parses YAML without objects; refuses duplicate keys. Raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)  # noqa: S506 - it is a safe one
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - it is a safe one
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -12,6 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from trtmesh.chassis.json_text import load_json
+
 VOCABULARY_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 """Tokenizer files of models without tokenizer.json."""
 
@@ -98,7 +100,7 @@ def _chosen(file: Path, is_part: Callable[[str], bool]) -> list[tuple[str, bytes
     if not file.is_file():
         return []
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = load_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):

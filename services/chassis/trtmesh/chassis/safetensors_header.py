@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.json_text import load_json
 
 MOST_HEADER_BYTES = 2**20
 """Largest header: room for the most tensors of an adapter. The library takes 100 MB, which hold every thread of the
@@ -68,7 +68,7 @@ def _header(data: bytes) -> tuple[dict[str, Any], int]:
         raise ValueError(f"its header takes {length} bytes, not 1 to {MOST_HEADER_BYTES}")
     if end > len(data):
         raise ValueError(f"its header of {length} bytes is cut off")
-    header = json.loads(data[_LENGTH_BYTES:end])
+    header = load_json(data[_LENGTH_BYTES:end])
     header.pop("__metadata__", None)
     return header, end
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.panics import is_failure
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = load_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelUnusable(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.json_text import load_json
 
 LENGTH_BYTES = 8
 """Bytes at the start of a safetensors file, with the length of its header."""
@@ -40,7 +41,7 @@ def model_fingerprint(model_dir: Path, files: Sequence[Path], dtype: str) -> str
 
 def _canonical(file: Path) -> bytes:
     try:
-        return json.dumps(json.loads(file.read_text(encoding="utf-8")), sort_keys=True).encode()
+        return json.dumps(load_json(file.read_text(encoding="utf-8")), sort_keys=True).encode()
     except ValueError as error:
         raise ModelUnusable(f"{file} is not JSON: {error}") from error
 

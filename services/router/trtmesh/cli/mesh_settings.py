@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 from pydantic import BeforeValidator, Field
+from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.settings import (
     CommaList,
     OptionalPort,
@@ -32,7 +32,7 @@ Specialists = Annotated[int, Field(ge=0, le=64)]
 def _parse_json(value: object) -> object:
     """Parses a text; passes anything else through."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return load_json(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"must be JSON: {error}") from error
 

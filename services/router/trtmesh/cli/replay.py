@@ -35,7 +35,12 @@ class SplitChoice(Enum):
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="A router's record.file, or a Mooncake trace.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Records of routers (router.record.file) or Mooncake traces, merged by time; - for standard input."
+        ),
+    ],
     policy: Annotated[
         list[str] | None, typer.Option(help="Policy to try; repeatable. Without it all are tried.")
     ] = None,
@@ -97,7 +102,7 @@ def replay(
         say_error(f"--prefill is {prefill} but must be less than --workers, {workers}")
         raise typer.Exit(USAGE)
     try:
-        arrivals = [replace(a, seconds=a.seconds / speed) for a in read_trace(file)]
+        arrivals = [replace(a, seconds=a.seconds / speed) for a in read_trace(*files)]
     except TrtmeshError as error:
         say_error(str(error))
         raise typer.Exit(FAILED) from error

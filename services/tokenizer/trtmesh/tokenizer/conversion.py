@@ -8,7 +8,6 @@ only once, so a child process loads them.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.json_text import load_json
 
 _TIMEOUT_SECONDS = 600
 
@@ -59,7 +59,7 @@ def _main(model_dir: str, output: str) -> None:
 
 def _has_code(model_dir: Path) -> bool:
     file = model_dir / "tokenizer_config.json"
-    return file.is_file() and "auto_map" in json.loads(file.read_text(encoding="utf-8"))
+    return file.is_file() and "auto_map" in load_json(file.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.json_text import load_json
 from trtmesh.cli.engine_build.families import FAMILY_BY_TYPE, Family
 
 MAX_CONFIG_BYTES = 2**20
@@ -70,7 +70,7 @@ def read_facts(file: Path) -> ModelFacts:
             data = stream.read(MAX_CONFIG_BYTES + 1)
         if len(data) > MAX_CONFIG_BYTES:
             raise SettingsError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
-        config = json.loads(data)
+        config = load_json(data)
     except OSError as error:
         raise SettingsError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.json_text import load_json
 from trtmesh.cli.engine_build.steps import Content, Step
 
 BEGUN = ".trtmesh-begun"
@@ -83,7 +84,7 @@ def _size(file: Path) -> int | None:
 
 def _read_stamp(directory: Path) -> Mapping[str, Any] | None:
     try:
-        stamp = json.loads((directory / STAMP).read_text(encoding="utf-8"))
+        stamp = load_json((directory / STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return stamp if isinstance(stamp, dict) else None
@@ -189,7 +190,7 @@ def _weight_files(directory: Path, pattern: str) -> Iterator[str]:
     found = {file.name for file in directory.glob(pattern)}
     for index in directory.glob(f"{pattern}.index.json"):
         try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            names = load_json(index.read_text(encoding="utf-8"))["weight_map"].values()
             found.update(str(name) for name in names if "/" not in str(name))
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise OutputIncomplete(f"{index.name} is no index: {error}") from error
@@ -206,7 +207,7 @@ def _check_safetensors(file: Path) -> None:
             length = int.from_bytes(stream.read(8), "little")
             if length > size:
                 raise OutputIncomplete(f"{file.name} is truncated")
-            header = json.loads(stream.read(length))
+            header = load_json(stream.read(length))
         ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise OutputIncomplete(f"{file.name} is no safetensors file: {error}") from error

@@ -265,7 +265,7 @@ def read_plan(file: Path) -> BuildPlan:
         content = load_yaml(data.decode())
     except OSError as error:
         raise SettingsError(f"cannot read the plan {file}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"the plan {file} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"the plan {file} must be a mapping")

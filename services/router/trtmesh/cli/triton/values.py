@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.json_text import load_json
 from trtmesh.cli.prompts import read_text
 from trtmesh.cli.triton.npy import read_npy
 from trtmesh.cli.triton.tensors import Array
@@ -38,7 +39,7 @@ def read_input(text: str) -> tuple[str, Any]:
     if value.startswith("@"):
         return name, _read_file(Path(value[1:]))
     try:
-        return name, json.loads(value)
+        return name, load_json(value)
     except json.JSONDecodeError as error:
         raise typer.BadParameter(f"--input {name}: {error}") from error
 
@@ -79,6 +80,6 @@ def read_rows(file: Path) -> list[list[int]]:
 def read_json(file: Path) -> Any:
     """Raises BadParameter."""
     try:
-        return json.loads(read_text(file))
+        return load_json(read_text(file))
     except json.JSONDecodeError as error:
         raise typer.BadParameter(f"{str(file)!r} is not JSON: {error}") from error

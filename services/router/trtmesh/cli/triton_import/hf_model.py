@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.json_text import load_json
 
 LONGEST = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 """Names of the longest sequence, by family of models."""
@@ -55,7 +55,7 @@ def advice(directory: Path) -> str:
 def _config(directory: Path) -> Mapping[str, Any]:
     file = directory / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = load_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelUnusable(f"cannot read {file}: {error}") from error
     if not isinstance(config, dict):

@@ -6,13 +6,13 @@ and the others are reported as unsupported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.json_text import load_json
 from trtmesh.cli.triton_import.config_file import is_unset, read_limited
 from trtmesh.cli.triton_import.findings import Draft, Outcome, Subject
 from trtmesh.cli.triton_import.parameters import ARGUMENTS, BATCHING, CORE_PARAMETERS
@@ -175,7 +175,7 @@ def _of_engine(core: RepositoryModel) -> Ranks | None:
         if is_unset(text) or not file.is_file():
             continue
         try:
-            mapping = json.loads(read_limited(file))["pretrained_config"]["mapping"]
+            mapping = load_json(read_limited(file))["pretrained_config"]["mapping"]
             tensor, pipeline = mapping.get("tp_size", 1), mapping.get("pp_size", 1)
         except (ValueError, KeyError, TypeError, AttributeError):
             # It belongs to a Hugging Face model, or to a release before this form.

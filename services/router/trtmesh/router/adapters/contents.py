@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import time
@@ -15,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
 from trtmesh.chassis.errors import (
     AdapterMismatch,
+    Exhausted,
     InvalidField,
     NotFound,
     TrtmeshError,
@@ -144,7 +146,7 @@ class Contents:
         await asyncio.gather(*loads, return_exceptions=True)
 
     async def store(self, digest: str, content: AdapterContent) -> None:
-        """Writes a content to its file, if there is a directory. Raises NotFound if it cannot be written."""
+        """Writes a content to its file, if there is a directory. Raises as `unwritten`."""
         if self._files is not None:
             await asyncio.to_thread(write_content, self._files / digest, content)
 
@@ -200,7 +202,7 @@ def _changed(version: Version, digest: str) -> TrtmeshError:
 
 
 def write_content(file: Path, content: AdapterContent) -> None:
-    """Writes what the digest covers, so that the file's digest is its name. Raises NotFound."""
+    """Writes what the digest covers, so that the file's digest is its name. Raises as `unwritten`."""
     try:
         with suppress(FileNotFoundError):
             _touch(file)
@@ -208,7 +210,14 @@ def write_content(file: Path, content: AdapterContent) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, content.header, content.config, content.weights)
     except OSError as error:
-        raise NotFound(f"{file} cannot be written: {error.strerror}") from error
+        raise unwritten(file, error) from error
+
+
+def unwritten(file: Path, error: OSError) -> TrtmeshError:
+    """The error of a file that stays as it was: Exhausted for want of room, or else Unavailable."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    problem = f"{file} cannot be written, and nothing was changed: {error.strerror}"
+    return (Exhausted if full else Unavailable)(f"{problem} (errno {error.errno})")
 
 
 def replace_file(file: Path, *parts: bytes) -> None:
@@ -239,12 +248,13 @@ def _touch(file: Path) -> None:
 
 
 def read_content(file: Path) -> AdapterContent:
-    """Raises NotFound, or AdapterMismatch if the content is not that of the file's name."""
+    """Raises NotFound, Unavailable, or AdapterMismatch if the content is not that of the file's name."""
     try:
         data = file.read_bytes()
         _touch(file)
     except OSError as error:
-        raise NotFound(f"{file} cannot be read: {error.strerror}") from error
+        unread = NotFound if isinstance(error, FileNotFoundError) else Unavailable
+        raise unread(f"{file} cannot be read: {error.strerror}") from error
     with suppress(ValueError):
         kind, config, weights, rest = data.split(b" ", 3)
         size = int(config)

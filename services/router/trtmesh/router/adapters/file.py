@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from trtmesh.chassis.adapter_content import is_number
 from trtmesh.chassis.errors import Mismatch
 from trtmesh.chassis.validation import problem_of
-from trtmesh.router.adapters.contents import replace_file
+from trtmesh.router.adapters.contents import replace_file, unwritten
 from trtmesh.router.adapters.registry import EMPTY, Entry, Registry, Version
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -101,7 +101,7 @@ class RegistryFile:
     def change(self, changed: Callable[[Registry], Registry]) -> tuple[Registry, Signature | None]:
         """Applies a change to the newest registry, under a lock; returns the signature of this very change.
 
-        Raises the change's error, or Mismatch.
+        Raises the change's error, Mismatch for an invalid file, or as `unwritten`.
         """
         try:
             self._lock.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class RegistryFile:
                 replace_file(self._file, dump(registry))
                 return registry, self.signature()
         except OSError as error:
-            raise Mismatch(f"{self._file} cannot be written: {error.strerror}") from error
+            raise unwritten(self._file, error) from error
 
     def _unreadable(self, error: OSError) -> Mismatch:
         return Mismatch(f"{self._file} cannot be read: {error.strerror}")

@@ -32,6 +32,8 @@ SETTING = "router.record.file"
 FLUSH_SECONDS = 1.0
 WARNING_SECONDS = 60.0
 """Least time between two warnings about a full disk."""
+MOST_LINE_BYTES = 2**22
+"""Bytes at the end of a file in which its last line begins."""
 MOST_WAITING = 20_000
 """Queued lines; beyond this number the oldest are lost and counted."""
 
@@ -156,9 +158,7 @@ class Recorder(Collector):
         if not lines:
             return
         try:
-            data = "".join(f"{line}\n" for line in lines).encode()
-            if self._current().write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _append(self._current(), "".join(f"{line}\n" for line in lines).encode())
         except OSError as error:
             self.lost += len(lines)
             self._warn(
@@ -200,11 +200,32 @@ def _first_opened(file: Path) -> FileIO:
         ) from error
 
 
+def _append(output: FileIO, data: bytes) -> None:
+    """Writes whole lines, or none. Raises OSError."""
+    before = os.fstat(output.fileno()).st_size
+    try:
+        if output.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        output.truncate(before)
+        raise
+
+
+def _drop_torn_line(output: FileIO) -> None:
+    """Cuts a file back to its last whole line: a killed router may have left half a line."""
+    size = os.fstat(output.fileno()).st_size
+    start = max(0, size - MOST_LINE_BYTES)
+    tail = os.pread(output.fileno(), size - start, start)
+    if tail and not tail.endswith(b"\n"):
+        output.truncate(start + tail.rfind(b"\n") + 1)
+
+
 def _opened(file: Path) -> FileIO:
     """Opens a file that no other process writes. Raises OSError."""
-    output = FileIO(file, "a")
+    output = FileIO(file, "a+")
     try:
         fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _drop_torn_line(output)
     except OSError:
         output.close()
         raise

@@ -16,13 +16,15 @@ The input length is unknown for a text without ids yet, the output length for an
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtmesh.chassis.errors import ERROR_TABLE, InvalidField, InvalidRequest, NotFound, Unsupported
+from trtmesh.chassis.json_text import load_json
 
 MOONCAKE_BLOCK_TOKENS = 512
 
@@ -57,22 +59,15 @@ class Arrival:
     adapter_rank: int = 0
 
 
-def read_trace(file: Path) -> list[Arrival]:
-    """The arrivals of a trace in order, the first at 0 s, without unservable items.
+def read_trace(*files: Path) -> list[Arrival]:
+    """The arrivals of traces in order, the first at 0 s, without unservable items; `-` is standard input.
 
     Raises InvalidRequest with file and line.
     """
-    lines = []
-    try:
-        with file.open(encoding="utf-8") as text:
-            for number, line in enumerate(text, 1):
-                if line.strip():
-                    lines.append(_parse(line, f"{file}:{number}"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the trace cannot be read: {error}", field=str(file)) from error
+    lines = [line for file in files for line in _lines_of(file)]
     lines = [line for line in lines if line.new_tokens is not None or line.error not in NEVER_WORK]
     if not lines:
-        raise InvalidRequest("has no arrivals", field=str(file))
+        raise InvalidRequest("has no arrivals", field=", ".join(map(str, files)))
     lines.sort(key=lambda line: line.seconds)
     prompt_tokens = _mean((line.prompt_tokens for line in lines), least=1)
     new_tokens = _mean((line.new_tokens for line in lines), least=0)
@@ -89,6 +84,21 @@ def read_trace(file: Path) -> list[Arrival]:
         )
         for line in lines
     ]
+
+
+def _lines_of(file: Path) -> Iterator[_Line]:
+    """The lines of a file, without a last one that was cut off while it was written. Raises InvalidRequest."""
+    try:
+        with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as content:
+            for number, line in enumerate(content, 1):
+                try:
+                    if line.strip():
+                        yield _parse(line.decode(), f"{file}:{number}")
+                except (InvalidRequest, UnicodeDecodeError):
+                    if number == 1 or line.endswith(b"\n"):
+                        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the trace cannot be read: {error}", field=str(file)) from error
 
 
 def _mean(lengths: Iterable[int | None], least: int) -> int:
@@ -110,7 +120,7 @@ class _Line:
 
 def _parse(line: str, where: str) -> _Line:
     try:
-        record = json.loads(line)
+        record = load_json(line)
     except ValueError as error:
         raise InvalidRequest(f"is not JSON: {error}", field=where) from error
     if not isinstance(record, dict):

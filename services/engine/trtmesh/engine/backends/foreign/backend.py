@@ -8,7 +8,6 @@ waits `foreign.abort_seconds`.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import Coroutine, Sequence
@@ -28,6 +27,7 @@ from trtmesh.chassis.errors import (
     WorkerLost,
 )
 from trtmesh.chassis.foreign_address import ForeignAddress
+from trtmesh.chassis.json_text import load_json
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
     AdapterLoad,
@@ -387,7 +387,7 @@ class ForeignBackend:
 def _check_state(state: bytes) -> None:
     """Raises HandoffFailed unless a state is what this backend makes: a JSON object."""
     try:
-        content = json.loads(state.decode())
+        content = load_json(state.decode())
     except ValueError as error:
         raise HandoffFailed(f"the state is not JSON: {error}") from error
     if not isinstance(content, dict):

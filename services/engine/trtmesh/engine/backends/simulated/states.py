@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 
+from trtmesh.chassis.json_text import load_json
 from trtmesh.engine.backend import HandoffState
 from trtmesh.engine.backends.simulated.leases import Holding, Leases
 from trtmesh.engine.backends.simulated.sequence import Sequence
@@ -35,7 +36,7 @@ class RemoteState:
     def read(cls, content: bytes) -> RemoteState:
         """Raises UnusableState."""
         try:
-            fields = json.loads(content)
+            fields = load_json(content)
             port, lease_id = fields["port"], fields["lease_id"]
         except (ValueError, KeyError, TypeError) as error:
             raise UnusableState("is none of this backend") from error

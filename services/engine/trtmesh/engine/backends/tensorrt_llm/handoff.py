@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trtmesh.chassis.errors import HandoffFailed
+from trtmesh.chassis.json_text import load_json
 from trtmesh.engine.backend import MAX_STATE_BYTES, HandoffState, StateKind
 from trtmesh.engine.backends.tensorrt_llm.library import Library
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
@@ -73,7 +74,7 @@ def state_of(params: Any, library: Library, expires_in_ms: int) -> HandoffState:
 def generation_params(content: bytes, first_token: int, library: Library) -> Any:
     """Continues from a state with the token that its worker chose. Raises HandoffFailed."""
     try:
-        given = json.loads(content)
+        given = load_json(content)
         fields = {name: _value(value) for name, value in given.items()}
         known = {name: fields[name] for name in fields.keys() & library.handoff_arguments}
         known |= {"request_type": GENERATION_ONLY, "first_gen_tokens": [first_token]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
+from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 from trtmesh.engine.model_fingerprint import model_fingerprint
@@ -132,7 +132,7 @@ def _built(engine_dir: Path) -> BuiltEngine:
 
 def _json(file: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = load_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelUnusable(f"{file} is refused: {error}") from error
     if not isinstance(content, dict):

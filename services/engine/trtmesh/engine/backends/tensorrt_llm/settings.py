@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
+from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.settings import CommaList, Settings
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -21,7 +22,7 @@ def _parse_json(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return load_json(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     UnsupportedCall,
 )
+from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import HeldAdapter
@@ -293,7 +293,7 @@ async def _write(context: Context, answer: Any, engine: LoadedEngine) -> None:
 def _sizes(model_dir: Path | None) -> dict[str, int]:
     """The sizes in the model's config.json, those of the text model where it has several."""
     try:
-        config = json.loads((model_dir / "config.json").read_text("utf-8")) if model_dir else {}
+        config = load_json((model_dir / "config.json").read_text("utf-8")) if model_dir else {}
     except (OSError, ValueError):
         return {}
     parts = config.get("text_config", config)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.settings import Settings, none_word, split_commas
 
 TemplateName = Literal[
@@ -108,7 +108,7 @@ class TritonModelSettings(Settings):
 
 def _parse_json(value: object) -> object:
     """Parses a text; passes anything else through."""
-    return json.loads(value) if isinstance(value, str) else value
+    return load_json(value) if isinstance(value, str) else value
 
 
 TritonModels = Annotated[Mapping[ModelName, TritonModelSettings], BeforeValidator(_parse_json)]

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from trtmesh.chassis.errors import ModelUnusable, StartupError
+from trtmesh.chassis.json_text import load_json
 from trtmesh.engine.backends.torch.model.conversions import run_conversion
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -66,7 +67,7 @@ def _shards(source: Path) -> Mapping[str, Sequence[str]]:
 
 def _weight_map(index: Path) -> Mapping[str, str]:
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = load_json(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelUnusable(f"{index} is not an index of weights: {error!r}") from error
     if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):

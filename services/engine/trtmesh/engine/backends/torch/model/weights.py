@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.engine.backends.torch.model.model_types import check_type
 from trtmesh.engine.model_fingerprint import LENGTH_BYTES, MAX_HEADER_BYTES
@@ -56,7 +56,7 @@ def _tensor_names(file: Path) -> list[str]:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         header = stream.read(length) if length <= min(size, MAX_HEADER_BYTES) else b""
     try:
-        tensors = json.loads(header)
+        tensors = load_json(header)
         tensors.pop("__metadata__", None)
         ends = [int(tensor["data_offsets"][1]) for tensor in tensors.values()]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -83,7 +83,7 @@ def _check_layers(model_dir: Path, names: list[str]) -> None:
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = load_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelUnusable(f"{file} is refused: {error}") from error
     if not isinstance(content, dict):
