@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizer.tokenizers_zoo import byte_level_bpe, llama2_bpe, unigram_metaspace
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.chassis.tokenizer_loading import load_tokenizer
@@ -101,6 +101,20 @@ def test_prefix_space(tmp_path: Path, tokenizer_class: str, wanted: bool) -> Non
     files = {"tokenizer_config.json": config}
     ours = check_like_transformers(write(tmp_path, byte_level_bpe(), files))
     assert ours.encode("fox").tokens[0].startswith("Ġ") == wanted
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_prefix_space_of_one_step_of_several(tmp_path: Path, wanted: bool) -> None:
+    tokenizer = byte_level_bpe()
+    steps = [
+        pre_tokenizers.Split("|", "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=not wanted, use_regex=False),
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    config = {"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": wanted}
+    ours = load_tokenizer(write(tmp_path, tokenizer, {"tokenizer_config.json": config}))
+    spaced = ["Ġ" * wanted + token for token in ("f", "|", "f")]
+    assert "".join(ours.encode("f|f").tokens) == "".join(spaced)
 
 
 @pytest.mark.parametrize(

@@ -160,8 +160,8 @@ def _apply_prefix_space(tokenizer: Tokenizer, file: Path, config: Mapping[str, A
     wanted = config.get("add_prefix_space")
     if wanted is None or config.get("tokenizer_class", "") in PLAIN_CLASSES:
         return
-    state = json.loads(tokenizer.to_str())
-    part = state["pre_tokenizer"] or {}
+    whole = tokenizer.pre_tokenizer
+    part = json.loads(whole.__getstate__()) if whole else {}
     steps = part.get("pretokenizers", [part])
     levels = [step for step in steps if step.get("type") == "ByteLevel"]
     if not levels:
