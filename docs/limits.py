@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trtmesh.chassis import errors, http_server, logs, metrics_endpoint, parsing
+from trtmesh.chassis import errors, http_input, http_server, logs, metrics_endpoint, parsing
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS
 from trtmesh.chassis.grpc.server.connection import MAX_CONCURRENT_STREAMS
@@ -124,6 +124,11 @@ TABLES: dict[str, list[Row]] = {
         ("bytes of the request line or a header", http_server.MAX_LINE_BYTES, "400, closed"),
         ("headers", http_server.MAX_HEADERS, "400, closed"),
         ("parts of a path", http_server.MAX_SEGMENTS, "404"),
+        (
+            "bytes of trailers, or of extensions of chunks, in a row",
+            http_input.MAX_BARREN_BYTES,
+            "closed",
+        ),
         ("seconds to send a body (`http.receive_seconds`)", _HTTP.receive_seconds, "408"),
         ("bytes of a body, also decompressed", _ROUTER.max_message_bytes, "413"),
         (
