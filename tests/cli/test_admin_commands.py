@@ -10,10 +10,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cli.commands import STOP_SECONDS, TRTMESH, Stack, read_until_closed, running, trtmesh
+import psutil
+from cli.commands import (
+    STOP_SECONDS,
+    TRTMESH,
+    Stack,
+    read_until_closed,
+    running,
+    running_stack,
+    trtmesh,
+)
 from processes import service_process
 
 WIDE = {"COLUMNS": "200"}
@@ -255,3 +265,23 @@ def test_shell_completes_commands_options_and_names(admin: str) -> None:
         )
         assert set(result.stdout.split()) == expected
         assert result.stderr == ""
+
+
+def test_watches_come_back_after_a_router_was_lost() -> None:
+    with running_stack("--port", "0") as stack:
+        stack.wait_ready()
+        router = psutil.Process(stack.child("router-0")["pid"])
+        options = ("--json", "--admin", stack.admin)
+        with (
+            running("top", "--interval", "0.2", *options) as top,
+            running("workers", "watch", *options) as workers,
+            running("handoffs", "--watch", "--admin", stack.admin) as handoffs,
+        ):
+            watches = (top, workers, handoffs)
+            for each in watches:
+                each.wait_until(partial(getattr, each, "out"), "a first look")
+            router.kill()
+            for each in watches:
+                each.wait_for("the router is lost")
+            for each in watches:
+                each.wait_for("the router is back")

@@ -118,3 +118,30 @@ def test_no_process_of_a_stack_has_the_key_of_a_client(tmp_path: Path) -> None:
         refused = trtmesh(*infer)
         assert (refused.returncode, "with --api-key-file" in refused.stderr) == (1, True)
     assert key not in "".join((*stack.out, *stack.err))
+
+
+def test_limits_of_a_name_change_and_its_keys_stay(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    options = ("--max-items", "8", "--max-priority", "3", "--expires", "2031-01-31")
+    first = added(file, "alice", *options)
+    second, bob = added(file, "alice"), added(file, "bob", "--max-items", "1")
+    changed = keys(
+        *("limit", "alice", "--file", str(file), "--max-items", "9", "--burst-tokens", "5"),
+        *("--unset", "max_priority"),
+    )
+    assert changed.exit_code == 0, changed.output
+    kept = read_keys(file.read_text())
+    assert [key.digest for key in kept] == [*map(digest_of, (first, second, bob))]
+    assert [key.limits for key in kept] == [
+        *[{"max_items": "9", "burst_tokens": "5"}] * 2,
+        {"max_items": "1"},
+    ]
+    assert [key.expires is None for key in kept] == [False, True, True]
+    before = file.read_text()
+    for words, status in (
+        (("alice", "--max-items", "-1"), 2),
+        (("alice", "--unset", "colour"), 2),
+        (("carol", "--max-items", "2"), 1),
+    ):
+        assert keys("limit", *words, "--file", str(file)).exit_code == status
+        assert file.read_text() == before

@@ -205,10 +205,13 @@ class ListWorkersResponse(google.protobuf.message.Message):
     TOKENIZERS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     LIVE_REQUESTS_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """Active placement policy."""
     live_requests: builtins.int
     """Live requests of this router."""
+    draining: builtins.bool
+    """Whether the router drains: it refuses new requests, and ends once the live ones did."""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Worker]:
         """All known workers."""
@@ -224,8 +227,9 @@ class ListWorkersResponse(google.protobuf.message.Message):
         tokenizers: collections.abc.Iterable[Global___TokenizerReplica] | None = ...,
         policy: builtins.str = ...,
         live_requests: builtins.int = ...,
+        draining: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["live_requests", b"live_requests", "policy", b"policy", "tokenizers", b"tokenizers", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "live_requests", b"live_requests", "policy", b"policy", "tokenizers", b"tokenizers", "workers", b"workers"]) -> None: ...
 
 Global___ListWorkersResponse: typing_extensions.TypeAlias = ListWorkersResponse
 

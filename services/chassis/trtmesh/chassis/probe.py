@@ -51,5 +51,19 @@ def _check(address: str, channel: grpc.Channel) -> int:
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
 
 
+USAGE = "usage: python -m trtmesh.chassis.probe HOST:PORT"
+
+
+def run(*words: str) -> int:
+    """Returns the exit status of the command line `words`."""
+    if {"-h", "--help"} & {*words}:
+        print(f"{USAGE}\n\n{__doc__}")
+        return 0
+    if len(words) != 1 or words[0].startswith("-"):
+        print(f"{USAGE}; --help tells more", file=sys.stderr)
+        return 2
+    return main(words[0])
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(run(*sys.argv[1:]))

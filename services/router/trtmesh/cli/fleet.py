@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import aclosing
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
@@ -12,6 +11,7 @@ import typer
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.coming_back import followed
 from trtmesh.cli.completion import complete_policy, complete_worker
 from trtmesh.cli.output import put, put_json, say, say_error
 from trtmesh.cli.session import FAILED, OK, USAGE
@@ -54,7 +54,8 @@ async def status(context: Context) -> int:
     if context.as_json:
         put_json(seen)
     else:
-        put(f"router {router}: policy {seen.policy}, {seen.live_requests} live requests")
+        drains = ", drains: it refuses new requests" if seen.draining else ""
+        put(f"router {router}: policy {seen.policy}, {seen.live_requests} live requests{drains}")
         print_tables(workers_table(seen.workers), tokenizers_table(seen.tokenizers))
     if _anything_ready(seen.workers) and _anything_ready(seen.tokenizers):
         return OK
@@ -80,20 +81,18 @@ async def list_workers(context: Context) -> int:
 async def watch(context: Context) -> int:
     """Print the workers now and after each join, leave or change of state, until Ctrl-C.
 
-    With --json one list per line, also after changes of load only. Exit status: 1 the call failed or ended, 2 wrong
-    usage, 130 Ctrl-C.
+    With --json one list per line, also after changes of load only. After a lost connection it asks again. Exit
+    status: 1 the first call failed, 2 wrong usage, 130 Ctrl-C.
     """
     told = None
-    async with aclosing(context.admin.watch_workers()) as lists:
-        async for seen in lists:
-            if context.as_json:
-                put_json(seen)
-            elif (standing := _standing(seen)) != told:
-                told = standing
-                now = datetime.now().astimezone().isoformat(timespec="seconds")
-                put(f"{now}: {len(seen.workers)} workers")
-                print_tables(workers_table(seen.workers))
-    say(f"router {context.admin.address} ended the list")
+    async for seen in followed(context.admin.watch_workers):
+        if context.as_json:
+            put_json(seen)
+        elif (standing := _standing(seen)) != told:
+            told = standing
+            now = datetime.now().astimezone().isoformat(timespec="seconds")
+            put(f"{now}: {len(seen.workers)} workers")
+            print_tables(workers_table(seen.workers))
     return FAILED
 
 

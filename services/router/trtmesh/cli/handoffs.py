@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.coming_back import repeated
 from trtmesh.cli.output import put, put_json
 from trtmesh.cli.session import OK
 from trtmesh.cli.tables import handoffs_table, print_tables
@@ -33,10 +34,11 @@ async def handoffs(
     every quarter of a second and may miss shorter handoffs. With --json one handoff
     per line, with --watch one list per line. Exit status: 0 success, 1 the call failed, 2 wrong usage, 130 Ctrl-C.
     """
-    seen = await context.admin.list_handoffs()
     if watch:
-        await _watch(context, seen)
-    elif context.as_json:
+        await _watch(context)
+        return OK
+    seen = await context.admin.list_handoffs()
+    if context.as_json:
         for handoff in seen.handoffs:
             put_json(handoff)
     else:
@@ -57,14 +59,13 @@ def _totals(workers: Iterable[pb.Worker]) -> Iterator[str]:
                 yield f"{worker.worker or worker.address} {way} {counts.consumed}"
 
 
-async def _watch(context: Context, seen: pb.ListHandoffsResponse) -> None:
+async def _watch(context: Context) -> None:
     told = None
-    while True:
+    async for seen in repeated(context.admin.list_handoffs):
         if (standing := _standing(seen)) != told:
             told = standing
             _show(context, seen)
         await asyncio.sleep(WATCH_SECONDS)
-        seen = await context.admin.list_handoffs()
 
 
 def _standing(seen: pb.ListHandoffsResponse) -> list[tuple[str, str, str]]:

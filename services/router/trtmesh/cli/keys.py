@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -102,6 +103,59 @@ def add(
     if api_key_file is None:
         say(f"the key of {name}, shown once:")
         put(key)
+
+
+@keys.command("limit")
+def set_limits(
+    name: NameArgument,
+    file: FileOption,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(help="Rate of prompt and generated tokens.")
+    ] = None,
+    burst_tokens: Annotated[int | None, typer.Option(help="Tokens at once after a pause.")] = None,
+    items_per_second: Annotated[
+        float | None, typer.Option(help="Rate of items: the prompts of requests.")
+    ] = None,
+    burst_items: Annotated[int | None, typer.Option(help="Items at once after a pause.")] = None,
+    max_items: Annotated[int | None, typer.Option(help="Most live items.")] = None,
+    max_priority: Annotated[int | None, typer.Option(help="Highest priority of a request.")] = None,
+    unset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Limit to take away, such as max_items: that of `router.rate_limit` holds; repeatable."
+        ),
+    ] = None,
+) -> None:
+    """Change limits of a name, of all its keys; the others stay, and so do the keys.
+
+    Exit status: 0 success, 1 no such key, 2 wrong usage or an unusable file.
+    """
+    given = {
+        "tokens_per_second": tokens_per_second,
+        "burst_tokens": burst_tokens,
+        "items_per_second": items_per_second,
+        "burst_items": burst_items,
+        "max_items": max_items,
+        "max_priority": max_priority,
+    }
+    limits = {limit: str(value) for limit, value in given.items() if value is not None}
+    with _errors_told(), _changing(file) as lines:
+        if unknown := set(unset or ()) - given.keys():
+            raise SettingsError(
+                f"--unset is {unknown.pop()!r} but must be one of {', '.join(given)}"
+            )
+        own = [key for key in _parsed(file, lines) if key.name == name]
+        for key in own:
+            kept = {n: value for n, value in key.limits.items() if n not in (unset or ())}
+            changed = str(dataclasses.replace(key, limits=kept | limits))
+            _check(changed, name)
+            comment = lines[key.line - 1].partition("#")[2]
+            lines[key.line - 1] = f"{changed}  #{comment}" if comment else changed
+        _parsed(file, lines)
+    if not own:
+        say_error(f"{file} has no key of {name}; `trtmesh keys list` shows all")
+        raise typer.Exit(FAILED)
+    put(f"changed the limits of {len(own)} keys of {name}")
 
 
 @keys.command("list")

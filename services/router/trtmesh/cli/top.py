@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
-from itertools import count as count_from
 from typing import Annotated
 
 import typer
@@ -20,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.coming_back import repeated
 from trtmesh.cli.output import as_fields, put
 from trtmesh.cli.rates import Rates, Sample, measure
 from trtmesh.cli.session import OK
@@ -67,10 +67,10 @@ async def top(
     """
     before: Sample | None = None
     with _shown(context) as show:
-        for look in count_from(1):
-            sample = await _look(context.admin, limit)
+        look = 0
+        async for sample in repeated(partial(_look, context.admin, limit)):
             show(sample, measure(before, sample))
-            if look == count:
+            if (look := look + 1) == count:
                 break
             before = sample
             await asyncio.sleep(interval)

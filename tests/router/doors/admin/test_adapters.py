@@ -684,3 +684,19 @@ async def test_followed_router_with_a_token_is_shown_the_token(
         async with mesh(**follow, follow_token_file=str(tmp_path / "wrong")) as follower:
             await eventually(lambda: follower.gauge("adapter_registry_stale"))
             assert not await listed(follower)
+
+
+async def test_new_version_finds_the_model_of_its_name() -> None:
+    async with mesh(engine("one", model="m"), engine("two", model="n")) as client:
+        with pytest.raises(InvalidField, match="one of m, n"):
+            await client.admin.upload_adapter(asked(id=7), OLD)
+        await client.admin.upload_adapter(asked(id=7, model="n"), OLD)
+        added = await client.admin.upload_adapter(asked(), NEW)
+        assert (added.model, added.version) == ("n", NEW.version)
+
+
+async def test_status_tells_that_the_router_drains() -> None:
+    async with mesh(engine()) as client:
+        assert not (await client.status()).draining
+        await client.router.drain()
+        assert (await client.status()).draining

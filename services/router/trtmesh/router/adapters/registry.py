@@ -180,6 +180,11 @@ class Registry:
         found = (*names.get(("", name), ()), *(names.get((model, name), ()) if model else ()))
         return min(reversed(found), key=lambda entry: entry.brought, default=None)
 
+    def models_of(self, name: str) -> set[str]:
+        """The models of the operators' adapters with a name."""
+        found = (known for (_, each), known in self._index.names.items() if each == name)
+        return {entry.model for known in found for entry in known if not entry.brought}
+
     def of_number(self, number: int) -> Sequence[Entry]:
         """The adapters of a number, of any model."""
         return self._index.numbers.get(number, ())

@@ -74,7 +74,8 @@ class Requests:
         self._mesh = mesh
         self._client_limits = client_limits
         self._waiting = Budget(client_limits.total_bytes)
-        self._draining = False
+        self.draining = False
+        """Whether new requests are refused because the process ends."""
         self._empty = asyncio.Event()
         self._empty.set()
         self.live: dict[RequestKey, LiveRequest] = {}
@@ -210,7 +211,7 @@ class Requests:
 
     async def drain(self) -> None:
         """Refuses new requests and waits until none is live."""
-        self._draining = True
+        self.draining = True
         while self.live:
             # A call may end in favour of another call of the same request.
             await self._empty.wait()
@@ -240,7 +241,7 @@ class Requests:
     ) -> Admitted:
         """Admits a request, in the place of a running `former` call if any. Raises the refusal."""
         model = self.served_model(request.model)
-        if self._draining:
+        if self.draining:
             raise Draining(
                 "this router is draining; send the request to another", retry_after_ms=RETRY_MS
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -75,6 +76,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 tokenizers=self._describe_tokenizers(),
                 policy=self._fleet.policy,
                 live_requests=len(self._requests.live),
+                draining=self._requests.draining,
             )
 
     async def ListRequests(
@@ -220,7 +222,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.AddAdapterResponse:
         async with answering(context):
             asked = registration_of(request)
-            self._check_registration(asked)
+            asked = self._completed(asked)
             entry = await self._adapters.add(asked, request.source, self._fleet.try_adapter)
             return pb.AddAdapterResponse(adapter=self._describe_adapter(entry))
 
@@ -234,7 +236,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 self._adapters.max_adapter_bytes,
                 partial(context.send_initial_metadata, (UPLOAD_ACCEPTED,)),
             )
-            self._check_registration(asked)
+            asked = self._completed(asked)
             entry = await self._adapters.upload(asked, content, self._fleet.try_adapter)
             return pb.UploadAdapterResponse(adapter=self._describe_adapter(entry))
 
@@ -289,8 +291,12 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         holders = Holder.each_of(self._fleet.workers.values())
         return describe_adapter(entry, self._adapters, holders)
 
-    def _check_registration(self, asked: Registration) -> None:
-        """Raises InvalidField if a model must be named, as in a fleet of several; AdaptersFull for a pin too many."""
+    def _completed(self, asked: Registration) -> Registration:
+        """The registration with the model of an adapter that has the name already. Raises InvalidField if a model must
+        be named, as in a fleet of several; AdaptersFull for a pin too many."""
+        named = self._adapters.registry.models_of(asked.name)
+        if not asked.model and len(named) == 1:
+            asked = replace(asked, model=named.pop())
         models = self._fleet.models()
         if not asked.model and len(models) > 1:
             raise InvalidField.of("model", asked.model, f"one of {', '.join(sorted(models))}")
@@ -298,6 +304,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         if asked.pinned or (known and known.pinned):
             stay = len(known.versions) if known and asked.canary_share is not None else 0
             check_pins(self._fleet, self._adapters, (asked.model, asked.number), stay + 1)
+        return asked
 
 
 def _only_owner(request_id: str, owner: str, owners: Collection[str]) -> str:
