@@ -263,7 +263,7 @@ class TestThatCannotStart:
             (
                 (),
                 {"TRTMESH_ENGINE_STALL_SECONDS": "0"},
-                ("environment variable TRTMESH_ENGINE_STALL_SECONDS", "'0'", "greater than 0"),
+                ("environment variable TRTMESH_ENGINE_STALL_SECONDS", "'0'", "above 0"),
             ),
             (
                 (
