@@ -78,6 +78,7 @@ chaos: $(INSTALLED_DEV)  ## Run random faults, name servers and drains, SEEDS=0-
 	$(BIN)/pytest -s tests/chaos/test_random_faults.py --seeds=$(or $(SEEDS),0-19)
 	$(BIN)/pytest -s tests/chaos/test_fleet_faults.py tests/chaos/test_full_fleets.py --seeds=$(or $(SEEDS),0-19)
 	$(BIN)/pytest -s --timeout=0 tests/chaos/test_adapter_traffic.py --adapter-requests=$(or $(ADAPTER_REQUESTS),5000)
+	$(BIN)/pytest -s tests/chaos/test_bad_adapters.py
 	$(BIN)/pytest -s tests/chaos/test_handoffs.py tests/chaos/test_torch_handoffs.py --every-transport
 	$(BIN)/pytest -s --timeout=0 tests/chaos/test_handoff_soak.py --handoffs=$(or $(HANDOFFS),2000)
 

@@ -639,6 +639,7 @@ class LiveSequence(google.protobuf.message.Message):
     NEXT_TOKEN_OFFSET_FIELD_NUMBER: builtins.int
     MOVED_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
     sequence_index: builtins.int
     """Number of the sequence."""
     worker: builtins.str
@@ -651,6 +652,8 @@ class LiveSequence(google.protobuf.message.Message):
     """Whether the sequence has moved."""
     reason: trtmesh.v1.generation_pb2.FinishReason.ValueType
     """Reason of its end; unspecified while running."""
+    queued: builtins.bool
+    """Whether it may still wait in the queue of its worker."""
     def __init__(
         self,
         *,
@@ -660,8 +663,9 @@ class LiveSequence(google.protobuf.message.Message):
         next_token_offset: builtins.int = ...,
         moved: builtins.bool = ...,
         reason: trtmesh.v1.generation_pb2.FinishReason.ValueType = ...,
+        queued: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generated_tokens", b"generated_tokens", "moved", b"moved", "next_token_offset", b"next_token_offset", "reason", b"reason", "sequence_index", b"sequence_index", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generated_tokens", b"generated_tokens", "moved", b"moved", "next_token_offset", b"next_token_offset", "queued", b"queued", "reason", b"reason", "sequence_index", b"sequence_index", "worker", b"worker"]) -> None: ...
 
 Global___LiveSequence: typing_extensions.TypeAlias = LiveSequence
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from router.scene import scene
+from router.scene import Scene, scene
 from router.scripted import (
     LENGTH,
     ScriptedEngine,
@@ -147,3 +147,21 @@ async def test_items_beyond_the_limit_are_refused_at_once() -> None:
         again = on.ask("a", "b", "c", "d", "e", max_tokens=1)
         await on.engine.submitted(9)
         assert not again.done()
+
+
+async def test_sequence_in_a_workers_queue_is_told_from_a_running_one() -> None:
+    async with scene() as on:
+        await on.engine.report(waiting_sequences=1)
+        asked = on.ask("a", max_tokens=9)
+        (submit,) = await on.engine.submitted()
+        assert await queued(on) == [True]
+        await on.engine.step((submit.handle, 0, [65]))
+        while await queued(on) != [False]:
+            assert not asked.done()
+        await on.engine.step((submit.handle, 1, [66]), ends=[(submit.handle, LENGTH)])
+        await asked
+
+
+async def queued(on: Scene) -> list[bool]:
+    (request,) = (await on.client.admin.list_requests()).requests
+    return [each.queued for each in request.items[0].sequences]

@@ -177,6 +177,8 @@ def _sequence_state(sequence: pb.LiveSequence) -> str:
     if sequence.reason:
         return f"ended: {enum_word(FinishReason, sequence.reason)}"
     state = "running" if sequence.worker else "waits for a worker"
+    if sequence.queued:
+        state = "waits at its worker"
     return f"{state}, moved" if sequence.moved else state
 
 

@@ -248,6 +248,13 @@ class SequenceRun(DecodedSequence):
             return self._output.cumulative_log_prob
         return self.end.cumulative_log_prob if self.end is not None else None
 
+    @property
+    def queued(self) -> bool:
+        """Whether the sequence may still wait in its worker's queue."""
+        times = self.times
+        began = times.started or times.last_token > times.assigned
+        return self.assignment is not None and not began
+
     def on_tokens(
         self, token_offset: int, token_ids: list[int], details: pb.TokenDetails | None = None
     ) -> None:

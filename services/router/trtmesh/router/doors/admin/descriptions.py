@@ -194,6 +194,7 @@ def _describe_sequence(run: SequenceRun, name_of: NameOf) -> pb.LiveSequence:
         generated_tokens=len(run.token_ids),
         next_token_offset=run.decoded,
         moved=run.moved,
+        queued=run.queued,
         reason=run.reason if run.over else generation_pb2.FINISH_REASON_UNSPECIFIED,
     )
 
