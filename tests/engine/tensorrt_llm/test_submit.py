@@ -87,6 +87,16 @@ async def emitted_tokens(stream: RouterStream) -> None:
     assert last_params().max_tokens == 6
 
 
+async def end_ids(stream: RouterStream) -> None:
+    """The library has one end id; the others stop."""
+    command = submit(1, 8, config=pb.GenerationConfig(), prompt=PROMPT)
+    command.submit.end_ids.append(9)
+    await stream.send(command)
+    await stream.end(1)
+    params = last_params()
+    assert 9 in {params.end_id, *(params.stop_token_ids or ())}
+
+
 async def config(stream: RouterStream) -> None:
     """test_fields.py has each of its fields."""
     await sent(stream)
@@ -147,6 +157,7 @@ CHECKS: dict[str, Callable[[RouterStream], Awaitable[None]]] = {
     check.__name__: check
     for check in (
         *(handle, request_id, batch_index, sequence_index, draw_index, token_ids, emitted_tokens),
+        end_ids,
         *(config, timeout_ms, stop_vocabulary),
         *(sender_lease_id, receiver_lease_id, lease_expires_in_ms, handoff),
     )
