@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -213,7 +214,7 @@ async def test_full_disk_changes_nothing_and_is_named(tmp_path: Path, change: st
     known = adapters(directory=tmp_path)
     await known.upload(Registration("a", id=1), content(b"old"))
     files = files_in(tmp_path)
-    changes = {
+    changes: dict[str, Callable[[], Awaitable[object]]] = {
         "upload": partial(known.upload, Registration("a"), content(b"new")),
         "remove": partial(known.remove, 1, ""),
     }

@@ -81,7 +81,7 @@ async def an_end_before_any_token(liar: ScriptedEngine, handle: int) -> None:
 async def loads_of_maximal_numbers(liar: ScriptedEngine, handle: int) -> None:
     del handle
     fields = epb.Load.DESCRIPTOR.fields
-    numbers = {f.name: 2**64 - 1 for f in fields if f.type == f.TYPE_UINT64}
+    numbers: dict[str, Any] = {f.name: 2**64 - 1 for f in fields if f.type == f.TYPE_UINT64}
     await liar.send(epb.EngineEvent(load=epb.Load(**numbers)))
 
 
