@@ -131,7 +131,11 @@ class GenerationTemplate(Template, ABC):
     def failed(self, call: Call, failure: ItemFailure) -> TrtmeshError:
         """The error of an item, quoted by Triton's own error where Triton has one."""
         if isinstance(failure.error, PromptTooLong):
-            words = f"Prompt length ({failure.prompt_tokens}) exceeds maximum input length ({failure.longest_prompt})"
+            # A text that is far too long is never encoded whole: then the error has what was counted.
+            tokens = failure.prompt_tokens or failure.error.value
+            words = (
+                f"Prompt length ({tokens}) exceeds maximum input length ({failure.longest_prompt})"
+            )
             return quoting(call, words, failure.error)
         if isinstance(failure.error, AdapterNotFound):
             words = f"LoRA task {failure.error.value} not found in cache. Please send LoRA weights with request"
