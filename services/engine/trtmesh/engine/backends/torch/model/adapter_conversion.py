@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from trtmesh.chassis.errors import StartupError
+from trtmesh.chassis.peft_adapter import CONFIG
 from trtmesh.engine.adapters import arrays, peft
 from trtmesh.engine.adapters.lora import Lora, converted, fit, place_of
 from trtmesh.engine.backends.torch.model.conversions import run_conversion
@@ -31,7 +32,7 @@ def convert(source: Path, target: Path, dtype: str, model_dir: Path | None) -> N
     """
     model = None if model_dir is None else model_outline(model_dir)
     try:
-        if (source / peft.CONFIG).exists():
+        if (source / CONFIG).exists():
             _to_arrays(source, target, dtype, model)
         elif model is not None:
             _to_peft(source, target, dtype, model)
