@@ -174,7 +174,6 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
     [
         ("--max-tokens", "-1"),
         ("--max-tokens", "0"),
-        ("--top-k", "-1"),
         ("--seed", "-1"),
         ("--beam-width", "0"),
     ],
