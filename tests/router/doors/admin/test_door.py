@@ -22,7 +22,8 @@ from router.scripted import (
     serving_router,
     until_states,
 )
-from trtmesh.chassis.errors import TrtmeshError, Unauthenticated, Unsupported
+from trtmesh.chassis.connecting import WrongService
+from trtmesh.chassis.errors import TrtmeshError, Unauthenticated
 from trtmesh.client import AdminClient, AdminToken
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
@@ -109,7 +110,7 @@ async def test_client_and_admin_address_serve_different_services() -> None:
     async with serving_router([NOBODY]) as client:
         async with AdminClient(client.address) as lost:
             errors = await every_call(lost)
-        assert [type(error) for error in errors] == [Unsupported] * 16
+        assert [type(error) for error in errors] == [WrongService] * 16
         async with grpc.aio.insecure_channel(client.admin.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await router_pb2_grpc.MeshServiceStub(channel).Stop(router_pb2.StopRequest())
