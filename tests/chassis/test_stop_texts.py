@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import Strip
+from tokenizers.models import WordLevel
 from trtllm_client import DEMO
 from trtmesh.chassis.parsing import MAX_STOP_TEXT_CHARACTERS, MAX_WORD_LENGTH, MAX_WORDS
-from trtmesh.chassis.stop_texts import StopTexts
+from trtmesh.chassis.stop_texts import SpecialTokens, StopTexts
 from trtmesh.engine.service.trtllm.texts import Texts
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=6)
@@ -79,3 +82,10 @@ def test_the_work_does_not_grow_with_the_stop_texts(stops: list[str]) -> None:
         sys.settrace(before)
     assert search.found is None
     assert lines < 50 * count
+
+
+def test_special_token_at_which_the_library_panics_is_known() -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.add_special_tokens([AddedToken("<", special=True), AddedToken("<s>", special=True)])
+    tokenizer.decoder = Strip("<", 1, 1)  # type: ignore[assignment]
+    assert SpecialTokens.of(tokenizer).ids == {"<": 1, "<s>": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 from tokenizer.serving import until
+from tokenizer.tokenizers_zoo import byte_level_bpe
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull
 from trtmesh.chassis.spellings import Speller
@@ -313,3 +315,38 @@ async def test_no_more_of_a_text_is_encoded_than_shows_that_it_is_too_long(chara
     assert outcome.omitted > 1000
     assert not outcome.token_ids
     assert sum(tokenizer.sizes) <= 10 * 1000
+
+
+@dataclass
+class CountingTokenizer:
+    """A tokenizer of the library that counts texts."""
+
+    library: Tokenizer
+    encoded: Counter[str] = field(default_factory=Counter)
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
+        self.encoded.update(texts)
+        return self.library.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return self.library.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+async def test_words_of_many_items_are_spelled_once() -> None:
+    """A small request may have a thousand items with hundreds of words."""
+    tokenizer = CountingTokenizer(byte_level_bpe())
+    words = ("quick", "dog")
+    async with encoder_over(tokenizer, max_batch_bytes=2**16) as encoder:
+        outcomes = await asyncio.gather(
+            *(
+                encoder.submit(
+                    EncodeRequest(None, add_special_tokens=True, spelled_words=(*words, f"w{i}"))
+                )
+                for i in range(64)
+            )
+        )
+    assert [cast("EncodedTexts", each).spelled_words[:2] for each in outcomes] == 64 * [
+        [Speller(byte_level_bpe()).spellings(word) for word in words]
+    ]
+    assert all(tokenizer.encoded[word] == 1 for word in words)
+    assert tokenizer.encoded.total() <= 4 * (64 + len(words))

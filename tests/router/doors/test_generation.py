@@ -198,3 +198,18 @@ async def test_outcomes_are_equal_on_all_doors(name: str) -> None:
             await eventually(lambda: counted(client) == {"complete": 1, "failed": failed})  # noqa: B023
         await asyncio.wait([asyncio.create_task(ask(length=0))])
         await eventually(lambda: counted(client) == {"complete": 1, "failed": 2, "refused": 1})
+
+
+async def test_requests_without_a_model_count_for_the_default_one() -> None:
+    engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
+    other = ScriptedEngine(worker="other", model="other")
+    async with (
+        serving_engine(engine) as address,
+        serving_engine(other) as other_address,
+        serving_router([address, other_address], models=(MODEL, "other")) as client,
+    ):
+        await until_states(client, [READY, READY], [])
+        whole = call(client)
+        await finish(engine, 0)
+        await whole
+        await eventually(lambda: counted(client) == {"complete": 1})

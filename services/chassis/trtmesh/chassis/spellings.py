@@ -6,6 +6,7 @@ A word after a space has other ids than the same word elsewhere, and a tokenizer
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 BEFORE = ("\n", "(", "=", "a")
@@ -33,31 +34,40 @@ class Speller:
         """
         bare = word.removeprefix(" ")
         own = self._encode(bare)
-        text = self._text(own).removeprefix(" ")
+        own_text = self._text(own)
+        text = own_text.removeprefix(" ")
         if not text:
             return [ids for ids in [self._encode(word)] if ids]
         wanted = [f" {text}"] if bare != word else [text, f" {text}"]
-        found: dict[str, list[int]] = {}
-        for ids in self._candidates(bare, own):
+        found = {own_text: own} if own_text in wanted else {}
+        for ids in self._candidates(bare):
+            if len(found) == len(wanted):
+                break
             if (spelled := self._text(ids)) in wanted:
                 found.setdefault(spelled, ids)
-                if len(found) == len(wanted):
-                    break
         spellings = list(found.values()) or [self._encode(word)]
         return [ids for ids in spellings if not any(_ends_with(ids, other) for other in spellings)]
 
-    def _candidates(self, bare: str, own: list[int]) -> Iterator[list[int]]:
-        yield own
+    def _candidates(self, bare: str) -> Iterator[list[int]]:
         yield self._encode(f" {bare}")
-        for before in BEFORE:
-            head, whole = self._encode(before), self._encode(before + bare)
+        for before, head in self._before.items():
+            whole = self._encode(before + bare)
             if whole[: len(head)] == head:
                 yield whole[len(head) :]
 
+    @cached_property
+    def _before(self) -> dict[str, list[int]]:
+        return dict(zip(BEFORE, self.encode([*BEFORE]), strict=True))
+
+    @cached_property
+    def _head(self) -> tuple[list[int], str]:
+        """A text to put ids behind: its own ids, and how they read."""
+        ids = self._encode("a")
+        return ids, self._decode(ids)
+
     def _text(self, ids: list[int]) -> str:
         """The text of ids within a text."""
-        head = self._encode("a")
-        before = self._decode(head)
+        head, before = self._head
         return self._decode([*head, *ids]).removeprefix(before)
 
     def _encode(self, text: str) -> list[int]:

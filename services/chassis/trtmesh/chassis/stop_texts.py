@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trtmesh.chassis.panics import is_failure
+
 _ROOT = 0
 _FIRST_MARK, _LAST_MARK = 0xD800, 0xDFFF
 """Surrogates, which no decoded text contains."""
@@ -41,9 +43,7 @@ class SpecialTokens:
             if token.special and token.content:
                 token_id = ids[token.content] = tokenizer.token_to_id(token.content)
                 # Some decoders put a space before it.
-                if tokenizer.decode([token_id] * 2, skip_special_tokens=False).endswith(
-                    f" {token.content}"
-                ):
+                if _decode(tokenizer, [token_id] * 2).endswith(f" {token.content}"):
                     ids.setdefault(f" {token.content}", token_id)
         return cls(ids)
 
@@ -58,6 +58,16 @@ class SpecialTokens:
 
 
 NO_SPECIAL_TOKENS = SpecialTokens({})
+
+
+def _decode(tokenizer: Any, token_ids: list[int]) -> str:
+    """'' where the library panics."""
+    try:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return ""
 
 
 def without_marks(text: str) -> str:

@@ -369,6 +369,9 @@ def _encode(
     marked_ids = iter(_encodings(tokenizer, marked, special=True))
     plain_ids = iter(_encodings(tokenizer, plain, special=False))
     word_ids = iter(speller.encode([word for request in wanted for word in request.words]))
+    # The items of a request mostly have the same words.
+    spelled_words = {word for request in wanted for word in request.spelled_words}
+    spellings = {word: speller.spellings(word) for word in spelled_words}
     for request, count in zip(requests, omitted, strict=True):
         if count:
             yield EncodedTexts([], [], omitted=count)
@@ -383,7 +386,7 @@ def _encode(
             else:
                 token_ids = encoding.ids
         words = [next(word_ids) for _ in request.words]
-        spelled = [speller.spellings(word) for word in request.spelled_words]
+        spelled = [spellings[word] for word in request.spelled_words]
         stops = None
         if request.stop_texts:
             skip = request.skip_special_tokens

@@ -205,6 +205,7 @@ class Requests:
     def metrics_of(self, name: str) -> ModelMetrics:
         """The metrics of a model by the name that a request gives; names that are not served count together."""
         models = self._mesh.fleet.models()
+        name = name or next(iter(self._mesh.fleet.configured), "")
         if not name and len(models) == 1:
             name = next(iter(models))
         return self._mesh.metrics.of(name if name in models else "")
