@@ -66,7 +66,7 @@ class Fleet:
         self._asked.append(asyncio.create_task(_refuse(engine, error)))
 
     def beat(self, engine: ScriptedEngine) -> None:
-        """Makes an engine report steps and tokens repeatedly."""
+        """Makes an engine report steps and tokens repeatedly, and end what it is asked to."""
         self._asked.append(asyncio.create_task(_beat(engine)))
 
     async def worker(self, engine: ScriptedEngine) -> admin_pb.Worker:
@@ -109,8 +109,12 @@ async def _refuse(engine: ScriptedEngine, error: TrtmeshError) -> None:
 
 
 async def _beat(engine: ScriptedEngine) -> None:
+    ended = 0
     for number in count(1):
         await engine.report(step_count=number, running_sequences=1, generated_tokens=number)
+        if stops := engine.stops[ended:]:
+            ended += len(stops)
+            await engine.step(ends=stops)
         await asyncio.sleep(0.02)
 
 
