@@ -26,7 +26,7 @@ from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers.decoding import TextOptions, WholeText
 from trtmesh.router.tokenizers.pool import EncodeLimits, TokenizerPool
-from trtmesh.router.tokenizers.tokenizer import TRIAL_TEXT, Tokenizer
+from trtmesh.router.tokenizers.tokenizer import LONG_BYTES, TRIAL_TEXT, Tokenizer
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import tokenizer_pb2 as tpb
 
@@ -298,6 +298,18 @@ async def test_text_that_one_tokenizer_never_answers_is_encoded_by_another() -> 
             await asyncio.gather(*fine)
             await asyncio.sleep(0.01)
         assert len((await poisoned).token_ids) == len("poison")
+        assert not any(map(pool.problem, pool.tokenizers.values()))
+
+
+async def test_long_text_that_takes_long_is_no_fault_of_its_tokenizer() -> None:
+    text = "x" * LONG_BYTES
+    slow, other = ScriptedTokenizer(), ScriptedTokenizer()
+    slow.deaf_to = other.deaf_to = {text}
+    async with pool_of(slow, other, deadlines=IMPATIENT) as pool:
+        encoding = asyncio.create_task(pool.encode("m", tpb.EncodeCommand(text=text)))
+        await eventually(lambda: len(slow.encodes + other.encodes) == 1)
+        (other if slow.encodes else slow).deaf_to = set()
+        assert len((await encoding).token_ids) == len(text)
         assert not any(map(pool.problem, pool.tokenizers.values()))
 
 

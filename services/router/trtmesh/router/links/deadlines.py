@@ -20,8 +20,8 @@ class Deadlines(Settings):
     decode_seconds: Seconds = 1.5
     """Time for a tokenizer to answer a decode; afterwards the work moves, if another tokenizer answers."""
     encode_seconds: Seconds = 10.0
-    """Time for a tokenizer with texts to answer one of them; afterwards the work moves, if another tokenizer answers. A
-    text that is not answered in six times as long moves in any case."""
+    """Time for a tokenizer with texts below 64 KiB to answer any text; afterwards the work moves, if another tokenizer
+    answers. A text that is not answered in six times as long moves in any case."""
     stall_seconds: Seconds = 1.0
     """Silence of a worker, at least five load intervals; afterwards items move."""
     accepted_seconds: Seconds = 1.0

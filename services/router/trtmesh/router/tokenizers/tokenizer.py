@@ -36,8 +36,11 @@ MOST_CLOSED = 1024
 
 DESCRIBE_SECONDS = 5.0
 
+LONG_BYTES = 2**16
+"""Size of texts that may take longer than `encode_seconds`, on a busy machine."""
+
 MOST_PATIENCE = 6
-"""How many times `encode_seconds` any text may wait for its answer, while others are answered."""
+"""How many times `encode_seconds` a long text, or one while others are answered, may wait for its answer."""
 
 MOST_TOKEN_CHARACTERS = 4096
 """Most characters of a token."""
@@ -76,6 +79,7 @@ class EncodeJob:
     """Tokenizers lost with the job, or that left it unanswered."""
     looks: int = 0
     """Looks at the job on the current tokenizer."""
+    is_long: bool = False
 
 
 class Pool(Protocol):
@@ -138,7 +142,7 @@ class Tokenizer(Replica):
         self._close_planned = False
         self._unanswered = Unanswered()
         self._without_encoded = 0
-        """Looks since a text was answered, while there are any."""
+        """Looks since a text was answered, while there are any that are not long."""
         self._on_trial = False
         """Whether it left a command unanswered, and has not answered the same on another stream."""
         self._flush_planned = False
@@ -180,9 +184,10 @@ class Tokenizer(Replica):
             self._heard()
         handle = job.command.handle = self._free_handle(self._jobs)
         self._jobs[handle] = job
-        job.tokenizer, job.looks = self, 0
+        size = job.command.ByteSize()
+        job.tokenizer, job.looks, job.is_long = self, 0, size >= LONG_BYTES
         self._close_dropped()
-        self._outbox.add(job.command.ByteSize()).encode.CopyFrom(job.command)
+        self._outbox.add(size).encode.CopyFrom(job.command)
 
     def withdraw(self, job: EncodeJob) -> None:
         """Cancels a job unless it was answered or lost."""
@@ -380,7 +385,8 @@ class Tokenizer(Replica):
     def _look_at_jobs(self, most: float) -> None:
         """Leaves a tokenizer that answers no text within `most` looks; takes a text back that it does not answer in
         many times as many."""
-        self._without_encoded = self._without_encoded + 1 if self._jobs else 0
+        waits = any(not job.is_long for job in self._jobs.values())
+        self._without_encoded = self._without_encoded + 1 if waits else 0
         if self._without_encoded >= most:
             self._leave_unless_alone("texts", self._deadlines.encode_seconds)
         overdue = []
