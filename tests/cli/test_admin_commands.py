@@ -221,7 +221,7 @@ def test_ctrl_c_ends_top_with_130(admin: str) -> None:
 
 def test_client_address_as_admin_address_is_explained(router: str) -> None:
     result = trtmesh("workers", "list", "--admin", router)
-    assert result.returncode == 1
+    assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert router in line
     assert "router.admin.port" in line
