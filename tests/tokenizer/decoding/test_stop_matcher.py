@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtmesh.chassis.stop_texts import StopTexts
-from trtmesh.tokenizer.decoding.stop_matcher import StopMatcher
+from trtmesh.chassis.stop_texts import SpecialTokens, StopTexts
+from trtmesh.tokenizer.decoding.stop_matcher import StopMatcher, matcher_of
 
 LETTERS = "ab é"
 stop_lists = st.lists(st.text(LETTERS, min_size=1, max_size=6), min_size=1, max_size=6)
@@ -107,3 +107,26 @@ def test_near_matches_of_a_long_stop_text_stay_linear() -> None:
     assert stops.copied <= len(text)
     assert len(released) == len(text) - 1_000
     assert released + matcher.flush() == text
+
+
+class CountingStops(StopTexts):
+    """Counts the characters that are read."""
+
+    steps = 0
+
+    def step(self, state: int, character: str) -> int:
+        self.steps += 1
+        return super().step(state, character)
+
+
+def test_special_tokens_within_text_that_stays_uncertain_cost_what_is_new() -> None:
+    """Byte tokens of SentencePiece are certain at the end of their run, special tokens among them or not."""
+    stops = CountingStops(["zq<s>"], SpecialTokens({"<s>": 1}))
+    matcher = matcher_of(stops, include_stop_text=False)
+    mark = matcher.marks[1]
+    for length in range(1, 201):
+        assert matcher.push_mark(mark, "A" * length, may_end=True) == ""
+    assert stops.steps <= 3 * 200
+    assert matcher.push("A" * 200 + "zq") == "A" * 200
+    assert matcher.push_mark(mark, "", may_end=True) == ""
+    assert matcher.stop_index == 0

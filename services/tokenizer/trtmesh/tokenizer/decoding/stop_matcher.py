@@ -66,45 +66,48 @@ class StopMatcher:
 class MarkMatcher(StopMatcher):
     """Matches a sequence whose stop texts name special tokens that the text omits."""
 
-    __slots__ = ("_late",)
+    __slots__ = ("_ahead", "_marked", "_rest")
 
     def __init__(self, stop_texts: StopTexts, *, include_stop_text: bool) -> None:
         super().__init__(stop_texts, include_stop_text=include_stop_text)
-        self._late: list[tuple[str, str]] = []
-        """Marks behind text that is not certain yet, with that text."""
+        self._rest = ""
+        """Text that was not certain at the latest mark behind it."""
+        self._marked = ""
+        """The same with the marks behind it."""
+        self._ahead = _ROOT
+        """The state at its end, if it becomes certain as it is."""
 
     def push(self, text: str, *, may_end: bool = True) -> str:
-        if self._late and text:
-            text = self._with_late(text)
-            self._late.clear()
+        if self._marked and text:
+            text = self._with_marks(text)
+            self._rest = self._marked = ""
         return without_marks(super().push(text, may_end=may_end))
 
     def push_mark(self, mark: str, rest: str, *, may_end: bool) -> str:
         if not rest:
             return without_marks(super().push(mark, may_end=may_end))
-        self._late.append((rest, mark))
-        text = self._with_late(rest)
+        # A rest may grow for thousands of tokens: each mark costs what is new.
+        goes_on = self._marked and rest.startswith(self._rest)
+        known, state = (len(self._marked), self._ahead) if goes_on else (0, self._state)
+        self._marked = self._with_marks(rest) + mark
+        self._rest = rest
+        ends = False
+        for character in self._marked[known:]:
+            state = self._stop_texts.step(state, character)
+            ends |= self._stop_texts.ending(state) is not None
+        self._ahead = state
         # If the sequence ends here, the rest is certain.
-        ends = may_end and self._stops_in(text)
-        return without_marks(super().push(text)) if ends else ""
+        return without_marks(super().push(self._marked)) if ends and may_end else ""
 
     def flush(self) -> str:
         return without_marks(super().flush())
 
-    def _with_late(self, text: str) -> str:
-        """Text that became certain, with the late marks in their places."""
-        for rest, mark in reversed(self._late):
-            place = len(rest) if text.startswith(rest) else 0
-            text = text[:place] + mark + text[place:]
-        return text
-
-    def _stops_in(self, text: str) -> bool:
-        stops, state = self._stop_texts, self._state
-        for character in text:
-            state = stops.step(state, character)
-            if stops.ending(state) is not None:
-                return True
-        return False
+    def _with_marks(self, text: str) -> str:
+        """Text that became certain, with the marks in their places."""
+        if text.startswith(self._rest):
+            return self._marked + text[len(self._rest) :]
+        marks = self._stop_texts.marks.values()
+        return "".join(mark for mark in self._marked if mark in marks) + text
 
 
 def matcher_of(stop_texts: StopTexts, *, include_stop_text: bool) -> StopMatcher:
