@@ -28,6 +28,7 @@ from trtmesh.router.callers.key_file import (
     new_key,
     read_keys,
 )
+from trtmesh.router.callers.limits import RateLimit
 
 keys = typer.Typer(name="keys", help="The file of API keys of routers.", no_args_is_help=True)
 
@@ -44,6 +45,15 @@ FileOption = Annotated[
     ),
 ]
 
+TokensPerSecond = Annotated[float | None, typer.Option(help="Rate of prompt and generated tokens.")]
+BurstTokens = Annotated[int | None, typer.Option(help="Tokens at once after a pause.")]
+ItemsPerSecond = Annotated[
+    float | None, typer.Option(help="Rate of items: the prompts of requests.")
+]
+BurstItems = Annotated[int | None, typer.Option(help="Items at once after a pause.")]
+MaxItems = Annotated[int | None, typer.Option(help="Most live items.")]
+MaxPriority = Annotated[int | None, typer.Option(help="Highest priority of a request.")]
+
 
 @contextmanager
 def _errors_told() -> Iterator[None]:
@@ -54,20 +64,21 @@ def _errors_told() -> Iterator[None]:
         raise typer.Exit(error.exit_status) from None
 
 
+def _given(**limits: float | None) -> dict[str, str]:
+    """The limits that are set, as a line of the file has them."""
+    return {limit: str(value) for limit, value in limits.items() if value is not None}
+
+
 @keys.command()
 def add(
     name: NameArgument,
     file: FileOption,
-    tokens_per_second: Annotated[
-        float | None, typer.Option(help="Rate of prompt and generated tokens.")
-    ] = None,
-    burst_tokens: Annotated[int | None, typer.Option(help="Tokens at once after a pause.")] = None,
-    items_per_second: Annotated[
-        float | None, typer.Option(help="Rate of items: the prompts of requests.")
-    ] = None,
-    burst_items: Annotated[int | None, typer.Option(help="Items at once after a pause.")] = None,
-    max_items: Annotated[int | None, typer.Option(help="Most live items.")] = None,
-    max_priority: Annotated[int | None, typer.Option(help="Highest priority of a request.")] = None,
+    tokens_per_second: TokensPerSecond = None,
+    burst_tokens: BurstTokens = None,
+    items_per_second: ItemsPerSecond = None,
+    burst_items: BurstItems = None,
+    max_items: MaxItems = None,
+    max_priority: MaxPriority = None,
     expires: Annotated[
         str, typer.Option(help="Date or time of its end, such as 2027-01-31T12:00:00Z.")
     ] = "",
@@ -82,15 +93,14 @@ def add(
 
     Exit status: 0 success, 2 wrong usage or an unusable file.
     """
-    given = {
-        "tokens_per_second": tokens_per_second,
-        "burst_tokens": burst_tokens,
-        "items_per_second": items_per_second,
-        "burst_items": burst_items,
-        "max_items": max_items,
-        "max_priority": max_priority,
-    }
-    limits = {limit: str(value) for limit, value in given.items() if value is not None}
+    limits = _given(
+        tokens_per_second=tokens_per_second,
+        burst_tokens=burst_tokens,
+        items_per_second=items_per_second,
+        burst_items=burst_items,
+        max_items=max_items,
+        max_priority=max_priority,
+    )
     with _errors_told():
         key = new_key() if api_key_file is None else _existing(api_key_file)
         with _changing(file) as lines:
@@ -109,16 +119,12 @@ def add(
 def set_limits(
     name: NameArgument,
     file: FileOption,
-    tokens_per_second: Annotated[
-        float | None, typer.Option(help="Rate of prompt and generated tokens.")
-    ] = None,
-    burst_tokens: Annotated[int | None, typer.Option(help="Tokens at once after a pause.")] = None,
-    items_per_second: Annotated[
-        float | None, typer.Option(help="Rate of items: the prompts of requests.")
-    ] = None,
-    burst_items: Annotated[int | None, typer.Option(help="Items at once after a pause.")] = None,
-    max_items: Annotated[int | None, typer.Option(help="Most live items.")] = None,
-    max_priority: Annotated[int | None, typer.Option(help="Highest priority of a request.")] = None,
+    tokens_per_second: TokensPerSecond = None,
+    burst_tokens: BurstTokens = None,
+    items_per_second: ItemsPerSecond = None,
+    burst_items: BurstItems = None,
+    max_items: MaxItems = None,
+    max_priority: MaxPriority = None,
     unset: Annotated[
         list[str] | None,
         typer.Option(
@@ -130,20 +136,18 @@ def set_limits(
 
     Exit status: 0 success, 1 no such key, 2 wrong usage or an unusable file.
     """
-    given = {
-        "tokens_per_second": tokens_per_second,
-        "burst_tokens": burst_tokens,
-        "items_per_second": items_per_second,
-        "burst_items": burst_items,
-        "max_items": max_items,
-        "max_priority": max_priority,
-    }
-    limits = {limit: str(value) for limit, value in given.items() if value is not None}
+    limits = _given(
+        tokens_per_second=tokens_per_second,
+        burst_tokens=burst_tokens,
+        items_per_second=items_per_second,
+        burst_items=burst_items,
+        max_items=max_items,
+        max_priority=max_priority,
+    )
     with _errors_told(), _changing(file) as lines:
-        if unknown := set(unset or ()) - given.keys():
-            raise SettingsError(
-                f"--unset is {unknown.pop()!r} but must be one of {', '.join(given)}"
-            )
+        if unknown := set(unset or ()) - RateLimit.model_fields.keys():
+            names = ", ".join(RateLimit.model_fields)
+            raise SettingsError(f"--unset is {unknown.pop()!r} but must be one of {names}")
         own = [key for key in _parsed(file, lines) if key.name == name]
         for key in own:
             kept = {n: value for n, value in key.limits.items() if n not in (unset or ())}
