@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,8 @@ async def example(tmp_path: Path, *flags: str) -> AsyncIterator[Example]:
         stderr=asyncio.subprocess.PIPE,
         # With an unreachable name server, an unknown name may take half a minute.
         env=os.environ | {"RES_OPTIONS": "timeout:1 attempts:1"},
+        # Tests that run under nohup would hand down that it is ignored.
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
     )
     try:
         yield Example(process)

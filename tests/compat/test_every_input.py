@@ -112,7 +112,7 @@ SHARED = {
 TEXT = SHARED | {
     "max_tokens": Case(3, "stopping.max_tokens", 3),
     "decoder_text_input": Case("hello", "encoder_decoder.decoder_prompt.text", "hello"),
-    "bad_words": Case(["one two", ""], "stopping.bad_token_ids", (ids("one two"),)),
+    "bad_words": Case(["one two", ""], "stopping.bad_token_ids", (ids("one two"), ids(" one two"))),
     "top_k": Case(5, "sampling.top_k", 5),
     "top_p": Case(0.5, "sampling.top_p", 0.5),
     "prompt_ignore_length": Case(1, "sampling.prompt_ignore_length", 1),
@@ -376,7 +376,7 @@ async def seen_config(
         return len(backend.items) > before or stream.done()
 
     await eventually(arrived_or_refused)
-    backend.end(*list(backend.live))
+    backend.end(*list(backend.live), reason=pb.FINISH_REASON_END_ID)
     responses = await stream
     assert not [response.error for response in responses if response.error]
     return backend.items[before].config

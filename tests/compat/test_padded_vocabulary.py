@@ -16,6 +16,7 @@ from e2e.mesh import DEMO_VOCABULARY, Mesh, eventually, running_mesh
 from engine.config_fields import LEAVES
 from engine_streams import serving
 from recording_backend import INFO, RecordingBackend
+from trtmesh.v1 import generation_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -62,7 +63,7 @@ async def seen_bias(triton: Triton, backend: RecordingBackend, bias: Any) -> tup
         return len(backend.items) == before + rows
 
     await eventually(arrived)
-    backend.end(*list(backend.live))
+    backend.end(*list(backend.live), reason=pb.FINISH_REASON_END_ID)
     assert not [response.error for response in await answer if response.error]
     by_row = sorted(backend.items[before:], key=lambda item: item.batch_index)
     return by_row[-1].config.sampling.embedding_bias
