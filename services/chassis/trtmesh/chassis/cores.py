@@ -10,8 +10,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 BYTES_PER_THREAD = 100_000_000
-"""Weights that keep a thread busy between two meetings with the others: below, meeting costs more than it saves, and
-much more beside other processes (`bench/README.md`)."""
+"""Weights for each thread. The demo's streams are faster in one thread than in two, on an idle machine and much more so
+beside other processes (`bench/README.md`, busy machine)."""
 
 
 def threads_for(weights: int, cores: int) -> int:
