@@ -552,7 +552,8 @@ async def preprocessed(triton: Triton, release: str, values: Values) -> Response
 
 
 QUICK = TOKENIZER.encode("quick", add_special_tokens=False).ids
-WORDS = [[QUICK, [len(QUICK), *[-1] * (len(QUICK) - 1)]]]
+WORDS = [[QUICK[-1:], [1]]]
+"""`▁` and `quick` spell the word after a space. `quick`, with which they end, spells it everywhere."""
 BIAS = [1.5 if token in QUICK else 0.0 for token in range(VOCABULARY_SIZE)]
 WEIGHTED: Values = {"EMBEDDING_BIAS_WORDS": ["quick"], "EMBEDDING_BIAS_WEIGHTS": [1.5]}
 TABLE = np.ones((2, 3))

@@ -35,6 +35,7 @@ def sequence(**values: Any) -> Any:
         "token_ids": [1, 2, 3],
         "decoded": 2,
         "moved": False,
+        "queued": False,
         "over": False,
         "reason": pb.FINISH_REASON_UNSPECIFIED,
     }
@@ -65,12 +66,14 @@ def request(items: int, *sequences: Any) -> Any:
 async def test_live_request_shows_the_state_of_each_sequence() -> None:
     ended = sequence(assignment=None, over=True, reason=pb.FINISH_REASON_STOP_WORD)
     moving = sequence(assignment=None, moved=True)
+    queued = sequence(token_ids=[], decoded=0, queued=True)
     (described,) = await describe_requests(
-        [request(1, sequence(), moving, ended)], {"h:1": "w"}.__getitem__
+        [request(1, sequence(), moving, ended, queued)], {"h:1": "w"}.__getitem__
     )
     assert (described.age_ms, described.unread_ms, described.waiting_tokens) == (1500, 250, 5)
     assert not described.HasField("remaining_ms")
-    running, moving, ended = described.items[0].sequences
+    running, moving, ended, queued = described.items[0].sequences
+    assert [each.queued for each in (running, moving, ended, queued)] == [False] * 3 + [True]
     assert (running.worker, running.generated_tokens, running.next_token_offset) == ("w", 3, 2)
     assert (moving.worker, moving.moved, moving.reason) == ("", True, 0)
     assert ended.reason == pb.FINISH_REASON_STOP_WORD
