@@ -64,6 +64,8 @@ class RecordingBackend:
         self.stats_now = IDLE
         self.items: list[Submission] = []
         self.live: dict[int, Submission] = {}
+        self._generated: dict[int, int] = {}
+        """Tokens of each sequence so far."""
         self.stops: list[tuple[tuple[int, ...], int]] = []
         self.loads: list[AdapterLoad] = []
         self.unloads: list[tuple[int, str, bool]] = []
@@ -80,6 +82,7 @@ class RecordingBackend:
         if self.refusal:
             raise self.refusal
         self.live.update(dict.fromkeys(item.keys, item))
+        self._generated.update(dict.fromkeys(item.keys, item.emitted_tokens))
 
     def stop(self, keys: Sequence[int], reason: int) -> None:
         self.stops.append((tuple(keys), reason))
@@ -119,6 +122,7 @@ class RecordingBackend:
     def step(self, tokens: dict[int, list[int]], offset: int = 0, **more: object) -> None:
         """Delivers a step with tokens of each key, at `offset`."""
         self._advance()
+        self._generated.update((key, offset + len(ids)) for key, ids in tokens.items())
         output = StepOutput(
             self.stats_now.step_count,
             keys=list(tokens),
@@ -133,12 +137,14 @@ class RecordingBackend:
     def end(
         self,
         *keys: int,
-        reason: int = pb.FINISH_REASON_LENGTH,
+        reason: int = pb.FINISH_REASON_END_ID,
         error: TrtmeshError | None = None,
     ) -> None:
-        """Delivers the ends of the live `keys`."""
+        """Delivers the ends of the live `keys`, even before a first token."""
         ends = [
-            SequenceEnd(key, reason, len(self.live.pop(key).token_ids), 0, 0, error=error)
+            SequenceEnd(
+                key, reason, self.live.pop(key).prompt_tokens, 0, self._generated[key], error=error
+            )
             for key in keys
             if key in self.live
         ]

@@ -120,7 +120,8 @@ async def test_prefill_worker_takes_whole_items_when_no_other_is_left(mesh: Mesh
 
 
 async def test_roles_change_under_load(mesh: Mesh) -> None:
-    prompts = [[n, *LONG[: 40 + n]] for n in range(12)]
+    # The last token is a whole character: a text continues the character in which its prompt ends.
+    prompts = [[n, *LONG[: 40 + n], 50] for n in range(12)]
     expected = await asyncio.gather(*(ask(mesh, prompt, max_tokens=600) for prompt in prompts))
     running = [mesh.open([prompt], **{**OPTIONS, "max_tokens": ENDLESS}) for prompt in prompts]
     for reader in running:
