@@ -29,6 +29,8 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.breaks_on_token: int | None = None
         self.forgets_a_text = False
         self.spells = True
+        self.omits: int | None = None
+        """Ids that it claims to leave out of every text."""
         self.deaf_to: set[str] = set()
         """Kinds of commands, and texts, that get no answer."""
         self.broken = 0
@@ -67,12 +69,7 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
         if command.HasField("encode"):
             if self.breaks_on_encode:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "message too large")
-            event.encoded.handle = command.encode.handle
-            event.encoded.token_ids.extend(map(ord, command.encode.text))
-            for word in command.encode.words:
-                event.encoded.words.add(ids=map(ord, word))
-            for word in command.encode.spelled_words if self.spells else ():
-                event.encoded.spelled_words.add().spellings.add(ids=map(ord, word))
+            self._encode(command.encode, event.encoded)
         elif command.HasField("decode"):
             decode = command.decode
             if self.breaks_on_token in decode.token_ids:
@@ -90,6 +87,19 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
             return
         await self.answering.wait()
         await context.write(tpb.TokenizerServiceConnectResponse(events=[event]))
+
+    def _encode(self, command: tpb.EncodeCommand, encoded: tpb.Encoded) -> None:
+        encoded.handle = command.handle
+        is_too_long = 0 < command.max_token_ids < len(command.text)
+        omitted = len(command.text) if is_too_long else 0
+        if omitted := omitted if self.omits is None else self.omits:
+            encoded.omitted_token_ids = omitted
+            return
+        encoded.token_ids.extend(map(ord, command.text))
+        for word in command.words:
+            encoded.words.add(ids=map(ord, word))
+        for word in command.spelled_words if self.spells else ():
+            encoded.spelled_words.add().spellings.add(ids=map(ord, word))
 
 
 def serving_tokenizer(tokenizer: ScriptedTokenizer) -> Any:

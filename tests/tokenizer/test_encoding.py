@@ -296,10 +296,13 @@ async def test_a_large_request_is_read_where_it_is_encoded() -> None:
 async def test_ids_that_nobody_wants_are_counted() -> None:
     async with encoder_over(ByteTokenizer()) as encoder:
         for size, most, ids, omitted in ((9, 0, 9, 0), (9, 9, 9, 0), (9, 8, 0, 9)):
-            request = EncodeRequest("x" * size, add_special_tokens=True, max_token_ids=most)
+            request = EncodeRequest(
+                "x" * size, add_special_tokens=True, words=("w",), max_token_ids=most
+            )
             for outcome in (encoder.at_once(request), await encoder.submit(request)):
                 assert isinstance(outcome, EncodedTexts)
                 assert (len(outcome.token_ids), outcome.omitted) == (ids, omitted)
+                assert bool(outcome.words) == (not omitted)
                 await asyncio.sleep(0)
 
 

@@ -313,6 +313,28 @@ async def test_long_text_that_takes_long_is_no_fault_of_its_tokenizer() -> None:
         assert not any(map(pool.problem, pool.tokenizers.values()))
 
 
+async def test_text_with_too_many_ids_and_words_is_no_fault_of_its_tokenizer() -> None:
+    """Of such a text only the number of ids is told."""
+    command = tpb.EncodeCommand(text="x" * 9, words=["w"], spelled_words=["v"], max_token_ids=8)
+    async with pool_of(ScriptedTokenizer()) as pool:
+        assert (await pool.encode("m", command)).omitted_token_ids == 9
+        assert not any(map(pool.problem, pool.tokenizers.values()))
+
+
+@pytest.mark.parametrize(("most", "omits"), [(0, 9), (8, 8), (8, 1)])
+async def test_tokenizer_that_leaves_out_wanted_ids_is_left(most: int, omits: int) -> None:
+    """The text would be encoded again and again."""
+    liar, other = ScriptedTokenizer(), ScriptedTokenizer()
+    async with pool_of(liar, other) as pool:
+        left, _ = pool.tokenizers.values()
+        liar.omits = omits
+        asked = [
+            pool.encode("m", tpb.EncodeCommand(text="x" * 8, max_token_ids=most)) for _ in range(4)
+        ]
+        assert [len(each.token_ids) for each in await asyncio.gather(*asked)] == [8] * 4
+        assert "broke the contract" in pool.problem(left)
+
+
 async def test_text_that_the_only_tokenizer_never_answers_fails() -> None:
     tokenizer = ScriptedTokenizer()
     tokenizer.deaf_to = {"encode"}

@@ -376,22 +376,21 @@ def _encode(
         if count:
             yield EncodedTexts([], [], omitted=count)
             continue
+        words = [next(word_ids) for _ in request.words]
         token_ids: list[int] = []
-        surplus = 0
         if request.text is not None:
             encoding = next(marked_ids if request.add_special_tokens else plain_ids)
             # A list of ids that nobody wants would hold the interpreter.
             if 0 < request.max_token_ids < len(encoding):
-                surplus = len(encoding)
-            else:
-                token_ids = encoding.ids
-        words = [next(word_ids) for _ in request.words]
+                yield EncodedTexts([], [], omitted=len(encoding))
+                continue
+            token_ids = encoding.ids
         spelled = [spellings[word] for word in request.spelled_words]
         stops = None
         if request.stop_texts:
             skip = request.skip_special_tokens
             stops = stop_vocabularies.of(request.stop_texts, skip_special_tokens=skip)
-        yield EncodedTexts(token_ids, words, spelled, stops, surplus)
+        yield EncodedTexts(token_ids, words, spelled, stops)
 
 
 def _surplus(tokenizer: Tokenizer, request: EncodeRequest) -> int:

@@ -503,7 +503,14 @@ def _check_stop(stop: pb.StopTextFound, sequence: DecodedSequence, count: int) -
 
 
 def _check_encoded(encoded: pb.Encoded, command: pb.EncodeCommand) -> None:
-    """Raises ContractBroken for more ids than texts can have, or for other words."""
+    """Raises ContractBroken for more ids than texts can have, for other words, or where wanted ids are left out."""
+    if omitted := encoded.omitted_token_ids:
+        # All else is unset.
+        if not 0 < command.max_token_ids < omitted:
+            raise ContractBroken(
+                f"it left out {omitted} ids of a text, of which {command.max_token_ids or 'all'} are wanted"
+            )
+        return
     ids = len(encoded.token_ids) + sum(len(word.ids) for word in encoded.words)
     characters = len(command.text) + sum(map(len, command.words))
     most = MOST_IDS_OF_CHARACTER * characters + MOST_ADDED_IDS * (1 + len(command.words))
