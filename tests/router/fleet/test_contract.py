@@ -19,6 +19,7 @@ from router.scripted import (
     until_states,
 )
 from router.scripted_fleet import FIELDS
+from trtmesh.chassis.errors import WorkerLost
 from trtmesh.router.doors.triton.metrics import engine_figures
 from trtmesh.router.fleet.contract import LARGE_STEP_TOKENS, MOST_BLOCKS
 from trtmesh.v1 import engine_pb2 as epb
@@ -171,6 +172,26 @@ async def test_worker_that_does_not_end_a_stopped_sequence_is_left() -> None:
         call.cancel()
         await until_states(client, [REFUSED, READY], [])
         assert client.gauge("worker_sequences") == 0
+        assert breaches(client) == 1
+
+
+async def test_only_worker_that_forgets_a_sequence_is_left() -> None:
+    one = engine("one")
+    async with (
+        serving_engine(one) as address,
+        serving_router(
+            [address],
+            deadlines={"first_token_seconds": 1.0},
+            retries={"worker_wait_seconds": 0.5},
+        ) as client,
+    ):
+        await until_states(client, [READY], [])
+        call = asyncio.create_task(client.complete([[1]], text=False, max_tokens=TOKENS))
+        await one.submitted()
+        await one.report(received_items=1)
+        (item,) = await call
+        assert isinstance(item.error, WorkerLost)
+        assert "it reports no sequence" in item.error.message
         assert breaches(client) == 1
 
 

@@ -39,6 +39,7 @@ from trtmesh.router.fleet.leases import Leases
 from trtmesh.router.fleet.pulse import TICK_SECONDS, Pulse
 from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.router.kv_index import KvFeed, KvIndex
+from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.links.replica import (
     DRAINED,
@@ -500,12 +501,24 @@ class Worker(Replica):
             self._on_change()
 
     def _move_late(self) -> None:
-        """Moves late sequences off a worker with progress."""
+        """Moves late sequences off a worker with progress. Raises ContractBroken if they stay, and it reports none."""
         now = asyncio.get_running_loop().time()
         for run in self._assignments.late(now, self._deadlines):
             # The next worker may be no faster, so the item must not restart again and again.
             run.times.patience *= 2
-            run.owner.leave([run], self.address, self._late(run))
+            left = run.owner.leave([run], self.address, self._late(run))
+            if not left and run.assignment is not None and self.works and self._reports_nothing:
+                raise ContractBroken(
+                    f"it reports no sequence, but did not end {run.sequence_index} of request {run.request_id!r}"
+                )
+
+    @property
+    def _reports_nothing(self) -> bool:
+        """Whether the worker read every item, and has no sequence."""
+        load = self.load
+        counts = (load.running_sequences, load.waiting_sequences, load.paused_sequences)
+        known = load.HasField("received_items") and not self._pulse.unread
+        return known and not any(counts) and not load.receiving_tokens
 
     def _late(self, run: SequenceRun) -> TrtmeshError:
         """Why a late sequence leaves.
