@@ -29,6 +29,8 @@ SHAPES = {
 
 PROMPT_TOKENS = 500
 FIRST_TOKEN, LAST_TOKEN = 8, 6143
+WHOLE = 50
+"""A whole character, for the end of a prompt: generated text continues one that the prompt began."""
 
 LEASE_SECONDS = 1.0
 
@@ -177,7 +179,7 @@ class HandoffMesh:
     def fresh_prompts(self, count: int, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
         """Prompts without a common block."""
         return [
-            [self._draw.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens)]
+            [*(self._draw.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens - 1)), WHOLE]
             for _ in range(count)
         ]
 

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from chaos.fragile import contents
 from chaos.handoff_cases import check_beginning
-from chaos.handoff_mesh import FIRST_TOKEN, LAST_TOKEN, ROUTERS, HandoffMesh
+from chaos.handoff_mesh import FIRST_TOKEN, LAST_TOKEN, ROUTERS, WHOLE, HandoffMesh
 from chaos.proxy import proxy_to
 from e2e.mesh import StreamReader, eventually, scrape
 from processes import ServiceProcess
@@ -98,7 +98,7 @@ def asked(seed: int, number: int) -> Asked:
 def _prompt(draw: random.Random) -> list[int]:
     shared = draw.choice(_PREFIXES)[: draw.choice((0, 0, 64, 100, 160))]
     own = [draw.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(draw.randint(1, 260))]
-    return shared + own
+    return [*shared, *own[:-1], WHOLE]
 
 
 class Traffic:
