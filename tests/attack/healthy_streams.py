@@ -2,7 +2,7 @@
 
 Prints a line when all streams run, then one of JSON for each line of standard input, about the time since the line
 before: the longest gap between two messages of a stream, and the times to the first tokens of calls for one token, made
-one after the other, in milliseconds. Ends if a stream ends, or lacks or repeats a token.
+one after the other, in milliseconds. Ends if a stream ends early, or lacks or repeats a token.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ GENERATE: Method[bytes, router_pb.GenerateResponse] = Method(
     "/trtmesh.v1.MeshService/Generate", bytes, router_pb.GenerateResponse.FromString
 )
 ENDLESS = 10_000_000
+LEAST_TOKENS = 30_000
+"""Of a whole stream, which ends at the model's length."""
 WARM_MESSAGES = 10
 PAUSE_SECONDS = 0.01
 """Between two short calls."""
@@ -70,6 +72,13 @@ class Streams:
         self._longest = 0.0
 
     async def run(self, connection: ClientConnection, number: int) -> None:
+        """One stream after the other: each ends at the model's length, which is minutes of attacks away."""
+        while await self._stream(connection, number) >= LEAST_TOKENS:
+            pass
+        raise SystemExit("a healthy stream ended")
+
+    async def _stream(self, connection: ClientConnection, number: int) -> int:
+        """The number of tokens of a whole stream."""
         call = connection.open(GENERATE)
         await call.write(self._request)
         call.half_close()
@@ -84,7 +93,7 @@ class Streams:
             self._longest = max(self._longest, now - self._arrivals[number])
             self._arrivals[number] = now
             self._messages[number] += 1
-        raise SystemExit("a healthy stream ended")
+        return tokens
 
     @property
     def warm(self) -> bool:
