@@ -120,7 +120,9 @@ def has_ipv6() -> bool:
 
 
 @asynccontextmanager
-async def example(tmp_path: Path, *flags: str) -> AsyncIterator[Example]:
+async def example(
+    tmp_path: Path, *flags: str, hangups: signal.Handlers = signal.SIG_DFL
+) -> AsyncIterator[Example]:
     program = tmp_path / "example.py"
     program.write_text(PROGRAM)
     process = await asyncio.create_subprocess_exec(
@@ -132,8 +134,8 @@ async def example(tmp_path: Path, *flags: str) -> AsyncIterator[Example]:
         stderr=asyncio.subprocess.PIPE,
         # With an unreachable name server, an unknown name may take half a minute.
         env=os.environ | {"RES_OPTIONS": "timeout:1 attempts:1"},
-        # Tests that run under nohup would hand down that it is ignored.
-        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
+        # Tests that run under nohup would hand down that SIGHUP is ignored.
+        preexec_fn=partial(signal.signal, signal.SIGHUP, hangups),
     )
     try:
         yield Example(process)
@@ -174,18 +176,14 @@ async def test_hangups_and_foreign_signals_cut_nothing_off(tmp_path: Path) -> No
 
 
 async def test_hangup_is_ignored_under_nohup(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        async with example(tmp_path) as process:
-            await process.until(SERVING)
-            process.process.send_signal(signal.SIGHUP)
-            process.process.send_signal(signal.SIGUSR1)
-            await process.until("SIGUSR1 means nothing")
-            assert "SIGHUP" not in process.seen
-            process.process.terminate()
-            assert await process.end() == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    async with example(tmp_path, hangups=signal.SIG_IGN) as process:
+        await process.until(SERVING)
+        process.process.send_signal(signal.SIGHUP)
+        process.process.send_signal(signal.SIGUSR1)
+        await process.until("SIGUSR1 means nothing")
+        assert "SIGHUP" not in process.seen
+        process.process.terminate()
+        assert await process.end() == 0
 
 
 async def test_process_announces_itself_in_one_line(tmp_path: Path) -> None:
