@@ -38,9 +38,8 @@ FILE` or `TRTMESH_CONFIG`), in this order of precedence:
 | file | `router: {deadlines: {stall_seconds: 2}}` |
 
 A relative path in the file begins at the directory of the file, in a flag or a variable at the working directory.
-Settings of former releases are refused with the new name. Flags and variables separate the items of a list by commas.
-`trtmesh up` has the flags of the section `mesh`, and its processes read their own sections from the same file and
-variables.
+Flags and variables separate the items of a list by commas. `trtmesh up` has the flags of the section `mesh`, and its
+processes read their own sections from the same file and variables.
 """
 
 

@@ -1,13 +1,11 @@
-"""Settings of all services: old names are refused with the new ones, and the page of all settings is current."""
+"""Settings of all services: each is described and refuses in its own words, and the pages are current."""
 
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from trtmesh.chassis.config_file import LISTS, PATHS
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.settings import ServiceSettings, iterate_leaves, load_settings
@@ -23,59 +21,18 @@ SERVICES: tuple[type[ServiceSettings], ...] = (
     TokenizerSettings,
     MeshSettings,
 )
-RENAMED = [(cls, old, new) for cls in SERVICES for old, new in cls.renamed.items()]
 
 
 def flag(name: str) -> str:
     return "--" + name.replace(".", "-").replace("_", "-")
 
 
-def variable(cls: type[ServiceSettings], name: str) -> str:
-    return f"TRTMESH_{cls.section}_{name}".replace(".", "_").upper()
-
-
-def refusal(
-    cls: type[ServiceSettings], *argv: str, environ: dict[str, str] | None = None
-) -> str | None:
+def refusal(cls: type[ServiceSettings], *argv: str) -> str | None:
     try:
-        load_settings(cls, argv, environ or {})
+        load_settings(cls, argv, {})
     except SettingsError as error:
         return str(error)
     return None
-
-
-def spelt_anew(old: list[str], new: list[str]) -> Iterator[tuple[str, str]]:
-    """The old spelling of a source and the expected end of the refusal; empty for an unchanged spelling."""
-    if old != new:
-        yield old[0], f"{old[0]} is now {' and '.join(new)}"
-
-
-@pytest.mark.parametrize(("cls", "old", "new"), RENAMED)
-def test_old_names_are_refused_with_the_new_ones(
-    cls: type[ServiceSettings], old: str, new: str, tmp_path: Path
-) -> None:
-    names = new.split()
-    for name, end in spelt_anew([flag(old)], [flag(each) for each in names]):
-        assert refusal(cls, name, "1") == refusal(cls, f"{name}=1") == f"flag {end}"
-    for name, end in spelt_anew([variable(cls, old)], [variable(cls, each) for each in names]):
-        assert refusal(cls, environ={name: "1"}) == f"environment variable {end}"
-    file = tmp_path / "mesh.yaml"
-    content: object = 1
-    for part in reversed([cls.section, *old.split(".")]):
-        content = {part: content}
-    file.write_text(yaml.safe_dump(content))
-    dotted = [f"{cls.section}.{each}" for each in names]
-    expected = f"file {file}: {cls.section}.{old} is now {' and '.join(dotted)}"
-    assert refusal(cls, "--config", str(file)) == expected
-
-
-@pytest.mark.parametrize(("cls", "old", "new"), RENAMED)
-def test_new_names_are_settings_and_old_ones_are_not(
-    cls: type[ServiceSettings], old: str, new: str
-) -> None:
-    leaves = {".".join(path) for path, _ in iterate_leaves(cls)}
-    assert set(new.split()) <= leaves
-    assert old not in leaves
 
 
 @pytest.mark.parametrize("cls", SERVICES)

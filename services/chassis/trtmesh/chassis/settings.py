@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import getdoc
@@ -96,8 +96,6 @@ class ServiceSettings(Settings):
     """Settings of every service process."""
 
     section: ClassVar[str]
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Old dotted names, each with its new name, or several new names separated by spaces."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 listens on all."""
@@ -204,7 +202,6 @@ class _Parser(argparse.ArgumentParser):
 def _flag_layer(
     cls: type[ServiceSettings], leaves: Mapping[LeafPath, FieldInfo], argv: Sequence[str]
 ) -> tuple[Layer, str | None]:
-    _refuse_renamed("flag", (part.partition("=")[0] for part in argv), _renamed(cls, _flag))
     given = vars(_parser(cls).parse_args(argv))
     config_file = given.pop("config")
     values = {tuple(dest.split(".")): value for dest, value in given.items() if value is not None}
@@ -241,7 +238,6 @@ def _environment_layer(
 
     names = {path: variable(path) for path in leaves}
     known = {name: path for path, name in names.items()}
-    _refuse_renamed("environment variable", environ, _renamed(cls, variable))
     for name, value in environ.items():
         _refuse_misspelt_section(name)
         if name.startswith(prefix) and name not in known:
@@ -259,25 +255,6 @@ def _environment_layer(
                 names[path] = each.name
     values = {path: environ[name] for path, name in names.items() if name in environ}
     return Layer("environment variable", values, names)
-
-
-def _renamed(
-    cls: type[ServiceSettings], spell: Callable[[LeafPath], str]
-) -> Mapping[str, Sequence[str]]:
-    """Maps old names to new ones in the spelling of one source, without unchanged spellings."""
-    spelt = {
-        spell(tuple(old.split("."))): [spell(tuple(name.split("."))) for name in new.split()]
-        for old, new in cls.renamed.items()
-    }
-    return {old: new for old, new in spelt.items() if [old] != new}
-
-
-def _refuse_renamed(
-    source: str, given: Iterable[str], renamed: Mapping[str, Sequence[str]]
-) -> None:
-    for name in given:
-        if name in renamed:
-            raise SettingsError(f"{source} {name} is now {' and '.join(renamed[name])}")
 
 
 def _refuse_misspelt_section(name: str) -> None:
@@ -302,7 +279,6 @@ def _file_layer(
 
     names = {path: f"{file}: {dotted(path)}" for path in leaves}
     given = dict(_flatten(read_config_file(file).get(cls.section, {}), (), leaves))
-    _refuse_renamed(f"file {file}:", map(dotted, given), _renamed(cls, dotted))
     for path in [path for path in given if path not in leaves]:
         known = [".".join(leaf) for leaf in leaves]
         raise SettingsError(

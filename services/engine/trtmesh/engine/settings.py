@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -23,54 +22,6 @@ class EngineSettings(SecuredSettings):
     """Settings of an engine process."""
 
     section: ClassVar[str] = "engine"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "torch.kv_cache_tokens": "torch.kv_cache.tokens",
-        "torch.kv_cache_bytes": "torch.kv_cache.bytes",
-        "torch.kv_cache_free_memory_fraction": "torch.kv_cache.free_memory_fraction",
-        "torch.tokens_per_block": "torch.kv_cache.tokens_per_block",
-        "torch.prefix_reuse": "torch.kv_cache.prefix_reuse",
-        "torch.partial_reuse": "torch.kv_cache.partial_reuse",
-        "torch.decode_copy_bytes": "torch.kv_cache.decode_copy_bytes",
-        "torch.kv_events": "torch.kv_cache.events",
-        "torch.host_cache_bytes": "torch.host_cache.bytes",
-        "torch.host_cache_min_priority": "torch.host_cache.min_priority",
-        "torch.batching_type": "torch.batching.type",
-        "torch.batch_scheduler_policy": "torch.batching.policy",
-        "torch.max_step_tokens": "torch.batching.max_step_tokens",
-        "torch.chunked_context": "torch.batching.chunked_context",
-        "torch.context_chunk_tokens": "torch.batching.context_chunk_tokens",
-        "torch.max_batch_size": "torch.limits.max_batch_size",
-        "torch.max_queue_size": "torch.limits.max_queue_size",
-        "torch.max_sequence_tokens": "torch.limits.max_sequence_tokens",
-        "torch.max_sequences_per_item": "torch.limits.max_sequences_per_item",
-        "torch.max_logits_bytes": "torch.limits.max_logits_bytes",
-        "torch.prompt_tables_bytes": "torch.limits.max_prompt_table_bytes",
-        "torch.adapters.bytes": "torch.adapters.host_bytes",
-        "simulated.step_ms": "simulated.timing.step_ms",
-        "simulated.step_ms_per_sequence": "simulated.timing.step_ms_per_sequence",
-        "simulated.prefill_tokens_per_second": "simulated.timing.prefill_tokens_per_second",
-        "simulated.prefill_tokens_per_step": "simulated.timing.prefill_tokens_per_step",
-        "simulated.load_ms": "simulated.timing.load_ms",
-        "simulated.total_blocks": "simulated.kv_cache.total_blocks",
-        "simulated.tokens_per_block": "simulated.kv_cache.tokens_per_block",
-        "simulated.max_batch_size": "simulated.limits.max_batch_size",
-        "simulated.max_queue_size": "simulated.limits.max_queue_size",
-        "simulated.max_sequence_tokens": "simulated.limits.max_sequence_tokens",
-        "simulated.max_sequences_per_item": "simulated.limits.max_sequences_per_item",
-        "simulated.vocabulary_size": "simulated.vocabulary.size",
-        "simulated.first_token_id": "simulated.vocabulary.first_token_id",
-        "simulated.last_token_id": "simulated.vocabulary.last_token_id",
-        "simulated.end_id": "simulated.vocabulary.end_id",
-        "simulated.end_probability": "simulated.vocabulary.end_probability",
-        "simulated.tokenizer_fingerprint": "simulated.vocabulary.tokenizer_fingerprint",
-        "simulated.crash_after_steps": "simulated.faults.crash_after_steps",
-        "simulated.freeze_after_steps": "simulated.faults.freeze_after_steps",
-        "simulated.break_after_steps": "simulated.faults.break_after_steps",
-        "simulated.slow_after_steps": "simulated.faults.slow_after_steps",
-        "simulated.slow_factor": "simulated.faults.slow_factor",
-        "simulated.fail_item": "simulated.faults.fail_item",
-        "simulated.refuse_after_items": "simulated.faults.refuse_after_items",
-    }
 
     backend: Literal["torch", "tensorrt_llm", "simulated", "foreign"] = "torch"
     """What executes the model."""

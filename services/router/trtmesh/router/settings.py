@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -29,43 +28,6 @@ class RouterSettings(SecuredSettings):
     """Settings of a router process."""
 
     section: ClassVar[str] = "router"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "http_port": "http.port",
-        "http_receive_seconds": "http.receive_seconds",
-        "admin_host": "admin.host",
-        "admin_port": "admin.port",
-        "admin_token_file": "admin.token_file",
-        "policy": "placement.policy",
-        "explained_decisions": "placement.explained_decisions",
-        "kv_index_blocks": "placement.kv_index_blocks",
-        "siblings_together": "siblings.max_together",
-        "sibling_wait_seconds": "siblings.wait_seconds",
-        "record_file": "record.file",
-        "record_max_bytes": "record.max_bytes",
-        "max_items": "admission.max_items",
-        "max_running_items": "admission.max_running_items",
-        "max_queued_items": "admission.max_queued_items",
-        "max_items_per_request": "admission.max_items_per_request",
-        "queue_seconds": "admission.queue_seconds encoding.queue_seconds",
-        "encodes_per_tokenizer": "encoding.max_per_tokenizer",
-        "max_queued_encodes": "encoding.max_queued",
-        "key_tokens_per_second": "rate_limit.tokens_per_second",
-        "key_burst_tokens": "rate_limit.burst_tokens",
-        "client_buffer_tokens": "client.buffer_tokens",
-        "client_buffer_bytes": "client.buffer_bytes",
-        "client_at_limit": "client.at_limit",
-        "client_stall_seconds": "client.stall_seconds",
-        "silence_seconds": "deadlines.silence_seconds",
-        "decode_seconds": "deadlines.decode_seconds",
-        "stall_seconds": "deadlines.stall_seconds",
-        "accepted_seconds": "deadlines.accepted_seconds",
-        "started_seconds": "deadlines.started_seconds",
-        "first_token_seconds": "deadlines.first_token_seconds",
-        "next_token_seconds": "deadlines.next_token_seconds",
-        "max_attempts": "retries.max_attempts",
-        "worker_recovery_seconds": "retries.worker_wait_seconds",
-        "tokenizer_recovery_seconds": "retries.tokenizer_wait_seconds",
-    }
 
     port: Port = 8001
     """Port of the gRPC server for clients."""

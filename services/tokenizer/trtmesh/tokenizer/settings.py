@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -17,16 +16,6 @@ class TokenizerSettings(SecuredSettings):
     """Settings of a tokenizer process."""
 
     section: ClassVar[str] = "tokenizer"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "max_text_bytes": "encoding.max_text_bytes",
-        "long_text_bytes": "encoding.long_text_bytes",
-        "encode_threads": "encoding.threads",
-        "max_batch_bytes": "encoding.max_batch_bytes",
-        "max_queued_encodes": "encoding.max_queued",
-        "max_queued_long_encodes": "encoding.max_queued_long",
-        "max_handles": "stream.max_decode_states",
-        "max_unsent_events": "stream.max_unsent_events",
-    }
 
     port: Port = 9001
     """Port of the gRPC server."""
