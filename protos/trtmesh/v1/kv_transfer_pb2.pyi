@@ -155,7 +155,6 @@ class HandoffDescriptor(google.protobuf.message.Message):
     FIRST_TOKEN_ID_FIELD_NUMBER: builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
     BACKEND_STATE_FIELD_NUMBER: builtins.int
-    TRANSPORT_STATE_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     COMPATIBILITY_HASH_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
@@ -176,8 +175,6 @@ class HandoffDescriptor(google.protobuf.message.Message):
     """Time until the lease expires, in milliseconds."""
     backend_state: builtins.bytes
     """Opaque state of the sender's backend, at most 1 MiB, passed through. Set with KV_TRANSPORT_BACKEND."""
-    transport_state: builtins.bytes
-    """Connection data of a faster transport, opaque to the router. Unused: see `transports`."""
     protocol_version: builtins.int
     """Version of the handoff protocol; a receiver refuses all but its own."""
     compatibility_hash: builtins.bytes
@@ -218,7 +215,6 @@ class HandoffDescriptor(google.protobuf.message.Message):
         first_token_id: builtins.int | None = ...,
         expires_in_ms: builtins.int = ...,
         backend_state: builtins.bytes = ...,
-        transport_state: builtins.bytes = ...,
         protocol_version: builtins.int = ...,
         compatibility_hash: builtins.bytes = ...,
         shards: collections.abc.Iterable[Global___KvBlockShape] | None = ...,
@@ -227,14 +223,14 @@ class HandoffDescriptor(google.protobuf.message.Message):
         layers_per_part: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id", "shape", b"shape"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_first_token_id", b"_first_token_id", "address", b"address", "backend_state", b"backend_state", "block_ids", b"block_ids", "compatibility_hash", b"compatibility_hash", "computed_tokens", b"computed_tokens", "emitted_tokens", b"emitted_tokens", "expires_in_ms", b"expires_in_ms", "first_token_id", b"first_token_id", "layers_per_part", b"layers_per_part", "lease_id", b"lease_id", "protocol_version", b"protocol_version", "shape", b"shape", "shards", b"shards", "transport_state", b"transport_state", "transports", b"transports", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_first_token_id", b"_first_token_id", "address", b"address", "backend_state", b"backend_state", "block_ids", b"block_ids", "compatibility_hash", b"compatibility_hash", "computed_tokens", b"computed_tokens", "emitted_tokens", b"emitted_tokens", "expires_in_ms", b"expires_in_ms", "first_token_id", b"first_token_id", "layers_per_part", b"layers_per_part", "lease_id", b"lease_id", "protocol_version", b"protocol_version", "shape", b"shape", "shards", b"shards", "transports", b"transports", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_first_token_id", b"_first_token_id"]) -> typing.Literal["first_token_id"] | None: ...
 
 Global___HandoffDescriptor: typing_extensions.TypeAlias = HandoffDescriptor
 
 @typing.final
-class FetchBlocksRequest(google.protobuf.message.Message):
-    """Requests the blocks of a lease."""
+class WantedBlocks(google.protobuf.message.Message):
+    """Blocks of a lease to fetch."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -262,33 +258,7 @@ class FetchBlocksRequest(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["block_positions", b"block_positions", "first_kv_head", b"first_kv_head", "kv_heads", b"kv_heads", "lease_id", b"lease_id"]) -> None: ...
 
-Global___FetchBlocksRequest: typing_extensions.TypeAlias = FetchBlocksRequest
-
-@typing.final
-class FetchBlocksResponse(google.protobuf.message.Message):
-    """Part of the blocks."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BLOCK_POSITION_FIELD_NUMBER: builtins.int
-    BYTE_OFFSET_FIELD_NUMBER: builtins.int
-    DATA_FIELD_NUMBER: builtins.int
-    block_position: builtins.int
-    """Position of the block in HandoffDescriptor.block_ids."""
-    byte_offset: builtins.int
-    """First byte of this part within the block."""
-    data: builtins.bytes
-    """The bytes, at most 1 MiB."""
-    def __init__(
-        self,
-        *,
-        block_position: builtins.int = ...,
-        byte_offset: builtins.int = ...,
-        data: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_position", b"block_position", "byte_offset", b"byte_offset", "data", b"data"]) -> None: ...
-
-Global___FetchBlocksResponse: typing_extensions.TypeAlias = FetchBlocksResponse
+Global___WantedBlocks: typing_extensions.TypeAlias = WantedBlocks
 
 @typing.final
 class OpenFetch(google.protobuf.message.Message):
@@ -307,13 +277,13 @@ class OpenFetch(google.protobuf.message.Message):
     transport_state: builtins.bytes
     """Connection data of the receiver, opaque to all but the transport."""
     @property
-    def blocks(self) -> Global___FetchBlocksRequest:
+    def blocks(self) -> Global___WantedBlocks:
         """The lease, and the blocks and heads that the receiver lacks."""
 
     def __init__(
         self,
         *,
-        blocks: Global___FetchBlocksRequest | None = ...,
+        blocks: Global___WantedBlocks | None = ...,
         compatibility_hash: builtins.bytes = ...,
         transport: Global___KvTransport.ValueType = ...,
         transport_state: builtins.bytes = ...,
@@ -468,17 +438,12 @@ class FetchResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PART_FIELD_NUMBER: builtins.int
-    DATA_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
     CONFIRMED_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     @property
     def part(self) -> Global___KvPart:
         """A part is final; with KV_TRANSPORT_GRPC its data follows."""
-
-    @property
-    def data(self) -> Global___FetchBlocksResponse:
-        """Unused: see `chunk`."""
 
     @property
     def commit(self) -> Global___KvCommitMark:
@@ -496,14 +461,13 @@ class FetchResponse(google.protobuf.message.Message):
         self,
         *,
         part: Global___KvPart | None = ...,
-        data: Global___FetchBlocksResponse | None = ...,
         commit: Global___KvCommitMark | None = ...,
         confirmed: Global___FetchConfirmed | None = ...,
         chunk: Global___KvChunk | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "confirmed", b"confirmed", "data", b"data", "part", b"part", "response", b"response"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "confirmed", b"confirmed", "data", b"data", "part", b"part", "response", b"response"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["part", "data", "commit", "confirmed", "chunk"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "confirmed", b"confirmed", "part", b"part", "response", b"response"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "confirmed", b"confirmed", "part", b"part", "response", b"response"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["part", "commit", "confirmed", "chunk"] | None: ...
 
 Global___FetchResponse: typing_extensions.TypeAlias = FetchResponse
 

@@ -35,11 +35,6 @@ class KvTransferServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.FetchBlocks = channel.unary_stream(
-                '/trtmesh.v1.KvTransferService/FetchBlocks',
-                request_serializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksRequest.SerializeToString,
-                response_deserializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksResponse.FromString,
-                _registered_method=True)
         self.Fetch = channel.stream_stream(
                 '/trtmesh.v1.KvTransferService/Fetch',
                 request_serializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchRequest.SerializeToString,
@@ -50,13 +45,6 @@ class KvTransferServiceStub(object):
 class KvTransferServiceServicer(object):
     """Moves KV block data between workers without a faster transport.
     """
-
-    def FetchBlocks(self, request, context):
-        """Sends the blocks of a lease in order. Unused: Fetch also carries the commit mark and the confirmation.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request_iterator, context):
         """Fetches the KV of a lease while the sender computes it. The receiver sends `open`, the sender each part as soon as
@@ -70,11 +58,6 @@ class KvTransferServiceServicer(object):
 
 def add_KvTransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'FetchBlocks': grpc.unary_stream_rpc_method_handler(
-                    servicer.FetchBlocks,
-                    request_deserializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksRequest.FromString,
-                    response_serializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksResponse.SerializeToString,
-            ),
             'Fetch': grpc.stream_stream_rpc_method_handler(
                     servicer.Fetch,
                     request_deserializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchRequest.FromString,
@@ -91,33 +74,6 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
 class KvTransferService(object):
     """Moves KV block data between workers without a faster transport.
     """
-
-    @staticmethod
-    def FetchBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/trtmesh.v1.KvTransferService/FetchBlocks',
-            trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksRequest.SerializeToString,
-            trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Fetch(request_iterator,

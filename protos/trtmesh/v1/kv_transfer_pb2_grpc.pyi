@@ -25,22 +25,6 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-_KvTransferServiceFetchBlocksType = typing_extensions.TypeVar(
-    '_KvTransferServiceFetchBlocksType',
-    grpc.UnaryStreamMultiCallable[
-        trtmesh.v1.kv_transfer_pb2.FetchBlocksRequest,
-        trtmesh.v1.kv_transfer_pb2.FetchBlocksResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        trtmesh.v1.kv_transfer_pb2.FetchBlocksRequest,
-        trtmesh.v1.kv_transfer_pb2.FetchBlocksResponse,
-    ],
-    default=grpc.UnaryStreamMultiCallable[
-        trtmesh.v1.kv_transfer_pb2.FetchBlocksRequest,
-        trtmesh.v1.kv_transfer_pb2.FetchBlocksResponse,
-    ],
-)
-
 _KvTransferServiceFetchType = typing_extensions.TypeVar(
     '_KvTransferServiceFetchType',
     grpc.StreamStreamMultiCallable[
@@ -57,15 +41,11 @@ _KvTransferServiceFetchType = typing_extensions.TypeVar(
     ],
 )
 
-class KvTransferServiceStub(typing.Generic[_KvTransferServiceFetchBlocksType, _KvTransferServiceFetchType]):
+class KvTransferServiceStub(typing.Generic[_KvTransferServiceFetchType]):
     """Moves KV block data between workers without a faster transport."""
 
     @typing.overload
     def __init__(self: KvTransferServiceStub[
-        grpc.UnaryStreamMultiCallable[
-            trtmesh.v1.kv_transfer_pb2.FetchBlocksRequest,
-            trtmesh.v1.kv_transfer_pb2.FetchBlocksResponse,
-        ],
         grpc.StreamStreamMultiCallable[
             trtmesh.v1.kv_transfer_pb2.FetchRequest,
             trtmesh.v1.kv_transfer_pb2.FetchResponse,
@@ -74,18 +54,11 @@ class KvTransferServiceStub(typing.Generic[_KvTransferServiceFetchBlocksType, _K
 
     @typing.overload
     def __init__(self: KvTransferServiceStub[
-        grpc.aio.UnaryStreamMultiCallable[
-            trtmesh.v1.kv_transfer_pb2.FetchBlocksRequest,
-            trtmesh.v1.kv_transfer_pb2.FetchBlocksResponse,
-        ],
         grpc.aio.StreamStreamMultiCallable[
             trtmesh.v1.kv_transfer_pb2.FetchRequest,
             trtmesh.v1.kv_transfer_pb2.FetchResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
-
-    FetchBlocks: _KvTransferServiceFetchBlocksType
-    """Sends the blocks of a lease in order. Unused: Fetch also carries the commit mark and the confirmation."""
 
     Fetch: _KvTransferServiceFetchType
     """Fetches the KV of a lease while the sender computes it. The receiver sends `open`, the sender each part as soon as
@@ -94,10 +67,6 @@ class KvTransferServiceStub(typing.Generic[_KvTransferServiceFetchBlocksType, _K
     """
 
 KvTransferServiceAsyncStub: typing_extensions.TypeAlias = KvTransferServiceStub[
-    grpc.aio.UnaryStreamMultiCallable[
-        trtmesh.v1.kv_transfer_pb2.FetchBlocksRequest,
-        trtmesh.v1.kv_transfer_pb2.FetchBlocksResponse,
-    ],
     grpc.aio.StreamStreamMultiCallable[
         trtmesh.v1.kv_transfer_pb2.FetchRequest,
         trtmesh.v1.kv_transfer_pb2.FetchResponse,
@@ -106,14 +75,6 @@ KvTransferServiceAsyncStub: typing_extensions.TypeAlias = KvTransferServiceStub[
 
 class KvTransferServiceServicer(metaclass=abc.ABCMeta):
     """Moves KV block data between workers without a faster transport."""
-
-    @abc.abstractmethod
-    def FetchBlocks(
-        self,
-        request: trtmesh.v1.kv_transfer_pb2.FetchBlocksRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[trtmesh.v1.kv_transfer_pb2.FetchBlocksResponse], collections.abc.AsyncIterator[trtmesh.v1.kv_transfer_pb2.FetchBlocksResponse]]:
-        """Sends the blocks of a lease in order. Unused: Fetch also carries the commit mark and the confirmation."""
 
     @abc.abstractmethod
     def Fetch(

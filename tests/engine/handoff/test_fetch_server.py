@@ -37,7 +37,7 @@ async def fetching(both: Pair) -> AsyncIterator[FetchCall]:
 
 def opening(descriptor: pb.HandoffDescriptor, **fields: Any) -> pb.FetchRequest:
     values: dict[str, Any] = {
-        "blocks": pb.FetchBlocksRequest(lease_id=descriptor.lease_id),
+        "blocks": pb.WantedBlocks(lease_id=descriptor.lease_id),
         "compatibility_hash": descriptor.compatibility_hash,
         "transport": pb.KV_TRANSPORT_GRPC,
     }
@@ -56,7 +56,7 @@ async def failure(call: FetchCall) -> StreamFailed:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"blocks": pb.FetchBlocksRequest(lease_id="0" * 32)}, "HANDOFF_FAILED"),
+        ({"blocks": pb.WantedBlocks(lease_id="0" * 32)}, "HANDOFF_FAILED"),
         ({"compatibility_hash": b"other"}, "MISMATCH"),
         ({"transport": pb.KV_TRANSPORT_NIXL}, "INVALID_FIELD"),
     ],
@@ -75,7 +75,7 @@ async def test_fetch_that_does_not_fit_is_refused(fields: dict[str, Any], reason
 async def test_fetch_of_some_heads_is_refused() -> None:
     async with pair() as both:
         descriptor = await both.prefill(1, lease())
-        some = pb.FetchBlocksRequest(lease_id=descriptor.lease_id, kv_heads=1)
+        some = pb.WantedBlocks(lease_id=descriptor.lease_id, kv_heads=1)
         async with fetching(both) as call:
             await call.write(opening(descriptor, blocks=some))
             assert (await failure(call)).reason == "INVALID_FIELD"

@@ -37,9 +37,6 @@ class ScriptedSender(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     def __init__(self, script: Script) -> None:
         self._script = script
 
-    def FetchBlocks(self, request: object, context: object) -> Any:
-        raise AssertionError("deprecated")
-
     # A coroutine, like the real one.
     async def Fetch(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
         opening = await context.read()

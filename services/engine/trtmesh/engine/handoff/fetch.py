@@ -80,7 +80,7 @@ class Fetch:
         self._tls = tls
         self._memory = memory
         self._opening = pb.OpenFetch(
-            blocks=pb.FetchBlocksRequest(lease_id=remote.lease_id, block_positions=positions),
+            blocks=pb.WantedBlocks(lease_id=remote.lease_id, block_positions=positions),
             compatibility_hash=remote.hash,
             transport=transport,
             transport_state=transport_state,

@@ -12,7 +12,6 @@ from trtmesh.chassis.errors import (
     InvalidField,
     InvalidRequest,
     Mismatch,
-    UnsupportedCall,
 )
 from trtmesh.chassis.grpc.server.call import ServerCall
 from trtmesh.chassis.rpc import answering
@@ -50,12 +49,7 @@ class FetchServer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         """`handoffs` raises while the worker has none."""
         self._handoffs = handoffs
 
-    # A coroutine, unlike the stub, as below.
-    async def FetchBlocks(self, request: pb.FetchBlocksRequest, context: Context) -> None:  # type: ignore[override]
-        async with answering(context):
-            raise UnsupportedCall("FetchBlocks is deprecated; use Fetch")
-
-    # Not a generator, unlike the stub: a cancelled generator leaves cleanup to the garbage collector.
+    # A coroutine, unlike the stub: a cancelled generator leaves cleanup to the garbage collector.
     async def Fetch(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
         async with answering(context):
             opening = await _opening(context)
