@@ -1,0 +1,95 @@
+"""Runs a service of trtmesh and counts how control crosses its files.
+
+    python profiled.py SOCKET ROOT trtmesh.router [flags]
+
+ROOT is the folder of the services. A connection to SOCKET, a path, answers each line with the entries of files since
+the line before: those of the event loop's thread, and those of all others. Control enters a file when it comes from
+another file below ROOT, by a call or by a return; libraries between the two are not seen.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import socket
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+
+class Crossings:
+    """The entries of one thread, in the order of the first."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._now = ""
+        self.entries: dict[str, int] = {}
+
+    def see(self, frame: FrameType, event: str, _: Any) -> None:
+        """The profile function of a thread."""
+        if event == "call":
+            file = frame.f_code.co_filename
+        elif event == "return" and frame.f_back is not None:
+            file = frame.f_back.f_code.co_filename
+        else:
+            return
+        if file != self._now and file.startswith(self._root):
+            self._now = file
+            self.entries[file] = self.entries.get(file, 0) + 1
+
+
+class Threads:
+    """The crossings of all threads of this process."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._loop = Crossings(root)
+        self._others: list[Crossings] = []
+
+    def watch(self) -> None:
+        """Watches this thread, and all that start from now on."""
+        threading.setprofile(self._watch_other)
+        sys.setprofile(self._loop.see)
+
+    def _watch_other(self, frame: FrameType, event: str, argument: Any) -> None:
+        """The first event of another thread."""
+        crossings = Crossings(self._root)
+        self._others.append(crossings)
+        sys.setprofile(crossings.see)
+        crossings.see(frame, event, argument)
+
+    def take(self) -> dict[str, dict[str, int]]:
+        """The entries since the last call."""
+        loop, self._loop.entries = self._loop.entries, {}
+        others: dict[str, int] = {}
+        for crossings in self._others:
+            taken, crossings.entries = crossings.entries, {}
+            for file, count in taken.items():
+                others[file] = others.get(file, 0) + count
+        return {"loop": loop, "others": others}
+
+
+def answer(listener: socket.socket, threads: Threads) -> None:
+    """Answers each line with the entries since the one before."""
+    while True:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rw") as lines:
+            for _ in lines:
+                print(json.dumps(threads.take()), file=lines, flush=True)
+
+
+def main(path: str, root: str, module: str, flags: list[str]) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    threads = Threads(root)
+    threading.Thread(target=answer, args=(listener, threads), daemon=True).start()
+    threads.watch()
+    sys.argv = [module, *flags]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _, path, root, module, *flags = sys.argv
+    main(path, root, module, flags)

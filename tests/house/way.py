@@ -1,0 +1,201 @@
+"""The way of a prompt through a router, a tokenizer and an engine, by `sys.setprofile` in the three processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from trtmesh.kserve import grpc_service_pb2 as kserve_pb
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2
+
+PROFILED = Path(__file__).with_name("profiled.py")
+READY_SECONDS = 120.0
+PROMPT = "def fibonacci(n):\n"
+TOKENS, MORE_TOKENS = 3, 13
+
+Entries = Mapping[str, int]
+"""Entries of a file by its path below the folder of the services, in the order of the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The entries of files on one request's way, by process; `step` has those of a step of the engine's thread."""
+
+    loops: Mapping[str, Entries]
+    step: Entries
+
+    @property
+    def files(self) -> set[str]:
+        """The files of the product on the way."""
+        return {file for entries in self.loops.values() for file in entries} | self.step.keys()
+
+    def entries_of(self, file: str) -> int:
+        """How often control enters the file of a name, in any process."""
+        return sum(
+            count
+            for entries in self.loops.values()
+            for path, count in entries.items()
+            if path.endswith(file)
+        )
+
+
+class Process:
+    """A service under the profile."""
+
+    def __init__(self, name: str, root: Path, control: str, flags: Sequence[str]) -> None:
+        self.name = name
+        self._root = str(root) + os.sep
+        self._control = control
+        command = [sys.executable, str(PROFILED), control, self._root, f"trtmesh.{name}", *flags]
+        self._child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise SystemExit(f"{name} ended before it announced itself")
+        self.address: str = json.loads(line)["address"]
+
+    def end(self) -> None:
+        self._child.terminate()
+        self._child.wait()
+
+    async def take(self) -> tuple[Entries, Entries]:
+        """The entries since the last call: of the event loop, and of other threads."""
+        reader, writer = await asyncio.open_unix_connection(self._control, limit=2**20)
+        writer.write(b"\n")
+        found = json.loads(await reader.readline())
+        writer.close()
+        return self._named(found["loop"]), self._named(found["others"])
+
+    def _named(self, entries: Entries) -> Entries:
+        """With paths as the reader knows them: services/router/trtmesh/router/router.py is router/router.py."""
+        return {path.rpartition("/trtmesh/")[2]: count for path, count in entries.items()}
+
+
+@contextmanager
+def mesh(root: Path) -> Iterator[list[Process]]:
+    """A tokenizer, an engine and a router of the demo model; `root` is the folder of the services."""
+    model = str(root.parent / "models" / "demo")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
+
+        def start(name: str, *flags: str) -> Process:
+            control = f"{folder}/{name}"
+            process = Process(name, root, control, ("--port", "0", *flags))
+            processes.callback(process.end)
+            return process
+
+        tokenizer = start("tokenizer", "--model-dir", model)
+        engine = start("engine", "--model-dir", model)
+        router = start(
+            *("router", "--admin-port", "0", "--http-port", "none", "--engines", engine.address),
+            *("--tokenizers", tokenizer.address),
+        )
+        yield [router, tokenizer, engine]
+
+
+def native(tokens: int) -> tuple[str, bytes]:
+    """A prompt by MeshService.Generate."""
+    config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=tokens))
+    item = router_pb2.GenerateItem(prompt=pb.Prompt(text=PROMPT))
+    request = router_pb2.GenerateRequest(items=[item], config=config)
+    return "/trtmesh.v1.MeshService/Generate", request.SerializeToString()
+
+
+def ensemble(tokens: int) -> tuple[str, bytes]:
+    """A stream of Triton's `ensemble`."""
+    request = kserve_pb.ModelInferRequest(model_name="ensemble")
+    text = PROMPT.encode()
+    for name, data_type, data in (
+        ("text_input", "BYTES", struct.pack("<I", len(text)) + text),
+        ("max_tokens", "INT32", struct.pack("<i", tokens)),
+        ("stream", "BOOL", b"\1"),
+    ):
+        request.inputs.add(name=name, datatype=data_type, shape=(1, 1))
+        request.raw_input_contents.append(data)
+    return "/inference.GRPCInferenceService/ModelStreamInfer", request.SerializeToString()
+
+
+async def measure(root: Path, repeats: int) -> tuple[Way, Way]:
+    """The ways of a native prompt and of an `ensemble` stream, each sent several times.
+
+    The fewest entries of a file count, so that timers count only if they always run.
+    """
+    with mesh(root) as processes:
+        async with grpc.aio.insecure_channel(processes[0].address) as channel:
+            await _until_served(channel)
+            found = [
+                await _way(channel, processes, door(TOKENS), repeats) for door in (native, ensemble)
+            ]
+            longer = await _way(channel, processes, native(MORE_TOKENS), repeats)
+    step = {
+        file: per_step
+        for file, count in longer.step.items()
+        if (per_step := (count - found[0].step.get(file, 0)) // (MORE_TOKENS - TOKENS))
+    }
+    whole = [Way({**way.loops, "engine's thread": way.step}, step) for way in found]
+    return whole[0], whole[1]
+
+
+async def _way(
+    channel: grpc.aio.Channel,
+    processes: Sequence[Process],
+    request: tuple[str, bytes],
+    repeats: int,
+) -> Way:
+    """The fewest entries of each file, among so many times; `step` has those of the engine's other threads."""
+    loops: dict[str, list[Entries]] = {process.name: [] for process in processes}
+    threads: list[Entries] = []
+    await _ask(channel, *request)
+    for _ in range(repeats):
+        await asyncio.sleep(0.3)
+        for process in processes:
+            await process.take()
+        await _ask(channel, *request)
+        # The engine's last word comes after the client's.
+        await asyncio.sleep(0.05)
+        for process in processes:
+            loop, others = await process.take()
+            loops[process.name].append(loop)
+            if process.name == "engine":
+                threads.append(others)
+    return Way({name: _fewest(each) for name, each in loops.items()}, _fewest(threads))
+
+
+def _fewest(found: Sequence[Entries]) -> Entries:
+    first, *others = found
+    return {
+        file: min([count, *(each[file] for each in others)])
+        for file, count in first.items()
+        if all(file in each for each in others)
+    }
+
+
+async def _ask(channel: grpc.aio.Channel, method: str, request: bytes) -> None:
+    open_call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
+    call = open_call(iter([request]))
+    async for _ in call:
+        pass
+
+
+async def _until_served(channel: grpc.aio.Channel) -> None:
+    ends_at = time.monotonic() + READY_SECONDS
+    while True:
+        try:
+            await _ask(channel, *native(1))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > ends_at:
+                raise
+            await asyncio.sleep(0.2)
+        else:
+            return
