@@ -29,6 +29,8 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.breaks_on_token: int | None = None
         self.forgets_a_text = False
         self.spells = True
+        self.characters_of_id = 1
+        """Characters of a text that make an id, that of the first."""
         self.omits: int | None = None
         """Ids that it claims to leave out of every text."""
         self.deaf_to: set[str] = set()
@@ -90,12 +92,12 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def _encode(self, command: tpb.EncodeCommand, encoded: tpb.Encoded) -> None:
         encoded.handle = command.handle
-        is_too_long = 0 < command.max_token_ids < len(command.text)
-        omitted = len(command.text) if is_too_long else 0
+        ids = command.text[:: self.characters_of_id]
+        omitted = len(ids) if 0 < command.max_token_ids < len(ids) else 0
         if omitted := omitted if self.omits is None else self.omits:
             encoded.omitted_token_ids = omitted
             return
-        encoded.token_ids.extend(map(ord, command.text))
+        encoded.token_ids.extend(map(ord, ids))
         for word in command.words:
             encoded.words.add(ids=map(ord, word))
         for word in command.spelled_words if self.spells else ():

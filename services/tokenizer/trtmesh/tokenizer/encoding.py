@@ -402,7 +402,7 @@ def _surplus(tokenizer: Tokenizer, request: EncodeRequest) -> int:
     text, most = request.text, request.max_token_ids
     if text is None or not most:
         return 0
-    size = 2 * most
+    size = most * 5 // 8 + 1
     while size < len(text):
         count = len(_encodings(tokenizer, [text[:size]], special=False)[0])
         if count > 2 * most:

@@ -45,6 +45,10 @@ LONG_TEXT = 2**14
 HUGE_TEXT = 2**18
 """Characters of a text that takes milliseconds to copy."""
 
+BEGINNINGS = 3
+"""A beginning is encoded on its own only of a text so many times as long: six characters for each token that a worker
+takes, where English has four or five."""
+
 MOST_NAMES = 8
 """Most registered adapters that an error lists."""
 
@@ -62,6 +66,10 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
     if prompt.text is not None or words or spelled_words or stop_texts:
         texts = (prompt.text or "", *words, *spelled_words)
         context.mesh.tokenizers.check_size(context.model, *texts)
+        most = 0
+        if len(prompt.text or "") >= LONG_TEXT:
+            most = context.mesh.fleet.most_prompt_tokens(context.model)
+            await _check_beginnings(context, prompt.text or "", most)
         command = tokenizer_pb.EncodeCommand(
             request_id=context.request_id,
             text=prompt.text,
@@ -70,9 +78,8 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             spelled_words=spelled_words,
             stop_texts=stop_texts,
             skip_special_tokens=item.config.output.skip_special_tokens,
+            max_token_ids=most,
         )
-        if len(prompt.text or "") >= LONG_TEXT:
-            command.max_token_ids = context.mesh.fleet.most_prompt_tokens(context.model)
         if len(prompt.text or "") >= HUGE_TEXT:
             # To copy it again, to send it, is work of another turn.
             await context.starting.turn_before_rest()
@@ -101,6 +108,24 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
     blocks = PromptBlocks(root, token_ids)
     end_ids = context.mesh.tokenizers.end_ids_of(context.model) if item.has_text else ()
     return EncodedItem(token_ids, word_ids, spelled_ids, blocks, adapter, stop_vocabulary, end_ids)
+
+
+async def _check_beginnings(context: RequestContext, text: str, most: int) -> None:
+    """Raises PromptTooLong for a text of which a beginning has twice the `most` tokens that a worker takes: the whole
+    text, which may have a few tokens fewer, is not copied and sent. 0 is no limit.
+
+    A text of an ordinary length for its tokens is not looked at: its tokenizer would encode it twice.
+    """
+    # Four ids for a character, as those that are none's word have, are more than twice as many as a worker takes.
+    size = most * 5 // 8
+    while 0 < size < len(text) // BEGINNINGS:
+        command = tokenizer_pb.EncodeCommand(
+            request_id=context.request_id, text=text[:size], max_token_ids=2 * most
+        )
+        encoded = await context.mesh.tokenizers.encode(context.model, command)
+        if count := encoded.omitted_token_ids:
+            context.mesh.fleet.check_length(context.model, count, or_more=True)
+        size *= 4
 
 
 async def with_adapter_of_now(
