@@ -49,6 +49,7 @@ ROOMS = {
     ),
     "engine": (
         "__main__",
+        "gateways",
         "service",
         "settings",
         "backends",

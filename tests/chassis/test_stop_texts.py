@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from trtllm_client import DEMO
 from trtmesh.chassis.parsing import MAX_STOP_TEXT_CHARACTERS, MAX_WORD_LENGTH, MAX_WORDS
 from trtmesh.chassis.stop_texts import SpecialTokens, StopTexts
-from trtmesh.engine.service.trtllm.texts import Texts
+from trtmesh.engine.gateways.trtllm.texts import Texts
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=6)
 

@@ -9,7 +9,7 @@ from engine.tensorrt_llm.harness import PROMPT, backend, tokens, watch
 from trtmesh.chassis.block_hashes import ROOT_HASH, chain, root_hash
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from trtmesh.engine.backends.tensorrt_llm.kv_events import PLAIN, BlockNames
+from trtmesh.engine.backends.tensorrt_llm.kv_events import PLAIN, LibraryBlocks
 
 SIZE = 2
 TOKENS = [1, 2, 3, 4, 5, 6]
@@ -28,8 +28,8 @@ def removed(number: int, *hashes: int, **more: Any) -> Any:
     return {"event_id": number, "data": data, "window_size": 100, **more}
 
 
-def names() -> BlockNames:
-    found = BlockNames(SIZE)
+def names() -> LibraryBlocks:
+    found = LibraryBlocks(SIZE)
     found.expect(TOKENS, PLAIN)
     return found
 
@@ -54,7 +54,7 @@ def test_an_unfinished_block_is_told_once_it_is_full() -> None:
 
 
 def test_blocks_behind_an_adapter_or_a_salt_have_another_parent() -> None:
-    found = BlockNames(SIZE)
+    found = LibraryBlocks(SIZE)
     adapter = Adapter(7, "prose", "a")
     root = root_hash(adapter=adapter)
     found.expect(TOKENS, (root, adapter))

@@ -26,8 +26,8 @@ from trtmesh.engine.backends.torch.accelerator import (
 )
 from trtmesh.engine.backends.torch.backend import TorchBackend
 from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
+from trtmesh.engine.backends.torch.compute.memory_probe import StepSize, probe
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
-from trtmesh.engine.backends.torch.compute.rehearsal import StepSize, rehearse
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cpu.device import ORDERING, Cpu, fused_is_faster
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
@@ -231,10 +231,10 @@ def loaded(folder: Path) -> tuple[Model, Cpu]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_a_rehearsed_step_has_the_logits_of_a_step(family: str, model_dir: ModelDir) -> None:
+def test_a_probed_step_has_the_logits_of_a_step(family: str, model_dir: ModelDir) -> None:
     model, device = loaded(model_dir(family))
     for tokens, rows in ((37, 5), (3, 8)):
-        logits = rehearse(model, StepSize(tokens, rows), device.name)
+        logits = probe(model, StepSize(tokens, rows), device.name)
         assert logits.shape == (min(tokens, rows), model.vocabulary_size)
         assert bool(torch.isfinite(logits).all())
 

@@ -11,13 +11,16 @@ from typing import NoReturn
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.service import Runtime, run
 from trtmesh.engine.backend import Backend
+from trtmesh.engine.gateways.choice import open_gateways
 from trtmesh.engine.service.engine_service import EngineService
 from trtmesh.engine.settings import EngineSettings
 
 
 def build(settings: EngineSettings, runtime: Runtime) -> EngineService:
     """The service around the backend that the settings choose."""
-    return EngineService(settings, runtime, build_backend(settings))
+    service = EngineService(settings, runtime, build_backend(settings))
+    open_gateways(service, settings)
+    return service
 
 
 def build_backend(settings: EngineSettings) -> Backend:

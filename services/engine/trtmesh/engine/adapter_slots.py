@@ -27,7 +27,7 @@ A_contra = TypeVar("A_contra", bound=StoredAdapter, contravariant=True)
 S = TypeVar("S")
 
 
-class Device(Protocol[A_contra]):
+class AdapterDevice(Protocol[A_contra]):
     """Moves adapters between host and device."""
 
     def bring(self, adapter: A_contra, slot: int) -> bool:
@@ -40,7 +40,7 @@ class Device(Protocol[A_contra]):
 class AdapterSlots(Generic[A, S]):
     """The adapters on the device, each in a slot."""
 
-    def __init__(self, slots: int, device: Device[A], start: Callable[[S], None]) -> None:
+    def __init__(self, slots: int, device: AdapterDevice[A], start: Callable[[S], None]) -> None:
         """`start` queues a sequence whose adapter is on the device."""
         self.slots = slots
         self.hits = 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.engine.backends.torch.compute.cancelling import cancelling_trial
+from trtmesh.engine.backends.torch.compute.summation_order import cancelling_trial
 from trtmesh.engine.backends.torch.cpu.invariance import TILE_ROWS, agreeing_sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ from oracle import tiny_models
 from torch import Tensor
 from trtmesh.engine.backends.torch.accelerator import Accelerator
 from trtmesh.engine.backends.torch.compute import self_check
-from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
+from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.cuda import chunk_graphs
 from trtmesh.engine.backends.torch.cuda.capturing import Record, Replay
 from trtmesh.engine.backends.torch.cuda.kernels import decode_attention

@@ -8,6 +8,14 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import (
+    NO_TOKEN,
+    PART,
+    choose_tokens,
+    highest_reference,
+    known_reference,
+    known_tokens,
+)
 from trtmesh.engine.backends.torch.cuda.kernels.layers import (
     gated_silu,
     gated_silu_reference,
@@ -15,14 +23,6 @@ from trtmesh.engine.backends.torch.cuda.kernels.layers import (
     norm_reference,
     turn,
     turn_reference,
-)
-from trtmesh.engine.backends.torch.cuda.kernels.race import (
-    NO_TOKEN,
-    PART,
-    choose_tokens,
-    highest_reference,
-    known_reference,
-    known_tokens,
 )
 from trtmesh.engine.backends.torch.sampling.draws import _blocks, _Race, places
 

@@ -13,7 +13,7 @@ from oracle import tiny_models
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.engine.backends.torch.loading import load_engine
 from trtmesh.engine.backends.torch.model.weights import weight_files
-from trtmesh.engine.backends.torch.parallel.group import Place
+from trtmesh.engine.backends.torch.parallel.group import RankPlace
 from trtmesh.engine.backends.torch.parallel.layers import divide
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
@@ -52,7 +52,7 @@ def test_settings(llama: Path, settings: dict[str, Any], setting: str, problem: 
 def test_models_without_known_layers(family: str, tmp_path: Path) -> None:
     model = tiny_models.reference_model(tiny_models.build(tmp_path, family))
     with pytest.raises(ModelUnusable, match="runs on one device"):
-        divide(model, Place(0, 2))
+        divide(model, RankPlace(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_models_that_do_not_divide(name: str, changes: dict[str, int], tmp_path:
     shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
     folder = tiny_models.build(tmp_path, "llama", **{**shape, **changes})
     with pytest.raises(ModelUnusable, match=f"{name} {changes[name]},"):
-        divide(tiny_models.reference_model(folder), Place(0, 4))
+        divide(tiny_models.reference_model(folder), RankPlace(0, 4))
 
 
 async def test_a_refused_start_leaves_no_process(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import grpc
 from trtmesh.chassis.errors import (
@@ -44,9 +45,6 @@ from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import engine_pb2_grpc, kv_transfer_pb2_grpc
 
-if TYPE_CHECKING:
-    from trtmesh.engine.service.trtllm.servicer import TrtllmService
-
 log = logging.getLogger(__name__)
 
 HANDOFF_THREADS = 2
@@ -55,6 +53,20 @@ ALL_ROLES = (epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DEC
 
 FAREWELL_SECONDS = 1.0
 """Time for streams to send waiting events at shutdown."""
+
+Sessions = set[asyncio.Task[None]]
+"""The tasks of open streams; they are cancelled at shutdown."""
+
+
+class Gateway(Protocol):
+    """Another contract on the port of the service."""
+
+    service_name: str
+
+    def register(self, server: grpc.aio.Server) -> None: ...
+
+    async def load(self, model_dir: Path | None) -> None:
+        """Called once the model is loaded."""
 
 
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
@@ -75,24 +87,29 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._progress = Progress(settings.stall_seconds)
         self._engine: LoadedEngine | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._sessions: set[asyncio.Task[None]] = set()
+        self._sessions: Sessions = set()
         self._broken = False
-        self._trtllm: TrtllmService | None = None
-        if settings.trtllm_service:
-            self._offer_trtllm_service()
+        self._gateway: Gateway | None = None
+
+    def add_gateway(
+        self, build: Callable[[Callable[[], LoadedEngine], Runtime, Sessions], Gateway]
+    ) -> None:
+        """Serves another contract; the engine given to `build` raises Unavailable before the model is loaded."""
+        self._gateway = build(self._loaded, self._runtime, self._sessions)
+        self.service_names = (*self.service_names, self._gateway.service_name)
 
     def register(self, server: grpc.aio.Server) -> None:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self, server)
         fetches = FetchServer(self._handoffs)
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(fetches, server)
-        if self._trtllm:
-            self._trtllm.register(server)
+        if self._gateway:
+            self._gateway.register(server)
 
     async def start(self) -> None:
         await self._runtime.health.unwell("model", "loading")
         info = await self._backend.start(self._streams.deliver, self._on_failure)
-        if self._trtllm:
-            await self._trtllm.load(self._settings.model_dir)
+        if self._gateway:
+            await self._gateway.load(self._settings.model_dir)
         memory = None if info.state_kind else self._backend.kv_memory()
         if memory or info.state_kind:
             info = _with_handoffs(info)
@@ -178,18 +195,6 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         except TrtmeshError as error:
             self.metrics.errors[error.reason] += 1
             raise
-
-    def _offer_trtllm_service(self) -> None:
-        """Imports the contract, which only this service needs."""
-        try:
-            from trtmesh.engine.service.trtllm.servicer import SERVICE_NAME, TrtllmService
-        except ModuleNotFoundError as error:
-            raise SettingsError(
-                f"is on but needs the package smg-grpc-proto ({error}); install trtmesh[gateways]",
-                setting="engine.trtllm_service",
-            ) from error
-        self.service_names = (*self.service_names, SERVICE_NAME)
-        self._trtllm = TrtllmService(self._loaded, self._runtime, self._sessions)
 
     def _open_handoffs(self, info: BackendInfo, name: str, memory: KvMemory) -> Handoffs:
         settings = self._settings

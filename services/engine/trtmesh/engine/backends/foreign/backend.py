@@ -43,7 +43,7 @@ from trtmesh.engine.backend import (
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import Contract, EngineFacts
 from trtmesh.engine.backends.foreign.identity import Identity, identity_of, name_of
-from trtmesh.engine.backends.foreign.kv_events import BlockNames
+from trtmesh.engine.backends.foreign.kv_events import ForeignBlocks
 from trtmesh.engine.backends.foreign.load import EngineLoad
 from trtmesh.engine.backends.foreign.sequence import Figures, ForeignSequence
 from trtmesh.engine.backends.foreign.settings import ForeignSettings
@@ -360,7 +360,7 @@ class ForeignBackend:
 
     async def _follow_kv_events(self) -> None:
         """Relays KV events. After a gap everything is forgotten, because no contract tells the present content."""
-        names = BlockNames(self._info.tokens_per_block)
+        names = ForeignBlocks(self._info.tokens_per_block)
         while True:
             try:
                 async with aclosing(self._contract.kv_events()) as batches:

@@ -15,7 +15,7 @@ from trtmesh.engine.backend import BlocksCleared, BlocksRemoved, BlocksStored, K
 FULL_ATTENTION = "full_attention"
 
 
-class BlockNames:
+class ForeignBlocks:
     """Translates events. Blocks of adapters, salts, windows, other tiers or an unknown parent are left out, with those
     after them: a router that does not know of a block only misses a chance."""
 

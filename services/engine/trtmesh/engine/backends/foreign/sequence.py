@@ -19,8 +19,8 @@ from trtmesh.engine.backend import (
     Submission,
     TokenDetails,
 )
-from trtmesh.engine.backends.foreign import sampling as said
 from trtmesh.engine.backends.foreign.contract import Ask, News
+from trtmesh.engine.backends.foreign.sampling import bad_ids_of, bias_of, seed_of
 from trtmesh.engine.stopping import End, EndRule
 from trtmesh.engine.times import SequenceTimes
 from trtmesh.v1 import generation_pb2 as pb
@@ -118,9 +118,9 @@ class ForeignSequence:
             stop_ids=tuple(sorted(self._stop_ids)),
             model_end_ids=model_end_ids,
             sampling=item.config.sampling,
-            seed=said.seed_of(item, self._index),
-            bias=said.bias_of(item.config),
-            bad_ids=said.bad_ids_of(item.config),
+            seed=seed_of(item, self._index),
+            bias=bias_of(item.config),
+            bad_ids=bad_ids_of(item.config),
             output=self._output,
             guided=item.config.guided_decoding,
             transfer=asks_transfer if item.sender_lease_id else item.handoff_state.decode(),

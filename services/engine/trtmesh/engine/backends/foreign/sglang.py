@@ -13,18 +13,27 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2 as sglang
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine import stopping
 from trtmesh.engine.backend import Submission
-from trtmesh.engine.backends.foreign import sampling as said
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts, LoadRecord, News
 from trtmesh.engine.backends.foreign.load import record_of
 from trtmesh.engine.backends.foreign.log_probs import asked_top, top_of
+from trtmesh.engine.backends.foreign.sampling import (
+    BIAS,
+    DRAWS,
+    PENALTIES,
+    Draws,
+    bad_ids_of,
+    banning,
+    bias_of,
+    check_counted,
+)
 from trtmesh.v1 import generation_pb2 as pb
 
 SUPPORTED_FIELDS = (
     stopping.FIELDS
-    | said.DRAWS
-    | said.PENALTIES
-    | said.BIAS
+    | DRAWS
+    | PENALTIES
+    | BIAS
     | {
         "sampling.num_return_sequences",
         "output.log_probs",
@@ -74,9 +83,9 @@ class SglangContract:
         )
 
     def check(self, item: Submission) -> None:
-        said.check_counted(item)
-        said.bias_of(item.config)
-        said.bad_ids_of(item.config)
+        check_counted(item)
+        bias_of(item.config)
+        bad_ids_of(item.config)
 
     async def generate(self, ask: Ask) -> AsyncGenerator[News, None]:
         async with self._connection.stream(self._stub.Generate, request_of(ask)) as call:
@@ -113,8 +122,8 @@ class SglangContract:
 
 
 def request_of(ask: Ask) -> sglang.GenerateRequest:
-    draws, sampling, output = said.Draws.of(ask.sampling), ask.sampling, ask.output
-    bias = said.banning(ask.bias, ask.bad_ids)
+    draws, sampling, output = Draws.of(ask.sampling), ask.sampling, ask.output
+    bias = banning(ask.bias, ask.bad_ids)
     params = sglang.SamplingParams(
         temperature=draws.temperature,
         top_p=draws.top_p,

@@ -12,16 +12,16 @@ from smg_grpc_proto.generated import trtllm_service_pb2 as trtllm
 from trtmesh.chassis.errors import UnsupportedField
 from trtmesh.engine import stopping
 from trtmesh.engine.backend import Submission
-from trtmesh.engine.backends.foreign import sampling as said
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts, LoadRecord, News
 from trtmesh.engine.backends.foreign.log_probs import asked_top, most_likely
+from trtmesh.engine.backends.foreign.sampling import DRAWS, PENALTIES, Draws, bad_ids_of
 from trtmesh.v1 import generation_pb2 as pb
 
 SUPPORTED_FIELDS = (
     stopping.FIELDS
-    | said.DRAWS
-    | said.PENALTIES
+    | DRAWS
+    | PENALTIES
     | {
         "stopping.bad_token_ids",
         "sampling.seed",
@@ -82,7 +82,7 @@ class TrtllmContract:
         )
 
     def check(self, item: Submission) -> None:
-        said.bad_ids_of(item.config)
+        bad_ids_of(item.config)
         asked = item.config.stopping
         if asked.min_tokens and asked.end_id is not None:
             raise UnsupportedField(
@@ -121,7 +121,7 @@ class TrtllmContract:
 
 
 def request_of(ask: Ask) -> trtllm.GenerateRequest:
-    draws, sampling, output = said.Draws.of(ask.sampling), ask.sampling, ask.output
+    draws, sampling, output = Draws.of(ask.sampling), ask.sampling, ask.output
     request = trtllm.GenerateRequest(
         request_id=ask.call_id,
         tokenized=trtllm.TokenizedInput(input_token_ids=ask.token_ids),

@@ -10,19 +10,29 @@ from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine import stopping
 from trtmesh.engine.backend import StateKind, Submission
-from trtmesh.engine.backends.foreign import sampling as said
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts, LoadRecord, News
 from trtmesh.engine.backends.foreign.load import record_of
 from trtmesh.engine.backends.foreign.log_probs import asked_top, top_of
+from trtmesh.engine.backends.foreign.sampling import (
+    BIAS,
+    DRAWS,
+    PENALTIES,
+    Draws,
+    bad_ids_of,
+    banning,
+    bias_of,
+    check_counted,
+    int32_of,
+)
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 SUPPORTED_FIELDS = (
     stopping.FIELDS
-    | said.DRAWS
-    | said.PENALTIES
-    | said.BIAS
+    | DRAWS
+    | PENALTIES
+    | BIAS
     | {
         "sampling.seed",
         "sampling.num_return_sequences",
@@ -79,9 +89,9 @@ class VllmContract:
         )
 
     def check(self, item: Submission) -> None:
-        said.check_counted(item)
-        said.bias_of(item.config)
-        said.bad_ids_of(item.config)
+        check_counted(item)
+        bias_of(item.config)
+        bad_ids_of(item.config)
         if item.config.output.top_log_probs > MOST_TOP_LOG_PROBS:
             raise InvalidField.of(
                 "output.top_log_probs",
@@ -124,13 +134,13 @@ class VllmContract:
 
 
 def request_of(ask: Ask) -> vllm.GenerateRequest:
-    draws, sampling, output = said.Draws.of(ask.sampling), ask.sampling, ask.output
+    draws, sampling, output = Draws.of(ask.sampling), ask.sampling, ask.output
     params = vllm.SamplingParams(
         temperature=draws.temperature,
         top_p=draws.top_p,
         top_k=draws.top_k,
         min_p=draws.min_p,
-        seed=said.int32_of(ask.seed),
+        seed=int32_of(ask.seed),
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
@@ -138,7 +148,7 @@ def request_of(ask: Ask) -> vllm.GenerateRequest:
         min_tokens=ask.min_tokens,
         stop_token_ids=ask.stop_ids,
         ignore_eos=not ask.model_end_ids,
-        logit_bias=said.banning(ask.bias, ask.bad_ids),
+        logit_bias=banning(ask.bias, ask.bad_ids),
         n=1,
     )
     if output.log_probs or output.top_log_probs:

@@ -20,7 +20,7 @@ ADAPTER_BYTES = 2**20
 
 
 class SimulatedAdapters:
-    """Both tiers, and the loads, one after another. Implements the slots' Device: a copy takes no time."""
+    """Both tiers, and the loads, one after another. Implements AdapterDevice: a copy takes no time."""
 
     def __init__(self, settings: AdapterSettings, start: Callable[[Sequence], None]) -> None:
         """`start` queues a sequence."""

@@ -30,10 +30,10 @@ from trtmesh.engine.backend import (
     Submission,
 )
 from trtmesh.engine.backends.simulated.kv_content import LAYERS
-from trtmesh.engine.backends.simulated.library import Library
 from trtmesh.engine.backends.simulated.scheduler import Scheduler
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.backends.simulated.side_channel import SideChannel
 from trtmesh.engine.backends.simulated.states import RemoteState, StateLeases, UnusableState
 from trtmesh.engine.backends.simulated.tokens import DRAWS, PENALTIES, TokenSource
 from trtmesh.engine.kv_memory import Content, KvMemory
@@ -76,14 +76,14 @@ class SimulatedBackend:
         self._timer: asyncio.Handle | None = None
         self._flush: asyncio.Handle | None = None
         self._frozen = False
-        self._library = Library(self._give_away)
+        self._side_channel = SideChannel(self._give_away)
 
     async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
         self._deliver, self._fail = deliver, fail
         self._loop = asyncio.get_running_loop()
         await asyncio.sleep(self._settings.timing.load_ms / 1000)
         if isinstance(self._scheduler.leases, StateLeases):
-            self._scheduler.leases.port = await self._library.start()
+            self._scheduler.leases.port = await self._side_channel.start()
         return self._info
 
     def submit(self, item: Submission) -> None:
@@ -104,7 +104,7 @@ class SimulatedBackend:
         scheduler.add(sequences)
         if state and not sequences[0].ended:
             seconds = self._settings.handoff.transfer_ms / 1000
-            self._library.fetch(state, seconds, partial(self._pulled, item.keys[0]))
+            self._side_channel.fetch(state, seconds, partial(self._pulled, item.keys[0]))
         self._go_on()
 
     def stop(self, keys: SequenceOf[int], reason: int) -> None:
@@ -186,7 +186,7 @@ class SimulatedBackend:
             self._go_on()
 
     async def close(self) -> None:
-        await self._library.close()
+        await self._side_channel.close()
         self._scheduler.leases.close()
         for handle in (self._timer, self._flush):
             if handle:

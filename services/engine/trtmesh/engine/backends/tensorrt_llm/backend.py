@@ -47,11 +47,11 @@ from trtmesh.engine.backends.tensorrt_llm.calls import Call, Reading, Translator
 from trtmesh.engine.backends.tensorrt_llm.errors import of_request
 from trtmesh.engine.backends.tensorrt_llm.fields import supported_fields
 from trtmesh.engine.backends.tensorrt_llm.handoff import kind_of, state_of
-from trtmesh.engine.backends.tensorrt_llm.kv_events import PLAIN, BlockNames, Root
+from trtmesh.engine.backends.tensorrt_llm.kv_events import PLAIN, LibraryBlocks, Root
 from trtmesh.engine.backends.tensorrt_llm.library import Library, capacity_of, is_dead
 from trtmesh.engine.backends.tensorrt_llm.load import Counts, Row, row_of
 from trtmesh.engine.backends.tensorrt_llm.model_files import ModelFiles, read_model
-from trtmesh.engine.backends.tensorrt_llm.sequences import LiveItem, Sequence, sequences_of
+from trtmesh.engine.backends.tensorrt_llm.sequences import LibrarySequence, LiveItem, sequences_of
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.ledger import Ledger
@@ -114,7 +114,7 @@ class TensorRtLlmBackend:
         configured = engine.tokens_per_block if engine else settings.kv_cache.tokens_per_block
         tokens_per_block = await self._size_of_cache(longest, configured)
         self._info = _info(settings, model, self._library, longest, self._row, tokens_per_block)
-        self._names = BlockNames(tokens_per_block)
+        self._names = LibraryBlocks(tokens_per_block)
         self._accompany(self._watch)
         self._accompany(partial(self._drain, self._llm.get_stats_async, self._take_row))
         if settings.reports_blocks:
@@ -252,7 +252,7 @@ class TensorRtLlmBackend:
         if problem := getattr(live.result, "error", None):
             raise self._library.request_error(problem)
 
-    def _advanced(self, live: LiveItem, ended: list[tuple[Sequence, End]]) -> None:
+    def _advanced(self, live: LiveItem, ended: list[tuple[LibrarySequence, End]]) -> None:
         self._changed[live] = None
         for sequence, end in ended:
             self._end(live, sequence, *end)
@@ -275,7 +275,7 @@ class TensorRtLlmBackend:
     def _end(
         self,
         live: LiveItem,
-        sequence: Sequence,
+        sequence: LibrarySequence,
         reason: int,
         stop_token_ids: tuple[int, ...] = (),
         error: TrtmeshError | None = None,
@@ -310,7 +310,7 @@ class TensorRtLlmBackend:
 
     # Output.
 
-    def _tell(self, live: LiveItem, sequence: Sequence) -> None:
+    def _tell(self, live: LiveItem, sequence: LibrarySequence) -> None:
         before, started = sequence.told, sequence.told > len(live.item.token_ids)
         live.tell(sequence, self._ledger.output)
         self._counts.generated_tokens += max(0, sequence.told - before)

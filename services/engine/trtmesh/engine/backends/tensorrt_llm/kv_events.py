@@ -19,7 +19,7 @@ Root = tuple[int, Adapter | None]
 PLAIN: Root = (ROOT_HASH, None)
 
 
-class BlockNames:
+class LibraryBlocks:
     """Names of the blocks that the library caches.
 
     Its events tell neither adapter nor salt. The worker's own items do, by their first block: where items with equal

@@ -38,7 +38,7 @@ PROMPT_DONE = ("not_finished", "length")
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class LibrarySequence:
     """One sequence of an item. `tokens` begin with the prompt."""
 
     key: int
@@ -76,7 +76,7 @@ class LiveItem:
     rule: EndRule
     call: Call
     adapter: StoredAdapter | None
-    sequences: list[Sequence]
+    sequences: list[LibrarySequence]
     """Those that have not ended."""
     vocabulary_size: int
     result: Any = None
@@ -106,7 +106,7 @@ class LiveItem:
         output = self.item.config.output
         return output.context_logits or output.prompt_log_probs or output.generation_logits
 
-    def compute(self, outputs: list[Any], sequences: list[Sequence]) -> Computed:
+    def compute(self, outputs: list[Any], sequences: list[LibrarySequence]) -> Computed:
         """Computes what takes long, on a thread and without changing anything: sequences may be stopped meanwhile.
         Raises BackendFailed."""
         asked = self.item.config.output
@@ -130,18 +130,18 @@ class LiveItem:
                 )
         return Computed(prompt, tables)
 
-    def _count(self, sequence: Sequence, output: Any) -> int:
+    def _count(self, sequence: LibrarySequence, output: Any) -> int:
         """How many of the tokens are output, as in `_take`."""
         start = len(sequence.tokens)
         tokens = [*sequence.tokens, *output.token_ids[sequence.read :]]
         ended = self.rule.first_end(tokens, start) if len(tokens) > start else None
         return (ended[0] if ended else len(tokens)) - start
 
-    def _output_of(self, sequence: Sequence, outputs: list[Any]) -> Any:
+    def _output_of(self, sequence: LibrarySequence, outputs: list[Any]) -> Any:
         place = 0 if self.call.shares_output else sequence.index
         return outputs[place] if place < len(outputs) else None
 
-    def advance(self, now_ns: int) -> list[tuple[Sequence, End]]:
+    def advance(self, now_ns: int) -> list[tuple[LibrarySequence, End]]:
         """Takes what the library delivered; returns the sequences that end with it. Raises BackendFailed."""
         result, outputs = self.result, list(self.result.outputs)
         if self.call.reading is Reading.WHOLE and not result.finished:
@@ -167,7 +167,7 @@ class LiveItem:
             # An upper bound, unless the library measures.
             sequence.times.scheduled_ns = now_ns
 
-    def _take(self, sequence: Sequence, output: Any, now_ns: int) -> End | None:
+    def _take(self, sequence: LibrarySequence, output: Any, now_ns: int) -> End | None:
         ids = output.token_ids
         sequence.measured = getattr(output, "request_perf_metrics", None) or sequence.measured
         if self.call.reading is Reading.BEAMS:
@@ -194,7 +194,7 @@ class LiveItem:
             return self._hand_over(output)
         return end or self._end_by_library(sequence, output)
 
-    def _take_beam(self, sequence: Sequence, output: Any, now_ns: int) -> End | None:
+    def _take_beam(self, sequence: LibrarySequence, output: Any, now_ns: int) -> End | None:
         prompt = sequence.tokens[: self.rule.prompt_tokens]
         tokens = [*prompt, *output.token_ids]
         if tokens != sequence.tokens:
@@ -209,7 +209,7 @@ class LiveItem:
             sequence.log_prob_sum = output.cumulative_logprob
         return self._end_by_library(sequence, output)
 
-    def _touch(self, sequence: Sequence, now_ns: int) -> None:
+    def _touch(self, sequence: LibrarySequence, now_ns: int) -> None:
         times = sequence.times
         times.last_token_ns = now_ns
         if not times.first_token_ns:
@@ -217,7 +217,7 @@ class LiveItem:
             if self.item.config.output.perf_metrics:
                 self.starts.append(sequence.key)
 
-    def _add_details(self, sequence: Sequence, output: Any, first: int, count: int) -> None:
+    def _add_details(self, sequence: LibrarySequence, output: Any, first: int, count: int) -> None:
         asked = self.item.config.output
         if not count or not asked.per_token:
             return
@@ -243,7 +243,7 @@ class LiveItem:
         if asked.generation_logits:
             details.generation_logits = self.computed.generation_logits[sequence.key]
 
-    def _end_by_library(self, sequence: Sequence, output: Any) -> End | None:
+    def _end_by_library(self, sequence: LibrarySequence, output: Any) -> End | None:
         """Where the library ended a sequence that the rule would continue."""
         match output.finish_reason:
             case None:
@@ -259,7 +259,7 @@ class LiveItem:
             case other:
                 raise BackendFailed(f"the library ended the sequence as {other!r}")
 
-    def _stop(self, sequence: Sequence, reason: int | str | None) -> End:
+    def _stop(self, sequence: LibrarySequence, reason: int | str | None) -> End:
         """The end by an end id, of which the library says nothing, or by a word, which it names."""
         last = sequence.tokens[-1]
         if reason is None or reason in self.rule.end_ids:
@@ -276,7 +276,7 @@ class LiveItem:
 
     def end_of(
         self,
-        sequence: Sequence,
+        sequence: LibrarySequence,
         reason: int,
         stop_token_ids: tuple[int, ...] = (),
         error: TrtmeshError | None = None,
@@ -299,7 +299,7 @@ class LiveItem:
             handoff_state=self.state if reason == pb.FINISH_REASON_HANDOFF else None,
         )
 
-    def tell(self, sequence: Sequence, output: StepOutput) -> None:
+    def tell(self, sequence: LibrarySequence, output: StepOutput) -> None:
         """Adds what is new of a sequence to the output of a step."""
         if self.prompt:
             output.prompts.append(self.prompt)
@@ -322,11 +322,11 @@ class LiveItem:
         sequence.told, sequence.rewritten = first + len(new), False
 
 
-def sequences_of(item: Submission) -> list[Sequence]:
+def sequences_of(item: Submission) -> list[LibrarySequence]:
     """The sequences of a new item."""
     arrival = time.time_ns()
     return [
-        Sequence(
+        LibrarySequence(
             key,
             index,
             list(item.token_ids),

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
+from trtmesh.engine.backends.torch.compute.memory_probe import StepSize, probe
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
-from trtmesh.engine.backends.torch.compute.rehearsal import StepSize, rehearse
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.compute.slot_products import SlotProducts
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
@@ -61,7 +61,7 @@ class Accelerator(Device):
         return int(torch.cuda.mem_get_info(self.name)[0])
 
     def spare_memory(self, model: Model, largest: StepSize) -> int:
-        peak = self.peak_of(partial(rehearse, model, largest, self.name))
+        peak = self.peak_of(partial(probe, model, largest, self.name))
         self.release_memory()
         free = self.free_memory()
         taken = KINDS_OF_STEPS * peak + WORKSPACES + self._kept_bytes(model, largest)

@@ -35,7 +35,7 @@ from trtmesh.engine.backends.torch.decoding import (
     PrefillDecoding,
     SampledDecoding,
 )
-from trtmesh.engine.backends.torch.handoffs import Handoffs, Sending
+from trtmesh.engine.backends.torch.handoffs import BlockHandoffs, Sending
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
@@ -80,7 +80,11 @@ class Engine:
     """Owns the sequences. The blocks of a sequence are free before its end is delivered."""
 
     def __init__(
-        self, compute: Compute, scheduler: Scheduler, adapters: AdapterCache, handoffs: Handoffs
+        self,
+        compute: Compute,
+        scheduler: Scheduler,
+        adapters: AdapterCache,
+        handoffs: BlockHandoffs,
     ) -> None:
         self.scheduler = scheduler
         self.deliver: Deliver | None = None

@@ -1,6 +1,6 @@
 """A rank of a worker besides the first, which starts it as `python -m trtmesh.engine.backends.torch.follower SOCKET`.
 
-It computes what the first rank orders, and ends with it: its socket closes however the first rank dies.
+It computes what the first rank commands, and ends with it: its socket closes however the first rank dies.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def main(descriptor: int) -> NoReturn:
 def _follow(connection: Connection, task: dict[str, Any]) -> NoReturn:
     # Only here: they take seconds, in which the first rank may end.
     from trtmesh.engine.backends.torch.loading import load_follower
-    from trtmesh.engine.backends.torch.parallel.group import Place
+    from trtmesh.engine.backends.torch.parallel.group import RankPlace
     from trtmesh.engine.backends.torch.settings import TorchSettings
 
     settings = TorchSettings.model_validate_json(task["settings"])
-    place = Place(task["rank"], task["ranks"])
+    place = RankPlace(task["rank"], task["ranks"])
     connection.send_bytes(HERE)
     follower = load_follower(
         Path(task["model_dir"]), settings, task["device"], place, Path(task["store"])

@@ -1,4 +1,4 @@
-"""Handoffs of KV to and from other workers, between the steps of an engine and while a step writes KV."""
+"""BlockHandoffs of KV to and from other workers, between the steps of an engine and while a step writes KV."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sending = tuple[Sequence, Outgoing, int]
 """A sequence, and its leading blocks without a later write."""
 
 
-class Handoffs:
+class BlockHandoffs:
     """The blocks of leases, and the sequences that leave or await KV.
 
     The blocks of a sequence are announced in runs: those that a chunk completes, and in the first run the reused ones.

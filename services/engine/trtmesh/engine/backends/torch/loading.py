@@ -19,13 +19,13 @@ from trtmesh.engine.adapter_store import StoreLimits
 from trtmesh.engine.backend import BackendInfo, Capabilities
 from trtmesh.engine.backends.torch.accelerator import Accelerator
 from trtmesh.engine.backends.torch.compute.device import Device
-from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
+from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.compute.self_check import check_invariance, check_model
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
 from trtmesh.engine.backends.torch.devices import present
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
-from trtmesh.engine.backends.torch.handoffs import Handoffs
+from trtmesh.engine.backends.torch.handoffs import BlockHandoffs
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterTargets
 from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
 from trtmesh.engine.backends.torch.memory.handoff_memory import kv_memory_of
@@ -36,10 +36,10 @@ from trtmesh.engine.backends.torch.model.lora_layers import Room
 from trtmesh.engine.backends.torch.model.model import Model, load_model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.model.rope import freeze_rope
-from trtmesh.engine.backends.torch.parallel.group import Group, Place
+from trtmesh.engine.backends.torch.parallel.group import RankGroup, RankPlace
 from trtmesh.engine.backends.torch.parallel.layers import divide
 from trtmesh.engine.backends.torch.parallel.leading import LeadingCompute
-from trtmesh.engine.backends.torch.parallel.orders import Follower
+from trtmesh.engine.backends.torch.parallel.rank_commands import Follower
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
@@ -97,11 +97,11 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
 
 
 def load_follower(
-    model_dir: Path, settings: TorchSettings, name: str, place: Place, store: Path
+    model_dir: Path, settings: TorchSettings, name: str, place: RankPlace, store: Path
 ) -> Follower:
     """The same on another rank, as far as it takes part in the steps."""
     take_threads(settings.threads, weight_bytes(model_dir), engines=place.ranks)
-    group = Group(store, place, torch.device(name))
+    group = RankGroup(store, place, torch.device(name))
     device = _device_of_rank(name, settings, group)
     installed = _install(model_dir, settings, device, group)
     tables = _tables(settings, installed.sizes)
@@ -127,7 +127,7 @@ def _install(
     model_dir: Path,
     settings: TorchSettings,
     device: Device,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     tell: Callable[[str], None] = lambda _doing: None,
 ) -> _Installed:
     tell(f"reads the weights of {model_dir.resolve().name}, {weight_bytes(model_dir) / 1e6:.0f} MB")
@@ -202,7 +202,7 @@ def _engine(
     )
     adapters = _adapters(settings.adapters, model)
     scheduler = _scheduler(settings, model, sizes, adapters)
-    handoffs = Handoffs(
+    handoffs = BlockHandoffs(
         scheduler, layers=model.kv_shape.layers, layers_per_part=info.layers_per_part
     )
     tell_progress("prepares its steps")
@@ -304,7 +304,7 @@ def _names(settings: TorchSettings) -> list[str]:
     return [f"cuda:{index}" for index in indexes] if "cuda" in kinds else texts
 
 
-def _device_of_rank(name: str, settings: TorchSettings, group: Group) -> Device:
+def _device_of_rank(name: str, settings: TorchSettings, group: RankGroup) -> Device:
     """The device with a part of the model."""
     if name == "cpu":
         return Cpu(settings, group)
@@ -343,7 +343,7 @@ def _gpu(settings: TorchSettings) -> Device | None:
 
 
 def _with_kernels(
-    name: torch.device, settings: TorchSettings, group: Group | None = None
+    name: torch.device, settings: TorchSettings, group: RankGroup | None = None
 ) -> Device | None:
     """A GPU with its kernels; None where they do not run, of which the log has the reason."""
     if find_spec("triton") is None:

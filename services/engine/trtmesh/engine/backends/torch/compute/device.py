@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
+from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks, copy_blocks
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables, Move
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache

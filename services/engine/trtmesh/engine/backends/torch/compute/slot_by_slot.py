@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Part
+from trtmesh.engine.backends.torch.model.lora_layers import AdaptedPart, AdapterRows
 
 
 class SlotBySlot(ABC):
@@ -25,7 +25,7 @@ class SlotBySlot(ABC):
     def begin(self, step: Sequence[AdapterRows]) -> None:
         self._step = [(each.slot, torch.tensor(each.rows, device=self._device)) for each in step]
 
-    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
+    def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
         for slot, rows in self._step:
             taken = given.index_select(0, rows)
             for part in parts:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Part, UpdateTable
+from trtmesh.engine.backends.torch.model.lora_layers import AdaptedPart, AdapterRows, UpdateTable
 
 
 class SlotProducts:
@@ -27,7 +27,7 @@ class SlotProducts:
             others[each.rows, each.slot] = False
         self._others.copy_(others, non_blocking=True)
 
-    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
+    def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
         others = self._others[: len(given)]
         for part in parts:
             a, b = part.table.a, part.table.b

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trtmesh.chassis.cores import physical_cores, threads_for
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
+from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
-from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.compute.tiled_attention import TiledAttention
 from trtmesh.engine.backends.torch.cpu.grouped_products import GroupedProducts
@@ -26,7 +26,7 @@ from trtmesh.engine.backends.torch.model.fused_layers import FusedNorm, Rotation
 from trtmesh.engine.backends.torch.model.fusing import fuse_layers, fuse_norms, is_plain
 from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
-from trtmesh.engine.backends.torch.parallel.group import Group
+from trtmesh.engine.backends.torch.parallel.group import RankGroup
 from trtmesh.engine.backends.torch.parallel.layers import add_up
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
@@ -49,7 +49,7 @@ class Cpu(Device):
     shares_memory = True
     default_dtype = torch.float32
 
-    def __init__(self, settings: TorchSettings, group: Group | None = None) -> None:
+    def __init__(self, settings: TorchSettings, group: RankGroup | None = None) -> None:
         """`group` are the ranks that share the model; None for a whole one."""
         super().__init__(torch.device("cpu"))
         self._settings = settings

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Part
+from trtmesh.engine.backends.torch.model.lora_layers import AdaptedPart, AdapterRows
 
 FEW_ROWS = 16
 """Most rows of an adapter that is computed with others."""
@@ -26,7 +26,7 @@ class Single:
     rows: Tensor | slice
     """Of the flat batch; a slice where they lie side by side."""
 
-    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
+    def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
         rows = given[self.rows]
         for part in parts:
             if rank := part.table.ranks[self.slot]:
@@ -48,7 +48,7 @@ class Batched:
     filling: Tensor
     """[slots, most rows, 1], true for rows that only fill up."""
 
-    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
+    def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
         ranks = [max(part.table.ranks[self.slots]) for part in parts]
         if any(ranks):
             slots, rows, _ = self.filling.shape
@@ -57,7 +57,7 @@ class Batched:
             delta = deltas[0] if len(deltas) == 1 else torch.cat(deltas, 2)
             output.index_add_(0, self.rows, delta.view(slots * rows, -1))
 
-    def _delta(self, part: Part, rank: int, taken: Tensor) -> Tensor:
+    def _delta(self, part: AdaptedPart, rank: int, taken: Tensor) -> Tensor:
         """B A x as [slots, rows, outputs]."""
         a, b = part.table.a[self.slots, :rank], part.table.b[self.slots, :rank]
         inner = torch.bmm(taken, a.transpose(1, 2)).masked_fill_(self.filling, 0)
@@ -76,7 +76,7 @@ class GroupedProducts:
             for run in _runs(step)
         ]
 
-    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
+    def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
         for group in self._groups:
             group.add(parts, given, output)
 

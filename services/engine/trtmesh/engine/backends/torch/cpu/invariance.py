@@ -16,8 +16,8 @@ from torch.nn.functional import linear, pad
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.engine.backends.torch.compute.cancelling import cancelling_trial
 from trtmesh.engine.backends.torch.compute.slot_by_slot import SlotBySlot
+from trtmesh.engine.backends.torch.compute.summation_order import cancelling_trial
 from trtmesh.engine.backends.torch.cpu.linears import (
     HalfLinear,
     NativeLinear,

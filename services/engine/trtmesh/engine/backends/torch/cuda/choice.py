@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import TokenDetails
-from trtmesh.engine.backends.torch.cuda.kernels.race import NO_TOKEN, choose_tokens
+from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import NO_TOKEN, choose_tokens
 from trtmesh.engine.backends.torch.sampling.choice import Chooser, Ranking, TokenChoice, not_finite
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.draws import places_of

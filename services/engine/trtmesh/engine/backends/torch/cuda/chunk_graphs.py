@@ -15,7 +15,7 @@ from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.capturing import Record, Rows, capture, needs_only_tokens
 from trtmesh.engine.backends.torch.cuda.chunk_inputs import MOST_CHUNKS, ChunkInputs
 from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
-from trtmesh.engine.backends.torch.cuda.kernels.race import choose_tokens
+from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.accelerator import ORDERING, Accelerator
 from trtmesh.engine.backends.torch.compute.device import Compute
-from trtmesh.engine.backends.torch.compute.rehearsal import StepSize
+from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cuda import chunk_graphs, decode_graphs
 from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
@@ -47,7 +47,7 @@ from trtmesh.engine.backends.torch.model.fusing import (
     replace_layers,
 )
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
-from trtmesh.engine.backends.torch.parallel.group import Group
+from trtmesh.engine.backends.torch.parallel.group import RankGroup
 from trtmesh.engine.backends.torch.parallel.layers import add_up
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 
@@ -69,7 +69,7 @@ class Cuda(Accelerator):
 
     ordering: ClassVar[Ordering] = ORDERING
 
-    def __init__(self, name: torch.device, group: Group | None = None) -> None:
+    def __init__(self, name: torch.device, group: RankGroup | None = None) -> None:
         """`group` are the ranks that share the model; None for a whole one."""
         super().__init__(name)
         self._group = group
@@ -148,7 +148,7 @@ def _tabulate_positions(module: Any, dtype: torch.dtype) -> None:
 class _Recorder:
     """Captures operations as graphs that share memory but for their results."""
 
-    def __init__(self, device: torch.device, group: Group | None) -> None:
+    def __init__(self, device: torch.device, group: RankGroup | None) -> None:
         """`group` are the ranks that the operations need; None without any."""
         self._device = device
         self._group = group

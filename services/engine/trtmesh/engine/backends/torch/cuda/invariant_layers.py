@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.engine.backends.torch.compute.cancelling import cancelling_trial
 from trtmesh.engine.backends.torch.compute.slot_by_slot import SlotBySlot
+from trtmesh.engine.backends.torch.compute.summation_order import cancelling_trial
 from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
     InvariantProducts,
     shares_of,

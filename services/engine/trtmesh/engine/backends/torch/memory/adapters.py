@@ -67,7 +67,7 @@ class EngineThread(Protocol):
 
 
 class AdapterCache:
-    """Adapters by number and version. Implements Device of the slots.
+    """Adapters by number and version. Implements AdapterDevice.
 
     The event loop looks up, the loading thread loads, and the engine's thread moves adapters to the device; a lock
     guards the bookkeeping, never a conversion.

@@ -51,7 +51,7 @@ class UpdateTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AdaptedPart:
     """Outputs of a layer with a table of their own: all, or those of a layer that a device joined with others."""
 
     table: UpdateTable
@@ -64,14 +64,14 @@ class Products(Protocol):
     def begin(self, step: Sequence[AdapterRows]) -> None:
         """Prepares a step with adapters for all layers."""
 
-    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
+    def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
         """Adds B A x to the rows with an update; `given` is [tokens, inputs], `output` [tokens, outputs]."""
 
 
 class AdaptedLinear(nn.Module):
     """A linear layer with the updates of the step."""
 
-    def __init__(self, own: nn.Module, parts: Sequence[Part], products: Products) -> None:
+    def __init__(self, own: nn.Module, parts: Sequence[AdaptedPart], products: Products) -> None:
         super().__init__()
         self.own = own
         self._parts = parts
@@ -205,16 +205,16 @@ def adapt_layers(
 
 def _parts_of(
     places: Sequence[Place], targets: Mapping[Place, Target], tables: Mapping[Place, UpdateTable]
-) -> Iterator[Part]:
+) -> Iterator[AdaptedPart]:
     """The places of a layer with their ranges of its outputs."""
     first = 0
     for place in places:
         after = first + targets[place].outputs
-        yield Part(tables[place], slice(first, after))
+        yield AdaptedPart(tables[place], slice(first, after))
         first = after
 
 
-def _layer(model: nn.Module, name: str, parts: Sequence[Part], products: Products) -> Layer:
+def _layer(model: nn.Module, name: str, parts: Sequence[AdaptedPart], products: Products) -> Layer:
     holder, _, leaf = name.rpartition(".")
     plain = model.get_submodule(name)
     return Layer(model.get_submodule(holder), leaf, plain, AdaptedLinear(plain, parts, products))

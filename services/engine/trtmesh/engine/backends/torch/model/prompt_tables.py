@@ -137,7 +137,7 @@ Done = Callable[[PromptTable | TrtmeshError], None]
 """Takes the table or an error, on the reading thread."""
 
 
-class Lease:
+class TableLease:
     """Memory of a table, counted until all holders have returned it."""
 
     def __init__(self, size: int, holders: int, freed: Callable[[int], None]) -> None:
@@ -170,7 +170,7 @@ class PromptTables:
         self.held_bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompt-tables")
 
-    def read(self, request_id: str, asked: PromptTuning, holders: int, done: Done) -> Lease:
+    def read(self, request_id: str, asked: PromptTuning, holders: int, done: Done) -> TableLease:
         """Queues a checked table; `holders` sequences will hold the result.
 
         Raises QueueFull where memory is short for now, InvalidField where the table can never fit.
@@ -195,7 +195,7 @@ class PromptTables:
                 )
             self.held_bytes += size
         # The read itself is a holder too.
-        lease = Lease(size, holders + 1, self._free)
+        lease = TableLease(size, holders + 1, self._free)
         self._thread.submit(self._read, request_id, asked, lease, done)
         return lease
 
@@ -203,7 +203,7 @@ class PromptTables:
         """Waits for the current read and drops the queue."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _read(self, request_id: str, asked: PromptTuning, lease: Lease, done: Done) -> None:
+    def _read(self, request_id: str, asked: PromptTuning, lease: TableLease, done: Done) -> None:
         if not lease.is_wanted:
             lease.give_back()
             return

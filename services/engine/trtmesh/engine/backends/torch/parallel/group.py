@@ -18,7 +18,7 @@ TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """The place of a process among the ranks."""
 
     rank: int
@@ -30,10 +30,10 @@ class Place:
         return slice(self.rank * each, (self.rank + 1) * each)
 
 
-class Group:
+class RankGroup:
     """What the ranks exchange while they compute. Each calls the same methods in the same order."""
 
-    def __init__(self, store: Path, place: Place, device: torch.device) -> None:
+    def __init__(self, store: Path, place: RankPlace, device: torch.device) -> None:
         """Waits for the other ranks; `store` is the file by which they find each other."""
         self.place = place
         self._device = device
@@ -93,7 +93,7 @@ def _finish(work: Any) -> None:
         work.wait()
 
 
-def _backend(store: Path, place: Place, device: torch.device) -> Any:
+def _backend(store: Path, place: RankPlace, device: torch.device) -> Any:
     """Not the default group of the process: that is global, and a process may have several engines."""
     # Untyped: builds of PyTorch differ in what they have.
     untyped: Any = dist

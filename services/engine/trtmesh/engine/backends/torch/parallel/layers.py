@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.model.fused_layers import FusedAttention, FusedMlp
 from trtmesh.engine.backends.torch.model.fusing import has_plain_layers
-from trtmesh.engine.backends.torch.parallel.group import Group, Place
+from trtmesh.engine.backends.torch.parallel.group import RankGroup, RankPlace
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes in the configuration of a model, which the ranks share equally."""
 
 
-def divide(model: Any, place: Place) -> None:
+def divide(model: Any, place: RankPlace) -> None:
     """Keeps the weights of a rank. Raises ModelUnusable for a model that the ranks cannot share."""
     kind = model.config.model_type
     if not has_plain_layers(model):
@@ -42,7 +42,7 @@ def divide(model: Any, place: Place) -> None:
             _keep_inputs(linear, place)
 
 
-def add_up(model: Any, group: Group) -> None:
+def add_up(model: Any, group: RankGroup) -> None:
     """Adds up over the ranks what the fused layers of a divided model give."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -56,7 +56,7 @@ def add_up(model: Any, group: Group) -> None:
 class SummedLinear(nn.Module):
     """A linear layer whose inputs are divided among the ranks."""
 
-    def __init__(self, own: nn.Module, group: Group) -> None:
+    def __init__(self, own: nn.Module, group: RankGroup) -> None:
         super().__init__()
         self.own = own
         self.group = group
@@ -72,7 +72,7 @@ def _refusal(kind: str) -> str:
     )
 
 
-def _keep_outputs(linear: nn.Linear, place: Place) -> None:
+def _keep_outputs(linear: nn.Linear, place: RankPlace) -> None:
     part = place.part_of(linear.out_features)
     linear.weight = _kept(linear.weight[part])
     if linear.bias is not None:
@@ -80,7 +80,7 @@ def _keep_outputs(linear: nn.Linear, place: Place) -> None:
     linear.out_features = len(linear.weight)
 
 
-def _keep_inputs(linear: nn.Linear, place: Place) -> None:
+def _keep_inputs(linear: nn.Linear, place: RankPlace) -> None:
     linear.weight = _kept(linear.weight[:, place.part_of(linear.in_features)])
     if place.rank:
         # The sum has it once.

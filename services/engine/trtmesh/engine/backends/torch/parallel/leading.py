@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables, Move
-from trtmesh.engine.backends.torch.parallel import orders
+from trtmesh.engine.backends.torch.parallel import rank_commands
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 
@@ -18,9 +18,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class OrderedBatch(Batch):
-    """A batch with the order by which the other ranks lay out theirs."""
+    """A batch with the command by which the other ranks lay out theirs."""
 
-    order: bytes = b""
+    command: bytes = b""
 
 
 class LeadingCompute:
@@ -54,32 +54,32 @@ class LeadingCompute:
 
     def move(self, moves: SequenceOf[Move]) -> None:
         if moves:
-            self._together(orders.move(moves), lambda: self._own.move(moves))
+            self._together(rank_commands.move(moves), lambda: self._own.move(moves))
 
     def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
         batch = self._own.prepare(chunks)
-        order = orders.forward(chunks, self._tables, self._tokens_per_block)
+        command = rank_commands.forward(chunks, self._tables, self._tokens_per_block)
         return OrderedBatch(
-            **{each.name: getattr(batch, each.name) for each in fields(Batch)}, order=order
+            **{each.name: getattr(batch, each.name) for each in fields(Batch)}, command=command
         )
 
     def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
         assert isinstance(batch, OrderedBatch)
-        return self._together(batch.order, lambda: self._own.forward(batch, written))
+        return self._together(batch.command, lambda: self._own.forward(batch, written))
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
-        order = orders.follow(chunks, rows, self._tables, self._tokens_per_block)
-        return self._together(order, lambda: self._own.follow(chunks, rows))
+        command = rank_commands.follow(chunks, rows, self._tables, self._tokens_per_block)
+        return self._together(command, lambda: self._own.follow(chunks, rows))
 
     def check(self) -> None:
-        self._together(orders.check(), self._own.check)
+        self._together(rank_commands.check(), self._own.check)
 
-    def _together(self, order: bytes, compute: Callable[[], R]) -> R:
+    def _together(self, command: bytes, compute: Callable[[], R]) -> R:
         """Computes on all ranks."""
         if self._broken:
             raise self._broken
         try:
-            self._ranks.tell(order)
+            self._ranks.tell(command)
             return compute()
         except Exception as error:
             self._broken = self._ranks.cause_of(error)

@@ -1,6 +1,6 @@
 """The processes of the other ranks, as the first one starts, tells and ends them.
 
-Each has a socket pair with the first rank: orders go down it, and a report comes up before a rank gives up. Whichever
+Each has a socket pair with the first rank: commands go down it, and a report comes up before a rank gives up. Whichever
 side ends, and however, closes it.
 """
 
@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from trtmesh.chassis.errors import BackendFailed, ModelUnusable, SettingsError, StartupError
-from trtmesh.engine.backends.torch.parallel.group import Group, Place
+from trtmesh.engine.backends.torch.parallel.group import RankGroup, RankPlace
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Ranks:
                 self._others.append(_start(f"rank {rank} on {names[rank]}", task))
             for other in self._others:
                 _await(other)
-            self.group = self._join(store, Place(0, len(names)), torch.device(names[0]))
+            self.group = self._join(store, RankPlace(0, len(names)), torch.device(names[0]))
         except BaseException:
             self._end_others()
             raise
@@ -92,14 +92,14 @@ class Ranks:
             watching.daemon = True
             watching.start()
 
-    def _join(self, store: Path, place: Place, device: torch.device) -> Group:
+    def _join(self, store: Path, place: RankPlace, device: torch.device) -> RankGroup:
         """Waits for the others on another thread: for one that has ended, gloo waits for minutes and NCCL for good.
         Raises StartupError where one ends before."""
-        joined: Future[Group] = Future()
+        joined: Future[RankGroup] = Future()
 
         def join() -> None:
             try:
-                joined.set_result(Group(store, place, device))
+                joined.set_result(RankGroup(store, place, device))
             except BaseException as error:  # noqa: BLE001 - raised where it is awaited
                 joined.set_exception(error)
 
@@ -116,10 +116,10 @@ class Ranks:
         self._lost = lost
         self._is_watched.set()
 
-    def tell(self, order: bytes) -> None:
+    def tell(self, command: bytes) -> None:
         """Raises OSError where a rank has ended."""
         for other in self._others:
-            other.connection.send_bytes(order)
+            other.connection.send_bytes(command)
 
     @property
     def loss(self) -> Exception | None:

@@ -26,7 +26,7 @@ from collections.abc import Sequence as SequenceOf
 from copy import copy
 from typing import TYPE_CHECKING
 
-from trtmesh.engine.adapter_slots import AdapterSlots, Device
+from trtmesh.engine.adapter_slots import AdapterDevice, AdapterSlots
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables, Prefix
 from trtmesh.engine.backends.torch.scheduling.leases import LeasedBlocks
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
@@ -49,7 +49,7 @@ class Scheduler:
         pool: BlockPool,
         tables: BlockTables,
         rules: SchedulingRules,
-        device: Device[LoadedAdapter],
+        device: AdapterDevice[LoadedAdapter],
     ) -> None:
         """`device` takes the adapters."""
         self.pool = pool

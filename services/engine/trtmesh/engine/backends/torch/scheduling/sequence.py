@@ -20,7 +20,7 @@ from trtmesh.engine.times import SequenceTimes
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
-    from trtmesh.engine.backends.torch.model.prompt_tables import Lease, PromptTable
+    from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable, TableLease
     from trtmesh.engine.backends.torch.sampling.readers import Reader
 
 PRIORITY_STEPS = 256
@@ -47,7 +47,7 @@ class Sequence(Continuation):
     """The sequence that computes the shared prompt; this sequence begins with a copy of the KV."""
     prompt_table: PromptTable | None = None
     """The embeddings of ids beyond the vocabulary in the prompt."""
-    table_lease: Lease | None = None
+    table_lease: TableLease | None = None
     """Memory of the prompt table, from before the table is read."""
     adapter: LoadedAdapter | None = None
     mates: list[Sequence] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Sequence(Continuation):
     is_prefill: bool = False
     """Whether a shorter prompt may go before it, and it before a longer one."""
     receiver_lease: str = ""
-    """Lease of the blocks that the sequence waits for; empty once it has them."""
+    """TableLease of the blocks that the sequence waits for; empty once it has them."""
     times: SequenceTimes = field(default_factory=SequenceTimes)
 
     @property

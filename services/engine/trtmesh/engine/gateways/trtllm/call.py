@@ -11,14 +11,14 @@ from itertools import accumulate
 from smg_grpc_proto.generated import trtllm_service_pb2 as tpb
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.engine.backend import HeldAdapter, SequenceEnd
+from trtmesh.engine.gateways.trtllm.answers import PromptOutput, chunk, complete
+from trtmesh.engine.gateways.trtllm.request import AskedGeneration
+from trtmesh.engine.gateways.trtllm.sequence import SequenceOutput
+from trtmesh.engine.gateways.trtllm.texts import StopSearch, Texts
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.step_part import StepPart
 from trtmesh.engine.service.streams import HANDLE_BITS
 from trtmesh.engine.service.submission import parse_submit
-from trtmesh.engine.service.trtllm.answers import PromptOutput, chunk, complete
-from trtmesh.engine.service.trtllm.request import AskedGeneration
-from trtmesh.engine.service.trtllm.sequence import SequenceOutput
-from trtmesh.engine.service.trtllm.texts import StopSearch, Texts
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 

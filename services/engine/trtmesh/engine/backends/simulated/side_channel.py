@@ -26,7 +26,7 @@ PULL_SECONDS = 60.0
 Pull = Callable[[str], Content | None]
 
 
-class Library:
+class SideChannel:
     """The server and the pulls of a process."""
 
     def __init__(self, pull: Pull) -> None:

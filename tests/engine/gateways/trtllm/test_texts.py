@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from trtllm_client import DEMO
-from trtmesh.engine.service.trtllm.texts import MOST_TEXTLESS, Texts
+from trtmesh.engine.gateways.trtllm.texts import MOST_TEXTLESS, Texts
 
 LOADED = Texts.load(DEMO)
 assert LOADED is not None

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trtmesh.engine.backend import SequenceEnd, TokenDetails, TopLogProbs
-from trtmesh.engine.service.trtllm.request import AskedGeneration
-from trtmesh.engine.service.trtllm.texts import StopSearch
+from trtmesh.engine.gateways.trtllm.request import AskedGeneration
+from trtmesh.engine.gateways.trtllm.texts import StopSearch
 from trtmesh.v1 import generation_pb2 as pb
 
 STOP_IDS = frozenset({pb.FINISH_REASON_END_ID, pb.FINISH_REASON_STOP_WORD})

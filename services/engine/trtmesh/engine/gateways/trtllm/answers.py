@@ -7,8 +7,8 @@ from itertools import islice, repeat
 
 from smg_grpc_proto.generated import trtllm_service_pb2 as tpb
 from trtmesh.engine.backend import PerfMetrics, SequenceEnd, TopLogProbs
-from trtmesh.engine.service.trtllm.request import AskedGeneration
-from trtmesh.engine.service.trtllm.sequence import SequenceOutput
+from trtmesh.engine.gateways.trtllm.request import AskedGeneration
+from trtmesh.engine.gateways.trtllm.sequence import SequenceOutput
 from trtmesh.v1 import generation_pb2 as pb
 
 FINISH_REASONS: Mapping[int, str] = {

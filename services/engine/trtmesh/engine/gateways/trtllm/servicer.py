@@ -27,20 +27,18 @@ from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import HeldAdapter
-from trtmesh.engine.service.loaded_engine import LoadedEngine
-from trtmesh.engine.service.submission import never_fits
-from trtmesh.engine.service.trtllm.call import GenerateCall
-from trtmesh.engine.service.trtllm.kv_feed import (
+from trtmesh.engine.gateways.trtllm.call import GenerateCall
+from trtmesh.engine.gateways.trtllm.kv_feed import (
     FellBehind,
     KvSubscription,
     OutOfRange,
     first_number,
 )
-from trtmesh.engine.service.trtllm.request import AskedGeneration, contract_name, parse_generate
-from trtmesh.engine.service.trtllm.texts import Texts
-from trtmesh.engine.service.trtllm.tokenizer_files import chunks, tokenizer_archive
-
-SERVICE_NAME = "trtllm.TrtllmService"
+from trtmesh.engine.gateways.trtllm.request import AskedGeneration, contract_name, parse_generate
+from trtmesh.engine.gateways.trtllm.texts import Texts
+from trtmesh.engine.gateways.trtllm.tokenizer_files import chunks, tokenizer_archive
+from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.service.submission import never_fits
 
 FEATURES = {
     "beam_search": "beam_search.beam_width",
@@ -60,7 +58,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TrtllmService(tpb_grpc.TrtllmServiceServicer):
-    """Translates calls into items of the engine, and their output into answers."""
+    """Implements Gateway: translates calls into items of the engine, and their output into answers."""
+
+    service_name = "trtllm.TrtllmService"
 
     def __init__(
         self,

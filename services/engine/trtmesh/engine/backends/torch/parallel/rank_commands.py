@@ -23,7 +23,7 @@ from trtmesh.engine.stopping import EndRule
 
 
 class Kind(IntEnum):
-    """The method of Compute that an order repeats."""
+    """The method of Compute that a command repeats."""
 
     MOVE = 1
     FORWARD = 2
@@ -110,9 +110,9 @@ class Follower:
             Kind.CHECK: lambda *_: compute.check(),
         }
 
-    def obey(self, order: bytes) -> None:
+    def obey(self, command: bytes) -> None:
         """Raises whatever the device does; the ranks are out of step then."""
-        words = np.frombuffer(order, dtype=np.int64)
+        words = np.frombuffer(command, dtype=np.int64)
         kind, count, width = words[:HEADER].tolist()
         self._carry_out[Kind(kind)](count, width, words[HEADER:])
 
@@ -137,7 +137,7 @@ class Follower:
     def _chunks(
         self, count: int, width: int, words: Rows
     ) -> tuple[list[tuple[Chunk, bool]], list[int]]:
-        """The chunks of an order, each with whether it completes, and the numbers at its end."""
+        """The chunks of a command, each with whether it completes, and the numbers at its end."""
         fields, rest = words[: count * FIELDS].reshape(count, FIELDS), words[count * FIELDS :]
         self._take_blocks(fields[:, 0], fields[:, 1], rest[: count * width].reshape(count, width))
         chunks = []

@@ -16,8 +16,8 @@ from smg_grpc_proto.generated import common_pb2
 from trtllm_client import offering, refusal, stub_of
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, StepOutput
-from trtmesh.engine.service.trtllm import kv_feed, servicer
-from trtmesh.engine.service.trtllm.kv_feed import first_number
+from trtmesh.engine.gateways.trtllm import kv_feed, servicer
+from trtmesh.engine.gateways.trtllm.kv_feed import first_number
 
 SIZE = INFO.tokens_per_block
 HIGH = 2**64 - 5

@@ -38,7 +38,7 @@ class _NoAttention:
         return torch.zeros_like(queries, memory_format=torch.contiguous_format)
 
 
-def rehearse(model: Model, size: StepSize, device: torch.device) -> Tensor:
+def probe(model: Model, size: StepSize, device: torch.device) -> Tensor:
     """Computes a step but for its attention; returns the logits [rows, vocabulary].
 
     Raises ModelUnusable where the model cannot run for another reason than a lack of memory.

@@ -13,8 +13,8 @@ from recording_backend import RecordingBackend
 from smg_grpc_proto.generated import common_pb2
 from trtllm_client import DEMO, offering, refusal
 from trtmesh.chassis.errors import Exhausted, UnsupportedCall
-from trtmesh.engine.service.trtllm import tokenizer_files
-from trtmesh.engine.service.trtllm.tokenizer_files import CHUNK_BYTES, chunks, tokenizer_archive
+from trtmesh.engine.gateways.trtllm import tokenizer_files
+from trtmesh.engine.gateways.trtllm.tokenizer_files import CHUNK_BYTES, chunks, tokenizer_archive
 
 
 async def test_a_gateway_gets_the_tokenizer_of_the_model() -> None:

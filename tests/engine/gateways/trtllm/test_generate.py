@@ -39,8 +39,8 @@ from trtmesh.engine.backend import (
     StepOutput,
     TokenDetails,
 )
-from trtmesh.engine.service.trtllm.call import GenerateCall
-from trtmesh.engine.service.trtllm.texts import StopSearch
+from trtmesh.engine.gateways.trtllm.call import GenerateCall
+from trtmesh.engine.gateways.trtllm.texts import StopSearch
 from trtmesh.v1 import generation_pb2 as pb
 
 EVERYTHING = replace(INFO, supported_fields=frozenset(LEAVES), vocabulary_size=6144)
