@@ -86,6 +86,14 @@ def test_unsupported_field_is_named() -> None:
     with pytest.raises(UnsupportedField) as refused:
         place("least_loaded", fleet, QUERY)
     assert refused.value.fields == ("sampling.top_k",)
+    assert "adapters" not in refused.value.message
+
+
+def test_adapter_without_room_on_any_worker_is_told_the_remedy() -> None:
+    fields = frozenset({"lora.name"})
+    with pytest.raises(UnsupportedField, match="give a worker room for adapters") as refused:
+        place("least_loaded", [worker("a", supported_fields=frozenset())], query(fields=fields))
+    assert refused.value.fields == ("lora.name",)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -97,9 +97,11 @@ def _too_long(model: str, tokens: int, most: int, or_more: str = "") -> PromptTo
 def _unsupported(
     fit: Sequence[WorkerSnapshot], model: str, fields: frozenset[str]
 ) -> UnsupportedField:
+    lacking = tuple(sorted(fields - fit[0].supported_fields))
+    has_adapter = any(field.startswith("lora.") for field in lacking)
+    remedy = ", or give a worker room for adapters (docs/settings.md)" if has_adapter else ""
     return UnsupportedField(
-        f"not supported by any worker of model {model}; leave it out",
-        fields=tuple(sorted(fields - fit[0].supported_fields)),
+        f"not supported by any worker of model {model}; leave it out{remedy}", fields=lacking
     )
 
 

@@ -39,7 +39,7 @@ def open_transports(
                     f"names {name}, which this system lacks: {error}",
                     setting="engine.handoff.transports",
                 ) from error
-            log.info("handoffs do without %s: %s", name, error)
+            log.debug("handoffs do without %s: %s", name, error)
     return found
 
 
