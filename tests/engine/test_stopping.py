@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.chassis.vocabulary import Stopping
-from trtmesh.engine.backend import StopTexts
-from trtmesh.engine.stopping import End, EndRule
+from trtmesh.engine.stopping import End, EndRule, StopVocabulary
 from trtmesh.v1 import generation_pb2 as pb
 
 PROMPT = [9, 9]
@@ -106,19 +105,35 @@ def test_runs_end_where_single_tokens_do(
     assert in_two == expected
 
 
+def texts_after(stops: StopVocabulary, tokens: list[int], *, may_end: bool = True) -> list[str]:
+    """What of each token belongs to a text that ends with a stop text."""
+    state, found = stops.START, []
+    for token in tokens:
+        state, text = stops.follow(state, token, may_end=may_end)
+        found.append(text)
+    return found
+
+
 def test_stop_text_across_tokens_and_within_one() -> None:
-    stops = StopTexts((b"abc", b"x"), {1: b"za", 2: b"b", 3: b"cd", 4: b"", 5: b"-x-"})
-    assert stops.follow(b"", 1) == (b"za", False)
-    assert stops.follow(b"za", 2) == (b"ab", False)
-    assert stops.follow(b"ab", 4) == (b"ab", False), "a token without text"
-    assert stops.follow(b"ab", 3) == (b"abc", True)
-    assert stops.follow(b"b", 5) == (b"b-x", True)
-    assert stops.follow(b"ab", 9) == (b"", False), "no part of a stop text"
-    assert StopTexts((b"x",), {1: b"a"}).follow(b"", 1) == (b"", False)
+    stops = StopVocabulary([b"abc", b"x"], {1: b"za", 2: b"b", 3: b"cd", 4: b"", 5: b"-x-"})
+    assert texts_after(stops, [1, 2, 4, 3]) == ["", "", "", "c"], "4 is without text"
+    assert texts_after(stops, [2, 5]) == ["", "-x"]
+    assert texts_after(stops, [1, 2, 9, 3]) == [""] * 4, "9 is no part of a stop text"
+    textless = StopVocabulary([b"abc"], {1: b"za", 2: b"b", 3: b"cd"}, textless_from=9)
+    assert texts_after(textless, [1, 2, 9, 3]) == ["", "", "", "c"]
+
+
+def test_stop_text_of_parts_of_characters() -> None:
+    stops = StopVocabulary(["né".encode()], {1: b"n\xc3", 2: b"\xa9e", 3: b"\xa8"})
+    assert texts_after(stops, [1, 2]) == ["", "\xa9"]
+    assert texts_after(stops, [1, 3]) == ["", ""]
 
 
 def test_stop_text_that_may_not_end_is_passed_over_for_good() -> None:
-    stops = StopTexts((b"ab", b"bcde"), {1: b"a", 2: b"b", 3: b"cd", 4: b"e"})
-    assert stops.follow(b"a", 2, may_end=False) == (b"ab", False)
-    assert stops.follow(b"ab", 3) == (b"bcd", False)
-    assert stops.follow(b"bcd", 4) == (b"bcde", True), "it began before"
+    stops = StopVocabulary([b"ab", b"bcde"], {1: b"a", 2: b"b", 3: b"cd", 4: b"e"})
+    state, _ = stops.follow(stops.START, 1)
+    state, text = stops.follow(state, 2, may_end=False)
+    assert text == ""
+    state, text = stops.follow(state, 3)
+    assert text == ""
+    assert stops.follow(state, 4)[1] == "e", "it began before"

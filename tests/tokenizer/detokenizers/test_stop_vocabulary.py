@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of
 from tokenizers import Tokenizer
 from trtmesh.chassis.stop_texts import NO_SPECIAL_TOKENS, SpecialTokens, StopTexts
-from trtmesh.engine.backend import StopTexts as WorkerStopTexts
+from trtmesh.engine.stopping import StopVocabulary
 from trtmesh.tokenizer.decoding.stop_matcher import StopMatcher
 from trtmesh.tokenizer.detokenizers.base import REPLACEMENT, Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
@@ -46,18 +46,18 @@ def family(request: pytest.FixtureRequest) -> Family:
     )
 
 
-def worker_stops(known: StopVocabularies, texts: list[str], *, skip: bool) -> WorkerStopTexts:
+def worker_stops(known: StopVocabularies, texts: list[str], *, skip: bool) -> StopVocabulary:
     found = known.of(tuple(texts), skip_special_tokens=skip)
     tokens = dict(zip(found.token_ids, found.token_texts, strict=True))
-    return WorkerStopTexts(tuple(found.stop_texts), tokens, found.textless_from)
+    return StopVocabulary(found.stop_texts, tokens, found.textless_from)
 
 
-def first_stop(stops: WorkerStopTexts, ids: list[int]) -> int | None:
+def first_stop(stops: StopVocabulary, ids: list[int]) -> int | None:
     """Number of tokens up to the end of the first stop text."""
-    tail = b""
+    state = stops.START
     for count, token in enumerate(ids, 1):
-        tail, is_stopped = stops.follow(tail, token)
-        if is_stopped:
+        state, stopped_text = stops.follow(state, token)
+        if stopped_text:
             return count
     return None
 

@@ -34,7 +34,7 @@ def admit(item: Submission, info: BackendInfo) -> EndRule:
     # An end id without a logit can neither come nor be banned.
     known = (*info.end_ids, *item.end_ids)
     end_ids = [token for token in known if token < info.vocabulary_size]
-    return EndRule(item.config.stopping, end_ids, prompt_tokens, limit, item.stop_texts)
+    return EndRule(item.config.stopping, end_ids, prompt_tokens, limit, item.stop_vocabulary)
 
 
 def check_queue(item: Submission, info: BackendInfo, present: int, running: int) -> None:

@@ -6,7 +6,7 @@ delivers steps. The service does multiplexing, deadlines, metrics, health and dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Tensor
 from trtmesh.engine.kv_memory import Content, KvMemory
+from trtmesh.engine.stopping import StopVocabulary
 from trtmesh.v1 import engine_pb2 as epb
 
 
@@ -91,36 +92,6 @@ class BackendInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class StopTexts:
-    """generation.proto's StopVocabulary: the texts, and the texts of the tokens that may be part of one."""
-
-    texts: tuple[bytes, ...]
-    tokens: Mapping[int, bytes]
-    textless_from: int = 0
-    """Ids from this one on have no text; 0 if there are none."""
-    _kept: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_kept", max(map(len, self.texts), default=1) - 1)
-
-    def follow(self, tail: bytes, token: int, *, may_end: bool = True) -> tuple[bytes, bool]:
-        """The end of a text after one more token, where a stop text may have begun, and whether the token completes
-        one: then up to its end. One completed where the text must not end is passed over."""
-        added = self.tokens.get(token)
-        if added is None:
-            return (tail if 0 < self.textless_from <= token else b""), False
-        text = tail + added
-        ends = [
-            at + len(stop)
-            for stop in self.texts
-            if (at := text.find(stop, max(0, len(tail) - len(stop) + 1))) >= 0
-        ]
-        if ends and may_end:
-            return text[: min(ends)], True
-        return text[max(0, len(text) - self._kept) :], False
-
-
-@dataclass(frozen=True, slots=True)
 class Submission:
     """One item to generate; its config sets supported fields only.
 
@@ -138,7 +109,7 @@ class Submission:
     token_ids: Sequence[int]
     emitted_tokens: int
     config: GenerationConfig
-    stop_texts: StopTexts | None = None
+    stop_vocabulary: StopVocabulary | None = None
     """The stop texts of a beam search: a beam ends with the token that completes one."""
     sender_lease_id: str = ""
     """Lease under which the item is handed over: a single sequence after its first token; several sequences, or beams,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from trtmesh.chassis.stop_texts import StopTexts
 from trtmesh.chassis.vocabulary import Stopping
-from trtmesh.engine.backend import StopTexts
 from trtmesh.v1 import generation_pb2 as pb
 
 FIELDS = frozenset(
@@ -23,6 +23,33 @@ End = tuple[int, tuple[int, ...]]
 """A FinishReason and the ids that ended the sequence."""
 
 
+class StopVocabulary:
+    """generation.proto's StopVocabulary: finds stop texts in the texts of tokens, with a byte as a character."""
+
+    START = StopTexts.ROOT
+    """The state before a text."""
+
+    def __init__(
+        self, texts: Sequence[bytes], tokens: Mapping[int, bytes], textless_from: int = 0
+    ) -> None:
+        """`tokens` have texts that may be part of a stop text; ids from `textless_from` on, unless 0, have no text."""
+        self._stops = StopTexts([text.decode("latin-1") for text in texts])
+        self._tokens = {token: text.decode("latin-1") for token, text in tokens.items()}
+        self._textless_from = textless_from
+
+    def follow(self, state: int, token: int, *, may_end: bool = True) -> tuple[int, str]:
+        """Returns the state after one more token and, where the token completes a stop text, the token's text up to the
+        end of that. A stop text is passed over where the sequence must not end."""
+        added = self._tokens.get(token)
+        if added is None:
+            return (state if 0 < self._textless_from <= token else self.START), ""
+        for length, character in enumerate(added, start=1):
+            state = self._stops.step(state, character)
+            if may_end and self._stops.ending(state):
+                return state, added[:length]
+        return state, ""
+
+
 class EndRule:
     """When the sequences of one item end: `end_after` judges one token, `first_end` a run of them.
 
@@ -36,14 +63,14 @@ class EndRule:
         model_end_ids: Sequence[int],
         prompt_tokens: int,
         limit: int,
-        stop_texts: StopTexts | None = None,
+        stop_vocabulary: StopVocabulary | None = None,
     ) -> None:
-        """`limit` is the most tokens of the sequence; `stop_texts` are for a beam search to follow."""
+        """`limit` is the most tokens of the sequence; `stop_vocabulary` is for a beam search to follow."""
         own = model_end_ids if stopping.end_id is None else (stopping.end_id,)
         self.end_ids = frozenset() if stopping.ignore_end_id else frozenset(own)
         self.prompt_tokens = prompt_tokens
         self.limit = limit
-        self.stop_texts = stop_texts
+        self.stop_vocabulary = stop_vocabulary
         self._words_by_last = _by_last_id(stopping.stop_token_ids)
         self._ending_ids = self.end_ids | self._words_by_last.keys()
         self.min_tokens = stopping.min_tokens

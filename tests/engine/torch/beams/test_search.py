@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from trtmesh.chassis import vocabulary
-from trtmesh.engine.backend import StopTexts
 from trtmesh.engine.backends.torch.beams.search import Beams, Hypothesis
-from trtmesh.engine.stopping import End
+from trtmesh.engine.stopping import End, StopVocabulary
 from trtmesh.v1 import generation_pb2 as pb
 
 END = 0
@@ -156,13 +155,13 @@ def first_ends(text: bytes, stops: list[bytes], held: int) -> list[int]:
 )
 def test_stop_texts_end_beams(seed: int, width: int, stops: list[bytes], least: int) -> None:
     """Few candidates a beam give the search of all candidates; texts are cut nowhere but at the first stop text."""
-    world, texts = World(seed), StopTexts(tuple(stops), WORDS)
+    world, texts = World(seed), StopVocabulary(stops, WORDS)
     searches = [
         Beams(
             vocabulary.BeamSearch(width),
             most_tokens=LENGTH,
             ending_tokens=most,
-            stop_texts=texts,
+            stop_vocabulary=texts,
             min_tokens=least,
         )
         for most in (1, VOCABULARY)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from trtmesh.chassis.errors import Draining, InvalidField, UnsupportedField
 from trtmesh.chassis.parsing import ELEMENT_BYTES, LIMITS, parse_config, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backend import StopTexts, Submission
+from trtmesh.engine.backend import Submission
 from trtmesh.engine.service.lease_fields import adapter_of, check_lease_id, lease_seconds
 from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.stopping import StopVocabulary
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -55,7 +56,7 @@ def parse_submit(
         token_ids=list(command.token_ids),
         emitted_tokens=command.emitted_tokens,
         config=config,
-        stop_texts=_stop_texts(command),
+        stop_vocabulary=_stop_vocabulary(command),
         sender_lease_id=command.sender_lease_id,
         receiver_lease_id=command.receiver_lease_id,
         handoff_state=state,
@@ -189,7 +190,7 @@ def _check_logits(config: GenerationConfig, engine: LoadedEngine) -> None:
                 )
 
 
-def _stop_texts(command: epb.SubmitCommand) -> StopTexts | None:
+def _stop_vocabulary(command: epb.SubmitCommand) -> StopVocabulary | None:
     if not command.HasField("stop_vocabulary"):
         return None
     given = command.stop_vocabulary
@@ -205,4 +206,5 @@ def _stop_texts(command: epb.SubmitCommand) -> StopTexts | None:
             field="stop_vocabulary",
         )
     tokens = dict(zip(given.token_ids, given.token_texts, strict=True))
-    return StopTexts(tuple(given.stop_texts), tokens, given.textless_from)
+    texts = [text for text in given.stop_texts if text]
+    return StopVocabulary(texts, tokens, given.textless_from) if texts else None

@@ -174,7 +174,7 @@ class TensorRtLlmBackend:
         if self._broken:
             raise WorkerLost("the engine has failed and takes no more items")
         rule = admit(item, self._info)
-        if item.stop_texts is not None:
+        if item.stop_vocabulary is not None:
             raise UnsupportedField(
                 "not supported: TensorRT-LLM knows no texts of tokens; send stop words as ids",
                 field="stop_vocabulary",

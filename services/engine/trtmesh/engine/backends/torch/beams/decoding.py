@@ -55,7 +55,7 @@ class BeamDecoding(Decoding["Ranking"]):
             first.config.beam_search,
             most_tokens=first.rule.limit - first.prompt_tokens,
             ending_tokens=first.rule.ending_tokens,
-            stop_texts=first.rule.stop_texts,
+            stop_vocabulary=first.rule.stop_vocabulary,
             min_tokens=first.rule.min_tokens,
         )
         self._beams = [0] * len(lanes)

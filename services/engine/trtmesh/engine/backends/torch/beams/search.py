@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from trtmesh.chassis import vocabulary
 from trtmesh.chassis.log_prob_sums import next_sum
-from trtmesh.engine.backend import StopTexts, TopLogProbs
-from trtmesh.engine.stopping import End
+from trtmesh.engine.backend import TopLogProbs
+from trtmesh.engine.stopping import End, StopVocabulary
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Extras:
     """The model's own, [1, vocabulary]."""
 
 
-NO_STOP = (b"", False)
+NO_STOP = (StopVocabulary.START, "")
 
 MORE_CANDIDATES = 4
 """Factor on the candidates of a beam where most of them end at stop texts."""
@@ -61,8 +61,8 @@ class Hypothesis:
     """None while it runs."""
     extras: list[Extras] = field(default_factory=list)
     """One per token; empty where the item asks for nothing."""
-    tail: bytes = b""
-    """The end of its text, where a stop text may have begun."""
+    text_state: int = StopVocabulary.START
+    """How much of a stop text its text ends with."""
     reported_total: float = 0.0
     """The sum in float32, as messages carry it."""
 
@@ -73,10 +73,9 @@ class _Candidate:
     parent: int
     token: int
     log_prob: float
-    tail: bytes
-    """Of the beam with the token, up to the end of a stop text."""
-    is_stopped: bool
-    """Whether the token completes a stop text."""
+    text_state: int
+    stopped_text: str
+    """The text of the token up to the end of the stop text that it completes; empty where it completes none."""
 
 
 EndAfter = Callable[[Hypothesis, int], End | None]
@@ -92,11 +91,11 @@ class Beams:
         *,
         most_tokens: int,
         ending_tokens: int,
-        stop_texts: StopTexts | None = None,
+        stop_vocabulary: StopVocabulary | None = None,
         min_tokens: int = 0,
     ) -> None:
-        """Every sequence ends at `most_tokens`; at most `ending_tokens` ids end a sequence earlier, besides
-        `stop_texts` after `min_tokens`."""
+        """Every sequence ends at `most_tokens`; at most `ending_tokens` ids end one earlier, besides the stop texts of
+        `stop_vocabulary` after `min_tokens`."""
         self.width = asked.beam_width
         self.running = [Hypothesis()]
         """Incomplete beams in the order of their latest ranks."""
@@ -107,7 +106,7 @@ class Beams:
         self._early_stopping = asked.early_stopping or pb.EARLY_STOPPING_FIRST_COMPLETE
         self._most_tokens = most_tokens
         self._ending_tokens = ending_tokens
-        self._stop_texts = stop_texts
+        self._stop_vocabulary = stop_vocabulary
         self._min_tokens = min_tokens
 
     @property
@@ -156,43 +155,43 @@ class Beams:
         end so many that others may rank between these. Of continuations whose text ends alike at a stop text, only the
         best counts."""
         chosen, ending = list[_Candidate](), list[tuple[_Candidate, End]]()
-        seen, stopped = [0] * len(self.running), set[tuple[int, bytes]]()
+        seen, stopped = [0] * len(self.running), set[tuple[int, str]]()
         place = -1
         for candidate in self._candidates(log_probs, count):
             seen[candidate.parent] += 1
-            text = (candidate.parent, candidate.tail)
-            if candidate.is_stopped and text in stopped:
+            text = (candidate.parent, candidate.stopped_text)
+            if text in stopped:
                 continue
             place += 1
             if place >= self.width and len(chosen) == self.width:
                 break
-            if candidate.is_stopped:
+            if candidate.stopped_text:
                 stopped.add(text)
             end = self._end_of(candidate, end_after)
             if end is None and len(chosen) < self.width:
                 chosen.append(candidate)
             elif end is not None and place < self.width:
                 ending.append((candidate, end))
-        if self._stop_texts and max(seen) >= count < log_probs.shape[1]:
+        if self._stop_vocabulary and max(seen) >= count < log_probs.shape[1]:
             return self._choose(log_probs, end_after, count * MORE_CANDIDATES)
         return chosen, ending
 
     def _end_of(self, candidate: _Candidate, end_after: EndAfter) -> End | None:
-        if candidate.is_stopped:
+        if candidate.stopped_text:
             return pb.FINISH_REASON_STOP_WORD, ()
         return end_after(self.running[candidate.parent], candidate.token)
 
     def _candidates(self, log_probs: Tensor, count: int) -> list[_Candidate]:
         """The best `count` continuations of each beam, best first."""
         values, tokens = log_probs.topk(min(count, log_probs.shape[1]), dim=1)
-        stops, may_end = self._stop_texts, len(self.running[0].tokens) >= self._min_tokens
+        stops, may_end = self._stop_vocabulary, len(self.running[0].tokens) >= self._min_tokens
         found = [
             _Candidate(
                 beam.total + log_prob + self._diversity_rate * parent,
                 parent,
                 token,
                 log_prob,
-                *(stops.follow(beam.tail, token, may_end=may_end) if stops else NO_STOP),
+                *(stops.follow(beam.text_state, token, may_end=may_end) if stops else NO_STOP),
             )
             for parent, (beam, row, ids) in enumerate(
                 zip(self.running, values.tolist(), tokens.tolist(), strict=True)
@@ -221,6 +220,6 @@ def _follow(
         beam.total + candidate.log_prob,
         end,
         [*beam.extras, extras[candidate.parent]] if extras else [],
-        candidate.tail,
+        candidate.text_state,
         next_sum(beam.reported_total, candidate.log_prob),
     )
