@@ -17,7 +17,7 @@ from trtmesh.router.doors.triton import calls, tensors
 from trtmesh.router.doors.triton.http import json_parser
 from trtmesh.router.doors.triton.http.door import (
     IDLE_SECONDS,
-    STALL_MARGIN_SECONDS,
+    UNREAD_MARGIN_SECONDS,
     HttpSettings,
 )
 from trtmesh.router.settings import RouterSettings
@@ -137,8 +137,8 @@ TABLES: dict[str, list[Row]] = {
             "closed",
         ),
         (
-            "seconds in which nothing of an answer is read (`client.stall_seconds` and one more)",
-            _ROUTER.client.stall_seconds + STALL_MARGIN_SECONDS,
+            "seconds in which nothing of an answer is read (`client.unread_seconds` and one more)",
+            _ROUTER.client.unread_seconds + UNREAD_MARGIN_SECONDS,
             "closed",
         ),
         (
@@ -206,8 +206,8 @@ TABLES: dict[str, list[Row]] = {
         ("seconds of silence before a PING", connection.PING_AFTER_SECONDS, "PING"),
         ("seconds to answer it", connection.PING_TIMEOUT_SECONDS, "closed"),
         (
-            "seconds in which nothing of a stream's message is read (`client.stall_seconds`)",
-            _ROUTER.client.stall_seconds,
+            "seconds in which nothing of a stream's message is read (`client.unread_seconds`)",
+            _ROUTER.client.unread_seconds,
             "SLOW_CLIENT",
         ),
         (

@@ -31,11 +31,11 @@ HEAD = """\
 Written by `python docs/settings.py` from the code. A setting is a flag, a variable or a line of a YAML file (`--config
 FILE` or `TRTMESH_CONFIG`), in this order of precedence:
 
-| Source | `router.deadlines.stall_seconds` |
+| Source | `router.deadlines.queue_seconds` |
 |---|---|
-| flag of `python -m trtmesh.router` | `--deadlines-stall-seconds 2` |
-| variable | `TRTMESH_ROUTER_DEADLINES_STALL_SECONDS=2` |
-| file | `router: {deadlines: {stall_seconds: 2}}` |
+| flag of `python -m trtmesh.router` | `--deadlines-queue-seconds 20` |
+| variable | `TRTMESH_ROUTER_DEADLINES_QUEUE_SECONDS=20` |
+| file | `router: {deadlines: {queue_seconds: 20}}` |
 
 A relative path in the file begins at the directory of the file, in a flag or a variable at the working directory.
 Flags and variables separate the items of a list by commas. `trtmesh up` has the flags of the section `mesh`, and its

@@ -41,7 +41,7 @@ SPLIT = ("prefill", "decode", "decode")
 ROUTER = (
     # Every lost process comes back.
     *("--retries-worker-wait-seconds", "60", "--retries-tokenizer-wait-seconds", "60"),
-    *("--retries-max-attempts", "100", "--deadlines-silence-seconds", "2", "--grace-seconds", "1"),
+    *("--retries-max-attempts", "100", "--grace-seconds", "1"),
     # With roles, the KV of every prompt moves.
     *("--handoff-enabled", "always", "--handoff-lease-seconds", "1"),
     *("--handoff-reserve-seconds", "1", "--handoff-prefill-seconds", "3"),

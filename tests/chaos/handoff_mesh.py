@@ -50,11 +50,11 @@ SIMULATED_WORKER = (
 ROUTER = (
     *("--handoff-enabled", "always", "--handoff-lease-seconds", str(LEASE_SECONDS)),
     *("--handoff-reserve-seconds", "0.5", "--handoff-prefill-seconds", "3"),
-    *("--handoff-transfer-seconds", "1", "--deadlines-silence-seconds", "2"),
+    *("--handoff-transfer-seconds", "1"),
     # Every lost process comes back.
     *("--retries-worker-wait-seconds", "60", "--retries-tokenizer-wait-seconds", "60"),
     *("--retries-max-attempts", "100", "--grace-seconds", "1"),
-    *("--client-buffer-tokens", "200", "--client-stall-seconds", "60"),
+    *("--client-buffer-tokens", "200", "--client-unread-seconds", "60"),
 )
 
 

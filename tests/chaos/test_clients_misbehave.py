@@ -75,10 +75,10 @@ async def test_killed_client_frees_its_requests() -> None:
 @pytest.mark.parametrize("limit", ["paused", "stall", "buffer"])
 async def test_client_that_never_reads_is_ended(limit: str) -> None:
     flags = {
-        "paused": ("--client-stall-seconds", "2", "--client-buffer-tokens", "20000"),
-        "stall": ("--client-stall-seconds", "1", "--client-buffer-tokens", "1000000000"),
+        "paused": ("--client-unread-seconds", "2", "--client-buffer-tokens", "20000"),
+        "stall": ("--client-unread-seconds", "1", "--client-buffer-tokens", "1000000000"),
         "buffer": (
-            "--client-stall-seconds",
+            "--client-unread-seconds",
             "3600",
             "--client-buffer-tokens",
             "20000",
@@ -120,7 +120,7 @@ async def is_live(mesh: Mesh, requests: int) -> bool:
 
 async def test_client_that_never_reads_the_last_message_is_ended() -> None:
     """Generation is over, so only the pending message reveals the client."""
-    flags = ("--client-stall-seconds", "1")
+    flags = ("--client-unread-seconds", "1")
     async with running_mesh(router_flags=flags) as mesh:
         echo = pb.GenerationConfig(
             stopping=pb.StoppingConfig(max_tokens=1),

@@ -110,7 +110,7 @@ async def test_names_and_drains_lose_no_stream(seed: int, monkeypatch: pytest.Mo
             resolve_seconds=0.02,
             retries={"worker_wait_seconds": 60},
             # A slow moment is no stall.
-            deadlines={"stall_seconds": 60, "accepted_seconds": 60, "next_token_seconds": 60},
+            deadlines={"silence_seconds": 60, "step_gap_seconds": 60},
         ) as client:
             await until_states(client, [READY] * ENGINES, [])
             prompts = [[5 + number] for number in range(STREAMS)]

@@ -31,7 +31,7 @@ async def two_small_engines(mesh: Mesh) -> None:
         await mesh.start_engine(*SIMULATED, *FULL_AT_TWO, "--worker", name)
     await mesh.start_router(
         *("--placement-policy", "least_loaded", "--retries-worker-wait-seconds", "1"),
-        *("--deadlines-silence-seconds", "3", "--log-level", "info"),
+        *("--log-level", "info"),
     )
     await mesh.ready(workers=2)
 

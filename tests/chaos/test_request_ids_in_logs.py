@@ -37,7 +37,7 @@ async def telling_mesh(mesh: Mesh) -> None:
     await mesh.start_tokenizer()
     for name in ENGINES:
         await mesh.start_engine(*SIMULATED, "--worker", name, *LOGS)
-    await mesh.start_router("--deadlines-stall-seconds", "1", *LOGS)
+    await mesh.start_router("--deadlines-silence-seconds", "1", *LOGS)
     await mesh.ready(len(ENGINES), 1)
 
 

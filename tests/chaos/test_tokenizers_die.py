@@ -149,7 +149,7 @@ async def test_draining_tokenizer_fails_nothing() -> None:
 
 async def test_frozen_tokenizer_moves_its_decode_states() -> None:
     """Detected by unanswered messages, long before the link counts as silent."""
-    flags = ("--deadlines-silence-seconds", "3600")
+    flags = ("--deadlines-silence-seconds", "360")
     async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         expected = await undisturbed(mesh)
         readers = await opened(mesh)
@@ -162,7 +162,7 @@ async def test_frozen_tokenizer_moves_its_decode_states() -> None:
 
 
 async def test_frozen_tokenizer_moves_its_encode_jobs() -> None:
-    flags = ("--deadlines-silence-seconds", "3600")
+    flags = ("--deadlines-silence-seconds", "360")
     async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         os.kill(mesh.tokenizers[0].pid, signal.SIGSTOP)
         asked = [mesh.client.complete([prompt], max_tokens=3) for prompt in PROMPTS]

@@ -37,9 +37,9 @@ def limits(
     max_open: int = 64,
     max_per_address: int = 64,
     idle_seconds: float = 60,
-    stall_seconds: float = 60,
+    unread_seconds: float = 60,
 ) -> HttpLimits:
-    return HttpLimits(max_open, max_per_address, 2**30, idle_seconds, stall_seconds)
+    return HttpLimits(max_open, max_per_address, 2**30, idle_seconds, unread_seconds)
 
 
 @asynccontextmanager
@@ -59,19 +59,19 @@ async def server_of(
 
 @asynccontextmanager
 async def open_server(
-    idle_seconds: float = 60, stall_seconds: float = 60
+    idle_seconds: float = 60, unread_seconds: float = 60
 ) -> AsyncIterator[tuple[HttpServer, int]]:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(body=LARGE if request.path == "/large" else b"small")
 
-    given = limits(idle_seconds=idle_seconds, stall_seconds=stall_seconds)
+    given = limits(idle_seconds=idle_seconds, unread_seconds=unread_seconds)
     async with server_of(answer, given) as (server, port):
         yield server, port
 
 
 @asynccontextmanager
-async def serving(idle_seconds: float = 60, stall_seconds: float = 60) -> AsyncIterator[int]:
-    async with open_server(idle_seconds, stall_seconds) as (_, port):
+async def serving(idle_seconds: float = 60, unread_seconds: float = 60) -> AsyncIterator[int]:
+    async with open_server(idle_seconds, unread_seconds) as (_, port):
         yield port
 
 
@@ -230,7 +230,7 @@ async def bytes_left(client: socket.socket) -> int:
 
 
 async def test_client_that_reads_nothing_is_cut_off() -> None:
-    async with open_server(stall_seconds=0.3) as (server, port):
+    async with open_server(unread_seconds=0.3) as (server, port):
         loop = asyncio.get_running_loop()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -244,7 +244,7 @@ async def test_client_that_reads_nothing_is_cut_off() -> None:
 
 async def test_client_that_reads_slowly_gets_everything() -> None:
     """Over a longer time than the limit, which lies far above its pauses."""
-    async with serving(stall_seconds=3) as port:
+    async with serving(unread_seconds=3) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         got, began = 0, perf_counter()

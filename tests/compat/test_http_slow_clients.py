@@ -65,7 +65,7 @@ async def stuck(router: ServiceProcess) -> bool:
 
 
 async def test_slow_client_is_cut_off(mesh: Mesh) -> None:
-    router = await start_router(mesh, "--client-stall-seconds", "0.5")
+    router = await start_router(mesh, "--client-unread-seconds", "0.5")
     tasks = (await scrape(router))["trtmesh_tasks"]
     async with client_that_does_not_read(router.http_address):
 

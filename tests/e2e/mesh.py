@@ -56,8 +56,8 @@ ENDLESS = 20_000
 """Tokens of a request to be stopped: more than a test can wait for."""
 
 PATIENT = (
-    *("--deadlines-stall-seconds", "60", "--deadlines-accepted-seconds", "60"),
-    *("--deadlines-next-token-seconds", "60", "--siblings-wait-seconds", "60"),
+    *("--deadlines-silence-seconds", "60", "--deadlines-step-gap-seconds", "60"),
+    *("--siblings-wait-seconds", "60"),
 )
 """Router flags for tests without frozen workers: a slow moment neither moves items nor excludes the worker."""
 

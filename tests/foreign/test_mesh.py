@@ -134,7 +134,7 @@ async def test_streams_survive_the_kill_of_an_engine(contract: str) -> None:
 
 async def test_frozen_engine_is_left() -> None:
     count = 300
-    quick = ("--deadlines-next-token-seconds", "1.0")
+    quick = ("--deadlines-step-gap-seconds", "1.0")
     placing = ("--placement-policy", "round_robin")
     async with fleet("vllm", "vllm", flags=(*quick, *placing)) as running:
         readers = [

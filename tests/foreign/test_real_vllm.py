@@ -34,7 +34,7 @@ TORCH = (
     *("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192"),
     *("--torch-dtype", "bfloat16"),
 )
-ROUTER = (*PATIENT, "--foreign-model-dirs", str(DEMO), "--deadlines-first-token-seconds", "300")
+ROUTER = (*PATIENT, "--foreign-model-dirs", str(DEMO), "--deadlines-queue-seconds", "300")
 
 
 @dataclass

@@ -36,9 +36,8 @@ CALM = {
     "handoff": {"enabled": "always"},
     "retries": {"worker_wait_seconds": 20},
     "deadlines": {
-        "stall_seconds": 60,
-        "accepted_seconds": 60,
-        "next_token_seconds": 60,
+        "silence_seconds": 60,
+        "step_gap_seconds": 60,
     },
 }
 """A crowded machine moves nothing."""

@@ -31,7 +31,7 @@ FIELDS = [
     "output.log_probs", "output.prompt_log_probs",
 ]  # fmt: skip
 
-DEFAULTS = {"retries": {"worker_wait_seconds": 0.3}, "deadlines": {"stall_seconds": 60}}
+DEFAULTS = {"retries": {"worker_wait_seconds": 0.3}, "deadlines": {"silence_seconds": 60}}
 
 
 class Fleet:

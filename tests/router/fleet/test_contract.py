@@ -165,7 +165,7 @@ async def test_worker_with_an_impossible_description_is_refused(description: Any
 
 async def test_worker_that_does_not_end_a_stopped_sequence_is_left() -> None:
     one, two = engine("one"), engine("two")
-    async with routed(one, two, deadlines={"first_token_seconds": 1.0}) as client:
+    async with routed(one, two, deadlines={"queue_seconds": 1.0}) as client:
         await until_states(client, [READY, READY], [])
         call = asyncio.create_task(client.complete([[1]], text=False, max_tokens=TOKENS))
         await eventually(lambda: one.submits or two.submits)
@@ -181,7 +181,7 @@ async def test_only_worker_that_forgets_a_sequence_is_left() -> None:
         serving_engine(one) as address,
         serving_router(
             [address],
-            deadlines={"first_token_seconds": 1.0},
+            deadlines={"queue_seconds": 1.0},
             retries={"worker_wait_seconds": 0.5},
         ) as client,
     ):

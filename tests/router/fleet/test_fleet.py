@@ -54,7 +54,7 @@ async def told(on: Fleet, engine: ScriptedEngine, **load: float) -> None:
 
 async def test_load_reports_count_in_placement() -> None:
     async with fleet(
-        placement={"policy": "least_loaded"}, deadlines={"next_token_seconds": 3600}
+        placement={"policy": "least_loaded"}, deadlines={"step_gap_seconds": 3600}
     ) as on:
         busy, idle = on.engines
         await told(on, busy, running_sequences=5)
@@ -67,7 +67,7 @@ async def test_load_reports_count_in_placement() -> None:
 
 
 async def test_learned_rates_reach_the_placement() -> None:
-    async with fleet(*engines("one"), deadlines={"next_token_seconds": 3600}) as on:
+    async with fleet(*engines("one"), deadlines={"step_gap_seconds": 3600}) as on:
         (engine,) = on.engines
         on.serve(engine)
         for number in range(1, LOOKS):
@@ -85,7 +85,7 @@ async def test_returning_worker_starts_slowly(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as long_ago:
         long_ago.setattr(load_guard.LoadGuard, "joined", lambda *_: None)
         async with fleet(
-            placement={"policy": "least_loaded"}, deadlines={"next_token_seconds": 3600}
+            placement={"policy": "least_loaded"}, deadlines={"step_gap_seconds": 3600}
         ) as on:
             long_ago.undo()
             monkeypatch.setattr(load_guard, "SLOW_START_SECONDS", 3600.0)

@@ -88,7 +88,7 @@ async def three_items_on_one() -> AsyncIterator[Fleet]:
     async with (
         serving_engine(one) as first,
         serving_engine(two) as second,
-        serving_router([first], deadlines={"stall_seconds": 60}) as client,
+        serving_router([first], deadlines={"silence_seconds": 60}) as client,
     ):
         await until_states(client, [READY], [])
         asked = asyncio.create_task(client.complete([[5], [6], [7]], max_tokens=9, text=False))
@@ -348,7 +348,7 @@ async def two_items_on_one() -> AsyncIterator[tuple[RouterClient, ScriptedEngine
     async with (
         serving_engine(one) as first,
         serving_engine(two) as second,
-        serving_router([first], deadlines={"stall_seconds": 60}) as client,
+        serving_router([first], deadlines={"silence_seconds": 60}) as client,
     ):
         await until_states(client, [READY], [])
         asked = asyncio.create_task(client.complete([[5], [6]], max_tokens=9, text=False))
@@ -454,7 +454,7 @@ async def test_worker_drained_through_one_router_is_drained_for_all_until_any_re
         ]
         served = [engine.address for engine in engines]
         # A slow moment is no stall.
-        patient: dict[str, Any] = {"deadlines": {"stall_seconds": 60, "accepted_seconds": 60}}
+        patient: dict[str, Any] = {"deadlines": {"silence_seconds": 60}}
         other = await stack.enter_async_context(serving_router(served, **patient))
         async with serving_router(served, **patient) as client:
             for each in (client, other):

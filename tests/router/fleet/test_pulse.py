@@ -10,7 +10,7 @@ from trtmesh.router.fleet.pulse import TICK_SECONDS, Pulse
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.v1 import engine_pb2 as pb
 
-DEADLINES = Deadlines(stall_seconds=1.0, accepted_seconds=0.5, next_token_seconds=2.0)
+DEADLINES = Deadlines(silence_seconds=1.0, step_gap_seconds=2.0)
 
 
 def ticks_until_a_problem(pulse: Pulse, load: pb.Load | None, most: int = 200) -> tuple[int, str]:
@@ -78,7 +78,7 @@ def test_unread_item_is_a_problem() -> None:
     pulse = Pulse(DEADLINES)
     pulse.submitted()
     ticks, problem = ticks_until_a_problem(pulse, pb.Load(received_items=0))
-    assert (ticks, problem) == (5, "it did not read an item for 0.5 s")
+    assert (ticks, problem) == (10, "it did not read an item for 1 s")
     pulse.on_load(pb.Load(received_items=1))
     assert ticks_until_a_problem(pulse, pb.Load(received_items=1)) == (200, "")
 

@@ -47,9 +47,7 @@ async def rests(on: Fleet, engine: ScriptedEngine) -> str:
 async def test_worker_without_tokens_gets_no_items_for_a_while(
     long_rest: None,
 ) -> None:
-    async with fleet(
-        deadlines={"first_token_seconds": 0.3}, placement={"policy": "round_robin"}
-    ) as on:
+    async with fleet(deadlines={"queue_seconds": 0.3}, placement={"policy": "round_robin"}) as on:
         on.start([5])
         sick = await on.first()
         well = on.other(sick)
@@ -70,7 +68,7 @@ async def test_worker_without_tokens_gets_no_items_for_a_while(
 
 
 async def test_repeatedly_freezing_worker_gets_no_items_for_a_while(long_rest: None) -> None:
-    async with fleet(deadlines={"stall_seconds": 0.5}, placement={"policy": "round_robin"}) as on:
+    async with fleet(deadlines={"silence_seconds": 0.5}, placement={"policy": "round_robin"}) as on:
         on.start([5])
         sick = await on.first()
         on.serve(on.other(sick))
@@ -91,7 +89,7 @@ async def test_repeatedly_freezing_worker_gets_no_items_for_a_while(long_rest: N
 
 @pytest.mark.parametrize("generating", [True, False])
 async def test_queue_held_up_by_other_routers_is_not_a_fault(*, generating: bool) -> None:
-    async with fleet(deadlines={"started_seconds": 0.5, "first_token_seconds": 60}) as on:
+    async with fleet(deadlines={"queue_seconds": 0.5}) as on:
         on.start([5])
         one = await on.first()
         await one.report(waiting_sequences=1)

@@ -38,7 +38,7 @@ async def test_routers_place_a_new_prefix_on_the_same_worker(
                 serving_router(
                     addresses,
                     placement={"policy": "prefix_aware"},
-                    deadlines={"next_token_seconds": 3600},
+                    deadlines={"step_gap_seconds": 3600},
                 )
             )
             await until_states(router, [READY] * len(engines), [])

@@ -71,7 +71,7 @@ async def test_item_with_tokens_prefers_a_worker_that_resumes_exactly(
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving_engine(e)) for e in engines]
         client = await stack.enter_async_context(
-            serving_router(addresses, deadlines={"stall_seconds": 60})
+            serving_router(addresses, deadlines={"silence_seconds": 60})
         )
         await until_states(client, [READY] + [REFUSED] * len(others), [])
         on = Fleet(engines, client)
@@ -133,7 +133,7 @@ async def test_sequences_of_a_moved_item_resume_separately() -> None:
 
 
 async def test_tokens_of_a_recovered_worker_are_dropped() -> None:
-    async with fleet(deadlines={"stall_seconds": 0.5}) as on:
+    async with fleet(deadlines={"silence_seconds": 0.5}) as on:
         asked = on.ask([5])
         one = await on.first()
         handle = one.submits[0].handle
@@ -157,7 +157,7 @@ async def test_tokens_of_a_recovered_worker_are_dropped() -> None:
 
 async def test_items_stay_on_a_silent_worker_without_another() -> None:
     engine = ScriptedEngine(supported_fields=FIELDS)
-    async with fleet(engine, deadlines={"stall_seconds": 0.5}) as on:
+    async with fleet(engine, deadlines={"silence_seconds": 0.5}) as on:
         asked = on.ask([5])
         (submit,) = await engine.submitted()
         engine.reporting = False
@@ -174,7 +174,7 @@ async def test_items_leave_a_silent_worker_once_another_joins() -> None:
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving_engine(e)) for e in (one, two)]
         client = await stack.enter_async_context(
-            serving_router(addresses, deadlines={"stall_seconds": 0.5})
+            serving_router(addresses, deadlines={"silence_seconds": 0.5})
         )
         await until_states(client, [READY, admin_pb.WORKER_STATE_REFUSED], [])
         on = Fleet((one, two), client)
@@ -189,7 +189,7 @@ async def test_items_leave_a_silent_worker_once_another_joins() -> None:
 
 
 async def test_item_may_return_to_a_recovered_worker() -> None:
-    async with fleet(deadlines={"silence_seconds": 3600, "stall_seconds": 0.5}) as on:
+    async with fleet(deadlines={"silence_seconds": 0.5}) as on:
         asked = on.ask([5])
         one = await on.first()
         await one.hang_up()
@@ -205,7 +205,7 @@ async def test_item_may_return_to_a_recovered_worker() -> None:
 
 
 async def test_reports_without_steps_do_not_hold_an_item() -> None:
-    async with fleet(deadlines={"next_token_seconds": 0.3}) as on:
+    async with fleet(deadlines={"step_gap_seconds": 0.3}) as on:
         on.start([5])
         one = await on.first()
         await one.report(step_count=4, running_sequences=1)
@@ -215,7 +215,7 @@ async def test_reports_without_steps_do_not_hold_an_item() -> None:
 
 
 async def test_unread_item_moves() -> None:
-    async with fleet(deadlines={"accepted_seconds": 0.3}) as on:
+    async with fleet(deadlines={"silence_seconds": 0.3}) as on:
         for engine in on.engines:
             await engine.report(received_items=0)
         on.start([5])
@@ -225,9 +225,7 @@ async def test_unread_item_moves() -> None:
 
 
 async def test_starving_sequence_moves_alone() -> None:
-    async with fleet(
-        deadlines={"first_token_seconds": 3.0}, placement={"policy": "round_robin"}
-    ) as on:
+    async with fleet(deadlines={"queue_seconds": 3.0}, placement={"policy": "round_robin"}) as on:
         on.start([5], [6], [7], max_tokens=1000)
         await on.submitted(3)
         one = next(engine for engine in on.engines if len(engine.submits) == 2)
@@ -242,7 +240,7 @@ async def test_starving_sequence_moves_alone() -> None:
 
 
 async def test_queued_item_moves_after_its_deadline() -> None:
-    async with fleet(deadlines={"started_seconds": 0.3, "first_token_seconds": 60}) as on:
+    async with fleet(deadlines={"queue_seconds": 0.3}) as on:
         on.start([5])
         one = await on.first()
         await one.report(waiting_sequences=1, step_count=0)

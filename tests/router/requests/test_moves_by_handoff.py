@@ -212,7 +212,7 @@ async def rest_of(call: Any) -> list[int]:
     return ids
 
 
-SLOW_CLIENT = {"client": {"buffer_tokens": 2000, "stall_seconds": 3600}}
+SLOW_CLIENT = {"client": {"buffer_tokens": 2000, "unread_seconds": 3600}}
 TOKENS = 60_000
 
 

@@ -50,7 +50,7 @@ async def unread_search(**settings: Any) -> AsyncIterator[tuple[ScriptedEngine, 
     request = router_pb2.GenerateRequest(
         request_id="search", items=[router_pb2.GenerateItem(prompt=prompt)], config=config
     )
-    settings = merged({"client": {"stall_seconds": 3600}}, settings)
+    settings = merged({"client": {"unread_seconds": 3600}}, settings)
     async with serving_engine(engine) as address, serving_router([address], **settings) as client:
         await until_states(client, [READY], [])
         async with grpc.aio.insecure_channel(client.address, options=FIXED_WINDOW) as channel:

@@ -22,7 +22,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.http2.turns import Turns
 from trtmesh.client import FinishReason
 from trtmesh.router.links import replica
-from trtmesh.router.links.deadlines import Deadlines, Retries
+from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers.decoding import TextOptions, WholeText
 from trtmesh.router.tokenizers.pool import EncodeLimits, TokenizerPool
@@ -30,7 +30,9 @@ from trtmesh.router.tokenizers.tokenizer import LONG_BYTES, TRIAL_TEXT, Tokenize
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import tokenizer_pb2 as tpb
 
-LONG = Deadlines(decode_seconds=10.0, encode_seconds=60.0)
+LONG = (10.0, 60.0)
+IMPATIENT = (0.1, 0.2)
+"""Seconds to answer a decode and an encode."""
 
 
 async def test_end_without_tokens_waits_for_the_last_text() -> None:
@@ -218,11 +220,23 @@ async def test_a_sequence_opens_with_its_first_tokens_and_closes_soon_after_its_
         assert closed == tokenizer.commands[0].open_decode.handle
 
 
+def link_to(address: str, pool: TokenizerPool, patience: tuple[float, float]) -> Tokenizer:
+    return Tokenizer(
+        address,
+        silence_seconds=1.0,
+        max_message_bytes=2**20,
+        turns=Turns(),
+        pool=pool,
+        decode_seconds=patience[0],
+        encode_seconds=patience[1],
+    )
+
+
 @asynccontextmanager
 async def pool_of(
     *tokenizers: ScriptedTokenizer,
     recovery_seconds: float = 0.0,
-    deadlines: Deadlines = LONG,
+    patience: tuple[float, float] = LONG,
 ) -> AsyncIterator[TokenizerPool]:
     """A pool connected to tokenizers."""
     limits = EncodeLimits(max_per_tokenizer=4, max_queued=8, queue_seconds=1.0)
@@ -232,13 +246,7 @@ async def pool_of(
         links = []
         for tokenizer in tokenizers:
             address = await stack.enter_async_context(serving_tokenizer(tokenizer))
-            link = Tokenizer(
-                address,
-                deadlines=deadlines,
-                max_message_bytes=2**20,
-                turns=Turns(),
-                pool=pool,
-            )
+            link = link_to(address, pool, patience)
             pool.tokenizers[address] = link
             links.append(asyncio.create_task(link.run()))
         await eventually(lambda: all(link.ready for link in pool.tokenizers.values()))
@@ -254,16 +262,13 @@ def load(pool: TokenizerPool) -> int:
     return sum(tokenizer.load for tokenizer in pool.tokenizers.values())
 
 
-IMPATIENT = Deadlines(encode_seconds=0.2, decode_seconds=0.1)
-
-
 @pytest.mark.parametrize("kind", ["encode", "decode"])
 async def test_tokenizer_deaf_to_a_kind_of_command_is_left_until_it_proves_itself(
     kind: str,
 ) -> None:
     """Whatever else it answers: with losses alone it would get work again and again."""
     deaf, other = ScriptedTokenizer(), ScriptedTokenizer()
-    async with pool_of(deaf, other, deadlines=IMPATIENT) as pool:
+    async with pool_of(deaf, other, patience=IMPATIENT) as pool:
         left, _ = pool.tokenizers.values()
         deaf.deaf_to = {kind}
         for _ in range(3):
@@ -288,7 +293,7 @@ async def test_text_that_one_tokenizer_never_answers_is_encoded_by_another() -> 
     """While it answers all others."""
     deaf, other = ScriptedTokenizer(), ScriptedTokenizer()
     deaf.deaf_to = other.deaf_to = {"poison"}
-    async with pool_of(deaf, other, deadlines=IMPATIENT) as pool:
+    async with pool_of(deaf, other, patience=IMPATIENT) as pool:
         poisoned = asyncio.create_task(pool.encode("m", tpb.EncodeCommand(text="poison")))
         await eventually(lambda: len(deaf.encodes + other.encodes) == 1)
         (other if deaf.encodes else deaf).deaf_to = set()
@@ -305,7 +310,7 @@ async def test_long_text_that_takes_long_is_no_fault_of_its_tokenizer() -> None:
     text = "x" * LONG_BYTES
     slow, other = ScriptedTokenizer(), ScriptedTokenizer()
     slow.deaf_to = other.deaf_to = {text}
-    async with pool_of(slow, other, deadlines=IMPATIENT) as pool:
+    async with pool_of(slow, other, patience=IMPATIENT) as pool:
         encoding = asyncio.create_task(pool.encode("m", tpb.EncodeCommand(text=text)))
         await eventually(lambda: len(slow.encodes + other.encodes) == 1)
         (other if slow.encodes else slow).deaf_to = set()
@@ -338,7 +343,7 @@ async def test_tokenizer_that_leaves_out_wanted_ids_is_left(most: int, omits: in
 async def test_text_that_the_only_tokenizer_never_answers_fails() -> None:
     tokenizer = ScriptedTokenizer()
     tokenizer.deaf_to = {"encode"}
-    async with pool_of(tokenizer, deadlines=IMPATIENT) as pool:
+    async with pool_of(tokenizer, patience=IMPATIENT) as pool:
         with pytest.raises(TokenizerLost, match="2 tokenizers were lost, or gave no answer"):
             await pool.encode("m", tpb.EncodeCommand(text="text"))
         await eventually(lambda: len(tokenizer.encodes) == len(tokenizer.cancelled) == 2)
@@ -412,7 +417,7 @@ async def test_second_address_of_a_process_is_no_second_tokenizer() -> None:
     one, twin = ScriptedTokenizer(instance="a process"), ScriptedTokenizer(instance="a process")
     async with serving_tokenizer(twin) as second, pool_of(one) as pool:
         (first,) = pool.tokenizers.values()
-        link = Tokenizer(second, deadlines=LONG, max_message_bytes=2**20, turns=Turns(), pool=pool)
+        link = link_to(second, pool, LONG)
         pool.tokenizers[second] = link
         task = asyncio.create_task(link.run())
         try:

@@ -56,7 +56,7 @@ class HttpLimits:
     """Most bytes that were received and not parsed, of all connections together."""
     idle_seconds: float
     """How long a connection may idle, or take to send the head of a request."""
-    stall_seconds: float
+    unread_seconds: float
     """How long a client may read nothing of an answer."""
 
 
@@ -325,7 +325,7 @@ class _Connection(web.RequestHandler):
         assert self.transport is not None
         self._unread_bytes = self.transport.get_write_buffer_size()
         self._stalled = self._loop.call_later(
-            self._server.limits.stall_seconds, self._end_unless_read
+            self._server.limits.unread_seconds, self._end_unless_read
         )
 
     def _end_unless_read(self) -> None:

@@ -1,8 +1,8 @@
 """Settings of a process: flags over environment over YAML file over defaults, read once at start.
 
 A settings class is a frozen pydantic model of groups. Each group is a frozen model, passed whole to its code.
-The leaf `deadlines.stall_seconds` of the section `router` is the flag `--deadlines-stall-seconds`, the variable
-`TRTMESH_ROUTER_DEADLINES_STALL_SECONDS` and, in the file, `router: {deadlines: {stall_seconds: ...}}`. The layers are
+The leaf `deadlines.queue_seconds` of the section `router` is the flag `--deadlines-queue-seconds`, the variable
+`TRTMESH_ROUTER_DEADLINES_QUEUE_SECONDS` and, in the file, `router: {deadlines: {queue_seconds: ...}}`. The layers are
 merged here, not by pydantic-settings: errors must name the source of a value, and that library loses it.
 """
 

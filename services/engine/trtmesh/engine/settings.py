@@ -35,8 +35,8 @@ class EngineSettings(SecuredSettings):
     """Phases that the worker is for."""
     load_interval_seconds: Seconds = 0.1
     """Time between two Load events, in seconds."""
-    stall_seconds: Seconds = 10.0
-    """How long sequences may wait without a step before the worker counts as stuck, in seconds."""
+    step_gap_seconds: Seconds = 10.0
+    """Time without a step while sequences wait for one; afterwards the worker's health is NOT_SERVING."""
     max_handles_per_stream: Annotated[int, Field(ge=1, le=1_000_000)] = 16384
     """Most sequences of one router."""
     trtllm_service: bool = False

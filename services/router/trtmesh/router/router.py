@@ -157,7 +157,7 @@ class Router:
             self._settings.http,
             self._settings.host,
             self._settings.max_message_bytes,
-            self._settings.client.stall_seconds,
+            self._settings.client.unread_seconds,
             self._runtime,
             self._fleet,
             self._tokenizers,
@@ -248,7 +248,7 @@ class Router:
             return
         tokenizer = Tokenizer(
             address,
-            deadlines=self._settings.deadlines,
+            silence_seconds=self._settings.deadlines.silence_seconds,
             max_message_bytes=self._settings.max_message_bytes,
             turns=self._link_turns,
             tls_of_peers=self._tls_of_peers,

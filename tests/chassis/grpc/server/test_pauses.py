@@ -43,7 +43,7 @@ def frequent_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_minute_is_within_the_default_limits() -> None:
     router = RouterSettings(engines=())
-    limits = (router.client.stall_seconds, router.connections.unread_seconds)
+    limits = (router.client.unread_seconds, router.connections.unread_seconds)
     assert min(*limits, http2_connection.PAUSE_SECONDS) > 60
 
 

@@ -22,4 +22,4 @@ class ConnectionSettings(Settings):
     services is not replaced while its stream runs."""
     unread_seconds: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Longest time in which a client reads nothing of an answer that was given whole, though it answers PINGs; then the
-    stream is reset. Streams of tokens have `client.stall_seconds` of the router."""
+    stream is reset. Streams of tokens have `client.unread_seconds` of the router."""

@@ -84,7 +84,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._backend = backend
         self._loop = asyncio.get_running_loop()
         self._streams = Streams(self.metrics)
-        self._progress = Progress(settings.stall_seconds)
+        self._progress = Progress(settings.step_gap_seconds)
         self._engine: LoadedEngine | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._sessions: Sessions = set()

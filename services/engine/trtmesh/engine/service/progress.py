@@ -8,8 +8,8 @@ from trtmesh.engine.backend import BackendStats
 class Progress:
     """Judges a series of stats; times are seconds of one monotonic clock."""
 
-    def __init__(self, stall_seconds: float) -> None:
-        self._stall_seconds = stall_seconds
+    def __init__(self, step_gap_seconds: float) -> None:
+        self._step_gap_seconds = step_gap_seconds
         self._step_count = -1
         self._since: float | None = None
 
@@ -20,10 +20,10 @@ class Progress:
             self._step_count = stats.step_count
             self._since = now
             return None
-        if now - self._since < self._stall_seconds:
+        if now - self._since < self._step_gap_seconds:
             return None
         # The text stays the same during a stall and is reported once.
         return (
-            f"{self._stall_seconds:g} s without a step after number {stats.step_count}"
+            f"{self._step_gap_seconds:g} s without a step after number {stats.step_count}"
             " though sequences wait for one"
         )

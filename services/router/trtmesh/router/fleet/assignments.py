@@ -121,11 +121,9 @@ class Assignments:
 
 
 def _is_late(times: SequenceTimes, now: float, deadlines: Deadlines) -> bool:
-    if times.last_token > times.assigned:
-        return now - times.last_token > times.patience * deadlines.first_token_seconds
-    if times.started:
-        return now - times.started > times.patience * deadlines.first_token_seconds
-    return now - times.assigned > times.patience * deadlines.started_seconds
+    has_token = times.last_token > times.assigned
+    since = times.last_token if has_token else times.started or times.assigned
+    return now - since > times.patience * deadlines.queue_seconds
 
 
 @dataclass(slots=True, eq=False)

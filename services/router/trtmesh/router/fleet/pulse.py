@@ -13,10 +13,10 @@ from trtmesh.v1 import engine_pb2 as pb
 TICK_SECONDS = 0.1
 
 MISSED_LOADS = 5
-"""Missing load reports tolerated even with a short `stall_seconds`."""
+"""Missing load reports tolerated even with a short `silence_seconds`."""
 
 SLOWER_THAN_BEFORE = 4
-"""Allowed length of a step relative to the longest recent step, even with a short `next_token_seconds`."""
+"""Allowed length of a step relative to the longest recent step, even with a short `step_gap_seconds`."""
 
 FADING = 0.999
 """Decay of the longest recent step per tick: half after a minute."""
@@ -28,10 +28,7 @@ class Pulse:
     def __init__(self, deadlines: Deadlines, load_interval_seconds: float = 0.0) -> None:
         self._deadlines = deadlines
         self._most_silent = _ticks(
-            max(deadlines.stall_seconds, MISSED_LOADS * load_interval_seconds)
-        )
-        self._most_unread = _ticks(
-            max(deadlines.accepted_seconds, MISSED_LOADS * load_interval_seconds)
+            max(deadlines.silence_seconds, MISSED_LOADS * load_interval_seconds)
         )
         self._silent = 0
         self._was_silent = False
@@ -85,10 +82,10 @@ class Pulse:
     def _problem(self) -> str:
         if self._silent > self._most_silent:
             return f"it was silent for {self._most_silent * TICK_SECONDS:g} s"
-        if self._unread > self._most_unread:
-            return f"it did not read an item for {self._most_unread * TICK_SECONDS:g} s"
+        if self._unread > self._most_silent:
+            return f"it did not read an item for {self._most_silent * TICK_SECONDS:g} s"
         most = max(
-            _ticks(self._deadlines.next_token_seconds), SLOWER_THAN_BEFORE * self._longest_step
+            _ticks(self._deadlines.step_gap_seconds), SLOWER_THAN_BEFORE * self._longest_step
         )
         if self._busy and self._without_step > most:
             return (

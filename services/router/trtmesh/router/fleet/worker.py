@@ -105,7 +105,8 @@ class Worker(Replica):
         twin_of: Callable[[Worker, str], Worker | None] = lambda *_: None,
     ) -> None:
         """`bridge` is the process in front of a foreign engine, None for an engine of ours."""
-        super().__init__(address, deadlines, max_message_bytes, turns, tls_of_peers)
+        super().__init__(address, deadlines.silence_seconds, max_message_bytes, turns, tls_of_peers)
+        self._deadlines = deadlines
         self._bridge = bridge
         self._twin_of = twin_of
         self.twin = ""
@@ -484,7 +485,7 @@ class Worker(Replica):
             await asyncio.sleep(TICK_SECONDS)
             self._judge(self._pulse.tick())
             if self.state is not ReplicaState.STALLED:
-                self._assignments.look(round(self._deadlines.first_token_seconds / TICK_SECONDS))
+                self._assignments.look(round(self._deadlines.queue_seconds / TICK_SECONDS))
             self._move_late()
             # Room elsewhere shows in nothing but the next try.
             self.move_on(most=MOVES_PER_TICK)

@@ -1,4 +1,4 @@
-"""Deadlines for replicas, and bounded retries after a loss."""
+"""Deadlines for workers, and bounded retries after a loss."""
 
 from __future__ import annotations
 
@@ -13,25 +13,15 @@ Wait = Annotated[float, Field(ge=0, le=3600)]
 
 
 class Deadlines(Settings):
-    """Longest delays of a worker or tokenizer before work moves elsewhere."""
+    """Longest waits for a worker before its work moves elsewhere."""
 
-    silence_seconds: Seconds = 10.0
-    """Silence of a worker or tokenizer with a message due; afterwards the peer counts as lost."""
-    decode_seconds: Seconds = 1.5
-    """Time for a tokenizer to answer a decode; afterwards the work moves, if another tokenizer answers."""
-    encode_seconds: Seconds = 10.0
-    """Time for a tokenizer with texts below 64 KiB to answer any text; afterwards the work moves, if another tokenizer
-    answers. A text that is not answered in six times as long moves in any case."""
-    stall_seconds: Seconds = 1.0
-    """Silence of a worker, at least five load intervals; afterwards items move."""
-    accepted_seconds: Seconds = 1.0
-    """Time for a worker with load reports to read an item; afterwards items move."""
-    started_seconds: LongSeconds = 30.0
-    """Wait of an item in a worker's queue; afterwards the item moves."""
-    first_token_seconds: LongSeconds = 30.0
-    """Wait of a started sequence for the first or next token while the worker makes steps."""
-    next_token_seconds: LongSeconds = 1.5
-    """Time without a step on a busy worker, longer after long steps; afterwards sequences move."""
+    silence_seconds: Seconds = 1.0
+    """Silence of a worker, or time without reading an item, at least five load intervals; afterwards its items move. A
+    worker or tokenizer with a message due that is silent for ten times as long is disconnected."""
+    step_gap_seconds: LongSeconds = 1.5
+    """Time without a step on a busy worker, at least four times its longest recent step; afterwards its items move."""
+    queue_seconds: LongSeconds = 30.0
+    """Wait of an item in a worker's queue, or for its next token while the worker makes steps; afterwards it moves."""
 
 
 class Retries(Settings):

@@ -24,7 +24,6 @@ from trtmesh.router.links.contract import (
     LONGEST_REST_SECONDS,
     ContractBroken,
 )
-from trtmesh.router.links.deadlines import Deadlines
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +37,9 @@ DRAINED = "an admin drains it"
 DRAINED_HERE = "an admin drains it, on this router alone"
 
 TWIN = "it is the process at {address}, to which this router has a link already; list one of the addresses"
+
+LOST_AFTER = 10
+"""Multiple of `deadlines.silence_seconds` for which a connection with a message due may be silent."""
 
 SILENCE_CHECKS = 10
 """Checks for silence during the longest permitted silence."""
@@ -68,7 +70,7 @@ class Replica(ABC):
     def __init__(
         self,
         address: str,
-        deadlines: Deadlines,
+        silence_seconds: float,
         max_message_bytes: int,
         turns: Turns,
         tls_of_peers: TlsOfPeers = plain_text,
@@ -78,7 +80,7 @@ class Replica(ABC):
         self.problem = "connecting"
         self._leaving = False
         self._drained = False
-        self._deadlines = deadlines
+        self._lost_seconds = LOST_AFTER * silence_seconds
         self._max_message_bytes = max_message_bytes
         self._turns = turns
         self._tls_of_peers = tls_of_peers
@@ -199,13 +201,12 @@ class Replica(ABC):
         await until_first_ends(*halves, self._watch_silence())
 
     async def _watch_silence(self) -> None:
-        longest = self._deadlines.silence_seconds
         while True:
-            await asyncio.sleep(longest / SILENCE_CHECKS)
+            await asyncio.sleep(self._lost_seconds / SILENCE_CHECKS)
             # Counted, not timed: whatever arrived while this process stood still is read before the next check.
             self._silent_checks += self.expecting
             if self._silent_checks > SILENCE_CHECKS:
-                raise Unavailable(f"it was silent for {longest:g} s")
+                raise Unavailable(f"it was silent for {self._lost_seconds:g} s")
 
     def _become(self, state: ReplicaState, problem: str) -> None:
         if (state, problem) != (self.state, self.problem):

@@ -32,7 +32,7 @@ class ClientLimits(Settings):
     at_limit: Literal["pause", "cancel"] = "pause"
     """Action on a full buffer: `pause` takes the request's sequences off their workers and continues them, on any
     worker, once the client has read; `cancel` ends the request with SLOW_CLIENT."""
-    stall_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
+    unread_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """Longest time that a message may stay unread, paused or not, then SLOW_CLIENT."""
 
     @cached_property
@@ -76,7 +76,7 @@ class Pace:
         """Ends the request if the client has stalled or a pause does not help."""
         limits, client = self._limits, self._client
         if (
-            client.unread_seconds(now) > limits.stall_seconds
+            client.unread_seconds(now) > limits.unread_seconds
             or client.waiting_tokens > MOST_OVERDRAFT * limits.buffer_tokens
             or client.waiting_bytes > MOST_OVERDRAFT * limits.buffer_bytes
         ):
@@ -120,7 +120,7 @@ class Pace:
                 f"the client left {client.waiting_tokens} tokens and {client.waiting_bytes} bytes unread for"
                 f" {client.unread_seconds(now):.1f} s; limits are {limits.buffer_tokens} tokens"
                 f" (client.buffer_tokens), {limits.buffer_bytes} bytes (client.buffer_bytes),"
-                f" {limits.stall_seconds:g} s (client.stall_seconds), and {limits.total_bytes} bytes of"
+                f" {limits.unread_seconds:g} s (client.unread_seconds), and {limits.total_bytes} bytes of"
                 " all clients (client.total_bytes)"
             )
         )

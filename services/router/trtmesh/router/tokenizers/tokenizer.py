@@ -16,7 +16,6 @@ from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.contract import ContractBroken, check_names
-from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.links.replica import TWIN, Replica, ReplicaState
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
 from trtmesh.router.tokenizers.unanswered import LOOKS, DecodeBatch, Unanswered
@@ -36,11 +35,17 @@ MOST_CLOSED = 1024
 
 DESCRIBE_SECONDS = 5.0
 
+DECODE_SECONDS = 1.5
+"""Time to answer a decode; afterwards the work moves, if another tokenizer answers."""
+
+ENCODE_SECONDS = 10.0
+"""Time with texts below LONG_BYTES to answer any text; afterwards the work moves, if another tokenizer answers."""
+
 LONG_BYTES = 2**16
-"""Size of texts that may take longer than `encode_seconds`, on a busy machine."""
+"""Size of texts that may take longer than ENCODE_SECONDS, on a busy machine."""
 
 MOST_PATIENCE = 6
-"""How many times `encode_seconds` a long text, or one while others are answered, may wait for its answer."""
+"""How many times ENCODE_SECONDS a long text, or one while others are answered, may wait for its answer."""
 
 MOST_TOKEN_CHARACTERS = 4096
 """Most characters of a token."""
@@ -120,14 +125,18 @@ class Tokenizer(Replica):
         self,
         address: str,
         *,
-        deadlines: Deadlines,
+        silence_seconds: float,
         max_message_bytes: int,
         turns: Turns,
         pool: Pool,
         tls_of_peers: TlsOfPeers = plain_text,
+        decode_seconds: float = DECODE_SECONDS,
+        encode_seconds: float = ENCODE_SECONDS,
     ) -> None:
-        super().__init__(address, deadlines, max_message_bytes, turns, tls_of_peers)
+        super().__init__(address, silence_seconds, max_message_bytes, turns, tls_of_peers)
         self._pool = pool
+        self._decode_seconds = decode_seconds
+        self._encode_seconds = encode_seconds
         self.description = pb.GetTokenizerResponse()
         self._jobs: dict[int, EncodeJob] = {}
         self._sequences: dict[int, DecodedSequence] = {}
@@ -363,13 +372,12 @@ class Tokenizer(Replica):
     async def _watch(self) -> None:
         """Raises Unavailable if commands stay unanswered while another tokenizer answers: slow together is not frozen.
         Time is counted in looks, so that a router that stood still blames no tokenizer."""
-        deadlines = self._deadlines
         while True:
-            await asyncio.sleep(deadlines.decode_seconds / LOOKS)
+            await asyncio.sleep(self._decode_seconds / LOOKS)
             self._unanswered.look()
-            self._look_at_jobs(deadlines.encode_seconds / deadlines.decode_seconds * LOOKS)
+            self._look_at_jobs(self._encode_seconds / self._decode_seconds * LOOKS)
             if self._unanswered.overdue:
-                self._leave_unless_alone("tokens", deadlines.decode_seconds)
+                self._leave_unless_alone("tokens", self._decode_seconds)
             if self._jobs and not self._unanswered:
                 # Long texts are slow to encode; the answer to an empty batch proves a live process.
                 self._unanswered.add(DecodeBatch([], []))
@@ -388,7 +396,7 @@ class Tokenizer(Replica):
         waits = any(not job.is_long for job in self._jobs.values())
         self._without_encoded = self._without_encoded + 1 if waits else 0
         if self._without_encoded >= most:
-            self._leave_unless_alone("texts", self._deadlines.encode_seconds)
+            self._leave_unless_alone("texts", self._encode_seconds)
         overdue = []
         for job in self._jobs.values():
             job.looks += 1

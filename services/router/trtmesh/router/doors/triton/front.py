@@ -33,7 +33,7 @@ class TritonFront:
         http: HttpSettings,
         host: str,
         max_message_bytes: int,
-        stall_seconds: float,
+        unread_seconds: float,
         runtime: Runtime,
         fleet: Fleet,
         tokenizers: TokenizerPool,
@@ -65,7 +65,7 @@ class TritonFront:
                 http,
                 host,
                 max_message_bytes,
-                stall_seconds,
+                unread_seconds,
                 runtime.certificates.server(HTTP_1_1),
             )
             if http.port is not None

@@ -50,7 +50,7 @@ EXTENSIONS = (
 )
 IDLE_SECONDS = 75.0
 """How long a connection may idle, or take to send the head of a request."""
-STALL_MARGIN_SECONDS = 1.0
+UNREAD_MARGIN_SECONDS = 1.0
 """How much longer than a request's client a connection may leave an answer unread."""
 MODEL = "/v2/models/{model}"
 VERSION = "/versions/{version:[0-9]+}"
@@ -96,7 +96,7 @@ class HttpDoor:
         settings: HttpSettings,
         host: str,
         max_body_bytes: int,
-        stall_seconds: float,
+        unread_seconds: float,
         tls: ServerTls | None,
     ) -> None:
         self._server = server
@@ -113,7 +113,7 @@ class HttpDoor:
             held_bytes=settings.max_unfinished_bytes,
             idle_seconds=IDLE_SECONDS,
             # A stream ends by the limit of its request, which tells why.
-            stall_seconds=stall_seconds + STALL_MARGIN_SECONDS,
+            unread_seconds=unread_seconds + UNREAD_MARGIN_SECONDS,
         )
         self._http = HttpServer(app, limits, tls)
         json_bytes = min(settings.max_json_bytes, max_body_bytes)
