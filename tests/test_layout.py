@@ -113,6 +113,7 @@ ROOMS = {
         "settings",
         "doors",
         "requests",
+        "handoffs",
         "admission",
         "fleet",
         "replay",

@@ -16,7 +16,7 @@ from trtmesh.engine.handoff import sender as sending
 from trtmesh.engine.handoff import state_sender as stating
 from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
 from trtmesh.engine.kv_memory import Content
-from trtmesh.router.fleet import handoff as routing
+from trtmesh.router.handoffs import machine as routing
 
 CONTENT = Content(tokens=7, digest=b"tokens")
 
@@ -242,12 +242,12 @@ class LaneRun:
 
     def give(self) -> None:
         """Ends the first half; the client has the descriptor and never returns."""
-        self.advance_router(routing.Given())
+        self.advance_router(routing.Event.GIVEN)
         self.item = "ended"
 
     def adopt(self) -> None:
         """Ends the first half, and starts the second."""
-        self.advance_router(routing.Given())
+        self.advance_router(routing.Event.GIVEN)
         self.handoff, actions = routing.adopt()
         self.route(actions)
 
@@ -260,7 +260,7 @@ class LaneRun:
         event = router_event(stream, message)
         if event is not None:
             self.advance_router(event)
-        if event == routing.SenderFinished() and self.item == "live":
+        if event == routing.Event.SENDER_FINISHED and self.item == "live":
             raise Violation("a finished stream goes on")
 
     def at_item(self, stream: str, message: Message) -> None:
@@ -310,7 +310,7 @@ class LaneRun:
     def cancel(self) -> None:
         assert self.handoff is not None
         if self.handoff.is_live:
-            self.advance_router(routing.Cancelled())
+            self.advance_router(routing.Event.CANCELLED)
         self.migrate()
 
     # The prefill worker.
@@ -604,18 +604,18 @@ def cut(messages: tuple[Message, ...] | None, up: bool, late: bool) -> tuple[Mes
 
 
 ROUTER_EVENTS: dict[tuple[str, str], routing.Event] = {
-    ("to_sender", "offered"): routing.Offered(),
-    ("to_sender", "committed"): routing.SenderCommitted(),
-    ("to_sender", "finished"): routing.SenderFinished(),
-    ("to_sender", "error"): routing.SenderFailed(),
-    ("to_sender", "lost"): routing.SenderFailed(),
-    ("to_receiver", "reserved"): routing.Reserved(),
-    ("to_receiver", "refused"): routing.ReceiverFailed(),
-    ("to_receiver", "failed"): routing.ReceiverFailed(),
-    ("to_receiver", "error"): routing.ReceiverFailed(),
-    ("to_receiver", "lost"): routing.ReceiverFailed(),
-    ("to_receiver", "token"): routing.ReceiverStarted(),
-    ("to_receiver", "finished"): routing.ReceiverStarted(),
+    ("to_sender", "offered"): routing.Event.OFFERED,
+    ("to_sender", "committed"): routing.Event.SENDER_COMMITTED,
+    ("to_sender", "finished"): routing.Event.SENDER_FINISHED,
+    ("to_sender", "error"): routing.Event.SENDER_FAILED,
+    ("to_sender", "lost"): routing.Event.SENDER_FAILED,
+    ("to_receiver", "reserved"): routing.Event.RESERVED,
+    ("to_receiver", "refused"): routing.Event.RECEIVER_FAILED,
+    ("to_receiver", "failed"): routing.Event.RECEIVER_FAILED,
+    ("to_receiver", "error"): routing.Event.RECEIVER_FAILED,
+    ("to_receiver", "lost"): routing.Event.RECEIVER_FAILED,
+    ("to_receiver", "token"): routing.Event.RECEIVER_STARTED,
+    ("to_receiver", "finished"): routing.Event.RECEIVER_STARTED,
 }
 
 

@@ -33,7 +33,7 @@ from trtmesh.engine.handoff import receiver as receiving
 from trtmesh.engine.handoff import sender as sending
 from trtmesh.engine.handoff import state_sender as stating
 from trtmesh.engine.handoff.lease import Problem
-from trtmesh.router.fleet import handoff as routing
+from trtmesh.router.handoffs import machine as routing
 
 
 class Read(NamedTuple):
@@ -238,7 +238,9 @@ class Model:
                 yield self._step("the client brings the state", here, LaneRun.adopt)
         elif handoff.is_parked:
             yield self._step(
-                "the client reads again", here, lambda run: run.advance_router(routing.Resumed())
+                "the client reads again",
+                here,
+                lambda run: run.advance_router(routing.Event.RESUMED),
             )
         if handoff.result is routing.Result.MOVED:
             # The deadline of every sequence on a worker.
@@ -247,7 +249,7 @@ class Model:
             yield self._step(
                 "the router's deadline passes",
                 here,
-                lambda run: run.advance_router(routing.Late()),
+                lambda run: run.advance_router(routing.Event.LATE),
                 TIMER,
             )
 

@@ -11,7 +11,7 @@ from trtmesh.engine.handoff import receiver as receiving
 from trtmesh.engine.handoff import sender as sending
 from trtmesh.engine.handoff import state_sender as stating
 from trtmesh.engine.handoff.lease import Outcome
-from trtmesh.router.fleet import handoff as routing
+from trtmesh.router.handoffs import machine as routing
 
 State = TypeVar("State")
 Event = TypeVar("Event")
@@ -60,12 +60,14 @@ def without(
 
 
 def ignoring(
-    advance: Callable[[State, Event], tuple[State, tuple[Action, ...]]], *events: type
+    advance: Callable[[State, Event], tuple[State, tuple[Action, ...]]], *events: object
 ) -> Callable[[State, Event], tuple[State, tuple[Action, ...]]]:
-    """A machine that ignores some events."""
+    """A machine that ignores some events, given as classes or values."""
+    classes = tuple(each for each in events if isinstance(each, type))
 
     def deaf(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-        return (state, ()) if isinstance(event, events) else advance(state, event)
+        is_ignored = isinstance(event, classes) or event in events
+        return (state, ()) if is_ignored else advance(state, event)
 
     return deaf
 
@@ -305,17 +307,17 @@ MUTATIONS = [
     ),
     Mutation(
         "a lost sender fails the handoff",
-        Machines(router=ignoring(routing.advance, routing.SenderFailed)),
+        Machines(router=ignoring(routing.advance, routing.Event.SENDER_FAILED)),
         NO_END,
     ),
     Mutation(
         "a lost receiver fails the handoff",
-        Machines(router=ignoring(routing.advance, routing.ReceiverFailed)),
+        Machines(router=ignoring(routing.advance, routing.Event.RECEIVER_FAILED)),
         NO_END,
     ),
     Mutation(
         "a finished sender ends the handoff",
-        Machines(router=ignoring(routing.advance, routing.SenderFinished)),
+        Machines(router=ignoring(routing.advance, routing.Event.SENDER_FINISHED)),
         GOES_ON,
     ),
     *(
@@ -339,13 +341,13 @@ MUTATIONS = [
     ),
     Mutation(
         "by state, a lost sender fails the handoff",
-        Machines(router=ignoring(routing.advance, routing.SenderFailed)),
+        Machines(router=ignoring(routing.advance, routing.Event.SENDER_FAILED)),
         NO_END,
         STATE,
     ),
     Mutation(
         "by state, a lost receiver fails the handoff",
-        Machines(router=ignoring(routing.advance, routing.ReceiverFailed)),
+        Machines(router=ignoring(routing.advance, routing.Event.RECEIVER_FAILED)),
         NO_END,
         STATE,
     ),

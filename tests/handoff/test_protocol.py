@@ -18,7 +18,7 @@ from handoff.search import Found, Graph, prove
 from trtmesh.engine.handoff import receiver as receiving
 from trtmesh.engine.handoff import sender as sending
 from trtmesh.engine.handoff import state_sender as stating
-from trtmesh.router.fleet import handoff as routing
+from trtmesh.router.handoffs import machine as routing
 
 pytestmark = pytest.mark.slow
 

@@ -39,6 +39,7 @@ from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.pins import Pins
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.links.replica import Replica
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.replay import Recorder
@@ -74,6 +75,7 @@ class Router:
         runtime.message_limits = MessageLimits()
         self._turns = Turns()
         self._fleet = Fleet(settings.placement, self._metrics, settings.handoff, settings.models)
+        self._handoffs = HandoffTable(self._fleet, settings.handoff, self._metrics)
         self._followed = self._followed_router() if settings.adapters.follow else None
         fetch = self._followed.fetch if self._followed else None
         self._adapters = Adapters(settings.adapters, self._metrics, fetch)
@@ -88,6 +90,7 @@ class Router:
         )
         mesh = Mesh(
             self._fleet,
+            self._handoffs,
             self._adapters,
             self._tokenizers,
             self._admission,
@@ -112,7 +115,12 @@ class Router:
         )
         self._admin_door = AdminDoor(
             RouterAdminService(
-                self._fleet, self._adapters, self._members, self._tokenizers, self._requests
+                self._fleet,
+                self._handoffs,
+                self._adapters,
+                self._members,
+                self._tokenizers,
+                self._requests,
             ),
             settings.admin,
             settings.max_message_bytes,
@@ -308,7 +316,7 @@ class Router:
         while True:
             await self._tell_health()
             self._fleet.refresh()
-            self._fleet.handoffs.tick(asyncio.get_running_loop().time())
+            self._handoffs.tick(asyncio.get_running_loop().time())
             self._requests.end_slow_clients()
             self._forget_replicas()
             await asyncio.sleep(WATCH_SECONDS)
@@ -350,7 +358,7 @@ class Router:
                 "Handles in use on tokenizers.",
                 sum(t.decodes for t in [*tokenizers]),
             ),
-            "live_handoffs": ("Handoffs under way.", len(self._fleet.handoffs.live)),
+            "live_handoffs": ("Handoffs under way.", len(self._handoffs.live)),
             "worker_leases": ("Leases on workers.", sum(len(w.leases) for w in [*workers])),
             "worker_bookings": ("Bookings on workers.", sum(w.guard.bookings for w in [*workers])),
             "kv_index_blocks": (

@@ -20,6 +20,7 @@ from trtmesh.router.doors.admin.descriptions import (
 from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
+from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.streams.sequence import SequenceRun
@@ -122,7 +123,7 @@ async def test_many_handoffs_yield_to_the_event_loop() -> None:
         present_tokens=0,
         opened_at=0.0,
         renewed_at=0.0,
-        life_ms=1000,
+        life_seconds=1.0,
         state=SimpleNamespace(by_state=False),
     )
     count = 10 * ITEMS_AT_ONCE
@@ -137,6 +138,7 @@ async def test_many_adapters_yield_to_the_event_loop() -> None:
     adapters.registry = Registry({entry.key: entry for entry in entries})
     service = RouterAdminService(
         cast(Fleet, SimpleNamespace(workers={})),
+        cast(HandoffTable, None),
         adapters,
         cast(Membership, None),
         cast(TokenizerPool, None),

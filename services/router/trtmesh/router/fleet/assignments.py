@@ -60,9 +60,12 @@ class Assignments:
             self.released.add(handle)
             self._guard.leave(handle, asyncio.get_running_loop().time(), error)
 
-    def hand_over(self, handle: int, lease_id: str, life_ms: int) -> None:
+    def hand_over(self, handle: int, lease_id: str, seconds: float) -> None:
         """Asks the worker to stop a sequence at its next token, and to keep its KV under a lease."""
-        command = kv_pb.HandOverCommand(handle=handle, lease_id=lease_id, expires_in_ms=life_ms)
+        milliseconds = round(seconds * 1000)
+        command = kv_pb.HandOverCommand(
+            handle=handle, lease_id=lease_id, expires_in_ms=milliseconds
+        )
         self._send(pb.EngineCommand(hand_over=command))
 
     def ended(self, handle: int, error: TrtmeshError | None, now: float) -> SequenceRun | None:
@@ -146,5 +149,5 @@ class Handle:
     def release(self, error: TrtmeshError | None) -> None:
         self._assignments.release(self._number, error)
 
-    def hand_over(self, lease_id: str, life_ms: int) -> None:
-        self._assignments.hand_over(self._number, lease_id, life_ms)
+    def hand_over(self, lease_id: str, seconds: float) -> None:
+        self._assignments.hand_over(self._number, lease_id, seconds)

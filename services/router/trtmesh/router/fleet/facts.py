@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Facts:
     tokens_per_block: int = 0
     kv: KvFacts | None = None
     """None without handoffs."""
-    max_lease_ms: int = sys.maxsize
+    max_lease_seconds: float = math.inf
     """Longest life of a lease without a renewal."""
     max_quarantined_blocks: int = sys.maxsize
     """Most blocks in quarantine with which the worker reserves blocks."""
@@ -72,7 +73,7 @@ class Facts:
             most_present(engine),
             engine.tokens_per_block,
             kv_facts(engine),
-            engine.max_lease_ms or sys.maxsize,
+            engine.max_lease_ms / 1000 or math.inf,
             engine.max_quarantined_blocks,
         )
 

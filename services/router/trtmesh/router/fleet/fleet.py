@@ -15,7 +15,6 @@ from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
 from trtmesh.router.fleet.facts import Fingerprints
-from trtmesh.router.fleet.handoffs import Handoffs
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.kv_index import KvIndex, PromptBlocks
@@ -66,7 +65,7 @@ class Fleet:
         """`configured` are models that the settings name, the default one first."""
         self.configured = configured
         self.policy = settings.policy
-        self.handoffs = Handoffs(handoff, metrics)
+        self._handoff = handoff
         self.workers: dict[str, Worker] = {}
         self._snapshots: dict[str, WorkerSnapshot] = {}
         self._snapshot: tuple[WorkerSnapshot, ...] = ()
@@ -200,7 +199,7 @@ class Fleet:
         # The loop's own clock stands still within a pass.
         begun, now = time.perf_counter(), asyncio.get_running_loop().time()
         query = self._completed(query, blocks, now)
-        decision = place_split(self.policy, self.snapshot(), query, self.handoffs.settings)
+        decision = place_split(self.policy, self.snapshot(), query, self._handoff)
         plan = self._book(decision, blocks, now)
         self._count_share(decision, now)
         self._metrics.placement.observe(time.perf_counter() - begun)

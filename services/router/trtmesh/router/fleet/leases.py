@@ -43,14 +43,14 @@ class Leases:
         lease_id: str,
         tokens: int,
         block_hashes: Sequence[int],
-        life_ms: int,
+        seconds: float,
     ) -> None:
         """Asks for blocks of `tokens` tokens."""
         self._holders[lease_id] = holder
         command = kv_pb.ReserveBlocksCommand(
             lease_id=lease_id,
             tokens=tokens,
-            expires_in_ms=life_ms,
+            expires_in_ms=round(seconds * 1000),
             block_hashes=block_hashes,
         )
         self._send(pb.EngineCommand(reserve_blocks=command))
@@ -77,9 +77,9 @@ class Leases:
         """Drops later answers about a lease."""
         self._holders.pop(lease_id, None)
 
-    def renew(self, lease_ids: Iterable[str], life_ms: int) -> None:
-        """Lengthens leases to `life_ms` from now."""
-        command = kv_pb.RenewLeasesCommand(lease_ids=lease_ids, expires_in_ms=life_ms)
+    def renew(self, lease_ids: Iterable[str], seconds: float) -> None:
+        """Lengthens leases to `seconds` from now."""
+        command = kv_pb.RenewLeasesCommand(lease_ids=lease_ids, expires_in_ms=round(seconds * 1000))
         self._send(pb.EngineCommand(renew_leases=command))
 
     def on_reserved(self, reserved: kv_pb.BlocksReserved) -> None:

@@ -10,6 +10,7 @@ from trtmesh.chassis.pacing import Lane, Pacing
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.admission import Admission, Bucket, RateLimiter
 from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.replay import Recorder
@@ -26,6 +27,7 @@ class Mesh:
     """Parts of the router shared by all requests."""
 
     fleet: Fleet
+    handoffs: HandoffTable
     adapters: Adapters
     tokenizers: TokenizerPool
     admission: Admission

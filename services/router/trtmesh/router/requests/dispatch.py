@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from trtmesh.router.fleet.plan import Leg
+from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.encoding import EncodedItem
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest, worker_config
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
 Submit = tuple[list[SequenceRun], engine_pb.SubmitCommand]
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """Leases of a submit: the sender's, under which the item is handed over, or the receiver's with its KV."""
-
-    sender: str = ""
-    receiver: str = ""
-    life_ms: int = 0
-    """Life of the sender's lease."""
-    state: kv_pb.HandoffDescriptor | None = None
-    """The descriptor with the state of the sender's backend, in place of a receiver's lease."""
-
-
-NO_LEASE = Lease()
 
 
 def dispatch(
@@ -41,21 +25,20 @@ def dispatch(
     lease: Lease = NO_LEASE,
 ) -> None:
     """Submits the sequences without a worker."""
-    adapter = encoded.adapter.identity if encoded.adapter else None
     config = worker_config(
         item,
         len(encoded.token_ids),
         encoded.word_ids,
         encoded.spelled_ids,
         context.drawn_seed,
-        adapter,
+        encoded.identity,
     )
     if item.is_context_only:
         _end_after_first_token(config, is_handed_over=bool(lease.sender))
     for runs, command in _submits(context, item, waiting, encoded, config):
         if lease is not NO_LEASE:
             command.sender_lease_id, command.receiver_lease_id = lease.sender, lease.receiver
-            command.lease_expires_in_ms = lease.life_ms
+            command.lease_expires_in_ms = round(lease.seconds * 1000)
         if lease.state is not None:
             command.handoff.CopyFrom(lease.state)
         leg.worker.submit(runs, command, leg.booking)

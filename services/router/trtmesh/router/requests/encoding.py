@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trtmesh.chassis.errors import AdapterNotFound, PromptEmpty, SchemaMismatch
-from trtmesh.chassis.vocabulary import GenerationConfig, Lora
+from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
 from trtmesh.router.placement import AdapterNeed
@@ -29,6 +29,11 @@ class EncodedItem:
     stop_vocabulary: pb.StopVocabulary | None = None
     end_ids: tuple[int, ...] = ()
     """The tokenizer's, where they end the item besides the model's."""
+
+    @property
+    def identity(self) -> Adapter | None:
+        """The adapter with its version."""
+        return None if self.adapter is None else self.adapter.identity
 
     @property
     def need(self) -> AdapterNeed | None:

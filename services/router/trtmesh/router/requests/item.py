@@ -4,7 +4,7 @@
 * Every item ends with exactly one terminal event, independently of the other items.
 * Placing books a plan on the fleet. A worker without the item's adapter loads it before the dispatch.
 * A split plan is a handoff from its first leg to its second. Handoffs, those of paused and moved sequences too, are led
-  by `item_handoffs.py`.
+  by `handoffs/item_handoffs.py`.
 * A sequence without a worker, lost or left, is placed again with all tokens.
 * Decoding runs beside generation: worker → sequence → tokenizer → client, without this task.
 * When a tokenizer finds a stop text, the worker stops the sequence.
@@ -24,18 +24,19 @@ from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.admission import Permit
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.handoffs.client_halves import state_of
+from trtmesh.router.handoffs.item_handoffs import ItemHandoffs
+from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
 from trtmesh.router.requests.attempts import too_many_losses
 from trtmesh.router.requests.context import RequestContext
-from trtmesh.router.requests.dispatch import NO_LEASE, Lease, dispatch, seed_of
+from trtmesh.router.requests.dispatch import dispatch, seed_of
 from trtmesh.router.requests.encoding import (
     NOT_ENCODED,
     EncodedItem,
     encode_item,
     with_adapter_of_now,
 )
-from trtmesh.router.requests.halves import state_of
 from trtmesh.router.requests.item_events import ItemEvents
-from trtmesh.router.requests.item_handoffs import ItemHandoffs
 from trtmesh.router.requests.placer import Placer
 from trtmesh.router.streams.sequence import Charge, End, SequenceRun
 from trtmesh.router.values.request import ItemRequest
@@ -56,7 +57,15 @@ class ItemRun:
         self._permit = permit
         self._events = ItemEvents(item.batch_index, context)
         self._placer = Placer(context, item)
-        self._handoffs = ItemHandoffs(self, item, context, self._placer, self._events)
+        self._handoffs = ItemHandoffs(
+            self,
+            item,
+            context.request_id,
+            context.model,
+            context.mesh.handoffs,
+            self._placer,
+            self._events.moved,
+        )
         self._resumed = context.received.has(item.batch_index)
         self._stop_asked = False
         self._over = False
@@ -387,6 +396,10 @@ class ItemRun:
         runs = runs or self._runs
         dispatch(leg, self._context, self._item, self._encoded, runs, lease)
         self.began_at(leg)
+
+    def place_receiver(self, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool) -> Leg:
+        """Books a leg for a handoff's receiver. Raises as `Placer.place_receiver`."""
+        return self._placer.place_receiver(self._encoded, runs, sender, stays=stays)
 
     def began_at(self, leg: Leg) -> None:
         """Notes the item's worker, and reports the start with the first."""

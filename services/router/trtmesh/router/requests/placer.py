@@ -11,6 +11,7 @@ from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.fleet.facts import Fingerprints
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.handoffs.item_handoffs import has_kv_to_share
 from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
 from trtmesh.router.placement.decision import DecisionRecord
 from trtmesh.router.placement.snapshot import PREFILL_PHASE
@@ -165,10 +166,6 @@ class Placer:
         began, since a migration would wait in its queue."""
         self._refusals[address] = error.message
 
-    def has_kv_to_share(self, encoded: EncodedItem) -> bool:
-        """Whether a prefill has KV to hand over: that of all prompt tokens but the last for several sequences."""
-        return self._item.config.sequences == 1 or len(encoded.token_ids) > 1
-
     def dispatched(self, leg: Leg) -> None:
         """Notes the worker's identity for later placements, and the booking for siblings."""
         self._identity = self._identity or leg.worker.facts.identity
@@ -283,7 +280,7 @@ class Placer:
             return len(waiting) == 1
         with_prompt_data = config.output.prompt_log_probs or config.output.context_logits
         several = config.sequences > 1
-        return self.has_kv_to_share(encoded) and not (several and with_prompt_data)
+        return has_kv_to_share(self._item, encoded) and not (several and with_prompt_data)
 
     def _excluded(self, failures: Failures) -> dict[str, str]:
         exclude = {address: error.message for address, error in failures.items()}

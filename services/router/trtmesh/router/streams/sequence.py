@@ -58,7 +58,7 @@ class Assignment(Protocol):
     def release(self, error: TrtmeshError | None) -> None:
         """Stops the sequence on the worker and drops later output; `error` names the worker's fault, if any."""
 
-    def hand_over(self, lease_id: str, life_ms: int) -> None:
+    def hand_over(self, lease_id: str, seconds: float) -> None:
         """Asks the worker to stop the sequence at its next token, and to keep its KV under a lease."""
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from trtmesh.router.fleet.handoffs import GivenKv
-from trtmesh.router.fleet.live_handoff import LiveHandoff
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.handoffs.live_handoff import LiveHandoff
+from trtmesh.router.handoffs.table import GivenKv
 from trtmesh.router.links.replica import Replica, ReplicaState
 from trtmesh.router.placement import AdapterNeed
 from trtmesh.router.placement.decision import (
@@ -110,7 +110,7 @@ def _describe_live(handoff: LiveHandoff) -> pb.Handoff:
         tokens=handoff.tokens,
         present_tokens=handoff.present_tokens,
         age_ms=int((now - handoff.opened_at) * 1000),
-        expires_in_ms=max(0, int((handoff.renewed_at - now) * 1000) + handoff.life_ms),
+        expires_in_ms=max(0, int((handoff.renewed_at + handoff.life_seconds - now) * 1000)),
         transport="backend" if handoff.state.by_state else "",
     )
 

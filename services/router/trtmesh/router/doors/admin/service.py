@@ -35,6 +35,7 @@ from trtmesh.router.doors.admin.descriptions import (
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.pins import check_pins
+from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.placement import POLICIES
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -56,12 +57,14 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     def __init__(
         self,
         fleet: Fleet,
+        handoffs: HandoffTable,
         adapters: Adapters,
         members: Membership,
         tokenizers: TokenizerPool,
         requests: Requests,
     ) -> None:
         self._fleet = fleet
+        self._handoffs = handoffs
         self._adapters = adapters
         self._members = members
         self._tokenizers = tokenizers
@@ -283,8 +286,8 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self, request: pb.ListHandoffsRequest, context: _Context
     ) -> pb.ListHandoffsResponse:
         async with answering(context):
-            handoffs = self._fleet.handoffs
-            found = await describe_handoffs(handoffs.live.values(), handoffs.given.values())
+            live, given = self._handoffs.live.values(), self._handoffs.given.values()
+            found = await describe_handoffs(live, given)
             return pb.ListHandoffsResponse(handoffs=found)
 
     def _describe_adapter(self, entry: Entry) -> pb.Adapter:

@@ -6,9 +6,10 @@ import asyncio
 from collections import defaultdict
 from dataclasses import dataclass
 
-from trtmesh.router.fleet.handoff import Result
-from trtmesh.router.fleet.live_handoff import HandoffItem, HandoffOwner, LiveHandoff
+from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.handoffs.live_handoff import HandoffItem, HandoffOwner, LiveHandoff
+from trtmesh.router.handoffs.machine import Result
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement.settings import HandoffSettings
 
@@ -32,17 +33,16 @@ class GivenKv:
     ends_at: float
 
 
-class Handoffs:
+class HandoffTable:
     """All live handoffs by lease id."""
 
-    def __init__(self, settings: HandoffSettings, metrics: RouterMetrics) -> None:
-        self.settings = settings
+    def __init__(self, fleet: Fleet, settings: HandoffSettings, metrics: RouterMetrics) -> None:
+        self.fleet, self.settings, self.metrics = fleet, settings, metrics
         self.live: dict[str, LiveHandoff] = {}
         self._waiting = 0
         """Live handoffs that wait for a client."""
         self.given: dict[str, GivenKv] = {}
         """By lease id, unless the second half came to this router."""
-        self._metrics = metrics
 
     def open(
         self, owner: HandoffOwner, item: HandoffItem, cause: str, lease_id: str = ""
@@ -76,26 +76,26 @@ class Handoffs:
             del self.given[lease_id]
 
     def _renew(self, now: float) -> None:
-        by_worker: defaultdict[tuple[Worker, int], list[str]] = defaultdict(list)
+        by_worker: defaultdict[tuple[Worker, float], list[str]] = defaultdict(list)
         for handoff in self.live.values():
             if not handoff.needs_renewal(now):
                 continue
             handoff.renewed_at = now
             for worker, lease_id in handoff.leases():
-                by_worker[worker, handoff.life_ms].append(lease_id)
-        for (worker, life_ms), lease_ids in by_worker.items():
-            worker.leases.renew(lease_ids, life_ms)
+                by_worker[worker, handoff.life_seconds].append(lease_id)
+        for (worker, life_seconds), lease_ids in by_worker.items():
+            worker.leases.renew(lease_ids, life_seconds)
 
     def _on_over(self, handoff: LiveHandoff) -> None:
         del self.live[handoff.lease_id]
         self._waiting -= handoff.cause in WAITING
         result = handoff.state.result
         assert result is not None
-        self._metrics.handoffs[handoff.cause, result.value] += 1
+        self.metrics.handoffs[handoff.cause, result.value] += 1
         if result is Result.GIVEN:
             self.given[handoff.lease_id] = _given_of(handoff)
         if result is Result.MOVED:
-            self._metrics.handoff_tokens += max(0, handoff.tokens - handoff.present_tokens)
+            self.metrics.handoff_tokens += max(0, handoff.tokens - handoff.present_tokens)
             self._note_duration(handoff)
         for worker in (handoff.sender, handoff.receiver):
             if worker is not None:
@@ -106,7 +106,7 @@ class Handoffs:
         if handoff.cause in RESUMED:
             return
         seconds = asyncio.get_running_loop().time() - handoff.committed_at
-        self._metrics.handoff.observe(seconds)
+        self.metrics.handoff.observe(seconds)
         if handoff.cause == "disaggregated" and handoff.receiver is not None:
             handoff.receiver.guard.rates.learn_handoff(seconds)
 
@@ -120,5 +120,5 @@ def _given_of(handoff: LiveHandoff) -> GivenKv:
         handoff.sender.name if handoff.sender else "",
         handoff.tokens,
         handoff.opened_at,
-        handoff.committed_at + handoff.life_ms / 1000,
+        handoff.committed_at + handoff.life_seconds,
     )

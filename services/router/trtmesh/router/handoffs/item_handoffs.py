@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.router.fleet.handoff import Result
-from trtmesh.router.fleet.live_handoff import MOVES, HandoffItem, LiveHandoff
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.handoffs.client_halves import second_half
+from trtmesh.router.handoffs.live_handoff import (
+    MOVES,
+    NO_LEASE,
+    EncodedPrompt,
+    HandoffItem,
+    Lease,
+    LiveHandoff,
+)
+from trtmesh.router.handoffs.machine import Result
+from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.placement import Role
-from trtmesh.router.requests.context import RequestContext
-from trtmesh.router.requests.dispatch import NO_LEASE, Lease
-from trtmesh.router.requests.encoding import EncodedItem
-from trtmesh.router.requests.halves import second_half
-from trtmesh.router.requests.item_events import ItemEvents
-from trtmesh.router.requests.placer import Placer
 from trtmesh.router.streams.sequence import End, SequenceRun
 from trtmesh.router.values.handoff_state import HandoffState
 from trtmesh.router.values.request import ItemRequest
@@ -33,7 +36,7 @@ class LiveItem(Protocol):
     """The item, as its handoffs use it."""
 
     @property
-    def encoded(self) -> EncodedItem:
+    def encoded(self) -> EncodedPrompt:
         """The encoded prompt."""
 
     @property
@@ -46,6 +49,10 @@ class LiveItem(Protocol):
     def submit(self, leg: Leg, runs: Sequence[SequenceRun], lease: Lease = NO_LEASE) -> None:
         """Submits sequences, or all of a fresh item. Raises TrtmeshError."""
 
+    def place_receiver(self, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool) -> Leg:
+        """Books a leg for the rest of sequences, or of a fresh item, whose KV `sender` has, preferably there if it may
+        stay. Raises TrtmeshError."""
+
     def began_at(self, leg: Leg) -> None:
         """Notes the item's worker, and reports the start with the first."""
 
@@ -56,6 +63,16 @@ class LiveItem(Protocol):
         """Ends the item with an error from outside of its task."""
 
 
+class Refusals(Protocol):
+    """What the item's placements learn from its handoffs."""
+
+    may_hand_over: bool
+    """Whether handoffs are tried: the first failure is the last."""
+
+    def refused(self, address: str, error: TrtmeshError) -> None:
+        """Leaves out the worker at `address`, which is full."""
+
+
 class ItemHandoffs:
     """The live handoffs of an item, and their owner. A sequence has at most one."""
 
@@ -63,17 +80,19 @@ class ItemHandoffs:
         self,
         item: LiveItem,
         request: ItemRequest,
-        context: RequestContext,
-        placer: Placer,
-        events: ItemEvents,
+        request_id: str,
+        model: str,
+        table: HandoffTable,
+        placer: Refusals,
+        moved: Callable[[int, str, TrtmeshError | None], None],
     ) -> None:
+        """`moved` takes the number of sequences that left their worker, the cause and the error, if any."""
         self._item = item
         self._request = request
-        self._context = context
+        self._request_id, self._model = request_id, model
+        self._table = table
         self._placer = placer
-        self._events = events
-        self._fleet = context.mesh.fleet
-        self._handoffs = context.mesh.fleet.handoffs
+        self._moved = moved
         self._live: list[LiveHandoff] = []
 
     @property
@@ -105,10 +124,10 @@ class ItemHandoffs:
             for run in waiting:
                 run.on_end(End(pb.FINISH_REASON_HANDOFF))
         elif (
-            self._handoffs.may_park
+            self._table.may_park
             and plan.first.worker.facts.has_leases
             and self._placer.may_hand_over
-            and self._placer.has_kv_to_share(self._item.encoded)
+            and has_kv_to_share(self._request, self._item.encoded)
         ):
             self._open("context_only").give(plan.first)
         else:
@@ -122,13 +141,13 @@ class ItemHandoffs:
     def continue_half(self, state: HandoffState) -> None:
         """Begins with the KV that a client brought, if a worker may continue from it. Raises InvalidField."""
         item, lease_id = self._item, state.descriptor.lease_id
-        half = second_half(self._fleet, self._context.model, self._request, state, item.encoded)
-        if half is None or lease_id in self._handoffs.live:
+        half = second_half(self._table, self._model, self._request, state, item.encoded)
+        if half is None or lease_id in self._table.live:
             return
         try:
-            leg = self._placer.place_receiver(item.encoded, (), half.sender, stays=True)
+            leg = item.place_receiver((), half.sender, stays=True)
         except TrtmeshError:
-            self._handoffs.discard(half.sender, lease_id)
+            self._table.discard(half.sender, lease_id)
             return
         item.open_sequences()
         item.began_at(leg)
@@ -144,7 +163,7 @@ class ItemHandoffs:
             return
         now = asyncio.get_running_loop().time()
         run.on_tokens(0, token_ids)
-        run.times.on_tokens(len(token_ids), now, self._context.mesh.metrics.of(run.model))
+        run.times.on_tokens(len(token_ids), now, self._table.metrics.of(run.model))
         if run.charge is not None:
             run.charge.up_to(len(run.token_ids), now)
 
@@ -158,7 +177,7 @@ class ItemHandoffs:
     def _resume(self, run: SequenceRun, handoff: LiveHandoff) -> None:
         assert handoff.sender
         try:
-            leg = self._placer.place_receiver(self._item.encoded, [run], handoff.sender, stays=True)
+            leg = self._item.place_receiver([run], handoff.sender, stays=True)
         except TrtmeshError:
             handoff.cancel()
         else:
@@ -189,12 +208,12 @@ class ItemHandoffs:
                 return True
             handoff.cancel()
             return run.assignment is None
-        worker = self._fleet.workers.get(run.address)
+        worker = self._table.fleet.workers.get(run.address)
         if run.assignment is None:
             return True
         if worker is None or not worker.ready or not self._keeps_kv(run, worker):
             return False
-        if not self._handoffs.may_park:
+        if not self._table.may_park:
             return False
         self._open("paused", run.sequence_index).park(run, worker, self._tokens_of(run))
         return True
@@ -207,14 +226,14 @@ class ItemHandoffs:
         """Whether a sequence moves with its KV, now or after others of the worker."""
         if self._of(run) is not None:
             return True
-        sender = self._fleet.workers.get(address)
+        sender = self._table.fleet.workers.get(address)
         if sender is None or not self._keeps_kv(run, sender):
             return False
-        most = self._handoffs.settings.max_moves
+        most = self._table.settings.max_moves
         if sender.leases.moves >= most:
             return most > 0
         try:
-            leg = self._placer.place_receiver(self._item.encoded, [run], sender, stays=False)
+            leg = self._item.place_receiver([run], sender, stays=False)
         except TrtmeshError:
             return False
         if cause == "role" and leg.worker.role is Role.PREFILL:
@@ -236,7 +255,7 @@ class ItemHandoffs:
         if (handoff := self._of(run)) is not None:
             handoff.on_handed_over(run, end.handoff)
             if handoff.was_parked:
-                self._events.moved(1, "paused", None)
+                self._moved(1, "paused", None)
 
     def on_settled(self, run: SequenceRun) -> None:
         """A sequence is over."""
@@ -259,7 +278,7 @@ class ItemHandoffs:
 
     def start_prefill(self, handoff: LiveHandoff, leg: Leg) -> None:
         """Dispatches the prefill, once the blocks for the rest are reserved."""
-        lease = Lease(sender=handoff.lease_id, life_ms=handoff.life_ms)
+        lease = Lease(sender=handoff.lease_id, seconds=handoff.life_seconds)
         with self._failing(leg):
             self._item.submit(leg, handoff.runs, lease)
             handoff.on_started(handoff.runs or self._item.sequences)
@@ -289,7 +308,7 @@ class ItemHandoffs:
         if handoff.state.result is Result.MIGRATED:
             self._on_failed(handoff)
         elif handoff.state.result is Result.MOVED and handoff.cause in MOVES:
-            self._events.moved(1, handoff.cause, None)
+            self._moved(1, handoff.cause, None)
         self._item.wake()
 
     def _on_failed(self, handoff: LiveHandoff) -> None:
@@ -302,7 +321,7 @@ class ItemHandoffs:
                 return
         if handoff.is_started:
             if not handoff.was_parked:
-                self._events.moved(len(handoff.runs), "handoff", error)
+                self._moved(len(handoff.runs), "handoff", error)
             for run in handoff.runs:
                 run.release()
         self._placer.may_hand_over = False
@@ -318,11 +337,9 @@ class ItemHandoffs:
 
     def _open(self, cause: str, sequence_index: int = 0, lease_id: str = "") -> LiveHandoff:
         """A handoff that is not begun, by default under a new lease."""
-        encoded = self._item.encoded
-        adapter = encoded.adapter.identity if encoded.adapter else None
-        name = self._context.request_id, self._request.batch_index
-        item = HandoffItem(*name, encoded.blocks, adapter, sequence_index)
-        handoff = self._handoffs.open(self, item, cause, lease_id)
+        name = self._request_id, self._request.batch_index
+        item = HandoffItem(*name, self._item.encoded, sequence_index)
+        handoff = self._table.open(self, item, cause, lease_id)
         self._live.append(handoff)
         return handoff
 
@@ -336,3 +353,8 @@ class ItemHandoffs:
     def _tokens_of(self, run: SequenceRun) -> int:
         """Tokens of a sequence with its prompt."""
         return len(self._item.encoded.token_ids) + len(run.token_ids)
+
+
+def has_kv_to_share(request: ItemRequest, prompt: EncodedPrompt) -> bool:
+    """Whether a prefill has KV to hand over: that of all prompt tokens but the last for several sequences."""
+    return request.config.sequences == 1 or len(prompt.token_ids) > 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.requests.encoding import EncodedItem
+from trtmesh.router.handoffs.live_handoff import EncodedPrompt
+from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.handoff_state import FIELD, HandoffState, digest_of, write_state
 from trtmesh.router.values.request import ItemRequest
@@ -23,12 +23,12 @@ COMPLETE = frozenset(
 """Ends of a first half with a state. Only the first has KV; after the others the second half begins anew."""
 
 
-def state_of(run: SequenceRun, encoded: EncodedItem, worker: str) -> bytes | None:
+def state_of(run: SequenceRun, prompt: EncodedPrompt, worker: str) -> bytes | None:
     """The state for the client after the first half of a sequence; None for one that was stopped."""
     if run.reason not in COMPLETE:
         return None
     descriptor = run.end.handoff if run.end is not None else None
-    return write_state(descriptor, worker, _digest(encoded))
+    return write_state(descriptor, worker, _digest(prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +41,28 @@ class SecondHalf:
 
 
 def second_half(
-    fleet: Fleet, model: str, item: ItemRequest, state: HandoffState, encoded: EncodedItem
+    table: HandoffTable, model: str, item: ItemRequest, state: HandoffState, prompt: EncodedPrompt
 ) -> SecondHalf | None:
     """The KV of `state`; None if the prompt must be computed again. Raises InvalidField for another prompt's."""
     if state.is_readable:
-        state.check(_digest(encoded))
-    sender = _worker_named(fleet, model, state.descriptor.worker) if state.has_kv else None
+        state.check(_digest(prompt))
+    sender = _worker_named(table, model, state.descriptor.worker) if state.has_kv else None
     if sender is None:
         return None
     _check_tokens(state, sender)
     if not _continues(item, state):
-        fleet.handoffs.discard(sender, state.descriptor.lease_id)
+        table.discard(sender, state.descriptor.lease_id)
         return None
     return SecondHalf(sender, _completed(state, sender), state.first_tokens)
 
 
-def _digest(encoded: EncodedItem) -> bytes:
-    return digest_of(encoded.token_ids, encoded.adapter.identity if encoded.adapter else None)
+def _digest(prompt: EncodedPrompt) -> bytes:
+    return digest_of(prompt.token_ids, prompt.identity)
 
 
-def _worker_named(fleet: Fleet, model: str, name: str) -> Worker | None:
+def _worker_named(table: HandoffTable, model: str, name: str) -> Worker | None:
     """The only worker of a name, if it hands KV over."""
-    named = [worker for worker in fleet.workers.values() if worker.name == name]
+    named = [worker for worker in table.fleet.workers.values() if worker.name == name]
     able = [w for w in named if w.ready and w.facts.has_leases and w.engine.model == model]
     return able[0] if len(named) == len(able) == 1 else None
 

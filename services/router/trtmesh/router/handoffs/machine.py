@@ -68,74 +68,31 @@ class Handoff:
         return self.is_live and self.receiver is Receiver.NONE
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Event(Enum):
+    """What happened to a handoff."""
+
+    RESERVED = "reserved"
     """The receiver reserved the blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offered:
+    OFFERED = "offered"
     """The sender has a lease; its descriptor is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class SenderCommitted:
+    SENDER_COMMITTED = "sender_committed"
     """The sequence ended with FINISH_REASON_HANDOFF."""
-
-
-@dataclass(frozen=True, slots=True)
-class SenderFinished:
+    SENDER_FINISHED = "sender_finished"
     """The sequence ended for good before the handoff."""
-
-
-@dataclass(frozen=True, slots=True)
-class SenderFailed:
+    SENDER_FAILED = "sender_failed"
     """The sequence failed, or the sender is lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverFailed:
+    RECEIVER_FAILED = "receiver_failed"
     """The reservation was refused, the lease or the sequence failed, or the receiver is lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverStarted:
+    RECEIVER_STARTED = "receiver_started"
     """The first token or the regular end came from the receiver."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
+    RESUMED = "resumed"
     """A receiver was chosen for a parked item."""
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
+    GIVEN = "given"
     """The client of a context_only item received the descriptor of the parked KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+    CANCELLED = "cancelled"
     """The item was stopped, or lost its client."""
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
+    LATE = "late"
     """The deadline of the present stage passed."""
-
-
-Event = (
-    Reserved
-    | Offered
-    | SenderCommitted
-    | SenderFinished
-    | SenderFailed
-    | ReceiverFailed
-    | ReceiverStarted
-    | Resumed
-    | Given
-    | Cancelled
-    | Late
-)
 
 
 class Action(Enum):
@@ -188,33 +145,31 @@ def advance(handoff: Handoff, event: Event) -> Transition:
     """The handoff after an event, and what to do, in order."""
     if handoff.result is not None:
         return handoff, ()
-    match event:
-        case Cancelled():
+    match event, handoff.receiver:
+        case Event.CANCELLED, _:
             return _end(handoff, Result.CANCELLED)
-        case Late() | ReceiverFailed():
+        case ((Event.LATE | Event.RECEIVER_FAILED), _):
             return _end(handoff, Result.MIGRATED)
-        case SenderFinished() | SenderFailed() | SenderCommitted() | Offered():
-            return _on_sender(handoff, event)
-        case Reserved() | ReceiverStarted() | Resumed():
-            return _on_receiver(handoff, event)
-        case Given():
-            parked = handoff.is_parked and handoff.sender is Sender.COMMITTED
-            return (replace(handoff, result=Result.GIVEN) if parked else handoff), ()
-
-
-def _on_sender(
-    handoff: Handoff, event: SenderFinished | SenderFailed | SenderCommitted | Offered
-) -> Transition:
-    match event:
-        case Offered():
-            return _progress(replace(handoff, is_offered=True))
-        case SenderFailed():
+        case Event.SENDER_FAILED, _:
             return _on_sender_failed(handoff)
-        case SenderFinished():
+        case Event.SENDER_FINISHED, _:
             return _end(replace(handoff, sender=Sender.IDLE), Result.FINISHED)
-        case SenderCommitted():
+        case Event.OFFERED, _:
+            return _progress(replace(handoff, is_offered=True))
+        case Event.SENDER_COMMITTED, _:
             # The end carries the descriptor, too.
             return _progress(replace(handoff, sender=Sender.COMMITTED, is_offered=True))
+        case Event.GIVEN, Receiver.NONE if handoff.sender is Sender.COMMITTED:
+            return replace(handoff, result=Result.GIVEN), ()
+        case Event.RESUMED, Receiver.NONE:
+            return replace(handoff, receiver=Receiver.RESERVING), (Action.RESERVE,)
+        case Event.RESERVED, Receiver.RESERVING:
+            return _progress(replace(handoff, receiver=Receiver.RESERVED))
+        case Event.RECEIVER_STARTED, Receiver.SUBMITTED:
+            # Released again in case the receiver's word to the sender was lost.
+            word = Action.CONFIRM_SENDER if handoff.by_state else Action.RELEASE_SENDER
+            return replace(handoff, result=Result.MOVED), (word,)
+    return handoff, ()
 
 
 def _on_sender_failed(handoff: Handoff) -> Transition:
@@ -223,19 +178,6 @@ def _on_sender_failed(handoff: Handoff) -> Transition:
     if handoff.sender is Sender.COMMITTED and attached:
         return handoff, ()
     return _end(replace(handoff, sender=Sender.IDLE), Result.MIGRATED)
-
-
-def _on_receiver(handoff: Handoff, event: Reserved | ReceiverStarted | Resumed) -> Transition:
-    match event, handoff.receiver:
-        case Resumed(), Receiver.NONE:
-            return replace(handoff, receiver=Receiver.RESERVING), (Action.RESERVE,)
-        case Reserved(), Receiver.RESERVING:
-            return _progress(replace(handoff, receiver=Receiver.RESERVED))
-        case ReceiverStarted(), Receiver.SUBMITTED:
-            # Released again in case the receiver's word to the sender was lost.
-            word = Action.CONFIRM_SENDER if handoff.by_state else Action.RELEASE_SENDER
-            return replace(handoff, result=Result.MOVED), (word,)
-    return handoff, ()
 
 
 def _progress(handoff: Handoff) -> Transition:

@@ -1,4 +1,4 @@
-"""A live handoff: carries out the actions of `handoff.py` on two workers, and reports what happens there."""
+"""A live handoff: carries out the actions of `machine.py` on two workers, and reports what happens there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Protocol
 from trtmesh.chassis.errors import HandoffFailed, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.router.fleet import handoff as machine
-from trtmesh.router.fleet.handoff import Action, Event, Handoff, Receiver, Sender
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.handoffs import machine
+from trtmesh.router.handoffs.machine import Action, Event, Handoff, Receiver, Sender
 from trtmesh.router.kv_index import PromptBlocks
 from trtmesh.router.placement.settings import HandoffSettings
 from trtmesh.router.streams.sequence import SequenceRun
@@ -48,15 +48,45 @@ class HandoffOwner(Protocol):
         """The handoff has a result. After a failure the sequences migrate, because of `handoff.error`."""
 
 
+class EncodedPrompt(Protocol):
+    """The encoded prompt of an item."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens."""
+
+    @property
+    def blocks(self) -> PromptBlocks:
+        """The hashes of its blocks."""
+
+    @property
+    def identity(self) -> Adapter | None:
+        """The adapter with its version."""
+
+
 @dataclass(frozen=True, slots=True)
 class HandoffItem:
     """The item of a handoff, as the workers need it."""
 
     request_id: str
     batch_index: int
-    blocks: PromptBlocks
-    adapter: Adapter | None
+    prompt: EncodedPrompt
     sequence_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Leases of a submit: the sender's, under which the item is handed over, or the receiver's with its KV."""
+
+    sender: str = ""
+    receiver: str = ""
+    seconds: float = 0.0
+    """Life of the sender's lease."""
+    state: kv_pb.HandoffDescriptor | None = None
+    """The descriptor with the state of the sender's backend, in place of a receiver's lease."""
+
+
+NO_LEASE = Lease()
 
 
 class LiveHandoff:
@@ -144,7 +174,7 @@ class LiveHandoff:
 
     def given(self) -> None:
         """The client has the descriptor, and the sender's lease with it."""
-        self._advance(machine.Given())
+        self._advance(Event.GIVEN)
 
     def adopt(
         self,
@@ -166,7 +196,7 @@ class LiveHandoff:
         # The receiver may be the sender.
         self.receiver_lease_id = secrets.token_hex(LEASE_BYTES)
         self._receive_at(leg, tokens)
-        self._advance(machine.Resumed())
+        self._advance(Event.RESUMED)
 
     def _take_over(self, run: SequenceRun, sender: Worker) -> None:
         self._runs, self._running = [run], {run}
@@ -227,17 +257,17 @@ class LiveHandoff:
         return self._stage_began + seconds[self.stage]
 
     @property
-    def life_ms(self) -> int:
+    def life_seconds(self) -> float:
         """Life of a lease, at most the longest of both workers."""
         settings = self._settings
         is_fixed = self.is_for_client and self.receiver is None
         seconds = settings.client_lease_seconds if is_fixed else settings.lease_seconds
         workers = [worker for worker in (self.sender, self.receiver) if worker is not None]
-        return min([int(seconds * 1000), *(worker.facts.max_lease_ms for worker in workers)])
+        return min([seconds, *(worker.facts.max_lease_seconds for worker in workers)])
 
     def needs_renewal(self, now: float) -> bool:
         """Whether a third of the leases' life has passed since their last renewal."""
-        return now >= self.renewed_at + self.life_ms / 1000 / RENEWALS
+        return now >= self.renewed_at + self.life_seconds / RENEWALS
 
     def leases(self) -> list[tuple[Worker, str]]:
         """The leases to renew. A client's lease, from its commit on, has a fixed life."""
@@ -251,11 +281,11 @@ class LiveHandoff:
 
     def on_reserved(self, present_tokens: int) -> None:
         self.present_tokens = present_tokens
-        self._advance(machine.Reserved())
+        self._advance(Event.RESERVED)
 
     def on_offered(self, descriptor: kv_pb.HandoffDescriptor) -> None:
         self._descriptor = descriptor
-        self._advance(machine.Offered())
+        self._advance(Event.OFFERED)
 
     def on_lease_ended(self, address: str, error: TrtmeshError) -> None:
         if self.is_for_client and self.receiver is None:
@@ -274,12 +304,12 @@ class LiveHandoff:
         self._running.discard(run)
         if not self._running:
             self.committed_at = asyncio.get_running_loop().time()
-            self._advance(machine.SenderCommitted())
+            self._advance(Event.SENDER_COMMITTED)
 
     def on_settled(self) -> None:
         """A sequence ended for good, on either worker."""
         submitted = self.state.receiver is Receiver.SUBMITTED
-        self._advance(machine.ReceiverStarted() if submitted else machine.SenderFinished())
+        self._advance(Event.RECEIVER_STARTED if submitted else Event.SENDER_FINISHED)
 
     def fail(self, address: str, error: TrtmeshError, left: Sequence[SequenceRun] = ()) -> None:
         """The worker at `address` failed, or must be left. The item moves the sequences in `left` itself."""
@@ -288,11 +318,11 @@ class LiveHandoff:
         is_receiver = self.receiver is not None and address == self.receiver.address
         if is_receiver and self.state.receiver is Receiver.RESERVING and error.row.back_pressure:
             self.refused_by = self.receiver
-        self._advance(machine.ReceiverFailed() if is_receiver else machine.SenderFailed())
+        self._advance(Event.RECEIVER_FAILED if is_receiver else Event.SENDER_FAILED)
 
     def cancel(self) -> None:
         """The item needs no handoff any more."""
-        self._advance(machine.Cancelled())
+        self._advance(Event.CANCELLED)
 
     def be_late(self) -> None:
         """The deadline of the stage passed."""
@@ -300,12 +330,12 @@ class LiveHandoff:
         self.error = HandoffFailed(
             f"the handoff of lease {self.lease_id} was {stage} for longer than {stage_setting(stage)}"
         )
-        self._advance(machine.Late())
+        self._advance(Event.LATE)
 
     def _on_receiver_started(self, leg: Leg) -> None:
         """The receiver computed the first token, or its last sequence left."""
         if leg.booking.computed:
-            self._advance(machine.ReceiverStarted())
+            self._advance(Event.RECEIVER_STARTED)
 
     # Actions.
 
@@ -351,8 +381,10 @@ class LiveHandoff:
         facts = self.receiver.facts
         size = facts.tokens_per_block
         tokens = min(self.tokens, facts.max_sequence_tokens)
-        hashes = self.item.blocks.hashes(size)[: tokens // max(size, 1)]
-        self.receiver.leases.reserve(self, self.receiver_lease_id, tokens, hashes, self.life_ms)
+        hashes = self.item.prompt.blocks.hashes(size)[: tokens // max(size, 1)]
+        self.receiver.leases.reserve(
+            self, self.receiver_lease_id, tokens, hashes, self.life_seconds
+        )
 
     def _start_sender(self) -> None:
         assert self.owner
@@ -363,7 +395,7 @@ class LiveHandoff:
             self.owner.start_prefill(self, leg)
         for run in self._runs:
             if leg is None and run.assignment is not None:
-                run.assignment.hand_over(self.lease_id, self.life_ms)
+                run.assignment.hand_over(self.lease_id, self.life_seconds)
 
     def on_started(self, runs: Sequence[SequenceRun]) -> None:
         """The prefill of `runs` was submitted."""
@@ -377,7 +409,7 @@ class LiveHandoff:
             lease_id=self.receiver_lease_id, descriptor=self._descriptor
         )
         command.descriptor.address = self.sender.address
-        if (adapter := self.item.adapter) is not None:
+        if (adapter := self.item.prompt.identity) is not None:
             command.adapter_id, command.adapter_version = adapter.id, adapter.version
         self.receiver.leases.attach(command)
 
