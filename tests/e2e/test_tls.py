@@ -46,7 +46,6 @@ def flags(own: KeyPair, authorities: Path, /, **more: str) -> list[str]:
         "key": own.key,
         "client_ca": authorities,
         "ca": authorities,
-        "reload_seconds": "0.1",
         **more,
     }
     return [

@@ -13,6 +13,7 @@ import grpc
 from trtmesh.chassis.channels import channel_options
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.service import Runtime
+from trtmesh.tokenizer.router_stream import STREAM_LIMITS, StreamLimits
 from trtmesh.tokenizer.service import TokenizerService
 from trtmesh.tokenizer.settings import TokenizerSettings
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -44,10 +45,12 @@ class Server:
 
 
 @asynccontextmanager
-async def served(model_dir: Path, **settings: Any) -> AsyncIterator[Server]:
+async def served(
+    model_dir: Path, limits: StreamLimits = STREAM_LIMITS, **settings: Any
+) -> AsyncIterator[Server]:
     runtime = Runtime()
     service = TokenizerService(
-        TokenizerSettings.model_validate({"model_dir": model_dir, **settings}), runtime
+        TokenizerSettings.model_validate({"model_dir": model_dir, **settings}), runtime, limits
     )
     server = GrpcServer(MESSAGE_BYTES)
     service.register(server)

@@ -122,8 +122,11 @@ def test_errors_show_no_key(paper: Paper) -> None:
         assert pair.key.read_text().splitlines()[1] not in str(error)
 
 
-async def test_takes_a_change_from_before_it_follows(paper: Paper) -> None:
-    certificates = Certificates(paper.settings(reload_seconds=0.01), "engine")
+async def test_takes_a_change_from_before_it_follows(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtmesh.chassis.tls.certificates.RELOAD_SECONDS", 0.01)
+    certificates = Certificates(paper.settings(), "engine")
     secure = certificates.server("h2")
     assert secure is not None
     before = secure.context()
@@ -138,10 +141,11 @@ async def test_takes_a_change_from_before_it_follows(paper: Paper) -> None:
 
 
 async def test_a_certificate_waits_for_its_key(
-    paper: Paper, caplog: pytest.LogCaptureFixture
+    paper: Paper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pair replaced file by file: one error while it does not fit, and the former pair until it does."""
-    certificates = Certificates(paper.settings(reload_seconds=0.01), "engine")
+    monkeypatch.setattr("trtmesh.chassis.tls.certificates.RELOAD_SECONDS", 0.01)
+    certificates = Certificates(paper.settings(), "engine")
     secure = certificates.server("h2")
     assert secure is not None
     before = secure.context()

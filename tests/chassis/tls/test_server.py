@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from time import time
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -230,8 +229,9 @@ async def test_closes_plain_text_quickly(paper: Paper, caplog: pytest.LogCapture
     assert "Traceback" not in caplog.text
 
 
-async def test_ends_idle_handshakes(paper: Paper) -> None:
-    async with serving(paper.settings(handshake_seconds=0.2)) as server:
+async def test_ends_idle_handshakes(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtmesh.chassis.tls.listener.HANDSHAKE_SECONDS", 0.2)
+    async with serving(paper.settings()) as server:
         host, _, port = server.address.rpartition(":")
         for first in (b"", b"\x16\x03\x01"):
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -246,7 +246,8 @@ async def test_an_idle_flood_from_one_address_keeps_nobody_out(
     paper: Paper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trtmesh.chassis.tls.listener.MAX_PENDING", 8)
-    async with serving(paper.settings(handshake_seconds=300.0)) as server:
+    monkeypatch.setattr("trtmesh.chassis.tls.listener.HANDSHAKE_SECONDS", 300.0)
+    async with serving(paper.settings()) as server:
         host, _, port = server.address.rpartition(":")
         idle = [socket.create_connection((host, int(port))) for _ in range(40)]
         assert await ask_own(server.address, paper.client_tls()) == b"hello"
@@ -261,6 +262,7 @@ async def test_an_idle_flood_from_one_ipv6_network_keeps_nobody_out(
 ) -> None:
     """Its owner may take another address for each connection."""
     monkeypatch.setattr("trtmesh.chassis.tls.listener.MAX_PENDING", 4)
+    monkeypatch.setattr("trtmesh.chassis.tls.listener.HANDSHAKE_SECONDS", PATIENCE_SECONDS)
     hosts = ["2001:db8:1::1", *(f"2001:db8:2::{number}" for number in range(6))]
     pairs = [socket.socketpair() for _ in hosts]
     arriving = [(ours, (host, 1, 0, 0)) for (ours, _), host in zip(pairs, hosts, strict=True)]
@@ -274,7 +276,7 @@ async def test_an_idle_flood_from_one_ipv6_network_keeps_nobody_out(
         def fileno(self) -> int:
             return -1
 
-    tls: Any = SimpleNamespace(handshake_seconds=PATIENCE_SECONDS)
+    tls: Any = None
     port: Any = Port()
     listener = TlsListener(port, asyncio.Protocol, tls)
     listener._accept()
@@ -361,10 +363,13 @@ def test_the_server_ends_connections_by_close_notify(
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_a_stopping_server_leaves_no_connection(
-    paper: Paper, new_loop: Callable[[], asyncio.AbstractEventLoop]
+    paper: Paper,
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client that neither reads nor closes, and one before its handshake, do not keep the server."""
-    settings = paper.settings(handshake_seconds=300.0)
+    monkeypatch.setattr("trtmesh.chassis.tls.listener.HANDSHAKE_SECONDS", 300.0)
+    settings = paper.settings()
 
     async def serve() -> None:
         context = bare_context(paper)
@@ -398,9 +403,12 @@ async def test_the_client_refuses_a_server_without_h2(paper: Paper) -> None:
     server.close()
 
 
-async def test_handshakes_wait_for_their_turn(paper: Paper) -> None:
+async def test_handshakes_wait_for_their_turn(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtmesh.chassis.tls.certificates.HANDSHAKES_PER_SECOND", 4.0)
     loop = asyncio.get_running_loop()
-    async with serving(paper.settings(handshakes_per_second=4)) as server:
+    async with serving(paper.settings()) as server:
         begun = loop.time()
         asked = (ask_own(server.address, paper.client_tls()) for _ in range(4))
         assert await asyncio.gather(*asked) == [b"hello"] * 4

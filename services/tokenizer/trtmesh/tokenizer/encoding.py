@@ -94,19 +94,25 @@ Outcome = EncodedTexts | TrtmeshError
 
 
 class EncodingSettings(Settings):
-    """Texts to encode, in three lanes by size: short, long, huge."""
+    """Texts to encode."""
 
     threads: Annotated[int, Field(ge=1, le=256)] = 2
     """Threads for short texts; long and huge texts have one thread each."""
     max_text_bytes: Annotated[int, Field(ge=1, le=2**30)] = 4 * 2**20
     """Largest text with words of one encode, in bytes of UTF-8; a larger one is refused with INVALID_FIELD."""
-    long_text_bytes: Annotated[int, Field(ge=1, le=2**30)] = 16 * 2**10
-    """Least size of a long text; from 16 times this size a text is huge."""
-    max_batch_bytes: Annotated[int, Field(ge=1, le=2**30)] = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLimits:
+    """Sizes and queues of the three lanes: short, long, huge."""
+
+    long_text_bytes: int = 16 * 2**10
+    """Least size of a long text; from HUGE_TO_LONG times this size a text is huge."""
+    max_batch_bytes: int = 64 * 2**10
     """Most text that a thread takes from the queue at once; a larger text goes alone."""
-    max_queued: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
+    max_queued: int = 8192
     """Most queued encodes of short texts; one more is refused with QUEUE_FULL."""
-    max_queued_long: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    max_queued_long: int = 1024
     """Most queued encodes of long texts, and of huge ones; one more is refused with QUEUE_FULL."""
 
 
@@ -120,23 +126,26 @@ class Encoder:
         stop_vocabularies: StopVocabularies,
         settings: EncodingSettings,
         metrics: TokenizerMetrics,
+        limits: LaneLimits = LaneLimits(),
     ) -> None:
-        self._settings = settings
+        self._max_text_bytes = settings.max_text_bytes
+        self.long_text_bytes = limits.long_text_bytes
+        """Size of requests to leave unread."""
         self._encode = partial(encode_batch, tokenizer, speller, stop_vocabularies)
         self._most_on_the_spot = min(
-            ON_THE_SPOT_BYTES, settings.max_text_bytes, settings.long_text_bytes - 1
+            ON_THE_SPOT_BYTES, settings.max_text_bytes, limits.long_text_bytes - 1
         )
         self._comes_first = True
         """Whether the next text is the first in this pass."""
-        few = settings.max_queued_long
+        few = limits.max_queued_long
         lanes = (
-            (0, "short", settings.threads, settings.max_queued, "max_queued"),
-            (settings.long_text_bytes, "long", 1, few, "max_queued_long"),
-            (settings.long_text_bytes * HUGE_TO_LONG, "huge", 1, few, "max_queued_long"),
+            (0, "short", settings.threads, limits.max_queued),
+            (limits.long_text_bytes, "long", 1, few),
+            (limits.long_text_bytes * HUGE_TO_LONG, "huge", 1, few),
         )
         self._lanes = [
             _Lane(
-                _LaneLimits(*lane, settings.max_batch_bytes),
+                _LaneSize(*lane, limits.max_batch_bytes),
                 partial(_read_and_encode, self._encode, settings.max_text_bytes),
                 metrics,
             )
@@ -160,18 +169,13 @@ class Encoder:
     def _next_pass(self) -> None:
         self._comes_first = True
 
-    @property
-    def long_text_bytes(self) -> int:
-        """Size of requests to leave unread."""
-        return self._settings.long_text_bytes
-
     def submit(self, request: EncodeRequest | UnreadRequest) -> asyncio.Future[Outcome]:
         """Queues an encode. The future returns failures as values; cancel removes the encode from the queue.
 
         Raises InvalidField for an oversized text that was read, QueueFull, and Draining after `close`.
         """
         if isinstance(request, EncodeRequest):
-            _check_size(request, self._settings.max_text_bytes)
+            _check_size(request, self._max_text_bytes)
         lane = next(lane for lane in reversed(self._lanes) if request.size_bytes >= lane.smallest)
         return lane.submit(request)
 
@@ -189,13 +193,12 @@ class _Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class _LaneLimits:
+class _LaneSize:
     smallest: int
     """Size of the smallest texts, in bytes."""
     name: str
     threads: int
     most_waiting: int
-    most_waiting_setting: str
     most_batch_bytes: int
 
 
@@ -204,7 +207,7 @@ class _Lane:
 
     def __init__(
         self,
-        limits: _LaneLimits,
+        limits: _LaneSize,
         encode: Callable[[Sequence[EncodeRequest | UnreadRequest]], list[Outcome]],
         metrics: TokenizerMetrics,
     ) -> None:
@@ -233,12 +236,10 @@ class _Lane:
         if len(self._queue) >= limits.most_waiting:
             self._queue = deque(one for one in self._queue if not one.outcome.cancelled())
         if len(self._queue) >= limits.most_waiting:
-            setting = f"encoding.{limits.most_waiting_setting}"
             raise QueueFull(
-                f"{len(self._queue)} encodes of {limits.name} texts are queued, the most allowed ({setting})",
+                f"{len(self._queue)} encodes of {limits.name} texts are queued, the most allowed",
                 value=str(len(self._queue)),
                 limit=f"at most {limits.most_waiting}",
-                limit_field=setting,
             )
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Outcome] = loop.create_future()

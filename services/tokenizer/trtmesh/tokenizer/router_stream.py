@@ -7,13 +7,10 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
-from pydantic import Field
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.outbox import Outbox
-from trtmesh.chassis.settings import Settings
 from trtmesh.tokenizer.decoding.states import DecodeStates
 from trtmesh.tokenizer.encoding import (
     EncodedTexts,
@@ -33,13 +30,17 @@ TOKEN_BYTES = 4
 Write = Callable[[pb.TokenizerServiceConnectResponse], Awaitable[None]]
 
 
-class StreamLimits(Settings):
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
     """Limits of each router's stream."""
 
-    max_decode_states: Annotated[int, Field(ge=1, le=1_000_000)] = 65_536
+    max_decode_states: int = 65_536
     """Most decode states; one more fails with QUEUE_FULL."""
-    max_unsent_events: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    max_unsent_events: int = 1024
     """Most events not yet read by the router; beyond them its commands are not read."""
+
+
+STREAM_LIMITS = StreamLimits()
 
 
 @dataclass(frozen=True, slots=True)

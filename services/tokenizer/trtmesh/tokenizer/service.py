@@ -18,7 +18,12 @@ from trtmesh.chassis.tokenizer_loading import for_words
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import Encoder, encode_in_this_thread_alone
 from trtmesh.tokenizer.metrics import TokenizerMetrics
-from trtmesh.tokenizer.router_stream import RouterStream, Shared
+from trtmesh.tokenizer.router_stream import (
+    STREAM_LIMITS,
+    RouterStream,
+    Shared,
+    StreamLimits,
+)
 from trtmesh.tokenizer.settings import TokenizerSettings
 from trtmesh.tokenizer.vocabulary import Vocabulary, load_vocabulary
 from trtmesh.tokenizer.workload import Workload
@@ -36,8 +41,11 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
 
     service_names: Sequence[str] = ("trtmesh.v1.TokenizerService",)
 
-    def __init__(self, settings: TokenizerSettings, runtime: Runtime) -> None:
+    def __init__(
+        self, settings: TokenizerSettings, runtime: Runtime, limits: StreamLimits = STREAM_LIMITS
+    ) -> None:
         self._settings = settings
+        self._limits = limits
         self._metrics = TokenizerMetrics(runtime.registry)
         self._workload = Workload()
         self._instance = secrets.token_hex(8)
@@ -56,9 +64,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         encoder = Encoder(
             vocabulary.tokenizer, speller, stops, self._settings.encoding, self._metrics
         )
-        self._shared = Shared(
-            self._settings.stream, vocabulary, encoder, self._workload, self._metrics
-        )
+        self._shared = Shared(self._limits, vocabulary, encoder, self._workload, self._metrics)
         log.info(
             "tokenizer %s: %s, %d ids, %s decoding, fingerprint %s",
             vocabulary.model,

@@ -9,7 +9,6 @@ from pydantic import model_validator
 from trtmesh.chassis.settings import Port
 from trtmesh.chassis.tls.settings import SecuredSettings
 from trtmesh.tokenizer.encoding import EncodingSettings
-from trtmesh.tokenizer.router_stream import StreamLimits
 
 
 class TokenizerSettings(SecuredSettings):
@@ -22,7 +21,6 @@ class TokenizerSettings(SecuredSettings):
     model_dir: Path
     """Directory with tokenizer.json, or older tokenizer files, and tokenizer_config.json."""
     encoding: EncodingSettings = EncodingSettings()
-    stream: StreamLimits = StreamLimits()
 
     @model_validator(mode="after")
     def _an_answer_fits_a_message(self) -> Self:

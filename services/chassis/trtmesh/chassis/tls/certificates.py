@@ -23,6 +23,12 @@ HTTP_1_1 = "http/1.1"
 
 _Stamp = Sequence[tuple[int, ...] | None]
 
+HANDSHAKES_PER_SECOND = 100.0
+"""Most handshakes begun in a second; others wait."""
+
+RELOAD_SECONDS = 2.0
+"""Interval at which changes of the files are looked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
@@ -31,7 +37,6 @@ class ServerTls:
     context: Callable[[], ssl.SSLContext]
     """The context for a new connection."""
     handshakes: Handshakes
-    handshake_seconds: float
     protocol: str
     """What the port speaks, by its name in ALPN."""
     client_names: frozenset[str]
@@ -57,7 +62,7 @@ class Certificates:
         # Before the files are read: a change meanwhile is then seen.
         self._loaded = self._stamp()
         self._contexts = self._load()
-        self._handshakes = Handshakes(settings.handshakes_per_second)
+        self._handshakes = Handshakes(HANDSHAKES_PER_SECOND)
 
     def server(self, protocol: str) -> ServerTls | None:
         """TLS of a port that speaks H2 or HTTP_1_1; None for plain text."""
@@ -66,7 +71,6 @@ class Certificates:
         return ServerTls(
             lambda: self._contexts.servers[protocol],
             self._handshakes,
-            self._settings.handshake_seconds,
             protocol,
             frozenset(self._settings.client_names),
         )
@@ -89,7 +93,7 @@ class Certificates:
         """Reads changed files again until cancelled. Files that cannot be used leave the former ones in place."""
         seen = self._loaded
         while True:
-            await asyncio.sleep(self._settings.reload_seconds)
+            await asyncio.sleep(RELOAD_SECONDS)
             # Certificate and key change one after the other: they are read once both rest.
             before, seen = seen, await asyncio.to_thread(self._stamp)
             if before != seen or seen == self._loaded:

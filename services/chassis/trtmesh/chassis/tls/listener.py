@@ -26,6 +26,9 @@ MAX_PENDING = 512
 """Connections before or in their handshake. A further one costs the busiest address its oldest: no address can keep
 the others out, and no more handshakes than these can end at the same moment."""
 
+HANDSHAKE_SECONDS = 5.0
+"""Time for a client to wait for its turn and complete its handshake."""
+
 ACCEPTS_PER_PASS = 16
 """Connections accepted in one pass of the event loop."""
 
@@ -137,11 +140,11 @@ class TlsListener:
         """Runs the handshake of a connection; logs why it fails."""
         problem = ""
         try:
-            async with asyncio.timeout(self._tls.handshake_seconds):
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
                 problem = await self._await_turn(visitor)
                 problem = problem or await self._shake_hands(visitor)
         except TimeoutError:
-            problem = f"no handshake within {self._tls.handshake_seconds:g} s"
+            problem = f"no handshake within {HANDSHAKE_SECONDS:g} s"
         except ssl.SSLError as error:
             problem = reason_of_tls(error)
         except OSError as error:
@@ -168,7 +171,7 @@ class TlsListener:
             lambda: arrival,
             visitor.connection,
             ssl=self._tls.context(),
-            ssl_handshake_timeout=self._tls.handshake_seconds,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
             ssl_shutdown_timeout=CLOSE_SECONDS,
         )
         return arrival.problem

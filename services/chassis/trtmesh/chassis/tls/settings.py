@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
 from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
 from trtmesh.chassis.settings import CommaList, ServiceSettings, Settings
-
-Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
 class TlsSettings(Settings):
@@ -31,12 +28,6 @@ class TlsSettings(Settings):
     `certificate`; unset, they are plain text."""
     peer_name: str = ""
     """Name in the certificates of other processes; unset means the host of the address."""
-    handshake_seconds: Seconds = 5.0
-    """Time for a client to complete its handshake."""
-    handshakes_per_second: Annotated[float, Field(ge=1, le=100_000)] = 100.0
-    """Most handshakes begun in a second, clients' addresses in turn; others wait."""
-    reload_seconds: Seconds = 2.0
-    """Interval at which changes of the files are looked for."""
 
 
 class SecuredSettings(ServiceSettings):

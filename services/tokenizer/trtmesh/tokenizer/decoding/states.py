@@ -98,11 +98,9 @@ class DecodeStates:
             raise _wrong_handle(handle, "is open already; close it before reuse")
         if len(self._sequences) >= self._max_decode_states:
             raise QueueFull(
-                f"the stream has {len(self._sequences)} open decode handles, the most allowed"
-                " (stream.max_decode_states)",
+                f"the stream has {len(self._sequences)} open decode handles, the most allowed",
                 value=str(len(self._sequences)),
                 limit=f"at most {self._max_decode_states}",
-                limit_field="stream.max_decode_states",
             )
         if "" in command.stop_texts:
             raise InvalidField.of("stop_texts", "", "texts of at least one character")
