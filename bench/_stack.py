@@ -16,7 +16,7 @@ from typing import TypedDict
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trtmesh.chassis.tls.client import ClientTls
-from trtmesh.cli.throw_away import ThrowAway
+from trtmesh.cli.temporary_ca import TemporaryCa
 
 MODEL_DIR = Path(__file__).parent.parent / "models" / "demo"
 READY_SECONDS = 120.0
@@ -47,7 +47,7 @@ def stack(
     *engine_flags: str,
     backend: str = "simulated",
     model_dir: Path = MODEL_DIR,
-    tls: ThrowAway | None = None,
+    tls: TemporaryCa | None = None,
     python: str = sys.executable,
 ) -> Iterator[Stack]:
     """Runs one tokenizer, one engine and one router on free ports until the block ends. `model_dir` is the tokenizer's,

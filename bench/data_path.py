@@ -27,7 +27,7 @@ import uvloop
 from _stack import Stack, bare_server, stack
 from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.tls.client import ClientTls
-from trtmesh.cli.throw_away import throw_away
+from trtmesh.cli.temporary_ca import temporary_ca
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -135,7 +135,7 @@ async def measure(step_ms: float, streams: int, max_tokens: int, runs: int) -> F
 async def measure_tls(streams: int, max_tokens: int, runs: int) -> Figures:
     """Returns the figures over plain text and over TLS, in alternation, and the ratio of the services' CPU."""
     step = ("--simulated-timing-step-ms", str(STEP_MS))
-    with throw_away("127.0.0.1") as made, stack(*step) as plain, stack(*step, tls=made) as secure:
+    with temporary_ca("127.0.0.1") as made, stack(*step) as plain, stack(*step, tls=made) as secure:
         pairs = []
         for _ in range(runs + 1):
             first = await run_once(plain, streams, max_tokens)

@@ -26,7 +26,7 @@ from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.tls.certificates import Certificates
 from trtmesh.chassis.tls.client import H2, PeerTls
 from trtmesh.chassis.tls.settings import TlsSettings
-from trtmesh.cli.throw_away import ThrowAway, throw_away
+from trtmesh.cli.temporary_ca import TemporaryCa, temporary_ca
 
 MAX_MESSAGE_BYTES = 2**20
 CHAT = Method("/bench.Tls/Chat", bytes, bytes)
@@ -75,7 +75,7 @@ async def message_cost(address: str, tls: PeerTls | None, calls: int) -> float:
     return used / calls / MESSAGES[calls] * 1e6
 
 
-async def messages(made: ThrowAway, calls: int) -> dict[str, float]:
+async def messages(made: TemporaryCa, calls: int) -> dict[str, float]:
     """The medians of alternated runs, and their ratio."""
     secure = TlsSettings(certificate=made.certificate, key=made.key, client_ca=made.ca)
     tls = made.client.peer_tls()
@@ -92,7 +92,7 @@ async def messages(made: ThrowAway, calls: int) -> dict[str, float]:
     return {"plain_us": round(plain, 1), "tls_us": round(encrypted, 1), "ratio": ratio}
 
 
-def handshakes(made: ThrowAway, *, mutual: bool) -> dict[str, float]:
+def handshakes(made: TemporaryCa, *, mutual: bool) -> dict[str, float]:
     """Milliseconds of CPU of each end, in memory."""
     client_ca = made.ca if mutual else None
     settings = TlsSettings(certificate=made.certificate, key=made.key, client_ca=client_ca)
@@ -125,7 +125,7 @@ def _shake_hands(
 
 
 async def main() -> None:
-    with throw_away("127.0.0.1") as made:
+    with temporary_ca("127.0.0.1") as made:
         figures = {f"calls_{calls}": await messages(made, calls) for calls in MESSAGES}
         figures["handshake"] = handshakes(made, mutual=False)
         figures["handshake_mutual"] = handshakes(made, mutual=True)

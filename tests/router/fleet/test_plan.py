@@ -140,14 +140,14 @@ async def test_reservation_counts_as_pressure_until_the_first_token() -> None:
 async def test_receiver_fits_the_sender() -> None:
     fleet, (sender, other, fitting) = fleet_of(*[pb.WORKER_ROLE_DECODE] * 3)
     other._on_welcome(engine(pb.WORKER_ROLE_DECODE, kv_compatibility_hash=b"another"))
-    assert sender.facts.kv is not None
+    assert sender.capabilities.kv is not None
     query = QUERY._replace(exclude={sender.address: "it is left"})
-    leg = fleet.place_receiver(query, BLOCKS, sender.facts.kv)
+    leg = fleet.place_receiver(query, BLOCKS, sender.capabilities.kv)
     assert (leg.worker, leg.phases) == (fitting, DECODE_PHASE)
     assert (booked(fitting), booked(other)) == ((1, 2, 0), (0, 0, 0))
     report(fleet, fitting, total_blocks=100, quarantined_blocks=26)
     with pytest.raises(NoWorker):
-        fleet.place_receiver(query, BLOCKS, sender.facts.kv)
+        fleet.place_receiver(query, BLOCKS, sender.capabilities.kv)
 
 
 async def test_round_robin_covers_both_roles_evenly() -> None:

@@ -50,7 +50,7 @@ async def passes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Passes]:
     async def live(item: ItemRun) -> None:
         await passes.live(item)
 
-    monkeypatch.setattr(ItemRun, "live", live)
+    monkeypatch.setattr(ItemRun, "run", live)
     counting = asyncio.create_task(passes.count())
     yield passes
     counting.cancel()

@@ -15,16 +15,16 @@ from router.scripted import (
 )
 from trtmesh.chassis.block_hashes import chain
 from trtmesh.router.placement.load_guard import LoadGuard
-from trtmesh.router.requests.siblings import Seat, SiblingRules, Siblings
+from trtmesh.router.requests.siblings import GroupMember, SiblingRules, Siblings
 
 
 def blocks(prefix: int, tail: int) -> list[int]:
     return chain(0, [prefix] * 48 + [tail] * 16, 16)
 
 
-def found(seat: Seat | None) -> Seat:
-    assert seat is not None
-    return seat
+def found(member: GroupMember | None) -> GroupMember:
+    assert member is not None
+    return member
 
 
 async def test_group_follows_its_leader_up_to_the_cap() -> None:

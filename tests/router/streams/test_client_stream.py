@@ -16,9 +16,9 @@ from trtmesh.router.streams.client_stream import (
     TOKEN_BYTES,
     ClientStream,
     Credit,
+    WriteScheduler,
     as_response,
 )
-from trtmesh.router.streams.turns import Turns
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -31,7 +31,7 @@ class Put:
     """Puts numbered tokens."""
 
     def __init__(self, *, details: bool) -> None:
-        self.stream = ClientStream(OPENING, Turns())
+        self.stream = ClientStream(OPENING, WriteScheduler())
         self.sent: dict[Key, list[int]] = defaultdict(list)
         self._details = details
 
@@ -165,7 +165,7 @@ async def test_an_announcement_leaves_without_tokens_after_a_while() -> None:
 
 
 async def test_the_opening_event_leaves_alone_after_a_while() -> None:
-    stream = ClientStream(OPENING, Turns())
+    stream = ClientStream(OPENING, WriteScheduler())
     waiting = await stream.next_entries()
     assert waiting
     assert [event.WhichOneof("event") for event in as_response(waiting).events] == ["accepted"]
@@ -226,7 +226,7 @@ async def test_unread_seconds_measure_the_current_write() -> None:
 
 async def test_logits_leave_in_messages_of_a_bounded_size_in_order() -> None:
     row = b"x" * (MOST_MESSAGE_BYTES // 4 - 100)
-    stream = ClientStream(OPENING, Turns())
+    stream = ClientStream(OPENING, WriteScheduler())
     prompt = pb.PromptDetails(context_logits=pb.Tensor(shape=[1, 1], data=row * 3))
     stream.put(router_pb.GenerateEvent(prompt_details=prompt))
     for number in range(7):
@@ -286,7 +286,7 @@ class Heard:
 async def test_credit_counts_tokens_and_bytes_and_returns_after_the_write(
     credit: Credit,
 ) -> None:
-    stream, heard = ClientStream(OPENING, Turns(), credit), Heard()
+    stream, heard = ClientStream(OPENING, WriteScheduler(), credit), Heard()
     stream.watcher = heard
     for number in range(10):
         stream.put_tokens(0, 0, number, [7], "", None)
@@ -303,7 +303,7 @@ async def test_credit_counts_tokens_and_bytes_and_returns_after_the_write(
 
 
 async def test_watcher_hears_of_output_that_a_client_leaves_and_of_its_end() -> None:
-    stream, heard = ClientStream(OPENING, Turns()), Heard()
+    stream, heard = ClientStream(OPENING, WriteScheduler()), Heard()
     stream.watcher = heard
     for number in range(LOOK_BYTES):
         stream.put_tokens(0, 0, number, [7], "text", None)
@@ -325,7 +325,7 @@ async def test_watcher_hears_of_output_that_a_client_leaves_and_of_its_end() -> 
 
 
 async def test_watcher_hears_what_remains_after_a_message() -> None:
-    stream, heard = ClientStream(OPENING, Turns()), Heard()
+    stream, heard = ClientStream(OPENING, WriteScheduler()), Heard()
     stream.watcher = heard
     for number in range(3):
         logits = pb.Tensor(data=bytes(MOST_MESSAGE_BYTES))

@@ -23,9 +23,8 @@ from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import SlowClient
 from trtmesh.chassis.http2.budget import Budget
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.streams.client_stream import ClientStream
+from trtmesh.router.streams.client_stream import ClientStream, WriteScheduler
 from trtmesh.router.streams.pace import ClientLimits, Pace
-from trtmesh.router.streams.turns import Turns
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -125,7 +124,7 @@ class Reader:
     """A client of a request, and why the request ended."""
 
     def __init__(self, budget: Budget) -> None:
-        self.stream = ClientStream(router_pb2.GenerateEvent(), Turns())
+        self.stream = ClientStream(router_pb2.GenerateEvent(), WriteScheduler())
         self.ends: list[SlowClient] = []
         self.pace = Pace(
             ClientLimits(), budget, self.stream, RouterMetrics(), lambda: None, self.ends.append

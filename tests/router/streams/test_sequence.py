@@ -16,9 +16,8 @@ from trtmesh.chassis.vocabulary import Prompt
 from trtmesh.client.events import Tokens, events_of
 from trtmesh.client.options import build_config
 from trtmesh.client.results import SequenceResult
-from trtmesh.router.streams.client_stream import ClientStream, as_response
-from trtmesh.router.streams.sequence import End, SequenceRun
-from trtmesh.router.streams.turns import Turns
+from trtmesh.router.streams.client_stream import ClientStream, WriteScheduler, as_response
+from trtmesh.router.streams.sequence import Delivery, End, SequenceRun
 from trtmesh.router.tokenizers.decoding import DecodedSequence
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -26,7 +25,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 
 class LetterDecoder:
-    """Turns every id into a letter and finds one stop letter; answers on command and holds a letter back."""
+    """WriteScheduler every id into a letter and finds one stop letter; answers on command and holds a letter back."""
 
     def __init__(self, stop_id: int | None) -> None:
         self._stop_id = stop_id
@@ -94,7 +93,7 @@ class OneItem:
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         self.losses.append(error)
 
-    def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
+    def migrate(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         return False
 
     def continues(self, run: SequenceRun) -> bool:
@@ -188,7 +187,7 @@ async def perform(
     stream: bool,
     repeat: bool,
 ) -> None:
-    client = ClientStream(router_pb.GenerateEvent(), Turns())
+    client = ClientStream(router_pb.GenerateEvent(), WriteScheduler())
     owner = OneItem()
     options: dict[str, Any] = {"stream": stream, "log_probs": True}
     options |= {"stop_texts": ["s"]} if stop_id is not None else {}
@@ -265,7 +264,7 @@ def worker_script(
 
 
 async def test_without_a_decoder_tokens_leave_at_once() -> None:
-    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    client, owner = ClientStream(router_pb.GenerateEvent(), WriteScheduler()), OneItem()
     run = make_run(client, owner, text=False)
     run.on_tokens(0, [1, 2])
     assert client.waiting_tokens == 2
@@ -275,14 +274,14 @@ async def test_without_a_decoder_tokens_leave_at_once() -> None:
 
 
 async def test_abandoned_sequence_stops_on_the_worker_without_output() -> None:
-    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    client, owner = ClientStream(router_pb.GenerateEvent(), WriteScheduler()), OneItem()
     run = make_run(client, owner)
     worker = OneWorker()
     run.assign(worker)
     decoder = LetterDecoder(None)
     run.decoder = decoder
     run.on_tokens(0, [1])
-    run.abandon(pb.FINISH_REASON_CANCELLED)
+    run.end(pb.FINISH_REASON_CANCELLED, deliver=Delivery.NOTHING)
     run.on_tokens(1, [2])
     run.on_text(1, "b")
     run.on_end(End(pb.FINISH_REASON_CANCELLED))
@@ -294,7 +293,7 @@ async def test_abandoned_sequence_stops_on_the_worker_without_output() -> None:
 
 async def test_moved_sequence_has_the_output_of_an_unmoved_one() -> None:
     """Prompt data and start once, log-probabilities summed over both workers, and times from the first worker on."""
-    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    client, owner = ClientStream(router_pb.GenerateEvent(), WriteScheduler()), OneItem()
     run = make_run(client, owner, text=False, log_probs=True, prompt_log_probs=True)
     run.assign(OneWorker())
     run.on_prompt(pb.PromptDetails(log_probs=[-3.0]))
@@ -314,8 +313,8 @@ async def test_moved_sequence_has_the_output_of_an_unmoved_one() -> None:
     run.on_end(End(pb.FINISH_REASON_LENGTH, perf_metrics=later))
     assert owner.settled == [run]
     assert run.cumulative_log_prob == -7.0
-    assert run.end
-    metrics = run.end.perf_metrics
+    assert run.ending
+    metrics = run.ending.perf_metrics
     assert metrics
     assert metrics.first_scheduled_time_ns == metrics.first_token_time_ns < 2**62
     assert metrics.arrival_time_ns < metrics.first_token_time_ns
@@ -333,7 +332,7 @@ async def test_moved_sequence_has_the_output_of_an_unmoved_one() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_start_is_reported_only_for_streamed_tokens(stream: bool) -> None:
-    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    client, owner = ClientStream(router_pb.GenerateEvent(), WriteScheduler()), OneItem()
     run = make_run(client, owner, text=False, stream=stream)
     run.assign(OneWorker())
     run.on_start(pb.PerfMetrics(arrival_time_ns=1))
@@ -347,23 +346,23 @@ async def test_start_is_reported_only_for_streamed_tokens(stream: bool) -> None:
 
 
 async def test_stopped_sequence_without_a_worker_ends_at_once() -> None:
-    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    client, owner = ClientStream(router_pb.GenerateEvent(), WriteScheduler()), OneItem()
     run = make_run(client, owner, text=False)
     run.assign(OneWorker())
     run.on_tokens(0, [1])
     run.on_worker_lost(WorkerLost("gone", worker="w"))
-    run.stop(pb.FINISH_REASON_STOPPED)
+    run.end(pb.FINISH_REASON_STOPPED, deliver=Delivery.ALL)
     assert owner.settled == [run]
     assert (run.reason, run.error) == (pb.FINISH_REASON_STOPPED, None)
 
 
 async def test_stop_that_a_released_lease_overtakes_keeps_its_reason() -> None:
-    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    client, owner = ClientStream(router_pb.GenerateEvent(), WriteScheduler()), OneItem()
     run = make_run(client, owner, text=False)
     worker = OneWorker()
     run.assign(worker)
     run.on_tokens(0, [1])
-    run.stop(pb.FINISH_REASON_STOPPED)
+    run.end(pb.FINISH_REASON_STOPPED, deliver=Delivery.ALL)
     assert worker.stops == [pb.FINISH_REASON_STOPPED]
     run.on_end(End(pb.FINISH_REASON_CANCELLED))
     assert run.reason == pb.FINISH_REASON_STOPPED
@@ -399,7 +398,11 @@ async def rewrite(
     text: bool,
 ) -> None:
     """Each version extends or replaces the earlier one; log-probs are the ids."""
-    client, owner, worker = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem(), OneWorker()
+    client, owner, worker = (
+        ClientStream(router_pb.GenerateEvent(), WriteScheduler()),
+        OneItem(),
+        OneWorker(),
+    )
     options: dict[str, Any] = {"stream": stream, "text": text, "log_probs": True, "beam_width": 2}
     if stop_id is not None:
         options["stop_texts"] = ["s"]

@@ -25,7 +25,7 @@ from trtmesh.v1 import generation_pb2 as pb
 CONVERTER = "trtmesh.engine.backends.torch.model.adapter_conversion"
 
 
-class Dtype(StrEnum):
+class WrittenType(StrEnum):
     """The type of the written weights."""
 
     AUTO = "auto"
@@ -45,9 +45,9 @@ def convert(
         ),
     ] = None,
     dtype: Annotated[
-        Dtype,
+        WrittenType,
         typer.Option(help="Type of the weights; auto is the smallest that holds every value."),
-    ] = Dtype.AUTO,
+    ] = WrittenType.AUTO,
     *,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an adapter in TARGET, in both formats.")
@@ -65,7 +65,13 @@ def convert(
 
 
 def _convert(
-    source: Path, target: Path, model: Path | None, dtype: Dtype, *, replace: bool, seconds: float
+    source: Path,
+    target: Path,
+    model: Path | None,
+    dtype: WrittenType,
+    *,
+    replace: bool,
+    seconds: float,
 ) -> Sequence[Path]:
     """The new files. Raises StartupError."""
     old = [

@@ -20,7 +20,7 @@ from trtmesh.chassis.settings import split_commas
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.extras import check_extras
 from trtmesh.cli.mesh_settings import MeshSettings
-from trtmesh.cli.throw_away import ThrowAway
+from trtmesh.cli.temporary_ca import TemporaryCa
 
 LOOPBACK = "127.0.0.1"
 SPREAD = "tensorrt_llm"
@@ -126,7 +126,7 @@ class Plan:
         self,
         settings: MeshSettings,
         config_file: str | None,
-        tls: ThrowAway | None = None,
+        tls: TemporaryCa | None = None,
         prefix: str = "",
     ) -> None:
         """`prefix` begins the names of the processes."""

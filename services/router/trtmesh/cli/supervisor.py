@@ -22,7 +22,7 @@ from trtmesh.cli.session import INTERRUPTED, OK
 from trtmesh.cli.stack import Stack
 from trtmesh.cli.stacks import StackFile, stack_file
 from trtmesh.cli.starting import progress
-from trtmesh.cli.throw_away import throw_away
+from trtmesh.cli.temporary_ca import temporary_ca
 
 Use = Callable[[Stack], Coroutine[Any, Any, int]]
 """The work of a command while the stack serves; returns the command's exit status."""
@@ -36,7 +36,7 @@ async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({
         try:
             with (
                 process_log(settings.log_dir) as log,
-                throw_away(settings.host) if settings.tls else nullcontext() as tls,
+                temporary_ca(settings.host) if settings.tls else nullcontext() as tls,
                 stack_file() as file,
             ):
                 plan = Plan(settings, config_file_of(effective), tls, file.prefix)

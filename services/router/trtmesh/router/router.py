@@ -17,7 +17,7 @@ from trtmesh.chassis.connecting import check_address
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.foreign_address import ForeignAddress, is_foreign, parse_engine
 from trtmesh.chassis.grpc.large_message import MessageLimits
-from trtmesh.chassis.http2.turns import Turns as LinkTurns
+from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.tls.client import H2, PeerTls, plain_text
@@ -46,7 +46,7 @@ from trtmesh.router.replay import Recorder
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.settings import RouterSettings
-from trtmesh.router.streams.turns import Turns
+from trtmesh.router.streams.client_stream import WriteScheduler
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.tokenizers.tokenizer import Tokenizer
 from trtmesh.v1 import router_pb2, router_pb2_grpc
@@ -73,7 +73,6 @@ class Router:
         runtime.guard = CallerGuard(self._callers) if self._callers.check_keys else None
         runtime.compression = settings.compression
         runtime.message_limits = MessageLimits()
-        self._turns = Turns()
         self._fleet = Fleet(settings.placement, self._metrics, settings.handoff, settings.models)
         self._handoffs = HandoffTable(self._fleet, settings.handoff, self._metrics)
         self._followed = self._followed_router() if settings.adapters.follow else None
@@ -96,14 +95,14 @@ class Router:
             self._admission,
             RateLimiter(),
             self._metrics,
-            self._turns,
+            WriteScheduler(),
             settings.retries,
             settings.siblings,
             self._recorder,
         )
         self._requests = Requests(mesh, settings.client)
         self._links: dict[Replica, asyncio.Task[None]] = {}
-        self._link_turns = LinkTurns()
+        self._link_turns = Turns()
         """Of all workers and tokenizers: many bad ones take no more time than one."""
         self._keepers: list[asyncio.Task[None]] = []
         self._discoveries: list[Discovery] = []
@@ -283,7 +282,7 @@ class Router:
             tls_of_peers=plain_text if bridge else self._tls_of_peers,
             bridge=bridge,
             router_name=self._name,
-            tokenizers_known=self._tokenizers.known,
+            first_tokenizer=self._tokenizers.wait_for_first,
             fingerprint_of=self._tokenizers.fingerprint_of,
             metrics=self._metrics,
             kv_index=self._fleet.kv_index,

@@ -24,7 +24,7 @@ from trtmesh.cli.triton_import.tensorrt_llm import (
     CORE_OVERRIDES,
     rename_settings,
 )
-from trtmesh.cli.triton_import.weights import Weights, find_weights
+from trtmesh.cli.triton_import.weights import WeightFolders, find_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _check_device(device: str) -> None:
         raise SettingsError(f"--device is {device!r} but {error}") from error
 
 
-def _problem(model: RepositoryModel, repository: Repository, weights: Weights) -> str:
+def _problem(model: RepositoryModel, repository: Repository, weights: WeightFolders) -> str:
     """Why the mesh cannot serve a model; '' if it can."""
     if reason := repository.problem(model):
         return reason
@@ -107,7 +107,7 @@ def _problem(model: RepositoryModel, repository: Repository, weights: Weights) -
     return needed[0] if needed else ""
 
 
-def _put_weights(weights: Weights, device: str, draft: Draft) -> None:
+def _put_weights(weights: WeightFolders, device: str, draft: Draft) -> None:
     first, *others = map(str, weights.distinct)
     draft.put(("mesh", "model"), first)
     if others:
@@ -117,7 +117,11 @@ def _put_weights(weights: Weights, device: str, draft: Draft) -> None:
 
 
 def _convert_model(
-    model: RepositoryModel, recipe: Recipe, repository: Repository, weights: Weights, draft: Draft
+    model: RepositoryModel,
+    recipe: Recipe,
+    repository: Repository,
+    weights: WeightFolders,
+    draft: Draft,
 ) -> None:
     cores = repository.cores_of(model)
     directory = next(weights.directories[core] for core in cores if core in weights.directories)

@@ -11,7 +11,7 @@ from trtmesh.cli.triton_import.findings import Draft, Subject
 from trtmesh.cli.triton_import.recipes import RepositoryModel
 from trtmesh.cli.triton_import.rules import TORCH, wrong
 from trtmesh.cli.triton_import.tensorrt_llm import BACKEND, put_ranks, ranks_of
-from trtmesh.cli.triton_import.weights import Weights
+from trtmesh.cli.triton_import.weights import WeightFolders
 
 PARAMETER = "gpu_device_ids"
 ENGINES, DEVICES = ("mesh", "engines"), ("mesh", "devices")
@@ -19,7 +19,7 @@ ROLES = {"context_model_name": "prefill", "generation_model_name": "decode"}
 """The role of each half of a disaggregated model, in the order of the engines of a stack."""
 
 
-def place_engines(models: Sequence[RepositoryModel], weights: Weights, draft: Draft) -> None:
+def place_engines(models: Sequence[RepositoryModel], weights: WeightFolders, draft: Draft) -> None:
     """Sets the roles and the devices of each model of the mesh: those of all Triton models with its weights."""
     cores = [model for model in models if model.is_core]
     roles = _roles_of(models, weights)
@@ -38,7 +38,7 @@ def place_engines(models: Sequence[RepositoryModel], weights: Weights, draft: Dr
             draft.put((*DEVICES, directory.name), devices)
 
 
-def _roles_of(models: Sequence[RepositoryModel], weights: Weights) -> Mapping[str, str]:
+def _roles_of(models: Sequence[RepositoryModel], weights: WeightFolders) -> Mapping[str, str]:
     """The role of each half of a disaggregated model, by name.
 
     None where a model is both halves, where only some halves have GPUs, or where the mesh has other models, because

@@ -15,14 +15,14 @@ LONGEST = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class ModelLengths:
     """Lengths in tokens; None where config.json has none."""
 
     longest: int | None
     window: int | None
 
     @classmethod
-    def of(cls, directory: Path) -> Lengths:
+    def of(cls, directory: Path) -> ModelLengths:
         config = _config(directory)
         text = config.get("text_config") or config
         longest = next((text[name] for name in LONGEST if isinstance(text.get(name), int)), None)

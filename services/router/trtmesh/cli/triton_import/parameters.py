@@ -9,7 +9,7 @@ from typing import Any
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.cli.triton_import.findings import Draft, Subject
-from trtmesh.cli.triton_import.hf_model import Lengths
+from trtmesh.cli.triton_import.hf_model import ModelLengths
 from trtmesh.cli.triton_import.rules import (
     FALSE,
     MODELS,
@@ -211,7 +211,7 @@ def _windows(subject: Subject, draft: Draft) -> None:
         windows = [int(text) for text in subject.value.strip("[] ").split(",")]
     except ValueError:
         raise wrong(subject, "whole numbers separated by commas") from None
-    lengths = Lengths.of(subject.weights)
+    lengths = ModelLengths.of(subject.weights)
     if all(window == lengths.window for window in windows):
         draft.replace(subject, "the model's own config.json has this window")
     elif lengths.longest is not None and min(windows) >= lengths.longest:

@@ -19,7 +19,7 @@ EVERY = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightFolders:
     """Directories by core model; for models without one, the advice to the user."""
 
     directories: Mapping[str, Path]
@@ -30,7 +30,7 @@ class Weights:
         return list(dict.fromkeys(self.directories.values()))
 
 
-def find_weights(repository: Repository, given: Mapping[str, Path]) -> Weights:
+def find_weights(repository: Repository, given: Mapping[str, Path]) -> WeightFolders:
     """The given directories, else the repository's own Hugging Face directories. Raises SettingsError for an unknown
     model name, or ModelUnusable for an unsuitable directory."""
     cores = [model for model in repository if model.is_core]
@@ -62,7 +62,7 @@ def find_weights(repository: Repository, given: Mapping[str, Path]) -> Weights:
         else:
             directories[core.name] = directory
     _check_names(directories)
-    return Weights(directories, needed)
+    return WeightFolders(directories, needed)
 
 
 def _check_one_engine(cores: Sequence[RepositoryModel], given: Mapping[str, Path]) -> None:

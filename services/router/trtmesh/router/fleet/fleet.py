@@ -14,9 +14,9 @@ from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
-from trtmesh.router.fleet.facts import Fingerprints
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.fleet.worker_capabilities import Fingerprints
 from trtmesh.router.kv_index import KvIndex, PromptBlocks
 from trtmesh.router.links.replica import ReplicaState
 from trtmesh.router.metrics import RouterMetrics
@@ -127,7 +127,9 @@ class Fleet:
     def twin_of(self, worker: Worker, instance: str) -> Worker | None:
         """Another worker of this router in the same process; a link that makes no progress does not count."""
         workers = self.workers.values()
-        same = (each for each in workers if each is not worker and each.engine.instance == instance)
+        same = (
+            each for each in workers if each is not worker and each.description.instance == instance
+        )
         return next((each for each in same if each.works), None) if instance else None
 
     def forget_leavers(self) -> list[Worker]:
@@ -178,7 +180,7 @@ class Fleet:
         if (worker := self.workers.get(address)) is None:
             self._snapshots.pop(address, None)
             return False
-        snapshot = worker.snapshot(self._typical.get(worker.engine.model, UNKNOWN))
+        snapshot = worker.snapshot(self._typical.get(worker.description.model, UNKNOWN))
         self._snapshots[address] = snapshot
         return former is not None and former.served == snapshot.served
 
@@ -244,7 +246,7 @@ class Fleet:
         takers = [
             worker
             for worker in self.workers.values()
-            if worker.ready and worker.takes_adapters and model in ("", worker.engine.model)
+            if worker.ready and worker.takes_adapters and model in ("", worker.description.model)
         ]
         for worker in sorted(takers, key=lambda worker: worker.guard.sequences):
             try:
@@ -258,7 +260,7 @@ class Fleet:
     def note_absence(self, address: str, adapter: Adapter) -> None:
         """A worker refused an item because it does not hold the adapter."""
         if (worker := self.workers.get(address)) is not None:
-            worker.lacks(adapter)
+            worker.forget_adapter(adapter)
 
     def block_hashes(self, model: str, blocks: PromptBlocks) -> list[int]:
         """Names of a prompt's blocks on the model's workers; empty if the policy ignores prefixes."""
@@ -284,7 +286,7 @@ class Fleet:
     def _book_decode(self, decision: Decision, blocks: PromptBlocks, now: float) -> Leg:
         """The leg of a sequence that continues from another worker's KV."""
         worker, query = self._take_turn(decision.chosen, blocks, now), decision.query
-        size = worker.facts.tokens_per_block
+        size = worker.capabilities.tokens_per_block
         lacking = query.prompt_tokens - query.cached_tokens.get(worker.address, 0)
         count = -(-(query.prompt_tokens + query.new_tokens) // size) if size else 0
         booking = self._booking(worker, decision, 0, now, Reservation(lacking, count))
@@ -307,7 +309,7 @@ class Fleet:
         self._turn += 1
         worker.last_turn = self._turn
         if POLICIES[self.policy].looks_at_prefixes:
-            hashes = blocks.hashes(worker.facts.tokens_per_block)
+            hashes = blocks.hashes(worker.capabilities.tokens_per_block)
             self.kv_index.expect(worker.address, hashes, now)
         names = (each.name for each in self.workers.values())
         self._metrics.note_placement(self.policy, worker.name, names)
@@ -388,12 +390,12 @@ class Fleet:
             worker.touch()
 
     def _typical_of(self, model: str) -> Typical:
-        rates = [w.guard.rates for w in self.workers.values() if w.engine.model == model]
+        rates = [w.guard.rates for w in self.workers.values() if w.description.model == model]
         learned = self._new_tokens.get(model)
         return typical_of(rates, learned.value if learned else None)
 
     @property
-    def hopeful(self) -> bool:
+    def may_recover(self) -> bool:
         """Whether any worker may become ready without an operator."""
         return any(
             worker.state is not ReplicaState.REFUSED and not worker.mismatch
@@ -402,14 +404,14 @@ class Fleet:
 
     def others_than(self, identity: Fingerprints) -> Collection[str]:
         """Addresses of workers with another model or tokenizer."""
-        return [a for a, worker in self.workers.items() if worker.facts.identity != identity]
+        return [a for a, worker in self.workers.items() if worker.capabilities.identity != identity]
 
     def changed(self) -> None:
         """A worker may take items now: wakes waiting items and retries failed moves."""
         self._change.set()
         self._change = asyncio.Event()
         for worker in self.workers.values():
-            worker.move_on()
+            worker.retry_migrations()
 
     def change(self, seconds: float) -> Coroutine[Any, Any, None]:
         """Waits at most `seconds` for the next change after this call, even if it comes before the wait begins."""

@@ -80,8 +80,8 @@ async def _only_address(text: str) -> str:
 
 
 def _check_role(worker: Worker, role: pb.WorkerRole.ValueType) -> None:
-    if role not in worker.engine.roles:
-        names = [_role_name(each) for each in worker.engine.roles]
+    if role not in worker.description.roles:
+        names = [_role_name(each) for each in worker.description.roles]
         limit = f"one of {', '.join(names)}" if names else "left alone: the worker has one role"
         raise InvalidField.of("role", _role_name(role), limit)
     if not worker.connected:
@@ -115,7 +115,7 @@ class Membership:
                     name = address if address in workers else name
         if name in workers:
             return workers[name]
-        found = [worker for worker in workers.values() if worker.engine.worker == name]
+        found = [worker for worker in workers.values() if worker.description.worker == name]
         if not found:
             known = ", ".join(sorted(worker.name for worker in workers.values())) or "none"
             raise NotFound(

@@ -38,7 +38,7 @@ def check_pins(fleet: Fleet, adapters: Adapters, key: Key, versions: int) -> Non
     """Raises AdaptersFull if so many versions of an adapter, pinned with the others, exceed the slots of a worker."""
     kept = {entry.key: len(entry.versions) for entry in adapters.pinned} | {key: versions}
     for worker in fleet.workers.values():
-        models, slots = ("", worker.engine.model), worker.adapters.slots
+        models, slots = ("", worker.description.model), worker.adapters.slots
         count = sum(each for (model, _), each in kept.items() if model in models)
         if key[0] in models and 0 < slots < count:
             raise AdaptersFull(
@@ -100,7 +100,7 @@ class Pins:
         return known is not None and not known[0].pinned
 
     def _pin(self, worker: Worker, now: float) -> None:
-        for adapter in self._pinned(worker.engine.model):
+        for adapter in self._pinned(worker.description.model):
             key = (adapter.identity.id, adapter.identity.version)
             residency = worker.adapters.held.get(key)
             if (residency is None or not residency.pinned) and self._is_new(

@@ -28,16 +28,16 @@ from trtmesh.router.fleet.assignments import Assignments
 from trtmesh.router.fleet.bridge import Bridge
 from trtmesh.router.fleet.contract import check_engine, check_load, check_states
 from trtmesh.router.fleet.deliveries import Deliveries
-from trtmesh.router.fleet.facts import (
-    Facts,
+from trtmesh.router.fleet.leases import Leases
+from trtmesh.router.fleet.liveness import TICK_SECONDS, LivenessMonitor
+from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
+from trtmesh.router.fleet.worker_capabilities import (
+    WorkerCapabilities,
     held_adapters,
     report_of,
     role_of,
     tokenizer_mismatch,
 )
-from trtmesh.router.fleet.leases import Leases
-from trtmesh.router.fleet.pulse import TICK_SECONDS, Pulse
-from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.links.deadlines import Deadlines
@@ -92,7 +92,7 @@ class Worker(Replica):
         max_message_bytes: int,
         turns: Turns,
         router_name: str,
-        tokenizers_known: Callable[[], Awaitable[None]],
+        first_tokenizer: Callable[[], Awaitable[None]],
         fingerprint_of: Callable[[str], str],
         metrics: RouterMetrics,
         kv_index: KvIndex,
@@ -117,7 +117,7 @@ class Worker(Replica):
         """Whether the worker is to be resumed once it is connected."""
         self._on_change = on_change
         self._on_touch = on_touch
-        self._pulse = Pulse(deadlines)
+        self._liveness = LivenessMonitor(deadlines)
         self._metrics = metrics
         self._moving: TrtmeshError | None = None
         self._evicted: TrtmeshError | None = None
@@ -128,10 +128,10 @@ class Worker(Replica):
         self._generated_at = float("-inf")
         """Time of the last report with new tokens, of any router."""
         self._router_name = router_name
-        self._tokenizers_known = tokenizers_known
+        self._first_tokenizer = first_tokenizer
         self._fingerprint_of = fingerprint_of
-        self.engine = pb.GetEngineResponse()
-        self.facts = Facts()
+        self.description = pb.GetEngineResponse()
+        self.capabilities = WorkerCapabilities()
         self.load = pb.Load()
         self.role = Role.MIXED
         self.streams = 0
@@ -162,7 +162,7 @@ class Worker(Replica):
 
     @property
     def name(self) -> str:
-        return self.engine.worker or self.address
+        return self.description.worker or self.address
 
     @property
     def sequences(self) -> Mapping[int, SequenceRun]:
@@ -181,7 +181,7 @@ class Worker(Replica):
 
     @property
     def takes_adapters(self) -> bool:
-        return "lora.id" in self.facts.supported_fields
+        return "lora.id" in self.capabilities.supported_fields
 
     @property
     def connected(self) -> bool:
@@ -205,7 +205,7 @@ class Worker(Replica):
     @property
     def drains_itself(self) -> bool:
         """Whether the worker can be told to drain: for all routers, and beyond the life of this one."""
-        return self.connected and bool(self.engine.instance)
+        return self.connected and bool(self.description.instance)
 
     @property
     def hands_over(self) -> bool:
@@ -220,7 +220,7 @@ class Worker(Replica):
     @property
     def mismatch(self) -> str:
         """Why the worker cannot serve this router, or ''."""
-        return tokenizer_mismatch(self.engine, self._fingerprint_of(self.engine.model))
+        return tokenizer_mismatch(self.description, self._fingerprint_of(self.description.model))
 
     @property
     def unusable(self) -> str:
@@ -237,34 +237,34 @@ class Worker(Replica):
 
     def snapshot(self, typical: Typical) -> WorkerSnapshot:
         """The worker with everything dispatched until now; stale after the next `touch`."""
-        guard, now, facts = self.guard, asyncio.get_running_loop().time(), self.facts
+        guard, now, able = self.guard, asyncio.get_running_loop().time(), self.capabilities
         return WorkerSnapshot(
             address=self.address,
             worker=self.name,
-            model=self.engine.model,
+            model=self.description.model,
             problem=self.mismatch if self.ready else self._unready,
-            supported_fields=facts.supported_fields,
-            capabilities=facts.capabilities,
+            supported_fields=able.supported_fields,
+            capabilities=able.optional,
             adapters=guard.adapters,
-            max_sequence_tokens=facts.max_sequence_tokens,
-            max_sequences=facts.max_sequences,
-            max_beams=facts.max_beams,
-            tokens_per_block=facts.tokens_per_block,
+            max_sequence_tokens=able.max_sequence_tokens,
+            max_sequences=able.max_sequences,
+            max_beams=able.max_beams,
+            tokens_per_block=able.tokens_per_block,
             last_turn=self.last_turn,
             sequences=guard.sequences,
-            most_sequences=facts.most_present,
-            wait_seconds=guard.wait_seconds(typical, self.engine.max_batch_size),
+            most_sequences=able.most_present,
+            wait_seconds=guard.wait_seconds(typical, self.description.max_batch_size),
             prefill_seconds=guard.prefill_seconds(typical),
             step_seconds=guard.step_seconds(typical),
             pressure_seconds=guard.pressure_seconds,
             warmth=guard.warmth(now),
             breaker_open=guard.breaker.is_open(now),
             role=self.role,
-            kv=facts.kv,
+            kv=able.kv,
             decoding_sequences=guard.decoding_sequences,
-            transfer_seconds=facts.kv.token_bytes * guard.byte_seconds(typical) if facts.kv else 0,
+            transfer_seconds=able.kv.token_bytes * guard.byte_seconds(typical) if able.kv else 0,
             receiving_tokens=guard.receiving_tokens,
-            refuses_handoffs=facts.refuses_handoffs(self.load),
+            refuses_handoffs=able.refuses_handoffs(self.load),
         )
 
     def submit(
@@ -285,7 +285,7 @@ class Worker(Replica):
             )
         command.handle = self._assignments.assign(runs, booking)
         self._outbox.add(size).submit.CopyFrom(command)
-        self._pulse.submitted()
+        self._liveness.submitted()
 
     async def hold(self, adapter: ItemAdapter, *, pinned: bool = False) -> None:
         """Has the worker load a version. Raises the error of the worker or of the content, or WorkerLost."""
@@ -331,7 +331,7 @@ class Worker(Replica):
         unload = pb.UnloadAdapterCommand(id=number, version=version, unpin=unpin)
         self._send(pb.EngineCommand(unload_adapter=unload))
 
-    def lacks(self, adapter: Adapter) -> None:
+    def forget_adapter(self, adapter: Adapter) -> None:
         """The worker refused an item because it does not hold the version."""
         held = {k: r for k, r in self.adapters.held.items() if k != (adapter.id, adapter.version)}
         self.guard.adapters_moved(held, asyncio.get_running_loop().time())
@@ -345,13 +345,13 @@ class Worker(Replica):
     def _ask_for_kv_snapshot(self) -> None:
         self._outbox.add().kv_snapshot.SetInParent()
 
-    async def talk(self, connection: ClientConnection) -> None:
-        await self._tokenizers_known()
+    async def serve_stream(self, connection: ClientConnection) -> None:
+        await self._first_tokenizer()
         self._outbox = _new_outbox()
         self._steps.opened()
         call = connection.open(CONNECT)
         try:
-            await self._talk_unless_silent(self._read(call), self._write(call), self._watch())
+            await self._serve_unless_silent(self._read(call), self._write(call), self._watch())
         finally:
             call.cancel()
 
@@ -359,7 +359,7 @@ class Worker(Replica):
         hello = pb.HelloCommand(
             router=self._router_name,
             schema_revision=SCHEMA_REVISION,
-            tokenizer_fingerprint=self._fingerprint_of(self.engine.model),
+            tokenizer_fingerprint=self._fingerprint_of(self.description.model),
             unacknowledged_steps=UNACKNOWLEDGED_STEPS,
         )
         await call.write(pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
@@ -370,7 +370,7 @@ class Worker(Replica):
     async def _read(self, call: _Call) -> None:
         async for response in call:
             self._heard()
-            self._pulse.heard()
+            self._liveness.heard()
             for event in response.events:
                 match event.WhichOneof("event"):
                     case "step":
@@ -395,14 +395,14 @@ class Worker(Replica):
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
         check_engine(engine)
         self._check_twin(engine.instance)
-        self.engine, self.facts = engine, Facts.of(engine)
-        self._steps.most_tokens = self.facts.max_sequence_tokens
+        self.description, self.capabilities = engine, WorkerCapabilities.of(engine)
+        self._steps.most_tokens = self.capabilities.max_sequence_tokens
         self.role = role_of(engine, self.load)
         self.streams += 1
         if engine.tokens_per_block:
             self._kv_feed.opened()
         self.guard.joined(asyncio.get_running_loop().time())
-        self._pulse = Pulse(self._deadlines, engine.load_interval_ms / 1000)
+        self._liveness = LivenessMonitor(self._deadlines, engine.load_interval_ms / 1000)
         self._become(ReplicaState.READY, "")
         if self.drained or self._resume_due:
             self._tell_drain()
@@ -413,7 +413,7 @@ class Worker(Replica):
         twin = self._twin_of(self, instance)
         self.twin = twin.address if twin else ""
         if twin is not None:
-            self.engine, self.facts = pb.GetEngineResponse(), Facts()
+            self.description, self.capabilities = pb.GetEngineResponse(), WorkerCapabilities()
             raise Mismatch(TWIN.format(address=twin.address), worker=twin.name)
 
     def _on_adapter_states(self, states: pb.AdapterStates) -> None:
@@ -431,14 +431,14 @@ class Worker(Replica):
             self._on_change()
 
     def _on_load(self, load: pb.Load) -> None:
-        self._pulse.on_load(load)
+        self._liveness.on_load(load)
         now = asyncio.get_running_loop().time()
         if load.generated_tokens > self.load.generated_tokens:
             self._generated_at = now
         before, self.load = self.role, load
-        self.role = role_of(self.engine, load)
+        self.role = role_of(self.description, load)
         self.guard.take_report(report_of(load, now))
-        if not load.waiting_sequences and not self._pulse.unread:
+        if not load.waiting_sequences and not self._liveness.unread:
             self._assignments.none_queued(now)
         if self.role is not before:
             self._on_role()
@@ -463,10 +463,10 @@ class Worker(Replica):
     def _on_grace(self, milliseconds: int) -> None:
         """Moves the sequences of a worker that stops soon, with their KV as long as there is time."""
         if milliseconds <= DRAIN_MARGIN_MS:
-            self.empty(self._left("it drains and has no time left", Draining))
+            self.migrate_all(self._left("it drains and has no time left", Draining))
         elif milliseconds <= HANDOVER_MARGIN_MS:
             self._handing_over = "drain"
-            self.move_on()
+            self.retry_migrations()
 
     def _on_role(self) -> None:
         """The role changed: sequences that do not fit it leave for workers with room."""
@@ -476,26 +476,26 @@ class Worker(Replica):
                 self._handing_over = ""
         else:
             self._handing_over = self._handing_over or "role"
-            self.move_on(self._left("its role is prefill now", Draining))
+            self.retry_migrations(self._left("its role is prefill now", Draining))
         self._on_change()
 
     async def _watch(self) -> None:
         """Detects a worker without progress, and the recovery."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self._judge(self._pulse.tick())
+            self._judge(self._liveness.tick())
             if self.state is not ReplicaState.STALLED:
                 self._assignments.look(round(self._deadlines.queue_seconds / TICK_SECONDS))
             self._move_late()
             # Room elsewhere shows in nothing but the next try.
-            self.move_on(most=MOVES_PER_TICK)
+            self.retry_migrations(most=MOVES_PER_TICK)
 
     def _judge(self, problem: str) -> None:
         if problem and self.state in (ReplicaState.READY, ReplicaState.DRAINING):
             self._become(ReplicaState.STALLED, problem)
-            self.empty(self._left(problem, WorkerLost))
+            self.migrate_all(self._left(problem, WorkerLost))
         elif not problem and self.state == ReplicaState.STALLED:
-            self._check_twin(self.engine.instance)
+            self._check_twin(self.description.instance)
             self._moving = None
             self._become(ReplicaState.READY, "")
             self._on_draining(self.load)
@@ -507,7 +507,7 @@ class Worker(Replica):
         for run in self._assignments.late(now, self._deadlines):
             # The next worker may be no faster, so the item must not restart again and again.
             run.times.patience *= 2
-            left = run.owner.leave([run], self.address, self._late(run))
+            left = run.owner.migrate([run], self.address, self._late(run))
             if not left and run.assignment is not None and self.works and self._reports_nothing:
                 raise ContractBroken(
                     f"it reports no sequence, but did not end {run.sequence_index} of request {run.request_id!r}"
@@ -518,7 +518,7 @@ class Worker(Replica):
         """Whether the worker read every item, and has no sequence."""
         load = self.load
         counts = (load.running_sequences, load.waiting_sequences, load.paused_sequences)
-        known = load.HasField("received_items") and not self._pulse.unread
+        known = load.HasField("received_items") and not self._liveness.unread
         return known and not any(counts) and not load.receiving_tokens
 
     def _late(self, run: SequenceRun) -> TrtmeshError:
@@ -536,11 +536,11 @@ class Worker(Replica):
     def _left(self, cause: str, kind: type[TrtmeshError]) -> TrtmeshError:
         return kind(f"worker {self.name} is left: {cause}", worker=self.name)
 
-    def empty(self, error: TrtmeshError) -> None:
+    def migrate_all(self, error: TrtmeshError) -> None:
         """Moves every sequence away at once, without KV; retries until the worker recovers."""
         self._moving = error
         self.deliveries.lost(error)
-        self.move_on()
+        self.retry_migrations()
 
     def evict(self, cause: str) -> int:
         """Moves every sequence away through no fault of the worker, until a call with ''; returns the number that
@@ -549,9 +549,9 @@ class Worker(Replica):
         if self._evicted is not None:
             self.deliveries.lost(self._evicted)
         self._handing_over = "drain" if cause else ""
-        return self.move_on()
+        return self.retry_migrations()
 
-    def move_on(self, error: TrtmeshError | None = None, most: int = 2**32) -> int:
+    def retry_migrations(self, error: TrtmeshError | None = None, most: int = 2**32) -> int:
         """Moves sequences of at most `most` items to workers with room, with their KV unless there is no time; returns
         the number that leaves now. With an error, those that cannot be handed over leave without. All others stay."""
         error = self._moving or self._evicted or error
@@ -562,7 +562,7 @@ class Worker(Replica):
             rest: Sequence[SequenceRun] = runs
             if self._moving is None:
                 rest = owner.hand_over(runs, self.address, self._handing_over)
-            left = error is not None and rest and owner.leave(rest, self.address, error)
+            left = error is not None and rest and owner.migrate(rest, self.address, error)
             leaving += len(runs) if left else len(runs) - len(rest)
         return leaving
 

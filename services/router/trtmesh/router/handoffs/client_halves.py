@@ -27,7 +27,7 @@ def state_of(run: SequenceRun, prompt: EncodedPrompt, worker: str) -> bytes | No
     """The state for the client after the first half of a sequence; None for one that was stopped."""
     if run.reason not in COMPLETE:
         return None
-    descriptor = run.end.handoff if run.end is not None else None
+    descriptor = run.ending.handoff if run.ending is not None else None
     return write_state(descriptor, worker, _digest(prompt))
 
 
@@ -63,12 +63,14 @@ def _digest(prompt: EncodedPrompt) -> bytes:
 def _worker_named(table: HandoffTable, model: str, name: str) -> Worker | None:
     """The only worker of a name, if it hands KV over."""
     named = [worker for worker in table.fleet.workers.values() if worker.name == name]
-    able = [w for w in named if w.ready and w.facts.has_leases and w.engine.model == model]
+    able = [
+        w for w in named if w.ready and w.capabilities.has_leases and w.description.model == model
+    ]
     return able[0] if len(named) == len(able) == 1 else None
 
 
 def _check_tokens(state: HandoffState, sender: Worker) -> None:
-    most = sender.engine.vocabulary_size
+    most = sender.description.vocabulary_size
     if most and any(token >= most for token in state.first_tokens):
         raise InvalidField("has a token outside of the vocabulary", field=FIELD)
 
@@ -88,7 +90,7 @@ def _completed(state: HandoffState, sender: Worker) -> kv_pb.HandoffDescriptor:
     descriptor = kv_pb.HandoffDescriptor()
     descriptor.CopyFrom(state.descriptor)
     descriptor.ClearField("backend_state")
-    shapes = sender.engine.kv_shapes
+    shapes = sender.description.kv_shapes
     descriptor.shape.CopyFrom(shapes[0])
     descriptor.shards.extend(shapes)
     descriptor.transports.add(transport=kv_pb.KV_TRANSPORT_GRPC)

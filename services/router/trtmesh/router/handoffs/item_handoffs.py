@@ -125,7 +125,7 @@ class ItemHandoffs:
                 run.on_end(End(pb.FINISH_REASON_HANDOFF))
         elif (
             self._table.may_park
-            and plan.first.worker.facts.has_leases
+            and plan.first.worker.capabilities.has_leases
             and self._placer.may_hand_over
             and has_kv_to_share(self._request, self._item.encoded)
         ):
@@ -245,7 +245,7 @@ class ItemHandoffs:
 
     def _keeps_kv(self, run: SequenceRun, sender: Worker) -> bool:
         """Whether a running sequence may leave with its KV: a worker hands over none that were submitted together."""
-        if not (sender.facts.has_leases and self._placer.may_hand_over) or not run.token_ids:
+        if not (sender.capabilities.has_leases and self._placer.may_hand_over) or not run.token_ids:
             return False
         is_alone = self._request.config.sequences == 1 or run.moved
         return is_alone and not run.is_beam and not self._request.is_context_only
@@ -261,9 +261,9 @@ class ItemHandoffs:
         """A sequence is over."""
         if (handoff := self._of(run)) is None:
             return
-        if run.end is not None and run.end.reason == pb.FINISH_REASON_HANDOFF:
-            handoff.on_handed_over(run, run.end.handoff)
-        elif run.end is not None and run.address:
+        if run.ending is not None and run.ending.reason == pb.FINISH_REASON_HANDOFF:
+            handoff.on_handed_over(run, run.ending.handoff)
+        elif run.ending is not None and run.address:
             handoff.on_settled()
         else:
             handoff.cancel()
@@ -323,7 +323,7 @@ class ItemHandoffs:
             if not handoff.was_parked:
                 self._moved(len(handoff.runs), "handoff", error)
             for run in handoff.runs:
-                run.release()
+                run.leave_worker()
         self._placer.may_hand_over = False
 
     @contextmanager

@@ -146,7 +146,7 @@ class LiveHandoff:
         self._prefill = plan.first
         self._send_from(plan.first.worker)
         self._receive_at(plan.last, tokens)
-        if plan.first.worker.facts.has_leases:
+        if plan.first.worker.capabilities.has_leases:
             self._follow(machine.begin())
         else:
             plan.last.worker.leases.expect_answers(self, self.lease_id)
@@ -263,7 +263,7 @@ class LiveHandoff:
         is_fixed = self.is_for_client and self.receiver is None
         seconds = settings.client_lease_seconds if is_fixed else settings.lease_seconds
         workers = [worker for worker in (self.sender, self.receiver) if worker is not None]
-        return min([seconds, *(worker.facts.max_lease_seconds for worker in workers)])
+        return min([seconds, *(worker.capabilities.max_lease_seconds for worker in workers)])
 
     def needs_renewal(self, now: float) -> bool:
         """Whether a third of the leases' life has passed since their last renewal."""
@@ -378,9 +378,9 @@ class LiveHandoff:
 
     def _reserve(self) -> None:
         assert self.receiver
-        facts = self.receiver.facts
-        size = facts.tokens_per_block
-        tokens = min(self.tokens, facts.max_sequence_tokens)
+        able = self.receiver.capabilities
+        size = able.tokens_per_block
+        tokens = min(self.tokens, able.max_sequence_tokens)
         hashes = self.item.prompt.blocks.hashes(size)[: tokens // max(size, 1)]
         self.receiver.leases.reserve(
             self, self.receiver_lease_id, tokens, hashes, self.life_seconds

@@ -99,7 +99,7 @@ class HandoffTable:
             self._note_duration(handoff)
         for worker in (handoff.sender, handoff.receiver):
             if worker is not None:
-                worker.move_on()
+                worker.retry_migrations()
 
     def _note_duration(self, handoff: LiveHandoff) -> None:
         """Notes the time from the commit to the next token, unless a client took a part of it."""

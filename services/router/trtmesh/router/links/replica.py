@@ -1,4 +1,4 @@
-"""The life cycle of a replica: connect, talk, lose the connection, reconnect."""
+"""The life cycle of a replica: connect, serve a stream, lose the connection, reconnect."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class ReplicaState(Enum):
 class Replica(ABC):
     """A tokenizer or worker at one address, with a state for operators and placement.
 
-    `run` owns the connection and the stream; both end with it. Subclasses implement `talk`, `lost` and the questions
-    `busy` and `expecting`.
+    `run` owns the connection and the stream; both end with it. Subclasses implement `serve_stream`, `lost` and the
+    questions `busy` and `expecting`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Replica(ABC):
         """Keeps a stream open until cancelled, when the replica leaves the fleet."""
         try:
             while True:
-                await self._talk_once()
+                await self._connect_once()
                 refused = self.state == ReplicaState.REFUSED
                 pause = REFUSED_RECONNECT_SECONDS if refused else RECONNECT_SECONDS
                 await asyncio.sleep(max(pause, self._rest_seconds))
@@ -147,7 +147,7 @@ class Replica(ABC):
         """The address to connect to. Raises a TrtmeshError while there is none."""
         return self.address
 
-    async def _talk_once(self) -> None:
+    async def _connect_once(self) -> None:
         state, problem = ReplicaState.CONNECTING, ENDED
         rested, self._rest_seconds = self._rest_seconds, 0.0
         began = asyncio.get_running_loop().time()
@@ -160,7 +160,7 @@ class Replica(ABC):
                 check=self.check_dialled,
                 turns=self._turns,
             ) as connection:
-                await self.talk(connection)
+                await self.serve_stream(connection)
         except ContractBroken as error:
             log.warning("%s broke the contract and is left: %s", self.address, error.message)
             state, problem = ReplicaState.REFUSED, f"it broke the contract: {error.message}"
@@ -195,7 +195,7 @@ class Replica(ABC):
         """Restarts the measured silence, after a message or a new debt of the peer."""
         self._silent_checks = 0
 
-    async def _talk_unless_silent(self, *halves: Coroutine[Any, Any, None]) -> None:
+    async def _serve_unless_silent(self, *halves: Coroutine[Any, Any, None]) -> None:
         """Runs the halves of a stream until the first ends. Raises Unavailable after too long a silence."""
         self._heard()
         await until_first_ends(*halves, self._watch_silence())
@@ -215,7 +215,7 @@ class Replica(ABC):
         self.touch()
 
     @abstractmethod
-    async def talk(self, connection: ClientConnection) -> None:
+    async def serve_stream(self, connection: ClientConnection) -> None:
         """Opens the stream and serves until the end. Calls `_become` once the replica is ready."""
 
     @abstractmethod

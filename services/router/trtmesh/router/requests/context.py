@@ -15,9 +15,8 @@ from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.replay import Recorder
 from trtmesh.router.requests.siblings import SiblingRules, Siblings
-from trtmesh.router.streams.client_stream import ClientStream
+from trtmesh.router.streams.client_stream import ClientStream, WriteScheduler
 from trtmesh.router.streams.pace import Pace
-from trtmesh.router.streams.turns import Turns
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.values.resumption import Received
 
@@ -33,7 +32,7 @@ class Mesh:
     admission: Admission
     rate_limiter: RateLimiter
     metrics: RouterMetrics
-    turns: Turns
+    writes: WriteScheduler
     retries: Retries
     siblings: SiblingRules
     recorder: Recorder | None = None

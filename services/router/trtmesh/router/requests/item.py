@@ -38,7 +38,7 @@ from trtmesh.router.requests.encoding import (
 )
 from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.placer import Placer
-from trtmesh.router.streams.sequence import Charge, End, SequenceRun
+from trtmesh.router.streams.sequence import Charge, Delivery, End, SequenceRun
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -84,7 +84,7 @@ class ItemRun:
         self.stage = "admit"
         self.worker = ""
 
-    async def live(self) -> None:
+    async def run(self) -> None:
         """Runs the item from admission to the terminal event."""
         self._task = asyncio.current_task()
         rebind_request_id(self._context.request_id)
@@ -253,7 +253,7 @@ class ItemRun:
         # First: the end of a handoff lets a worker that is drained move its next sequence, which must not be of here.
         self._over = True
         for run in self._runs:
-            run.abandon(pb.FINISH_REASON_CANCELLED)
+            run.end(pb.FINISH_REASON_CANCELLED, deliver=Delivery.NOTHING)
         self._handoffs.cancel()
         if self._encoded.adapter is not None:
             self._mesh.adapters.ended(self._encoded.adapter)
@@ -276,7 +276,7 @@ class ItemRun:
         if self._over:
             return
         for run in self._runs:
-            run.stop(pb.FINISH_REASON_STOPPED)
+            run.end(pb.FINISH_REASON_STOPPED, deliver=Delivery.ALL)
         self._handoffs.cancel()
         if not self._runs and self._task is not None:
             self._task.cancel()
@@ -320,7 +320,7 @@ class ItemRun:
         return max((run.ended_ns for run in self._runs), default=0) or self.over_ns
 
     def usage(self) -> pb.Usage:
-        cached = [run.end.cached_prompt_tokens for run in self._runs if run.end is not None]
+        cached = [run.ending.cached_prompt_tokens for run in self._runs if run.ending is not None]
         return pb.Usage(
             prompt_tokens=self.prompt_tokens,
             cached_prompt_tokens=max(cached, default=0),
@@ -378,7 +378,7 @@ class ItemRun:
         if not self._runs:
             raise final
         for run in self._waiting:
-            run.give_up(final)
+            run.end(pb.FINISH_REASON_ERROR, final, deliver=Delivery.ALL)
 
     def _dispatch(self, plan: Plan, waiting: Sequence[SequenceRun]) -> None:
         """Submits the item to the plan's worker; a handoff does so where the plan or the client asks for one."""
@@ -440,7 +440,7 @@ class ItemRun:
         else:
             self.wake()
 
-    def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
+    def migrate(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         """Leaves a suspect or draining worker if another has room; else stays, since late tokens still count."""
         if self._stop_asked or self._over:
             return False
@@ -453,13 +453,14 @@ class ItemRun:
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         """Continues a lost sequence elsewhere, unless too many workers were lost with the item."""
         if self._stop_asked:
-            run.stop(pb.FINISH_REASON_STOPPED)
+            run.end(pb.FINISH_REASON_STOPPED, deliver=Delivery.ALL)
             return
         if isinstance(error, AdapterNotFound) and self._encoded.adapter is not None:
             self._mesh.fleet.note_absence(address, self._encoded.adapter.identity)
         placer, counts = self._placer, not isinstance(error, HandoffFailed)
         if counts and not placer.lost(address, error, self.generated_tokens):
-            run.give_up(too_many_losses(placer.attempts.fruitless, error))
+            last = too_many_losses(placer.attempts.fruitless, error)
+            run.end(pb.FINISH_REASON_ERROR, last, deliver=Delivery.ALL)
             return
         self._handoffs.fail([run], address, error)
         told = error if placer.is_news(address, error) else None
@@ -474,7 +475,7 @@ class ItemRun:
     ) -> None:
         """Takes sequences off their workers and wakes the item, to place them again with all tokens; logs `told`."""
         for run in runs:
-            run.release(error)
+            run.leave_worker(error)
         self._events.moved(len(runs), cause, told)
         self.wake()
 
@@ -493,7 +494,7 @@ class ItemRun:
     def on_handed_over(self, run: SequenceRun, end: End) -> None:
         """Passes a sequence on to the receiver, or keeps it for its client's return."""
         if self._stop_asked:
-            run.stop(pb.FINISH_REASON_STOPPED)
+            run.end(pb.FINISH_REASON_STOPPED, deliver=Delivery.ALL)
         else:
             self._handoffs.on_handed_over(run, end)
         self.wake()
@@ -513,4 +514,4 @@ class ItemRun:
         if self._stop_asked and not self._runs and self._resumed:
             # Resumed output ends at the last received token.
             self.open_sequences()
-        self._events.cut_off(self._runs, reason, self.usage())
+        self._events.ended_early(self._runs, reason, self.usage())

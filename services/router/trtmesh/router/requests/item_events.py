@@ -10,7 +10,7 @@ from trtmesh.chassis.errors import InternalError, TrtmeshError
 from trtmesh.chassis.logs import caller_bound, request_id_bound
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.perf_metrics import combined
-from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.streams.sequence import Delivery, SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -62,11 +62,11 @@ class ItemEvents:
             finished.handoff_state = state
         if (log_prob := run.cumulative_log_prob) is not None:
             finished.cumulative_log_prob = log_prob
-        if run.end is not None:
+        if run.ending is not None:
             if run.stop_text is None:
-                finished.stop_token_ids.extend(run.end.stop_token_ids)
-            if run.end.perf_metrics is not None:
-                finished.perf_metrics.CopyFrom(run.end.perf_metrics)
+                finished.stop_token_ids.extend(run.ending.stop_token_ids)
+            if run.ending.perf_metrics is not None:
+                finished.perf_metrics.CopyFrom(run.ending.perf_metrics)
         event = router_pb.GenerateEvent(
             sequence_index=run.sequence_index, sequence_finished=finished
         )
@@ -77,12 +77,13 @@ class ItemEvents:
         self._put_finished(runs[-1].reason, usage, _metrics_of(runs))
         self._of_model.generated_tokens.observe(usage.generated_tokens)
 
-    def cut_off(
+    def ended_early(
         self, runs: Sequence[SequenceRun], reason: pb.FinishReason.ValueType, usage: pb.Usage
     ) -> None:
         """The item was stopped before the dispatch, or the client left."""
         for run in runs:
-            if run.cut_off(reason):
+            if not run.over:
+                run.end(reason, deliver=Delivery.NOTHING)
                 self.sequence_finished(run)
         self._put_finished(reason, usage, None)
 
@@ -123,8 +124,8 @@ class ItemEvents:
 def _metrics_of(runs: Sequence[SequenceRun]) -> pb.PerfMetrics | None:
     """The metrics of all sequences together. Beams share the metrics of their search."""
     each = [
-        run.end.perf_metrics
+        run.ending.perf_metrics
         for run in runs
-        if run.end is not None and run.end.perf_metrics is not None
+        if run.ending is not None and run.ending.perf_metrics is not None
     ]
     return combined(each[:1] if runs[0].is_beam else each)

@@ -59,7 +59,7 @@ class LiveRequest:
             request_id=request.request_id, model=admitted.model, seed=seed
         )
         self.client = ClientStream(
-            router_pb.GenerateEvent(accepted=accepted), mesh.turns, client_limits.credit
+            router_pb.GenerateEvent(accepted=accepted), mesh.writes, client_limits.credit
         )
         self.pace = Pace(client_limits, waiting, self.client, mesh.metrics, self._on_pace, self.end)
         self.client.watcher = self.pace
@@ -110,7 +110,7 @@ class LiveRequest:
     async def run(self, item: ItemRun) -> None:
         """Runs an item; the end of the last item closes the client's stream."""
         try:
-            await item.live()
+            await item.run()
         finally:
             self._live_items -= 1
             if not self._live_items:

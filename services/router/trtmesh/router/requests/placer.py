@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from trtmesh.chassis.errors import AdapterNotFound, NoWorker, TrtmeshError
 from trtmesh.chassis.tasks import until_first_ends
-from trtmesh.router.fleet.facts import Fingerprints
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.fleet.worker_capabilities import Fingerprints
 from trtmesh.router.handoffs.item_handoffs import has_kv_to_share
 from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
 from trtmesh.router.placement.decision import DecisionRecord
@@ -20,7 +20,7 @@ from trtmesh.router.requests.attempts import Attempts, Failures, unplaceable
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.dispatch import starts
 from trtmesh.router.requests.encoding import EncodedItem
-from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, Seat
+from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, GroupMember
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest
 
@@ -54,7 +54,7 @@ class Placer:
         self._context = context
         self._fleet = context.mesh.fleet
         self._item = item
-        self._seat: Seat | None = None
+        self._member: GroupMember | None = None
         self._identity: Fingerprints | None = None
         self._wait: _Wait | None = None
         self._promise: Leg | None = None
@@ -77,11 +77,11 @@ class Placer:
         if siblings is None:
             return
         hashes = self._fleet.block_hashes(self._context.model, encoded.blocks)
-        self._seat = siblings.find(hashes)
-        if self._seat is None and not self._fleet.has_blocks(hashes[:LEAST_SHARED_BLOCKS]):
-            self._seat = siblings.lead(hashes)
-        if self._seat is not None:
-            await self._seat.wait()
+        self._member = siblings.find(hashes)
+        if self._member is None and not self._fleet.has_blocks(hashes[:LEAST_SHARED_BLOCKS]):
+            self._member = siblings.lead(hashes)
+        if self._member is not None:
+            await self._member.wait()
 
     def place(self, encoded: EncodedItem, waiting: Sequence[SequenceRun]) -> Plan:
         """Books a plan for the sequences without a worker. Raises as `placement.place`."""
@@ -101,7 +101,7 @@ class Placer:
     ) -> Leg:
         """Books a leg for the rest of sequences, or of a fresh item, whose KV `sender` has, preferably there if it may
         stay. Raises as `placement.place`."""
-        assert sender.facts.kv
+        assert sender.capabilities.kv
         query = self._query(encoded, runs, self.attempts.failures)
         left = {} if stays else {sender.address: "it hands the sequence over"}
         query = query._replace(
@@ -110,7 +110,7 @@ class Placer:
             exclude={**query.exclude, **query.refused_by, **left},
             prefer=sender.address if stays else "",
         )
-        leg = self._fleet.place_receiver(query, encoded.blocks, sender.facts.kv)
+        leg = self._fleet.place_receiver(query, encoded.blocks, sender.capabilities.kv)
         self._record(leg, "handoff")
         return leg
 
@@ -168,10 +168,10 @@ class Placer:
 
     def dispatched(self, leg: Leg) -> None:
         """Notes the worker's identity for later placements, and the booking for siblings."""
-        self._identity = self._identity or leg.worker.facts.identity
+        self._identity = self._identity or leg.worker.capabilities.identity
         self._refusals.clear()
-        if self._seat is not None:
-            self._seat.dispatched(leg.worker.address, leg.booking)
+        if self._member is not None:
+            self._member.dispatched(leg.worker.address, leg.booking)
 
     async def wait(
         self, error: NoWorker | AdapterNotFound, news: asyncio.Event, tokens: int
@@ -188,7 +188,7 @@ class Placer:
                 return self.attempts.full
             if isinstance(error, AdapterNotFound):
                 return error
-        if seconds_left <= 0 or not self._fleet.hopeful:
+        if seconds_left <= 0 or not self._fleet.may_recover:
             return self.attempts.crowded or unplaceable(self.attempts.loss, error)
         left_out = bool(self.attempts.failures or self._refusals)
         self.attempts.forgive()
@@ -202,8 +202,8 @@ class Placer:
     def close(self) -> None:
         """Releases waiting siblings and promised room."""
         self.drop_promise()
-        if self._seat is not None:
-            self._seat.close()
+        if self._member is not None:
+            self._member.close()
 
     def trace(self, encoded: EncodedItem, new_tokens: int, error: str) -> RecordedItem:
         """The item with the first placement, for the record file."""
@@ -259,8 +259,8 @@ class Placer:
             beams=beams,
             max_tokens=config.stopping.max_tokens,
             exclude=self._excluded(failures),
-            avoid=self._seat.avoid if self._seat else frozenset(),
-            prefer=self._seat.prefer if self._seat else "",
+            avoid=self._member.avoid if self._member else frozenset(),
+            prefer=self._member.prefer if self._member else "",
             refused_by=dict(self._refusals),
             may_split=self.may_hand_over
             and self._is_divisible(encoded, waiting, together=together),

@@ -166,7 +166,7 @@ class Requests:
         """The owner's live request of this id."""
         return self.live.get((owner.name, request_id))
 
-    def named(self, request_id: str) -> list[LiveRequest]:
+    def find_all(self, request_id: str) -> list[LiveRequest]:
         """The live requests of this id, of every owner: for admins."""
         return [live for (_, name), live in self.live.items() if name == request_id]
 

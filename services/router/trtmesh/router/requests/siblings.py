@@ -30,16 +30,16 @@ class SiblingRules(Settings):
 
 
 @dataclass(slots=True)
-class _Group:
+class PrefixGroup:
     members: int = 1
     address: str = ""
     computed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Seat:
-    """The place of an item in a group."""
+class GroupMember:
+    """An item in a group."""
 
-    def __init__(self, group: _Group, avoid: frozenset[str], wait_seconds: float) -> None:
+    def __init__(self, group: PrefixGroup, avoid: frozenset[str], wait_seconds: float) -> None:
         self._group = group
         self._wait_seconds = wait_seconds
         self.leads = group.members == 1
@@ -75,10 +75,10 @@ class Siblings:
 
     def __init__(self, rules: SiblingRules) -> None:
         self._rules = rules
-        self._groups: defaultdict[int, list[_Group]] = defaultdict(list)
+        self._groups: defaultdict[int, list[PrefixGroup]] = defaultdict(list)
 
-    def find(self, blocks: Sequence[int]) -> Seat | None:
-        """A seat in the group with this prefix, or at the head of a new group beyond the cap; None without a group."""
+    def find(self, blocks: Sequence[int]) -> GroupMember | None:
+        """A member of the group with this prefix, or the head of a new group beyond the cap; None without a group."""
         key = _key(blocks)
         if key is None or not self._groups[key]:
             return None
@@ -86,17 +86,17 @@ class Siblings:
         if last.members >= self._rules.max_together:
             return self.lead(blocks)
         last.members += 1
-        return Seat(last, frozenset(), self._rules.wait_seconds)
+        return GroupMember(last, frozenset(), self._rules.wait_seconds)
 
-    def lead(self, blocks: Sequence[int]) -> Seat | None:
-        """A seat at the head of a new group; None for a prompt too short to share."""
+    def lead(self, blocks: Sequence[int]) -> GroupMember | None:
+        """The head of a new group; None for a prompt too short to share."""
         key = _key(blocks)
         if key is None:
             return None
         groups = self._groups[key]
         avoid = frozenset(group.address for group in groups if group.address)
-        groups.append(_Group())
-        return Seat(groups[-1], avoid, self._rules.wait_seconds)
+        groups.append(PrefixGroup())
+        return GroupMember(groups[-1], avoid, self._rules.wait_seconds)
 
 
 def _key(blocks: Sequence[int]) -> int | None:

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.streams.client_stream import ClientStream
-from trtmesh.router.streams.sequence_output import SequenceOutput
+from trtmesh.router.streams.sequence_writer import SequenceWriter
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.router.values.resumption import ReceivedSequence
@@ -26,6 +27,17 @@ COMPLETE = frozenset({pb.FINISH_REASON_END_ID, pb.FINISH_REASON_STOP_WORD, pb.FI
 
 PROMPT_END = 8
 """Tokens of the prompt that a tokenizer needs, so that text continues the prompt's."""
+
+
+class Delivery(Enum):
+    """What a client still gets of a sequence that ends."""
+
+    ALL = "all"
+    """All tokens and their text: a worker reports the end first, and a tokenizer answers."""
+    DECODED = "decoded"
+    """The tokens with text."""
+    NOTHING = "nothing"
+    """Nothing more, nor the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,7 @@ class Owner(Protocol):
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         """The worker at `address` lost a live sequence, now without a worker."""
 
-    def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
+    def migrate(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         """Moves sequences off the worker at `address` because of `error`; False if no other worker has room now."""
 
     def continues(self, run: SequenceRun) -> bool:
@@ -161,8 +173,8 @@ class SequenceRun(DecodedSequence):
         "address",
         "assignment",
         "charge",
-        "end",
         "ended_ns",
+        "ending",
         "error",
         "most_tokens",
         "moved",
@@ -197,7 +209,7 @@ class SequenceRun(DecodedSequence):
         super().__init__(model, text_options, request_id, sequence_index)
         self._item = item
         self.most_tokens = stopping.max_tokens or sys.maxsize
-        self._output = SequenceOutput(item, sequence_index, client)
+        self._output = SequenceWriter(item, sequence_index, client)
         self.times = SequenceTimes(arrival_time)
         self.owner = owner
         self.charge: Charge | None = None
@@ -207,7 +219,8 @@ class SequenceRun(DecodedSequence):
         self.moved = False
         self.prefill_end: End | None = None
         """The first end with a handoff: its figures concern the prompt."""
-        self.end: End | None = None
+        self.ending: End | None = None
+        """The end, as the last worker reported it or this router made it."""
         self.ended_ns = 0
         """Monotonic time of the end; 0 before."""
         self.stop_text: str | None = None
@@ -223,7 +236,7 @@ class SequenceRun(DecodedSequence):
 
     @property
     def ended(self) -> bool:
-        return self.end is not None
+        return self.ending is not None
 
     def resume_from(self, received: ReceivedSequence) -> None:
         """Continues a sequence of another router from the last token the client received. Call first."""
@@ -238,7 +251,7 @@ class SequenceRun(DecodedSequence):
     @property
     def waits_for_worker(self) -> bool:
         """Whether the sequence needs a worker to continue."""
-        return not self.over and self.assignment is None and self.end is None
+        return not self.over and self.assignment is None and self.ending is None
 
     @property
     def cumulative_log_prob(self) -> float | None:
@@ -246,7 +259,7 @@ class SequenceRun(DecodedSequence):
         the worker may have generated."""
         if self.moved or self.stop_text is not None:
             return self._output.cumulative_log_prob
-        return self.end.cumulative_log_prob if self.end is not None else None
+        return self.ending.cumulative_log_prob if self.ending is not None else None
 
     @property
     def queued(self) -> bool:
@@ -318,7 +331,7 @@ class SequenceRun(DecodedSequence):
         if end.reason == pb.FINISH_REASON_HANDOFF and self.owner.continues(self):
             self._on_handoff(end)
             return
-        self.end = end = self._completed(end)
+        self.ending = end = self._completed(end)
         self.ended_ns = time.monotonic_ns()
         self.error = end.error
         if self.decoder is None or self.stop_text is not None:
@@ -329,7 +342,7 @@ class SequenceRun(DecodedSequence):
     def _on_handoff(self, end: End) -> None:
         """The worker keeps the KV; another one continues, unless the text is complete."""
         self.prefill_end = self.prefill_end or end
-        if self._leave():
+        if self._detach():
             self.owner.on_handed_over(self, end)
 
     def _completed(self, end: End) -> End:
@@ -350,7 +363,7 @@ class SequenceRun(DecodedSequence):
     def on_worker_lost(self, error: TrtmeshError) -> None:
         """The worker cannot continue the sequence."""
         address = self.address
-        if self._leave():
+        if self._detach():
             self.owner.on_lost(self, address, error)
 
     def assign(self, assignment: Assignment) -> None:
@@ -359,28 +372,43 @@ class SequenceRun(DecodedSequence):
         self.assignment, self.address = assignment, assignment.address
         self.times.on_assigned()
 
-    def release(self, error: TrtmeshError | None = None) -> None:
-        """Takes the sequence off the worker; `error` is the worker's fault, if any. Settles a complete sequence."""
+    def leave_worker(self, error: TrtmeshError | None = None) -> None:
+        """Takes the sequence off its worker, whose fault is `error` if any. Settles a complete sequence."""
         if self.assignment is not None:
             self.assignment.release(error)
-            self._leave()
+            self._detach()
 
-    def stop(self, reason: pb.FinishReason.ValueType) -> None:
-        """Ends the sequence early and delivers everything generated."""
+    def end(
+        self,
+        reason: pb.FinishReason.ValueType,
+        error: TrtmeshError | None = None,
+        *,
+        deliver: Delivery,
+    ) -> None:
+        """Ends the sequence early, at its worker and for its client. With an `error` its item fails."""
         if self.over:
             return
-        if self._stop_reason is None:
-            self._stop_reason = reason
+        if deliver is Delivery.ALL:
+            self._end_after_all(reason, error)
+            return
+        self.reason, self.error = reason, error
         if self.assignment is not None:
+            self.assignment.stop(reason if error is None else pb.FINISH_REASON_CANCELLED)
+        if deliver is Delivery.DECODED:
+            self._settle()
+            return
+        self.over = True
+        if self.decoder is not None:
+            self.decoder.drop(self)
+
+    def _end_after_all(self, reason: pb.FinishReason.ValueType, error: TrtmeshError | None) -> None:
+        if self.assignment is not None:
+            self._stop_reason = self._stop_reason or reason
             self.assignment.stop(reason)
-        elif self.end is None:
-            self.on_end(End(reason))
+        elif self.ending is None:
+            self.on_end(End(reason, error))
 
-    def give_up(self, error: TrtmeshError) -> None:
-        """Ends a sequence without a worker with an error, after all tokens."""
-        self.on_end(End(pb.FINISH_REASON_ERROR, error))
-
-    def _leave(self) -> bool:
+    def _detach(self) -> bool:
         """Detaches the sequence from the worker; True if another worker must continue."""
         self.assignment = None
         if self.over:
@@ -408,6 +436,10 @@ class SequenceRun(DecodedSequence):
         if not self.over:
             self._settle()
 
+    def on_failure(self, error: TrtmeshError) -> None:
+        """No tokenizer decodes the tokens."""
+        self.end(pb.FINISH_REASON_ERROR, error, deliver=Delivery.DECODED)
+
     def on_stop_text(self, token_count: int, text: str, stop_index: int) -> None:
         """A stop text was complete after `token_count` more tokens; later tokens are void."""
         if self.over or self.stop_text is not None:
@@ -420,31 +452,6 @@ class SequenceRun(DecodedSequence):
         elif not self.is_beam:
             # The beam search needs every beam to the end, and may still rewrite it.
             self.assignment.stop(pb.FINISH_REASON_STOP_WORD)
-
-    def fail(self, error: TrtmeshError) -> None:
-        """Ends the sequence with an error."""
-        if not self.over:
-            self.error = error
-            if self.assignment is not None:
-                self.assignment.stop(pb.FINISH_REASON_CANCELLED)
-            self._settle()
-
-    def abandon(self, reason: pb.FinishReason.ValueType) -> None:
-        """Ends the sequence on the worker, without another put."""
-        if not self.over:
-            self.over = True
-            if self.assignment is not None:
-                self.assignment.stop(reason)
-            if self.decoder is not None:
-                self.decoder.drop(self)
-
-    def cut_off(self, reason: pb.FinishReason.ValueType) -> bool:
-        """Ends the sequence at what its client has already received; False if already over."""
-        if self.over:
-            return False
-        self.abandon(reason)
-        self.reason = reason
-        return True
 
     def _deliver(self, token_count: int, text: str) -> None:
         start = self.decoded
@@ -459,6 +466,6 @@ class SequenceRun(DecodedSequence):
         if self.stop_text is not None:
             self.error = None
             self.reason = pb.FINISH_REASON_STOP_WORD
-        elif self.end is not None:
-            self.reason = self.end.reason
+        elif self.ending is not None:
+            self.reason = self.ending.reason
         self.owner.on_settled(self)

@@ -97,8 +97,8 @@ class DecodedSequence(ABC):
         """The decoder answered `finish`."""
 
     @abstractmethod
-    def fail(self, error: TrtmeshError) -> None:
-        """Ends the sequence with an error."""
+    def on_failure(self, error: TrtmeshError) -> None:
+        """No tokenizer decodes the tokens."""
 
     def note_decoder_lost(self) -> int:
         """Counts a tokenizer lost with text outstanding; returns the number lost in a row without progress."""
@@ -144,7 +144,7 @@ class WholeText(DecodedSequence):
         if not self.text.done():
             self.text.set_result("".join(self._parts))
 
-    def fail(self, error: TrtmeshError) -> None:
+    def on_failure(self, error: TrtmeshError) -> None:
         self.over = True
         if not self.text.done():
             self.text.set_exception(error)

@@ -106,7 +106,7 @@ class TokenizerPool:
         tokenizer = self.tokenizers.get(address)
         return tokenizer is not None and tokenizer.ready
 
-    async def known(self) -> None:
+    async def wait_for_first(self) -> None:
         """Returns once a tokenizer has been ready, at the latest after FIRST_TOKENIZER_SECONDS."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_TOKENIZER_SECONDS):
@@ -253,7 +253,7 @@ class TokenizerPool:
                 job.done.set_exception(_too_many_losses(job))
         for sequence in sequences:
             if sequence.note_decoder_lost() >= self._max_attempts:
-                sequence.fail(_undecodable(sequence))
+                sequence.on_failure(_undecodable(sequence))
         self.move(
             [job for job in jobs if not job.done.done()],
             [sequence for sequence in sequences if not sequence.over],
@@ -357,7 +357,9 @@ class TokenizerPool:
 
     def _fail_sequence(self, sequence: DecodedSequence) -> None:
         cause = self._none_ready(sequence.model)
-        sequence.fail(TokenizerLost(f"the sequence cannot be decoded further: {cause.message}"))
+        sequence.on_failure(
+            TokenizerLost(f"the sequence cannot be decoded further: {cause.message}")
+        )
 
     def _fail_job(self, job: EncodeJob) -> None:
         if not job.done.done():

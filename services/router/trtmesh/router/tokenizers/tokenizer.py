@@ -314,7 +314,7 @@ class Tokenizer(Replica):
         command.prompt_is_cut = options.prompt_is_cut
         command.delivered_token_ids.extend(delivered)
 
-    async def talk(self, connection: ClientConnection) -> None:
+    async def serve_stream(self, connection: ClientConnection) -> None:
         self._outbox = _new_outbox()
         self.description = await connection.ask(
             GET_TOKENIZER, pb.GetTokenizerRequest(), DESCRIBE_SECONDS
@@ -335,7 +335,7 @@ class Tokenizer(Replica):
                 halves.append(self._prove())
             else:
                 self._begin()
-            await self._talk_unless_silent(*halves)
+            await self._serve_unless_silent(*halves)
         finally:
             call.cancel()
 
@@ -457,7 +457,7 @@ class Tokenizer(Replica):
             # Answers to commands in flight at the first failure.
             return
         if not isinstance(error, Draining):
-            sequence.fail(error)
+            sequence.on_failure(error)
             return
         self.drop(sequence)
         self._become(ReplicaState.DRAINING, error.message)

@@ -98,7 +98,7 @@ class Holder(NamedTuple):
 
     @classmethod
     def each_of(cls, workers: Iterable[Worker]) -> list[Holder]:
-        return [cls(worker.name, worker.engine.model, worker.adapters) for worker in workers]
+        return [cls(worker.name, worker.description.model, worker.adapters) for worker in workers]
 
 
 def describe_adapter(entry: Entry, adapters: Adapters, workers: Sequence[Holder]) -> pb.Adapter:

@@ -73,11 +73,11 @@ def describe_worker(worker: Worker) -> pb.Worker:
     breaker = worker.guard.breaker
     state = breaker.state(asyncio.get_running_loop().time())
     return pb.Worker(
-        worker=worker.engine.worker,
+        worker=worker.description.worker,
         address=worker.address,
         state=_state_of(worker, refused=bool(refused)),
         problem=refused or worker.unusable or breaker.problem,
-        engine=worker.engine,
+        engine=worker.description,
         load=worker.load,
         items=len({run.owner for run in worker.sequences.values()}),
         breaker=pb.BreakerState.Value(f"BREAKER_STATE_{state.upper()}"),

@@ -88,7 +88,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         async with answering(context):
             live = self._requests.live
             named = (
-                self._requests.named(request.request_id) if request.request_id else live.values()
+                self._requests.find_all(request.request_id) if request.request_id else live.values()
             )
             chosen = list(islice(named, request.limit or None))
             return pb.ListRequestsResponse(
@@ -121,7 +121,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         async with answering(context):
             wanted = request.request_id
             records = self._fleet.decisions.of_request(wanted)
-            named = self._requests.named(wanted)
+            named = self._requests.find_all(wanted)
             owner = _only_owner(
                 wanted,
                 request.owner,
@@ -143,7 +143,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
 
     def _only_live(self, request_id: str, owner: str) -> LiveRequest | None:
         """The live request of the name and owner. Raises InvalidField if there are several."""
-        named = {live.owner.name: live for live in self._requests.named(request_id)}
+        named = {live.owner.name: live for live in self._requests.find_all(request_id)}
         return named.get(_only_owner(request_id, owner, named.keys()))
 
     def _worker_name(self, address: str) -> str:

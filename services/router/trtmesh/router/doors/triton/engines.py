@@ -19,11 +19,11 @@ class Engines:
 
     def of(self, model: Model) -> Sequence[Worker]:
         """The workers of a model; none where several models could be meant."""
-        workers = [worker for worker in [*self._fleet.workers.values()] if worker.engine.model]
-        names = {worker.engine.model for worker in workers}
+        workers = [worker for worker in [*self._fleet.workers.values()] if worker.description.model]
+        names = {worker.description.model for worker in workers}
         default = next(iter(self._fleet.configured), "")
         served = model.mesh_model or default or (names.pop() if len(names) == 1 else "")
-        return [worker for worker in workers if worker.engine.model == served]
+        return [worker for worker in workers if worker.description.model == served]
 
     def problem(self, model: Model) -> str:
         """Why no engine takes requests of a model now, or ''."""
@@ -34,21 +34,21 @@ class Engines:
 
     def have_roles(self, model: Model) -> bool:
         """Whether workers of a model are for prefill, and others for decode."""
-        roles = {worker.load.role or worker.engine.role for worker in self.of(model)}
+        roles = {worker.load.role or worker.description.role for worker in self.of(model)}
         return {engine_pb.WORKER_ROLE_PREFILL, engine_pb.WORKER_ROLE_DECODE} <= roles
 
     def longest_prompt(self) -> int:
         """Most tokens of a prompt that leaves room for a new token."""
         workers = self._fleet.workers.values()
-        return max((w.engine.max_sequence_tokens for w in workers), default=1) - 1
+        return max((w.description.max_sequence_tokens for w in workers), default=1) - 1
 
     def vocabulary_size(self, model: Model) -> int:
         """0 while no engine of the model is known."""
-        return max((worker.engine.vocabulary_size for worker in self.of(model)), default=0)
+        return max((worker.description.vocabulary_size for worker in self.of(model)), default=0)
 
     def support(self, model: Model, field: str) -> bool:
         """Whether an engine of the model supports a field."""
-        return any(field in worker.facts.supported_fields for worker in self.of(model))
+        return any(field in worker.capabilities.supported_fields for worker in self.of(model))
 
     def figures(self, model: Model) -> EngineFigures:
         """Figures of a model's workers. Runs on the thread of the metrics endpoint."""

@@ -185,10 +185,12 @@ def engine_figures(workers: Iterable[Worker]) -> EngineFigures:
     )
     return EngineFigures(
         engine_pb.Load(received_handoffs=handoffs, **sums),
-        max_batch_size=sum(worker.engine.max_batch_size for worker in workers),
+        max_batch_size=sum(worker.description.max_batch_size for worker in workers),
         in_context=sum(_in_context(worker) for worker in workers),
-        tokens_per_block=max((worker.engine.tokens_per_block for worker in workers), default=0),
-        static_batching=any(worker.engine.static_batching for worker in workers),
+        tokens_per_block=max(
+            (worker.description.tokens_per_block for worker in workers), default=0
+        ),
+        static_batching=any(worker.description.static_batching for worker in workers),
     )
 
 

@@ -31,7 +31,7 @@ LOCAL_ADDRESSES = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class ThrowAway:
+class TemporaryCa:
     """The files of a stack."""
 
     ca: Path
@@ -60,7 +60,7 @@ class ThrowAway:
 
 
 @contextmanager
-def throw_away(host: str) -> Iterator[ThrowAway]:
+def temporary_ca(host: str) -> Iterator[TemporaryCa]:
     """Certificates for `host` and this machine, in a private directory that is removed in the end. Raises StartupError
     without the package `cryptography`."""
     check_extras(["tls"])
@@ -69,7 +69,7 @@ def throw_away(host: str) -> Iterator[ThrowAway]:
         yield _make(Path(directory), host)
 
 
-def _make(directory: Path, host: str) -> ThrowAway:
+def _make(directory: Path, host: str) -> TemporaryCa:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -79,7 +79,7 @@ def _make(directory: Path, host: str) -> ThrowAway:
         x509.BasicConstraints(ca=True, path_length=0), critical=True
     )
     leaf = _builder("trtmesh", own).add_extension(_names(host), critical=False)
-    files = ThrowAway(directory / "ca.pem", directory / "own.pem", directory / "own.key")
+    files = TemporaryCa(directory / "ca.pem", directory / "own.pem", directory / "own.key")
     pem = serialization.Encoding.PEM
     for file, made in ((files.ca, root), (files.certificate, leaf)):
         file.write_bytes(made.sign(authority, hashes.SHA256()).public_bytes(pem))

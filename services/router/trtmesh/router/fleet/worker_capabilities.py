@@ -39,11 +39,11 @@ class Fingerprints:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class WorkerCapabilities:
     """A worker as GetEngineResponse describes it."""
 
     identity: Fingerprints = Fingerprints()
-    capabilities: frozenset[Capability] = frozenset()
+    optional: frozenset[Capability] = frozenset()
     supported_fields: frozenset[str] = frozenset()
     max_sequence_tokens: int = sys.maxsize
     max_sequences: int = sys.maxsize

@@ -10,7 +10,7 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 
-class SequenceOutput:
+class SequenceWriter:
     """The output of a sequence in the requested form."""
 
     __slots__ = (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from trtmesh.router.streams.turns import PER_TURN, Turns
+from trtmesh.router.streams.client_stream import WRITES_PER_PASS, WriteScheduler
 
 
 async def test_pass_of_the_loop_wakes_a_bounded_number_in_order() -> None:
-    loop, turns = asyncio.get_running_loop(), Turns()
-    waiters = [loop.create_future() for _ in range(PER_TURN * 2 + 1)]
+    loop, writes = asyncio.get_running_loop(), WriteScheduler()
+    waiters = [loop.create_future() for _ in range(WRITES_PER_PASS * 2 + 1)]
     for waiter in waiters:
-        turns.ask(waiter)
+        writes.ask(waiter)
     woken = []
     while not waiters[-1].done():
         await asyncio.sleep(0)
@@ -19,15 +19,15 @@ async def test_pass_of_the_loop_wakes_a_bounded_number_in_order() -> None:
         assert [waiter.done() for waiter in waiters] == sorted(
             (waiter.done() for waiter in waiters), reverse=True
         )
-    assert woken == [PER_TURN, PER_TURN * 2, len(waiters)]
+    assert woken == [WRITES_PER_PASS, WRITES_PER_PASS * 2, len(waiters)]
 
 
 async def test_cancelled_waiter_is_skipped() -> None:
-    loop, turns = asyncio.get_running_loop(), Turns()
+    loop, writes = asyncio.get_running_loop(), WriteScheduler()
     gone, there = loop.create_future(), loop.create_future()
-    turns.ask(gone)
-    turns.ask(there)
+    writes.ask(gone)
+    writes.ask(there)
     gone.cancel()
     await there
-    turns.ask(later := loop.create_future())
+    writes.ask(later := loop.create_future())
     await later

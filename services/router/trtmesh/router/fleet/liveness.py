@@ -22,7 +22,7 @@ FADING = 0.999
 """Decay of the longest recent step per tick: half after a minute."""
 
 
-class Pulse:
+class LivenessMonitor:
     """Judges a worker from the opening of the stream."""
 
     def __init__(self, deadlines: Deadlines, load_interval_seconds: float = 0.0) -> None:

@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.router.fleet.facts import (
-    Facts,
+from trtmesh.router.fleet.worker_capabilities import (
+    WorkerCapabilities,
     held_adapters,
     role_of,
     tokenizer_mismatch,
@@ -37,8 +37,8 @@ def test_reported_role_replaces_the_configured_one(
 
 def test_capabilities_are_read_from_the_description() -> None:
     engine = pb.GetEngineResponse(resumes_exactly=True, stops_single_sequences=True)
-    assert Facts.of(engine).capabilities == frozenset(Capability)
-    assert Facts.of(pb.GetEngineResponse()).capabilities == frozenset()
+    assert WorkerCapabilities.of(engine).optional == frozenset(Capability)
+    assert WorkerCapabilities.of(pb.GetEngineResponse()).optional == frozenset()
 
 
 def test_kv_of_a_token_is_that_of_all_pools() -> None:
@@ -48,7 +48,7 @@ def test_kv_of_a_token_is_that_of_all_pools() -> None:
         kv_compatibility_hash=b"kv",
         kv_transports=[kv_pb.KV_TRANSPORT_GRPC],
     )
-    kv = Facts.of(engine).kv
+    kv = WorkerCapabilities.of(engine).kv
     assert kv is not None
     assert kv.token_bytes == 2 * (2 * 3 * 2 * 8 * 2)
 
@@ -67,28 +67,28 @@ def test_worker_without_handoffs_has_no_kv_facts(
     absent: Literal["kv_shapes", "kv_compatibility_hash", "kv_transports"],
 ) -> None:
     engine = engine_with_kv()
-    assert Facts.of(engine).kv is not None
+    assert WorkerCapabilities.of(engine).kv is not None
     engine.ClearField(absent)
-    assert Facts.of(engine).kv is None
+    assert WorkerCapabilities.of(engine).kv is None
 
 
 def test_worker_with_a_handoff_kind_needs_no_shapes_and_has_no_leases() -> None:
     engine = engine_with_kv()
-    assert Facts.of(engine).has_leases
+    assert WorkerCapabilities.of(engine).has_leases
     engine.ClearField("kv_shapes")
     engine.handoff_kind = "vllm-nixl"
-    facts = Facts.of(engine)
-    assert facts.kv is not None
-    assert facts.kv.state_kind == "vllm-nixl"
-    assert not facts.has_leases
+    able = WorkerCapabilities.of(engine)
+    assert able.kv is not None
+    assert able.kv.state_kind == "vllm-nixl"
+    assert not able.has_leases
 
 
 @pytest.mark.parametrize(("quarantined", "refuses"), [(5, False), (6, True)])
 def test_worker_refuses_handoffs_at_its_own_limit_of_quarantine(
     quarantined: int, refuses: bool
 ) -> None:
-    facts = Facts.of(engine_with_kv(max_quarantined_blocks=5))
-    assert facts.refuses_handoffs(pb.Load(quarantined_blocks=quarantined)) is refuses
+    able = WorkerCapabilities.of(engine_with_kv(max_quarantined_blocks=5))
+    assert able.refuses_handoffs(pb.Load(quarantined_blocks=quarantined)) is refuses
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,10 @@ def test_worker_refuses_handoffs_at_its_own_limit_of_quarantine(
 def test_beams_of_an_item_are_computed_in_one_batch(
     per_item: int, batch: int, sequences: int, beams: int
 ) -> None:
-    facts = Facts.of(pb.GetEngineResponse(max_sequences_per_item=per_item, max_batch_size=batch))
-    assert (facts.max_sequences, facts.max_beams) == (sequences, beams)
+    able = WorkerCapabilities.of(
+        pb.GetEngineResponse(max_sequences_per_item=per_item, max_batch_size=batch)
+    )
+    assert (able.max_sequences, able.max_beams) == (sequences, beams)
 
 
 @pytest.mark.parametrize(
