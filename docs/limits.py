@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtmesh.chassis import errors, http_input, http_server, logs, metrics_endpoint, parsing
+from trtmesh.chassis.fair.rate import Rate
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS
 from trtmesh.chassis.grpc.server.connection import MAX_CONCURRENT_STREAMS
 from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE_CALLS
 from trtmesh.chassis.http2 import connection, frames, headers
-from trtmesh.chassis.http2.rates import RATES, Rate
+from trtmesh.chassis.http2.rates import RATES
 from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
 from trtmesh.router.doors.triton import calls, tensors
 from trtmesh.router.doors.triton.http import json_parser

@@ -33,7 +33,7 @@ MAY_IMPORT = {
 }
 
 ROOMS = {
-    "chassis": ("service", "grpc", "http2"),
+    "chassis": ("service", "http_server", "http_input", "grpc", "http2", "fair"),
     "tokenizer": (
         "__main__",
         "service",
@@ -208,16 +208,30 @@ def test_no_imports_form_a_circle() -> None:
     assert sorted(waiting) == []
 
 
-def test_http2_imports_nothing_of_ours() -> None:
-    """The HTTP/2 framing could be a library."""
+@pytest.mark.parametrize(("room", "others"), [("fair", ()), ("http2", ("fair",))])
+def test_rooms_that_could_be_libraries_import_nothing_else_of_ours(
+    room: str, others: tuple[str, ...]
+) -> None:
+    allowed = tuple(f"trtmesh.chassis.{name}." for name in (room, *others))
     foreign = [
         f"{module} imports {imported}"
         for module in MODULES
-        if module.startswith("trtmesh.chassis.http2.")
+        if module.startswith(f"trtmesh.chassis.{room}.")
         for imported in imported_modules(MODULES[module])
-        if imported.startswith("trtmesh.") and not imported.startswith("trtmesh.chassis.http2.")
+        if imported.startswith("trtmesh.") and not imported.startswith(allowed)
     ]
     assert foreign == []
+
+
+def test_policies_of_the_router_know_no_wire() -> None:
+    importers = {
+        module
+        for module in MODULES
+        if module.startswith("trtmesh.router.")
+        for imported in imported_modules(MODULES[module])
+        if imported.startswith("trtmesh.chassis.http2.")
+    }
+    assert importers == set()
 
 
 def test_few_commands_import_the_router() -> None:

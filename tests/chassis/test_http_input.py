@@ -6,8 +6,8 @@ import asyncio
 from time import perf_counter
 from typing import cast
 
-from trtmesh.chassis.http2.budget import Budget
-from trtmesh.chassis.http2.turns import SLICE_SECONDS, TURN_SECONDS, Turns
+from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.parse_scheduler import SLICE_SECONDS, TURN_SECONDS, ParseScheduler
 from trtmesh.chassis.http_input import PIECE_BYTES, InputTransport
 
 MOST_BYTES = 2**30
@@ -16,7 +16,7 @@ MOST_BYTES = 2**30
 class Client:
     """A connection: the transport, and the reader of what it delivers."""
 
-    def __init__(self, turns: Turns, budget: Budget, seconds: float = 0.0) -> None:
+    def __init__(self, turns: ParseScheduler, budget: Budget, seconds: float = 0.0) -> None:
         self.seconds = seconds
         """Of the parsing of a piece."""
         self.parsed = bytearray()
@@ -66,7 +66,7 @@ async def until_parsed(client: Client, size: int) -> None:
 
 
 async def test_small_input_is_parsed_at_once() -> None:
-    client = Client(Turns(), Budget(MOST_BYTES))
+    client = Client(ParseScheduler(), Budget(MOST_BYTES))
     client.input.receive(b"small")
     assert client.parsed == b"small"
     assert client.reads
@@ -74,7 +74,7 @@ async def test_small_input_is_parsed_at_once() -> None:
 
 
 async def test_other_callbacks_run_between_the_pieces_of_many_connections() -> None:
-    turns, budget = Turns(), Budget(MOST_BYTES)
+    turns, budget = ParseScheduler(), Budget(MOST_BYTES)
     clients = [Client(turns, budget, TURN_SECONDS) for _ in range(10)]
     for client in clients:
         client.input.receive(data(5))
@@ -87,7 +87,7 @@ async def test_other_callbacks_run_between_the_pieces_of_many_connections() -> N
 
 
 async def test_a_body_that_is_only_copied_is_parsed_at_once() -> None:
-    client = Client(Turns(), Budget(MOST_BYTES))
+    client = Client(ParseScheduler(), Budget(MOST_BYTES))
     client.body_left = len(data(3))
     client.input.receive(data(5))
     await until_parsed(client, len(data(5)))
@@ -97,7 +97,7 @@ async def test_a_body_that_is_only_copied_is_parsed_at_once() -> None:
 
 async def test_input_that_waits_is_counted_and_no_more_is_read() -> None:
     budget = Budget(MOST_BYTES)
-    client = Client(Turns(), budget, TURN_SECONDS)
+    client = Client(ParseScheduler(), budget, TURN_SECONDS)
     client.input.receive(data(9))
     assert not client.reads
     assert budget.held == len(data(9)) - len(client.parsed) > 0
@@ -108,7 +108,7 @@ async def test_input_that_waits_is_counted_and_no_more_is_read() -> None:
 
 async def test_nothing_is_parsed_behind_a_request_that_has_not_begun() -> None:
     budget = Budget(MOST_BYTES)
-    client = Client(Turns(), budget)
+    client = Client(ParseScheduler(), budget)
     client.request_waits = True
     client.input.receive(data(2))
     for _ in range(20):
@@ -123,7 +123,7 @@ async def test_nothing_is_parsed_behind_a_request_that_has_not_begun() -> None:
 
 
 async def test_a_connection_without_room_takes_no_more() -> None:
-    client = Client(Turns(), Budget(MOST_BYTES))
+    client = Client(ParseScheduler(), Budget(MOST_BYTES))
     client.input.pause_reading()
     assert not client.reads
     client.input.receive(data(2))
@@ -136,7 +136,7 @@ async def test_a_connection_without_room_takes_no_more() -> None:
 
 async def test_a_head_counts_until_it_is_complete() -> None:
     budget = Budget(MOST_BYTES)
-    client = Client(Turns(), budget)
+    client = Client(ParseScheduler(), budget)
     client.in_head = True
     for size in (100, 200):
         client.input.receive(b"x" * 100)
@@ -149,7 +149,7 @@ async def test_a_head_counts_until_it_is_complete() -> None:
 
 
 async def test_the_connection_that_holds_most_gives_way() -> None:
-    turns, budget = Turns(), Budget(3 * PIECE_BYTES)
+    turns, budget = ParseScheduler(), Budget(3 * PIECE_BYTES)
     large, small = Client(turns, budget), Client(turns, budget)
     for client in (large, small):
         client.request_waits = True
@@ -164,7 +164,7 @@ async def test_the_connection_that_holds_most_gives_way() -> None:
 
 async def test_a_lost_connection_counts_no_longer() -> None:
     budget = Budget(MOST_BYTES)
-    client = Client(Turns(), budget, TURN_SECONDS)
+    client = Client(ParseScheduler(), budget, TURN_SECONDS)
     client.input.receive(data(9))
     client.input.drop()
     assert budget.held == 0
@@ -179,7 +179,7 @@ async def test_a_defect_ends_its_connection_alone() -> None:
         def parse(self, piece: bytes) -> None:
             raise ZeroDivisionError
 
-    turns, budget = Turns(), Budget(MOST_BYTES)
+    turns, budget = ParseScheduler(), Budget(MOST_BYTES)
     broken, other = Broken(turns, budget), Client(turns, budget)
     broken.input.receive(b"x")
     other.input.receive(b"x")

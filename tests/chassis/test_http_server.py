@@ -14,6 +14,7 @@ from time import perf_counter
 import pytest
 from aiohttp import web
 from leaks import gone, without_collector
+from trtmesh.chassis.fair.start_scheduler import FIRST_GUESS_SECONDS, SLICE_SECONDS
 from trtmesh.chassis.http_input import MAX_BARREN_BYTES, InputTransport
 from trtmesh.chassis.http_server import (
     MAX_HEADERS,
@@ -23,7 +24,6 @@ from trtmesh.chassis.http_server import (
     HttpServer,
     _Connection,
 )
-from trtmesh.chassis.pacing import FIRST_GUESS_SECONDS, SLICE_SECONDS
 
 LARGE = b"x" * 2**24
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(100)
@@ -184,7 +184,7 @@ async def test_what_surrounds_a_body_is_limited(begin: bytes, more: bytes) -> No
                 await writer.drain()
             async with asyncio.timeout(60):
                 assert b"200 OK" not in await reader.read()
-        await until(lambda: not server.arrivals._open)
+        await until(lambda: not server.connection_counts._open)
         assert server.budget.held == 0
 
 
@@ -200,7 +200,7 @@ async def test_a_malformed_body_gets_a_400(rest: bytes) -> None:
         writer.write(rest)
         async with asyncio.timeout(60):
             assert (await reader.read()).startswith(b"HTTP/1.1 400 Bad Request\r\n")
-        await until(lambda: not server.arrivals._open)
+        await until(lambda: not server.connection_counts._open)
 
 
 async def test_head_must_arrive_in_time() -> None:
@@ -237,8 +237,8 @@ async def test_client_that_reads_nothing_is_cut_off() -> None:
             client.setblocking(False)
             await loop.sock_connect(client, ("127.0.0.1", port))
             await loop.sock_sendall(client, b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
-            await until(lambda: bool(server.arrivals._open))
-            await until(lambda: not server.arrivals._open)
+            await until(lambda: bool(server.connection_counts._open))
+            await until(lambda: not server.connection_counts._open)
             assert await bytes_left(client) < len(LARGE)
 
 
@@ -302,7 +302,7 @@ async def test_a_connection_beyond_the_limit_is_told_and_closed(
             assert json.loads(body) == {"error": reason}
             write_first.write(GET)
             assert b"200 OK" in await first.readuntil(b"!")
-        await until(lambda: not server.arrivals._open)
+        await until(lambda: not server.connection_counts._open)
         async with connected(port) as (reader, writer):
             writer.write(GET)
             assert b"200 OK" in await reader.readuntil(b"!")
@@ -326,7 +326,7 @@ async def test_bodies_arrive_whole_and_in_order() -> None:
             for each in expected:
                 assert (await reader.readuntil(b"!")).endswith(b"\r\n\r\n" + each.encode())
         assert server.budget.held == 0
-        await until(lambda: not server.arrivals._open)
+        await until(lambda: not server.connection_counts._open)
 
 
 async def test_the_body_behind_a_running_request_waits_and_counts() -> None:
@@ -376,7 +376,7 @@ async def test_lost_connections_are_freed_without_the_collector(sent: bytes, ans
     with without_collector():
         async with server_of(length) as (server, port):
             async with connected(port) as (reader, writer):
-                await until(lambda: server.arrivals._open.total() == 1)
+                await until(lambda: server.connection_counts._open.total() == 1)
                 writer.write(sent)
                 for _ in range(answers):
                     await reader.readuntil(b"!")

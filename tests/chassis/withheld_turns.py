@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from trtmesh.chassis.http2.turns import Turns, Work
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler, Work
 
 
-class WithheldTurns(Turns):
+class WithheldTurns(ParseScheduler):
     """Has all work wait until the test gives it a turn."""
 
     def __init__(self) -> None:

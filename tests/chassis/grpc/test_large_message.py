@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import DecodeError
+from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue, ParseScheduler
 from trtmesh.chassis.grpc.large_message import LargeMessage, MessageLimits
 from trtmesh.chassis.grpc.messages import BadMessage
 from trtmesh.chassis.grpc.server import GrpcServer
-from trtmesh.chassis.http2.turns import Line, Turns
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.v1 import router_pb2 as pb
 
@@ -25,7 +25,9 @@ MOST = LIMITS.numbers - 1000
 
 
 async def parsed(data: bytes, kind: Any) -> Any:
-    return await LargeMessage(data, kind.DESCRIPTOR, kind.FromString, LIMITS).run(Line(Turns()))
+    return await LargeMessage(data, kind.DESCRIPTOR, kind.FromString, LIMITS).run(
+        ConnectionQueue(ParseScheduler())
+    )
 
 
 def request(**counts: int) -> Any:
@@ -93,7 +95,7 @@ async def test_without_limits_nothing_is_counted() -> None:
     data = request(ids=LIMITS.numbers).SerializeToString()
     parse: Any = kserve.ModelInferRequest.FromString
     unlimited = LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, parse, None)
-    contents = (await unlimited.run(Line(Turns()))).inputs[0].contents
+    contents = (await unlimited.run(ConnectionQueue(ParseScheduler()))).inputs[0].contents
     assert len(contents.int_contents) == LIMITS.numbers
 
 
@@ -103,7 +105,7 @@ async def test_without_limits_nothing_is_counted() -> None:
 async def test_malformed_message_is_left_to_its_parser(data: bytes) -> None:
     found: list[Any] = []
     await LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, found.append, LIMITS).run(
-        Line(Turns())
+        ConnectionQueue(ParseScheduler())
     )
     assert found == [data]
     with pytest.raises(DecodeError):
@@ -112,14 +114,16 @@ async def test_malformed_message_is_left_to_its_parser(data: bytes) -> None:
 
 async def test_parsing_is_paid_with_the_turns_that_follow() -> None:
     """Many that are parsed at once would stall what runs for all of them."""
-    turns, passes, ends = Turns(), 0, list[int]()
+    turns, passes, ends = ParseScheduler(), 0, list[int]()
 
     def parse(_: object) -> None:
         time.sleep(0.03)
         ends.append(passes)
 
     parsing = [
-        LargeMessage(b"", kserve.ModelInferRequest.DESCRIPTOR, parse, LIMITS).run(Line(turns))
+        LargeMessage(b"", kserve.ModelInferRequest.DESCRIPTOR, parse, LIMITS).run(
+            ConnectionQueue(turns)
+        )
         for _ in range(3)
     ]
     waiting = asyncio.gather(*parsing)
@@ -133,11 +137,11 @@ async def test_parsing_is_paid_with_the_turns_that_follow() -> None:
 
 
 async def test_other_connections_have_turns_in_between() -> None:
-    turns, turn = Turns(), 0
+    turns, turn = ParseScheduler(), 0
     data = request(inputs=LIMITS.fields - 10_000).SerializeToString()
     checking = asyncio.create_task(
         LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, lambda _: None, LIMITS).run(
-            Line(turns)
+            ConnectionQueue(turns)
         )
     )
     while not checking.done():

@@ -7,6 +7,8 @@ import tracemalloc
 import zlib
 
 import pytest
+from trtmesh.chassis.fair.budget import Account, Budget
+from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue, ParseScheduler
 from trtmesh.chassis.grpc.messages import (
     INFLATED_BYTES,
     BadMessage,
@@ -14,8 +16,6 @@ from trtmesh.chassis.grpc.messages import (
     ReceivedMessages,
     pack_prefix,
 )
-from trtmesh.chassis.http2.budget import Account, Budget
-from trtmesh.chassis.http2.turns import Line, Turns
 
 MOST = 2**27
 
@@ -28,7 +28,11 @@ async def _passes_until_held(messages: ReceivedMessages, size: int) -> None:
 async def test_what_is_decompressed_counts_and_is_freed_by_drop() -> None:
     account = Budget(2 * MOST).account(lambda: None)
     messages = ReceivedMessages(
-        MessageReader("gzip", MOST), 2**20, lambda _: None, Line(Turns()), account
+        MessageReader("gzip", MOST),
+        2**20,
+        lambda _: None,
+        ConnectionQueue(ParseScheduler()),
+        account,
     )
     body = zlib.compress(bytes(MOST - 1), 1, 31)
     messages.feed(pack_prefix(1, len(body)) + body, 0)
@@ -46,9 +50,9 @@ async def test_the_budget_ends_the_call_that_decompresses() -> None:
     budget = Budget(MOST // 4)
     found: list[ReceivedMessages] = []
     account = budget.account(lambda: max(found, key=lambda messages: messages.held).drop())
-    line = Line(Turns())
+    queue = ConnectionQueue(ParseScheduler())
     found += [
-        ReceivedMessages(MessageReader("gzip", MOST), 2**20, lambda _: None, line, account)
+        ReceivedMessages(MessageReader("gzip", MOST), 2**20, lambda _: None, queue, account)
         for _ in range(2)
     ]
     small, bomb = found
@@ -63,7 +67,11 @@ async def test_the_budget_ends_the_call_that_decompresses() -> None:
 async def test_a_cancelled_reader_frees_what_it_decompressed_and_may_come_again() -> None:
     account = Budget(2 * MOST).account(lambda: None)
     messages = ReceivedMessages(
-        MessageReader("gzip", MOST), 2**20, lambda _: None, Line(Turns()), account
+        MessageReader("gzip", MOST),
+        2**20,
+        lambda _: None,
+        ConnectionQueue(ParseScheduler()),
+        account,
     )
     body = zlib.compress(bytes(MOST - 1), 1, 31)
     messages.feed(pack_prefix(1, len(body)) + body, 0)
@@ -97,8 +105,8 @@ def test_large_message_is_handed_over_without_a_copy() -> None:
 
 def plain() -> tuple[ReceivedMessages, Account]:
     account = Budget(2 * MOST).account(lambda: None)
-    reader, line = MessageReader("identity", MOST), Line(Turns())
-    return ReceivedMessages(reader, 2**20, lambda _: None, line, account), account
+    reader, queue = MessageReader("identity", MOST), ConnectionQueue(ParseScheduler())
+    return ReceivedMessages(reader, 2**20, lambda _: None, queue, account), account
 
 
 def message(body: bytes) -> bytes:

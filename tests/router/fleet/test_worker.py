@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from trtmesh.chassis.http2.turns import Turns
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.settings import AdapterSettings
@@ -25,7 +25,7 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
     return worker.Worker(
         address,
         max_message_bytes=2**20,
-        turns=Turns(),
+        turns=ParseScheduler(),
         router_name="router",
         first_tokenizer=known,
         fingerprint_of=lambda _: "",

@@ -15,9 +15,9 @@ from router.scripted import (
     until_states,
 )
 from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.grpc.client import connected
-from trtmesh.chassis.http2.turns import Turns
 from trtmesh.router.links import replica
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -80,7 +80,7 @@ async def test_draining_worker_finishes_without_new_items() -> None:
 
 async def test_all_links_share_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many bad workers and tokenizers take no more time of the router than one."""
-    dialled: list[tuple[str, Turns]] = []
+    dialled: list[tuple[str, ParseScheduler]] = []
 
     def noted(*given: Any, **named: Any) -> Any:
         dialled.append((given[0], named["turns"]))

@@ -19,7 +19,7 @@ from trtmesh.chassis.errors import (
     QueueTimeout,
     TokenizerLost,
 )
-from trtmesh.chassis.http2.turns import Turns
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.client import FinishReason
 from trtmesh.router.links import replica
 from trtmesh.router.links.deadlines import Retries
@@ -225,7 +225,7 @@ def link_to(address: str, pool: TokenizerPool, patience: tuple[float, float]) ->
         address,
         silence_seconds=1.0,
         max_message_bytes=2**20,
-        turns=Turns(),
+        turns=ParseScheduler(),
         pool=pool,
         decode_seconds=patience[0],
         encode_seconds=patience[1],

@@ -11,9 +11,9 @@ import logging
 from time import perf_counter
 from typing import Any, Protocol
 
-from trtmesh.chassis.http2.budget import Budget
-from trtmesh.chassis.http2.pieces import Pieces
-from trtmesh.chassis.http2.turns import Turns
+from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.http2.send_buffer import SendBuffer
 from trtmesh.chassis.logs import Occasionally
 
 log = logging.getLogger(__name__)
@@ -58,15 +58,15 @@ class InputTransport:
         self,
         transport: asyncio.Transport,
         reader: Reader,
-        turns: Turns,
+        turns: ParseScheduler,
         budget: Budget,
         origin: str = "",
     ) -> None:
         self._transport = transport
         self._reader = reader
         self._turns, self._origin = turns, origin
-        self._account = budget.account(self._give_way)
-        self._waiting = Pieces()
+        self._account = budget.account(self._shed)
+        self._waiting = SendBuffer()
         self._head_bytes = 0
         """Bytes of a head that is not complete."""
         self._barren_bytes = 0
@@ -158,7 +158,7 @@ class InputTransport:
             self._is_read = is_read
             (self._transport.resume_reading if is_read else self._transport.pause_reading)()
 
-    def _give_way(self) -> None:
+    def _shed(self) -> None:
         """Ends the connection, to make room for others."""
         self._end("held", "too much of what it sent waits")
 

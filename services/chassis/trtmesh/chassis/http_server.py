@@ -14,12 +14,12 @@ from typing import cast
 from aiohttp import HttpVersion10, HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from trtmesh.chassis.addresses import bind
-from trtmesh.chassis.arrivals import Arrivals, origin_of
-from trtmesh.chassis.http2.budget import Budget
-from trtmesh.chassis.http2.turns import Turns
+from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.connection_limits import ConnectionCounts, origin_of
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.fair.start_scheduler import StartQueue, StartScheduler
 from trtmesh.chassis.http_input import InputTransport
 from trtmesh.chassis.logs import Occasionally
-from trtmesh.chassis.pacing import Lane, Pacing
 from trtmesh.chassis.quoting import cut
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.chassis.tls.listener import TlsListener, serve
@@ -68,9 +68,9 @@ class HttpServer:
     ) -> None:
         self.limits = limits
         self._tls = tls
-        self.arrivals = Arrivals(limits)
-        self.turns = Turns()
-        self.pacing = Pacing()
+        self.connection_counts = ConnectionCounts(limits)
+        self.turns = ParseScheduler()
+        self.start_scheduler = StartScheduler()
         self.budget = Budget(limits.held_bytes)
         """For handlers to count the bodies that they hold."""
         self.occasionally = Occasionally(log)
@@ -190,7 +190,7 @@ class _Connection(web.RequestHandler):
         )
         self._server = server
         self._host = ""
-        self._lane: Lane
+        self._starts: StartQueue
         self._input: InputTransport | None = None
         """None unless the connection is admitted and open."""
         self._body: StreamReader | None = None
@@ -209,18 +209,18 @@ class _Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         server, below = self._server, cast(asyncio.Transport, transport)
         self._host = str((below.get_extra_info("peername") or ("unknown",))[0])
-        if problem := server.arrivals.admit(self._host):
+        if problem := server.connection_counts.admit(self._host):
             self._refuse(below, problem)
             return
         origin = origin_of(self._host)
-        self._lane = Lane(server.pacing, origin)
+        self._starts = StartQueue(server.start_scheduler, origin)
         self._input = InputTransport(below, self, server.turns, server.budget, origin)
         super().connection_made(cast(asyncio.Transport, self._input))
         server.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._input is not None:
-            self._server.arrivals.leave(self._host)
+            self._server.connection_counts.leave(self._host)
             self._server.closed(self)
             self._input.drop()
             self._input = self._body = None
@@ -271,7 +271,7 @@ class _Connection(web.RequestHandler):
 
     async def turn(self) -> None:
         """Waits for a turn of the request."""
-        await self._lane.turn_before_rest()
+        await self._starts.turn_before_rest()
 
     async def begin(self, request: web.BaseRequest) -> None:
         """Waits for the turn of a request, then takes its body."""

@@ -15,9 +15,10 @@ from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.connecting import check_address
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.foreign_address import ForeignAddress, is_foreign, parse_engine
 from trtmesh.chassis.grpc.large_message import MessageLimits
-from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.tls.client import H2, PeerTls, plain_text
@@ -30,9 +31,8 @@ from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.doors.guard import CallerGuard
 from trtmesh.router.doors.native import MeshService
-from trtmesh.router.doors.parsing import Parsing
-from trtmesh.router.doors.triton.front import TritonFront
 from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
+from trtmesh.router.doors.triton.triton import Triton
 from trtmesh.router.fleet.bridge import Bridge
 from trtmesh.router.fleet.discovery import Discovery, check_engines, check_entries
 from trtmesh.router.fleet.fleet import Fleet
@@ -102,7 +102,7 @@ class Router:
         )
         self._requests = Requests(mesh, settings.client)
         self._links: dict[Replica, asyncio.Task[None]] = {}
-        self._link_turns = Turns()
+        self._link_turns = ParseScheduler()
         """Of all workers and tokenizers: many bad ones take no more time than one."""
         self._keepers: list[asyncio.Task[None]] = []
         self._discoveries: list[Discovery] = []
@@ -126,7 +126,7 @@ class Router:
             runtime.certificates.server(H2),
             settings.connections,
         )
-        self._parsing = Parsing()
+        self._parsing = LargeMessageThread()
         self._triton = self._triton_front() if settings.triton.enabled else None
         self._metrics.gauges = self._gauges
         runtime.registry.register(self._metrics)
@@ -157,8 +157,8 @@ class Router:
             self._runtime.certificates.peer_files,
         )
 
-    def _triton_front(self) -> TritonFront:
-        return TritonFront(
+    def _triton_front(self) -> Triton:
+        return Triton(
             self._settings.triton,
             self._settings.models,
             self._settings.http,

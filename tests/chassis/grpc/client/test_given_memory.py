@@ -21,9 +21,10 @@ from chassis.grpc.client.scripted_server import (
 )
 from chassis.grpc.server.conftest import MOST_BYTES, Example
 from chassis.grpc.server.wire import Wire, message
+from trtmesh.chassis.fair.large import LARGE_BYTES
 from trtmesh.chassis.grpc.client import ClientCall, Method, connected
 from trtmesh.chassis.grpc.client.connection import BULK_WINDOW_SIZE
-from trtmesh.chassis.grpc.messages import MIN_LARGE_BYTES, Message
+from trtmesh.chassis.grpc.messages import Message
 from trtmesh.chassis.http2.frames import END_STREAM, PADDED, ErrorCode, FrameType, frame
 
 RAW: Method[bytes, Message] = Method("/example.Service/Many", bytes, lambda message: message)
@@ -61,7 +62,7 @@ def body_of(seed: int, size: int) -> bytes:
 @pytest.mark.parametrize("seed", range(5))
 async def test_messages_arrive_whole_however_they_are_cut(peer: Peer, seed: int) -> None:
     dice = random.Random(seed)
-    sizes = [0, 3, MIN_LARGE_BYTES - 1, MIN_LARGE_BYTES, 3 * MIN_LARGE_BYTES + 7, 5, 2**20, 11]
+    sizes = [0, 3, LARGE_BYTES - 1, LARGE_BYTES, 3 * LARGE_BYTES + 7, 5, 2**20, 11]
     dice.shuffle(sizes)
     bodies = [body_of(seed + at, size) for at, size in enumerate(sizes)]
     data = b"".join(map(message, bodies))
@@ -92,7 +93,7 @@ async def test_messages_arrive_whole_however_they_are_cut(peer: Peer, seed: int)
         large = [each for each in found if isinstance(each, memoryview)]
         assert len(large) == len(memory.given) > 0
         assert [each.obj for each in large] == memory.given
-        assert all(len(each) >= MIN_LARGE_BYTES for each in large)
+        assert all(len(each) >= LARGE_BYTES for each in large)
 
 
 async def test_compressed_message_is_decompressed(peer: Peer) -> None:
@@ -101,7 +102,7 @@ async def test_compressed_message_is_decompressed(peer: Peer) -> None:
         call = connection.open(RAW)
         await wire.next(FrameType.HEADERS, stream=1)
         wire.send(headers(wire, 1, HEAD | {"grpc-encoding": "deflate"}))
-        body = body_of(1, 2 * MIN_LARGE_BYTES)
+        body = body_of(1, 2 * LARGE_BYTES)
         data = message(zlib.compress(body), compressed=True)
         for at in range(0, len(data), 10_000):
             wire.send(frame(FrameType.DATA, 0, 1, data[at : at + 10_000]))

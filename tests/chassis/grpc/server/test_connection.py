@@ -16,10 +16,13 @@ import grpc
 import pytest
 from chassis.grpc.server.conftest import Example
 from chassis.grpc.server.wire import OPEN, Breach, Wire, message, raw_settings, wired
+from trtmesh.chassis.fair import parse_scheduler
+from trtmesh.chassis.fair import rate as rate_module
+from trtmesh.chassis.fair.rate import Rate
 from trtmesh.chassis.grpc.server import connection as server_connection
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.http2 import connection as http2_connection
-from trtmesh.chassis.http2 import rates, turns
+from trtmesh.chassis.http2 import rates
 from trtmesh.chassis.http2.closed_streams import MAX_REMEMBERED
 from trtmesh.chassis.http2.frames import (
     ACK,
@@ -266,7 +269,7 @@ async def test_connection_error_sends_goaway_and_closes(
 ) -> None:
     """Cancels its calls; other connections continue."""
     # A slow machine floods too slowly for the limits.
-    monkeypatch.setattr(rates, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(rate_module, "monotonic", lambda: 0.0)
     send, code = ENDS_CONNECTION[breach]
     async with wired(example) as wire, wired(example) as other:
         wire.send(wire.call(OPEN, "Wait"), frame(FrameType.DATA, 0, OPEN, message(b"")))
@@ -283,7 +286,7 @@ async def test_calls_of_a_lost_connection_end_in_turns(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand ends at once would hold the streams of other connections up."""
-    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(parse_scheduler, "TURN_SECONDS", 0.0)
     left: list[int] = []
     go_on = server_connection._Disconnection.go_on
 
@@ -310,7 +313,7 @@ async def test_calls_of_a_lost_connection_end_in_turns(
 async def test_one_read_takes_several_turns_and_waits_for_no_more(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(parse_scheduler, "TURN_SECONDS", 0.0)
     reading: list[bool] = []
     go_on = ServerConnection.go_on
 
@@ -333,7 +336,7 @@ async def test_calls_that_fail_by_their_clients_fault_are_rated(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other failures are not."""
-    monkeypatch.setattr(rates, "FAILED_CALL", rates.Rate("calls that fail", 20, 0.001))
+    monkeypatch.setattr(rates, "FAILED_CALL", Rate("calls that fail", 20, 0.001))
     async with wired(example) as wire, wired(example) as other:
         for stream in range(1, 81, 2):
             other.send(other.call(stream, "Fail"), other.data(stream, b"lost"))
@@ -358,8 +361,8 @@ async def test_served_calls_pay_for_cancelled_and_wrong_ones(
     example: Example, monkeypatch: pytest.MonkeyPatch, limit: str, method: str
 ) -> None:
     """At any speed: no time passes between these calls."""
-    monkeypatch.setattr(rates, "monotonic", lambda: 0.0)
-    rate: rates.Rate = getattr(rates, limit)
+    monkeypatch.setattr(rate_module, "monotonic", lambda: 0.0)
+    rate: Rate = getattr(rates, limit)
     monkeypatch.setattr(rates, limit, replace(rate, burst=20))
     streams = count(1, 2)
 
@@ -387,7 +390,7 @@ async def test_a_gateway_cancels_half_of_its_calls(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one connection, by a real client, at any speed."""
-    monkeypatch.setattr(rates, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(rate_module, "monotonic", lambda: 0.0)
     for rate in ("RST_STREAM", "CLOSED_STREAM", "WINDOW_UPDATE"):
         monkeypatch.setattr(rates, rate, replace(getattr(rates, rate), burst=300))
     async with grpc.aio.insecure_channel(example.address) as channel:

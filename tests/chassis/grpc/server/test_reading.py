@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from chassis.grpc.server.conftest import Example
 from chassis.grpc.server.wire import message, wired
+from trtmesh.chassis.fair.start_scheduler import StartScheduler
 from trtmesh.chassis.grpc.server import call as server_call
 from trtmesh.chassis.http2.frames import END_STREAM, ErrorCode, FrameType, frame, rst_stream
-from trtmesh.chassis.pacing import Pacing
 
 MESSAGES = 2000
 FLOOD = b"".join(message(b"%04d" % number) for number in range(MESSAGES))
@@ -74,7 +74,7 @@ async def test_a_handler_cancelled_in_the_pass_of_its_turn_holds_up_no_other_cal
         proceed(call)
 
     monkeypatch.setattr(server_call.ServerCall, "proceed", cancelled_before)
-    monkeypatch.setattr(Pacing, "enter", lambda _: False)
+    monkeypatch.setattr(StartScheduler, "enter", lambda _: False)
     async with wired(example) as wire:
         wire.send(wire.call(1, "Join"), frame(FrameType.DATA, END_STREAM, 1, FLOOD))
         await begin(turns)

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from chassis.grpc.server.conftest import GUEST, Example
 from chassis.grpc.server.wire import wired
+from trtmesh.chassis.fair.rate import Rate
 from trtmesh.chassis.grpc.server import refusals
 from trtmesh.chassis.http2 import rates
 from trtmesh.chassis.http2.frames import END_STREAM, ErrorCode, rst_stream
@@ -60,7 +61,7 @@ async def test_refused_calls_are_rated(
     example: Example, monkeypatch: pytest.MonkeyPatch, *, reset: bool
 ) -> None:
     """Also of a client that waits for no answer. Nothing runs for them."""
-    monkeypatch.setattr(rates, "REFUSED_CALL", rates.Rate("refused calls", 20, 0.001))
+    monkeypatch.setattr(rates, "REFUSED_CALL", Rate("refused calls", 20, 0.001))
     async with wired(example) as wire, wired(example) as other:
         tasks = len(asyncio.all_tasks())
         for stream in range(1, 41, 2):

@@ -16,11 +16,8 @@ from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue
 from trtmesh.chassis.grpc.messages import BadMessage, Message
-from trtmesh.chassis.http2.turns import Line
-
-LARGE_BYTES = 2**17
-"""Least size of a message whose fields are counted: smaller ones are parsed in 5 ms, whatever they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +71,9 @@ class LargeMessage:
         self._problem: BadMessage | None = None
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def run(self, line: Line) -> Any:
+    async def run(self, queue: ConnectionQueue) -> Any:
         """What `parse` returns. Raises BadMessage as `parse` does, and for a message of too many fields."""
-        line.take(self)
+        queue.take(self)
         try:
             await self._done
         finally:

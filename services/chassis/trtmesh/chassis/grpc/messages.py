@@ -11,10 +11,11 @@ from time import perf_counter
 from typing import TypeAlias
 
 import grpc
-from trtmesh.chassis.http2.budget import Account
+from trtmesh.chassis.fair.budget import Account
+from trtmesh.chassis.fair.large import LARGE_BYTES
+from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue
 from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError
-from trtmesh.chassis.http2.pieces import Buffer
-from trtmesh.chassis.http2.turns import Line
+from trtmesh.chassis.http2.send_buffer import Buffer
 
 _PREFIX = struct.Struct(">BI")
 
@@ -26,9 +27,6 @@ Message: TypeAlias = "bytes | bytearray | memoryview"
 
 Memory: TypeAlias = "Callable[[int], memoryview]"
 """Gives memory for a message of a size; it belongs to whoever reads the message."""
-
-MIN_LARGE_BYTES = 2**16
-"""Messages of this size or more are received into given memory, or handed over without a copy."""
 
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """zlib's parameter for each supported grpc-encoding."""
@@ -82,7 +80,7 @@ class MessageReader:
 
     def whole(self, data: Buffer) -> bytes | None:
         """The message, if nothing is held and `data` is a small one that is not compressed, as most are; else None."""
-        if self.size or self._large is not None or not _PREFIX.size <= len(data) < MIN_LARGE_BYTES:
+        if self.size or self._large is not None or not _PREFIX.size <= len(data) < LARGE_BYTES:
             return None
         compressed, size = _PREFIX.unpack_from(data)
         if compressed or _PREFIX.size + size != len(data) or size > self.max_bytes:
@@ -128,7 +126,7 @@ class MessageReader:
             if (
                 self._memory
                 and not (self.complete or compressed)
-                and (MIN_LARGE_BYTES <= size <= self.max_bytes)
+                and (LARGE_BYTES <= size <= self.max_bytes)
             ):
                 self._begin_large(size, self._memory)
 
@@ -158,7 +156,7 @@ class MessageReader:
             large, self._large = self._large, None
             return large
         buffer, end = self._buffer, len(self._buffer) + self.missing
-        if end < MIN_LARGE_BYTES:
+        if end < LARGE_BYTES:
             body = bytes(buffer[_PREFIX.size : end])
             del buffer[:end]
             return body
@@ -213,9 +211,9 @@ class Inflation:
         """Bytes that are held, and those of the message that will be parsed from them."""
         return len(self._compressed) + 2 * len(self._data)
 
-    async def run(self, line: Line) -> bytearray:
+    async def run(self, queue: ConnectionQueue) -> bytearray:
         """The decompressed message. Raises BadMessage."""
-        line.take(self)
+        queue.take(self)
         try:
             await self._done
             if self._problem is not None:
@@ -274,13 +272,13 @@ class ReceivedMessages:
         reader: MessageReader,
         window_size: int,
         send_window_update: Callable[[int], None],
-        line: Line,
+        queue: ConnectionQueue,
         account: Account,
     ) -> None:
         self._reader = reader
         self._window_size = self._window = window_size
         self._send_window_update = send_window_update
-        self._line = line
+        self._queue = queue
         self._account = account
         self._inflation: Inflation | None = None
         self._ready: deque[tuple[bool, Message]] = deque()
@@ -404,7 +402,7 @@ class ReceivedMessages:
         reader = self._reader
         self._inflation = Inflation(body, reader.encoding, reader.max_bytes, self._count)
         try:
-            return await self._inflation.run(self._line)
+            return await self._inflation.run(self._queue)
         finally:
             self._inflation = None
             self._count()

@@ -1,8 +1,8 @@
-"""HTTP/2 framing for asyncio, server and client side (RFC 9113, RFC 7541). Imports nothing of trtmesh.
+"""HTTP/2 framing for asyncio, server and client side (RFC 9113, RFC 7541). Imports nothing of trtmesh but `fair`.
 
 `connection.py` dispatches received frames and keeps the connection alive, `writer.py` sends frames within the peer's
-flow-control windows, `pieces.py` queues bytes without copying them, `headers.py` encodes and decodes header blocks,
-`frames.py` has the wire format and the errors.
+flow-control windows, `send_buffer.py` queues bytes without copying them, `headers.py` encodes and decodes header
+blocks, `frames.py` has the wire format and the errors.
 `closed_streams.py` tells frames that are late from frames that are wrong.
-`turns.py` divides the time of the event loop between connections, and `rates.py` ends those that only cost work.
+`rates.py` ends connections that only cost work.
 """

@@ -11,8 +11,9 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
+from trtmesh.chassis.fair.budget import Account, Budget
+from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue, ParseScheduler
 from trtmesh.chassis.http2 import rates
-from trtmesh.chassis.http2.budget import Account, Budget
 from trtmesh.chassis.http2.closed_streams import ClosedStreams
 from trtmesh.chassis.http2.frames import (
     ACK,
@@ -38,9 +39,8 @@ from trtmesh.chassis.http2.frames import (
     without_padding,
 )
 from trtmesh.chassis.http2.headers import MAX_HEADER_LIST_SIZE, HeaderBlock, HeaderDecoder
-from trtmesh.chassis.http2.pieces import Buffer
-from trtmesh.chassis.http2.rates import Rates
-from trtmesh.chassis.http2.turns import Line, Turns
+from trtmesh.chassis.http2.rates import FrameRates
+from trtmesh.chassis.http2.send_buffer import Buffer
 from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class StreamHandler(Protocol):
     def held(self) -> int:
         """Bytes received and not read."""
 
-    def give_way(self) -> None:
+    def shed(self) -> None:
         """Ends the stream to free what it holds."""
 
     def receive_data(self, data: Buffer, flow_size: int) -> None:
@@ -139,10 +139,10 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     _account: Account
     _origin: Hashable
     """What has one share of the turns."""
-    _line: Line
+    _queue: ConnectionQueue
     """Work on received messages."""
 
-    def __init__(self, expected_preface: bytes, turns: Turns, budget: Budget) -> None:
+    def __init__(self, expected_preface: bytes, turns: ParseScheduler, budget: Budget) -> None:
         self._loop = asyncio.get_running_loop()
         self._budget = budget
         self._turns = turns
@@ -161,7 +161,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._last_stream_id = 0
         """The highest identifier opened by the client."""
         self._receive_window = CONNECTION_WINDOW_SIZE
-        self._rates = Rates()
+        self._rates = FrameRates()
         self._sent_before_ping = 0
         self._settings_received = False
         self._heard = False
@@ -176,8 +176,8 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._transport = cast(asyncio.Transport, transport)
         self._host, self._peer = _host_of(transport), _peer_of(transport)
         self._origin = self._origin_of(self._host)
-        self._line = Line(self._turns, self._origin)
-        self._account = self._budget.account(self._give_way)
+        self._queue = ConnectionQueue(self._turns, self._origin)
+        self._account = self._budget.account(self._shed)
         self._writer = FrameWriter(self._loop, self._transport)
         self._plan_look(PING_AFTER_SECONDS)
 
@@ -309,11 +309,11 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     def _take_settings(self, values: Mapping[int, int]) -> None:
         """Takes the settings of servers or of clients alone, after the others of the same frame."""
 
-    def _give_way(self) -> None:
+    def _shed(self) -> None:
         """Ends what holds most, to make room for other connections: a stream, or the connection."""
         largest = max(self._streams.values(), key=lambda stream: stream.held, default=None)
         if largest is not None and largest.held >= self._counted:
-            largest.give_way()
+            largest.shed()
         else:
             self._fail(
                 Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too many unread bytes are held")

@@ -21,7 +21,7 @@ from trtmesh.chassis.http2.frames import (
     frame_header,
     rst_stream,
 )
-from trtmesh.chassis.http2.pieces import Buffer, Pieces
+from trtmesh.chassis.http2.send_buffer import Buffer, SendBuffer
 
 MAX_PASS_BYTES = 2**18
 """Limit of bytes written in one pass of the event loop, and of bytes buffered by the transport before writers wait."""
@@ -52,7 +52,7 @@ class SendStream:
     window: int
     full_window: int
     """The window after the last WINDOW_UPDATE, before any DATA since."""
-    unsent: Pieces = field(default_factory=Pieces)
+    unsent: SendBuffer = field(default_factory=SendBuffer)
     """Data that waits for a window or for the transport."""
     max_data_size: int = MAX_DATA_SIZE
     """Largest DATA frame."""

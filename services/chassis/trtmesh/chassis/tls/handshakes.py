@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from trtmesh.chassis.http2.rotation import Rotation
+from trtmesh.chassis.fair.rotation import Rotation
 
 
 class Handshakes:

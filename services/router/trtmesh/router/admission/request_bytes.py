@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from trtmesh.chassis.errors import InvalidField, QueueFull
-
-COUNTED_BYTES = 2**17
-"""Least size of a request that counts; `max_items` bounds the smaller ones."""
+from trtmesh.chassis.fair.large import LARGE_BYTES
 
 
 class RequestBytes:
-    """The bytes of all large requests of a router."""
+    """Counts the bytes of all large requests of a router; `max_items` bounds the smaller ones."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -21,7 +19,7 @@ class RequestBytes:
     def holding(self, size: int) -> AbstractContextManager[None]:
         """The block in which a request of so many bytes exists, from its arrival to its end. Entering raises
         QueueFull, or InvalidField for more than ever fit."""
-        return nullcontext() if size < COUNTED_BYTES else self._holding(size)
+        return nullcontext() if size < LARGE_BYTES else self._holding(size)
 
     @contextmanager
     def _holding(self, size: int) -> Iterator[None]:

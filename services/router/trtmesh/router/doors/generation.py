@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
-from trtmesh.chassis.arrivals import origin_of
+from trtmesh.chassis.fair.connection_limits import origin_of
 from trtmesh.chassis.logs import rebind_caller
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME
 from trtmesh.router.callers.callers import Callers

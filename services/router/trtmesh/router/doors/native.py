@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import grpc
+from trtmesh.chassis.fair.large import LARGE_BYTES
+from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import answering, holding_message, message_bytes_of, request_id_of
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import GenerationCall, caller_of, identity_of
-from trtmesh.router.doors.parsing import Parsing, is_large
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -28,7 +29,11 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
     """Translates native calls into requests, and their events into responses."""
 
     def __init__(
-        self, requests: Requests, callers: Callers, metrics: RouterMetrics, parsing: Parsing
+        self,
+        requests: Requests,
+        callers: Callers,
+        metrics: RouterMetrics,
+        parsing: LargeMessageThread,
     ) -> None:
         self._requests = requests
         self._callers = callers
@@ -45,7 +50,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     most, own_id = self._requests.max_items_per_request, request_id_of(context)
                     valid = await self._parsing.run(
                         size,
-                        partial(parse_request, request, own_id, most, is_large=is_large(size)),
+                        partial(parse_request, request, own_id, most, is_large=size >= LARGE_BYTES),
                         held=partial(holding_message, context, size),
                     )
                     rebind_request_id(valid.request_id)
@@ -68,7 +73,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     most = self._requests.max_items_per_request
                     valid, received = await self._parsing.run(
                         size,
-                        partial(parse_resumption, request, most, is_large=is_large(size)),
+                        partial(parse_resumption, request, most, is_large=size >= LARGE_BYTES),
                         held=partial(holding_message, context, size),
                     )
                     opening = self._requests.resume(

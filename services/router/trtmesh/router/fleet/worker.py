@@ -15,8 +15,8 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     WorkerLost,
 )
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
-from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tasks import until_first_ends
@@ -90,7 +90,7 @@ class Worker(Replica):
         *,
         deadlines: Deadlines,
         max_message_bytes: int,
-        turns: Turns,
+        turns: ParseScheduler,
         router_name: str,
         first_tokenizer: Callable[[], Awaitable[None]],
         fingerprint_of: Callable[[str], str],

@@ -14,9 +14,9 @@ from trtmesh.chassis.addresses import AddressCheck
 from trtmesh.chassis.channels import GREETING_SECONDS
 from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
-from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.contract import (
@@ -72,7 +72,7 @@ class Replica(ABC):
         address: str,
         silence_seconds: float,
         max_message_bytes: int,
-        turns: Turns,
+        turns: ParseScheduler,
         tls_of_peers: TlsOfPeers = plain_text,
     ) -> None:
         self.address = address

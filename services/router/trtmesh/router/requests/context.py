@@ -6,7 +6,7 @@ import asyncio
 import math
 from dataclasses import dataclass, field
 
-from trtmesh.chassis.pacing import Lane, Pacing
+from trtmesh.chassis.fair.start_scheduler import StartQueue, StartScheduler
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.admission import Admission, Bucket, RateLimiter
 from trtmesh.router.fleet.fleet import Fleet
@@ -36,9 +36,9 @@ class Mesh:
     retries: Retries
     siblings: SiblingRules
     recorder: Recorder | None = None
-    starts: Pacing = field(default_factory=Pacing)
+    starts: StartScheduler = field(default_factory=StartScheduler)
     """Placements of items that no worker took yet."""
-    continuations: Pacing = field(default_factory=Pacing)
+    continuations: StartScheduler = field(default_factory=StartScheduler)
     """Further placements, and ends."""
 
 
@@ -63,8 +63,8 @@ class RequestContext:
     """Token bucket of the owner; None without a rate limit."""
     arrival_time: float
     deadline: float | None
-    starting: Lane
-    running: Lane
+    starting: StartQueue
+    running: StartQueue
     """Turns of items before and after their first dispatch."""
 
     def age_seconds(self) -> float:

@@ -14,7 +14,7 @@ from trtmesh.router.requests.live_request import LiveRequest
 
 
 class ItemTasks:
-    """Runs the items of a request from `start` to `end`, as a call of its lanes."""
+    """Runs the items of a request from `start` to `end`, as a call of its start queues."""
 
     def __init__(self, live: LiveRequest, account: Account) -> None:
         self._live = live

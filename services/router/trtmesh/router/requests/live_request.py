@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.chassis.http2.budget import Budget
-from trtmesh.chassis.pacing import Lane
+from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.start_scheduler import StartQueue
 from trtmesh.router.admission import Account, Permit
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.requests.context import Mesh, RequestContext
@@ -76,8 +76,8 @@ class LiveRequest:
             bucket=admitted.account.tokens,
             arrival_time=now,
             deadline=None if remaining_seconds is None else now + remaining_seconds,
-            starting=Lane(mesh.starts, origin),
-            running=Lane(mesh.continuations, origin),
+            starting=StartQueue(mesh.starts, origin),
+            running=StartQueue(mesh.continuations, origin),
         )
         self.ended: TrtmeshError | None = None
         """The error, if this router ended the call."""

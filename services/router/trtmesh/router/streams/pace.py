@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from trtmesh.chassis.errors import SlowClient
-from trtmesh.chassis.http2.budget import Account, Budget
+from trtmesh.chassis.fair.budget import Account, Budget
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.streams.client_stream import ClientStream, Credit
@@ -56,7 +56,7 @@ class Pace:
     _account: Account = field(init=False)
 
     def __post_init__(self) -> None:
-        self._account = self._waiting.account(self._give_way)
+        self._account = self._waiting.account(self._shed)
 
     def on_waiting(self, held: int) -> None:
         """Counts what waits; to make room, it may end a request."""
@@ -102,7 +102,7 @@ class Pace:
             self._metrics.slow_clients["paused"] += 1
             self._change()
 
-    def _give_way(self) -> None:
+    def _shed(self) -> None:
         """Ends the request, to make room for other clients."""
         # It is freed with the request: meanwhile no other has to give way.
         self._account.close()

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Draining, Mismatch, SchemaMismatch, TrtmeshError, Unavailable
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
-from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
@@ -127,7 +127,7 @@ class Tokenizer(Replica):
         *,
         silence_seconds: float,
         max_message_bytes: int,
-        turns: Turns,
+        turns: ParseScheduler,
         pool: Pool,
         tls_of_peers: TlsOfPeers = plain_text,
         decode_seconds: float = DECODE_SECONDS,

@@ -19,9 +19,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.chassis.http2.budget import Budget
+from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.start_scheduler import MAX_IN_SLICE
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
-from trtmesh.chassis.pacing import MAX_IN_SLICE
 from trtmesh.router.doors.triton.http.bodies import (
     COMPRESSED_PIECE,
     PIECE_ELEMENTS,

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.parsing import LARGE_BYTES, Parsing
+from trtmesh.chassis.fair.large import LARGE_BYTES
+from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
 from trtmesh.router.doors.triton.http.json_parser import (
     MAX_DEPTH,
     MAX_KEY_CHARACTERS,
@@ -149,7 +150,7 @@ async def test_loop_runs_while_a_large_body_is_parsed() -> None:
 
     ticking = asyncio.create_task(tick())
     try:
-        await Parsing().run(max(len(body), LARGE_BYTES), lambda: parsed(body))
+        await LargeMessageThread().run(max(len(body), LARGE_BYTES), lambda: parsed(body))
     finally:
         ticking.cancel()
     assert ticks > 3

@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 from trtmesh.chassis.errors import Unavailable
+from trtmesh.chassis.fair.budget import Account
+from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue
 from trtmesh.chassis.grpc.client.headers import (
     Status,
     parse_response_headers,
@@ -21,11 +23,9 @@ from trtmesh.chassis.grpc.messages import (
     ReceivedMessages,
     pack_prefix,
 )
-from trtmesh.chassis.http2.budget import Account
 from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError, rst_stream
 from trtmesh.chassis.http2.headers import HeaderBlock
-from trtmesh.chassis.http2.pieces import Buffer
-from trtmesh.chassis.http2.turns import Line
+from trtmesh.chassis.http2.send_buffer import Buffer
 from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 
 ENDED = "the stream ended"
@@ -63,7 +63,7 @@ class ClientCall(Generic[Request, Response]):
         send_window_update: Callable[[int], None],
         forget: Callable[[], None],
         max_message_bytes: int,
-        line: Line,
+        queue: ConnectionQueue,
         account: Account,
         window_size: int,
         memory: Memory | None = None,
@@ -74,7 +74,7 @@ class ClientCall(Generic[Request, Response]):
         self._max_message_bytes = max_message_bytes
         self._reader = MessageReader("identity", max_message_bytes, memory)
         self._responses = ReceivedMessages(
-            self._reader, window_size, send_window_update, line, account
+            self._reader, window_size, send_window_update, queue, account
         )
         self.headers_received = False
         self.ended_by_peer = False
@@ -174,7 +174,7 @@ class ClientCall(Generic[Request, Response]):
     def held(self) -> int:
         return self._responses.held
 
-    def give_way(self) -> None:
+    def shed(self) -> None:
         if self._status is None:
             held = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many unread bytes are held")
             self._reset(ErrorCode.CANCEL, held)

@@ -14,6 +14,8 @@ from typing import Any
 from trtmesh.chassis import addresses
 from trtmesh.chassis.addresses import Address, AddressCheck
 from trtmesh.chassis.errors import Unavailable
+from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.grpc.client.call import (
     WINDOW_SIZE,
     CallEnded,
@@ -25,7 +27,6 @@ from trtmesh.chassis.grpc.client.call import (
 from trtmesh.chassis.grpc.client.headers import request_headers
 from trtmesh.chassis.grpc.messages import Memory
 from trtmesh.chassis.http2 import rates
-from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.http2.connection import (
     CLOSE_SECONDS,
     CLOSED,
@@ -36,7 +37,6 @@ from trtmesh.chassis.http2.connection import (
 )
 from trtmesh.chassis.http2.frames import PREFACE, ErrorCode, Http2ConnectionError, Setting, goaway
 from trtmesh.chassis.http2.headers import HeaderBlock
-from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.tls.client import H2, PeerTls
 from trtmesh.chassis.tls.pem import reason_of_tls
 
@@ -56,7 +56,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
     _window_size = WINDOW_SIZE
     """Of each call."""
 
-    def __init__(self, address: str, max_message_bytes: int, turns: Turns) -> None:
+    def __init__(self, address: str, max_message_bytes: int, turns: ParseScheduler) -> None:
         super().__init__(b"", turns, Budget(HELD_MESSAGES * max_message_bytes))
         self._address = address
         self._max_message_bytes = max_message_bytes
@@ -116,7 +116,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
             partial(self._send_window_update, stream_id),
             partial(self._forget, stream_id),
             self._max_message_bytes,
-            self._line,
+            self._queue,
             self._account,
             self._window_size,
             self._memory,
@@ -202,7 +202,9 @@ class BulkConnection(ClientConnection, asyncio.BufferedProtocol):
 
     _window_size = BULK_WINDOW_SIZE
 
-    def __init__(self, address: str, max_message_bytes: int, turns: Turns, memory: Memory) -> None:
+    def __init__(
+        self, address: str, max_message_bytes: int, turns: ParseScheduler, memory: Memory
+    ) -> None:
         super().__init__(address, max_message_bytes, turns)
         self._memory = memory
         self._between = memoryview(bytearray(BETWEEN_BYTES))
@@ -229,12 +231,12 @@ async def connected(
     tls: PeerTls | None = None,
     memory: Memory | None = None,
     check: AddressCheck | None = None,
-    turns: Turns | None = None,
+    turns: ParseScheduler | None = None,
 ) -> AsyncIterator[ClientConnection]:
     """Connects to `address` (host:port), over TLS if given, and closes the connection in the end. Large messages are
     received into `memory`, if given; `check` refuses IP addresses; `turns` are shared with other connections, if given.
     Raises Unavailable if connecting and handshake take too long or fail."""
-    turns = turns or Turns()
+    turns = turns or ParseScheduler()
     connection = (
         BulkConnection(address, max_message_bytes, turns, memory)
         if memory

@@ -11,7 +11,12 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 from google.protobuf.descriptor import Descriptor
-from trtmesh.chassis.grpc.large_message import LARGE_BYTES, LargeMessage, MessageLimits
+from trtmesh.chassis.fair.backlog import Backlog
+from trtmesh.chassis.fair.budget import Account
+from trtmesh.chassis.fair.large import LARGE_BYTES
+from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue
+from trtmesh.chassis.fair.start_scheduler import StartQueue
+from trtmesh.chassis.grpc.large_message import LargeMessage, MessageLimits
 from trtmesh.chassis.grpc.messages import (
     BadMessage,
     Message,
@@ -20,7 +25,6 @@ from trtmesh.chassis.grpc.messages import (
     pack_prefix,
 )
 from trtmesh.chassis.grpc.metadata import Metadata, metadata_block
-from trtmesh.chassis.grpc.server.backlog import Backlog
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.headers import (
     RequestHeaders,
@@ -28,14 +32,11 @@ from trtmesh.chassis.grpc.server.headers import (
     response_headers,
     trailers,
 )
-from trtmesh.chassis.http2.budget import Account
 from trtmesh.chassis.http2.frames import INITIAL_WINDOW_SIZE, ErrorCode, Http2StreamError
 from trtmesh.chassis.http2.headers import HeaderBlock
-from trtmesh.chassis.http2.pieces import Buffer
-from trtmesh.chassis.http2.turns import Line
+from trtmesh.chassis.http2.send_buffer import Buffer
 from trtmesh.chassis.http2.writer import MAX_BULK_DATA_SIZE, FrameWriter, SendStream
 from trtmesh.chassis.logs import request_id_bound
-from trtmesh.chassis.pacing import Lane
 from trtmesh.chassis.rpc import request_id_of
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME, CertificateNames
 
@@ -90,8 +91,6 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         "_handler",
         "_headers_sent",
         "_identity",
-        "_lane",
-        "_line",
         "_loop",
         "_max_message_bytes",
         "_max_plain_bytes",
@@ -100,9 +99,11 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         "_note_served",
         "_opened_at",
         "_peer",
+        "_queue",
         "_reads_since",
         "_requests",
         "_reset_by_peer",
+        "_starts",
         "_task",
         "_task_runs",
         "_timer",
@@ -123,13 +124,13 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         stream: SendStream,
         writer: FrameWriter,
         send_window_update: Callable[[int], None],
-        lane: Lane,
+        starts: StartQueue,
         forget: Callable[[], None],
         peer: str,
         max_message_bytes: int,
         compressor: Compressor,
         unread_seconds: float,
-        line: Line,
+        queue: ConnectionQueue,
         account: Account,
         backlog: Backlog,
         message_limits: MessageLimits | None,
@@ -146,10 +147,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             MessageReader(headers.encoding, max_message_bytes),
             INITIAL_WINDOW_SIZE,
             send_window_update,
-            line,
+            queue,
             account,
         )
-        self._line = line
+        self._queue = queue
         self._account = account
         self._backlog = backlog
         self._message_limits = message_limits
@@ -158,7 +159,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self.message_bytes = 0
         """Bytes of the message that the handler got last. To measure it takes as long as to serialise it."""
         self._writer = writer
-        self._lane = lane
+        self._starts = starts
         self._unread = unread
         self._unread_seconds = unread_seconds
         self._unread_counted = 0
@@ -200,7 +201,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._timer = self._start_deadline()
         self._opened_at = self._loop.time()
         if handler.request_streaming:
-            lane.add(self)
+            starts.add(self)
 
     @property
     def ended_by_peer(self) -> bool:
@@ -215,7 +216,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         """Bytes of answers that the client has not read."""
         return self.stream.unsent.size + self._compressing
 
-    def give_way(self) -> None:
+    def shed(self) -> None:
         self.end_with(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "the server holds too many unread bytes of its clients; send the request again later",
@@ -280,7 +281,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         if is_complete and not self._only_listens:
             self._be_busy()
         if self._task is None and not self._ended and requests.waiting:
-            self._lane.add(self)
+            self._starts.add(self)
 
     def end_if_overdue(self) -> None:
         """Ends a call whose single request takes too long to arrive."""
@@ -486,7 +487,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             return
         self._task_runs = True
         try:
-            await self._lane.turn_if_late()
+            await self._starts.turn_if_late()
             self._reads_since = perf_counter()
             await self._handle()
             self._end(self._code, self._details)
@@ -599,12 +600,12 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     async def _another_turn(self) -> None:
         self._turn = turn = self._loop.create_future()
-        self._lane.add(self)
+        self._starts.add(self)
         try:
             await turn
         except asyncio.CancelledError:
             self._turn = None
-            self._lane.remove(self)
+            self._starts.remove(self)
             raise
 
     async def _single_request(self) -> Any:
@@ -627,7 +628,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             # Freed as soon as it is parsed.
             del data
             with self._holding(size):
-                return await large.run(self._line)
+                return await large.run(self._queue)
         finally:
             self._backlog.leave(size)
 
@@ -698,10 +699,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         """Cancels the handler in its turn. A task before its first step will notice the end of the call: cancelling
         would leave a cycle of task, error and call."""
         if self._task is None:
-            self._lane.remove(self)
+            self._starts.remove(self)
             self._over()
         elif self._task_runs:
-            self._lane.add(self)
+            self._starts.add(self)
 
 
 def _wrong_length() -> Http2StreamError:

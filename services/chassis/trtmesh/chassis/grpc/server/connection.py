@@ -12,9 +12,12 @@ from time import perf_counter
 from typing import Protocol
 
 import grpc
-from trtmesh.chassis.arrivals import Arrivals, origin_of
+from trtmesh.chassis.fair.backlog import Backlog
+from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.connection_limits import ConnectionCounts, origin_of
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.fair.start_scheduler import StartQueue, StartScheduler
 from trtmesh.chassis.grpc.large_message import MessageLimits
-from trtmesh.chassis.grpc.server.backlog import Backlog
 from trtmesh.chassis.grpc.server.call import Handler, ServerCall
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.headers import (
@@ -27,7 +30,6 @@ from trtmesh.chassis.grpc.server.headers import (
 )
 from trtmesh.chassis.grpc.server.refusals import Refusal, RefusedCall
 from trtmesh.chassis.http2 import rates
-from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.http2.connection import Http2Connection, initial_settings
 from trtmesh.chassis.http2.frames import (
     INITIAL_WINDOW_SIZE,
@@ -45,10 +47,8 @@ from trtmesh.chassis.http2.headers import (
     Fields,
     HeaderBlock,
 )
-from trtmesh.chassis.http2.turns import Turns
 from trtmesh.chassis.http2.writer import SendStream
 from trtmesh.chassis.logs import Occasionally
-from trtmesh.chassis.pacing import Lane, Pacing
 from trtmesh.chassis.tls.identity import CertificateNames, identity_of
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ class Owner(Protocol):
 
     max_message_bytes: int
     compressor: Compressor
-    turns: Turns
-    pacing: Pacing
+    turns: ParseScheduler
+    start_scheduler: StartScheduler
     budget: Budget
     backlog: Backlog
     message_limits: MessageLimits | None
@@ -82,7 +82,7 @@ class Owner(Protocol):
     """Bytes that clients have not read."""
     idle: Budget
     """Calls that wait for their clients."""
-    arrivals: Arrivals
+    connection_counts: ConnectionCounts
     max_age_seconds: float
     """0 without a limit."""
     unread_seconds: float
@@ -119,10 +119,10 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._lane = Lane(self._owner.pacing, self._origin)
+        self._starts = StartQueue(self._owner.start_scheduler, self._origin)
         self._unread = self._owner.answers.account(self._end_least_read)
         self._idle = self._owner.idle.account(self._end_idle)
-        if problem := self._owner.arrivals.admit(self._host):
+        if problem := self._owner.connection_counts.admit(self._host):
             self._turn_away(problem)
             return
         self._admitted = True
@@ -145,7 +145,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self._unread.close()
         self._idle.close()
         if self._admitted:
-            self._owner.arrivals.leave(self._host)
+            self._owner.connection_counts.leave(self._host)
             self._owner.connection_closed(self)
 
     @property
@@ -258,13 +258,13 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             stream,
             self._writer,
             partial(self._send_window_update, stream_id),
-            self._lane,
+            self._starts,
             partial(self._forget, stream_id),
             self._peer,
             self._owner.max_message_bytes,
             self._owner.compressor,
             self._owner.unread_seconds,
-            self._line,
+            self._queue,
             self._account,
             self._owner.backlog,
             self._owner.message_limits,

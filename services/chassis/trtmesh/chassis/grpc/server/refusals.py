@@ -14,7 +14,7 @@ from trtmesh.chassis.grpc.metadata import Metadata, metadata_block
 from trtmesh.chassis.grpc.server.headers import check_trailers, response_headers, trailers
 from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError
 from trtmesh.chassis.http2.headers import HeaderBlock
-from trtmesh.chassis.http2.pieces import Buffer
+from trtmesh.chassis.http2.send_buffer import Buffer
 from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 from trtmesh.chassis.logs import Occasionally
 
@@ -95,7 +95,7 @@ class RefusedCall:
         self.ended_by_peer = True
         self._over()
 
-    def give_way(self) -> None:
+    def shed(self) -> None:
         """Holds nothing."""
 
     def fail(self, code: ErrorCode) -> None:

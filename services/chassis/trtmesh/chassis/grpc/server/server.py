@@ -12,20 +12,20 @@ from typing import Any, TypeAlias
 import grpc
 from trtmesh.chassis.addresses import listeners
 from trtmesh.chassis.allocator import FreePages
-from trtmesh.chassis.arrivals import Arrivals
+from trtmesh.chassis.fair.backlog import Backlog
+from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.connection_limits import ConnectionCounts
+from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.fair.start_scheduler import StartScheduler
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
 from trtmesh.chassis.grpc.large_message import MessageLimits
-from trtmesh.chassis.grpc.server.backlog import Backlog
 from trtmesh.chassis.grpc.server.call import Handler
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.grpc.server.headers import RequestHeaders
 from trtmesh.chassis.grpc.server.refusals import Refusal
-from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.http2.connection import set_user_timeout
-from trtmesh.chassis.http2.turns import Turns
-from trtmesh.chassis.pacing import Pacing
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.chassis.tls.listener import TlsListener, serve
 
@@ -73,14 +73,14 @@ class GrpcServer(grpc.aio.Server):
         self.unread_seconds = connections.unread_seconds
         self.max_message_bytes = max_message_bytes
         self.compressor = Compressor(compression or CompressionSettings(answers="never"))
-        self.turns = Turns()
-        self.pacing = Pacing()
+        self.turns = ParseScheduler()
+        self.start_scheduler = StartScheduler()
         self.budget = Budget(HELD_MESSAGES * max_message_bytes, FreePages().give_back_soon)
         self.message_limits = message_limits
         self.backlog = Backlog()
         self.answers = Budget(HELD_ANSWERS * max_message_bytes)
         self.idle = Budget(IDLE_CALLS * connections.max_open)
-        self.arrivals = Arrivals(connections)
+        self.connection_counts = ConnectionCounts(connections)
         self._guard = guard
         self._tls = tls
         self._handlers: dict[str, Handler] = {}

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
+from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.doors.generation import Caller, GenerationCall
-from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.doors.triton.answers import Answer, Answers, PlainText
 from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.statistics import Counting
@@ -61,7 +61,7 @@ class Generations:
         texts: Texts,
         metrics: RouterMetrics,
         engines: Engines,
-        parsing: Parsing,
+        parsing: LargeMessageThread,
     ) -> None:
         self._requests = requests
         self._texts = texts

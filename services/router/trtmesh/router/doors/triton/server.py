@@ -15,10 +15,10 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
     UnsupportedField,
 )
+from trtmesh.chassis.fair.large_message_thread import Held, LargeMessageThread
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import Caller
-from trtmesh.router.doors.parsing import Held, Parsing
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.generations import Generations
@@ -50,7 +50,7 @@ def unsupported(feature: str) -> UnsupportedCall:
     return UnsupportedCall(f"this server does not serve {feature}")
 
 
-class Speech:
+class ErrorWording:
     """Says errors in the words of a call, once the call is read."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class TritonServer:
         models: Sequence[str],
         generations: Generations,
         texts: Texts,
-        parsing: Parsing,
+        parsing: LargeMessageThread,
         parameters: Parameters,
         is_ready: Callable[[], bool],
         have_roles: Callable[[Model], bool],
@@ -121,15 +121,15 @@ class TritonServer:
         self,
         request: Any,
         size: int,
-        speech: Speech,
+        wording: ErrorWording,
         model: Model | None = None,
         raw: Sequence[Contents] | None = None,
         *,
         unary: bool = False,
         held: Held = nullcontext,
     ) -> Call:
-        """Reads a ModelInferRequest of `size` bytes, for `speech` too; `raw` are its raw contents where a door has them
-        apart, `held` is the block in which it waits. Raises ModelNotFound or InvalidRequest."""
+        """Reads a ModelInferRequest of `size` bytes, for `wording` too; `raw` are its raw contents where a door has
+        them apart, `held` is the block in which it waits. Raises ModelNotFound or InvalidRequest."""
         served = model or self.find_model(request.model_name, request.model_version)
         try:
             call = await self.parsing.run(
@@ -138,7 +138,7 @@ class TritonServer:
                 begun=raw is not None,
                 held=held,
             )
-            speech.call = call
+            wording.call = call
             self._parameters.check(call)
         except TrtmeshError:
             if isinstance(served.template, GenerationTemplate):

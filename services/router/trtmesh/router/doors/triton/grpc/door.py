@@ -22,7 +22,7 @@ from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.server import (
     MODEL_CONTROL,
     SHARED_MEMORY,
-    Speech,
+    ErrorWording,
     TritonServer,
     unsupported,
 )
@@ -97,8 +97,8 @@ class TritonDoor:
 
     async def infer(self, request: Any, context: _Context) -> bytes:
         """One request, one response."""
-        speech = Speech()
-        async with answering(context, request.id, speech):
+        wording = ErrorWording()
+        async with answering(context, request.id, wording):
             model = self._server.find_model(request.model_name, request.model_version)
             if model.refuses_unary_calls:
                 raise UnsupportedCall(
@@ -107,7 +107,7 @@ class TritonDoor:
             size = message_bytes_of(context)
             with self._server.holding(size):
                 held = partial(holding_message, context, size)
-                call = await self._server.read(request, size, speech, model, unary=True, held=held)
+                call = await self._server.read(request, size, wording, model, unary=True, held=held)
                 async with self._server.serve(call, caller_of(self._callers, context)) as answers:
                     (answer,) = [answer async for answer in answers]
                     if answer.error is not None:
@@ -142,11 +142,11 @@ class _InferStream:
         self._reader: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         """What ended the stream."""
-        self._speech = Speech()
-        """Speech of the request that ended the stream."""
+        self._wording = ErrorWording()
+        """The wording of the request that ended the stream."""
 
     def sentence(self, error: TrtmeshError) -> str:
-        return self._speech(error)
+        return self._wording(error)
 
     async def run(self, requests: AsyncIterator[Any]) -> None:
         """Serves until all requests are over and the client has half-closed, or until a failure ends the stream."""
@@ -191,20 +191,20 @@ class _InferStream:
         """Serves a request of so many bytes. Errors become responses; only a slow client ends the stream."""
         # A name or an id beyond the limits is refused, and echoed up to them.
         name, own_id = cut(request.model_name), cut(request.id, MOST_ID_CHARACTERS)
-        writer, speech = ResponseWriter(name, own_id), Speech()
+        writer, wording = ResponseWriter(name, own_id), ErrorWording()
         parameter = request.parameters.get("triton_enable_empty_final_response")
         empty_final = parameter is not None and parameter.bool_param
         with request_id_bound(request.id):
             try:
                 with self._server.holding(size):
                     held = partial(holding_message, self._context, size)
-                    call = await self._server.read(request, size, speech, held=held)
+                    call = await self._server.read(request, size, wording, held=held)
                     caller = caller_of(self._callers, self._context)
                     async with self._server.serve(call, caller) as answers:
                         async for answer in answers:
                             if answer.error is not None:
                                 await self._write_error(
-                                    writer, speech, answer.error, final=answer.final
+                                    writer, wording, answer.error, final=answer.final
                                 )
                             elif empty_final or not answer.only_end:
                                 told = writer.streamed(answer.outputs, final=answer.final)
@@ -212,20 +212,20 @@ class _InferStream:
             except SlowClient:
                 raise
             except TrtmeshError as error:
-                await self._write_error(writer, speech, error, final=True)
+                await self._write_error(writer, wording, error, final=True)
             except Exception as error:
                 # Broad on purpose: a defect must end only the affected request, and visibly.
                 log.exception("a request failed unexpectedly")
                 defect = InternalError(f"{type(error).__name__}: {error}")
-                await self._write_error(writer, speech, defect, final=True)
+                await self._write_error(writer, wording, defect, final=True)
 
     async def _write_error(
-        self, writer: ResponseWriter, speech: Speech, error: TrtmeshError, *, final: bool
+        self, writer: ResponseWriter, wording: ErrorWording, error: TrtmeshError, *, final: bool
     ) -> None:
-        sentence = speech(error)
+        sentence = wording(error)
         occasionally(error.reason, logging.INFO, "request refused: %s: %s", error.reason, sentence)
         if self._errors_end_it or self._cut_off:
-            self._speech = speech
+            self._wording = wording
             raise error
         await self._write(writer.failed(sentence, final=final))
 

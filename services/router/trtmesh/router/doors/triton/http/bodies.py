@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from aiohttp import hdrs, web
 from google.protobuf.descriptor import FieldDescriptor
 from trtmesh.chassis.errors import Exhausted, InvalidRequest, UnsupportedCall
-from trtmesh.chassis.http2.budget import Account, Budget
+from trtmesh.chassis.fair.budget import Account, Budget
 from trtmesh.chassis.http_server import HttpServer
 from trtmesh.chassis.quoting import cut
 from trtmesh.router.doors.triton.http.json_parser import parse
@@ -168,13 +168,13 @@ class _Received:
 async def _account(budget: Budget) -> AsyncIterator[Account]:
     """The account of one body. Raises Exhausted if it has to give way."""
 
-    def give_way() -> None:
+    def shed() -> None:
         account.close()
         ending.reschedule(asyncio.get_running_loop().time())
 
     try:
         async with asyncio.timeout(None) as ending:
-            account = budget.account(give_way)
+            account = budget.account(shed)
             try:
                 yield account
             finally:

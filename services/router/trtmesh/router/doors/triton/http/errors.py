@@ -14,12 +14,12 @@ from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, Unav
 from trtmesh.chassis.logs import NO_CALLER, Occasionally, caller_bound, request_id_bound
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY
 from trtmesh.router.doors.triton.http.bodies import json_response
-from trtmesh.router.doors.triton.server import Speech
+from trtmesh.router.doors.triton.server import ErrorWording
 
 log = logging.getLogger(__name__)
 occasionally = Occasionally(log)
 
-SPEECH = web.RequestKey("speech", Speech)
+WORDING = web.RequestKey("wording", ErrorWording)
 """Says the errors of a request."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -29,7 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Wraps every handler. A TrtmeshError ends the request with the error's status; any other exception is a defect, is
     logged with a traceback and ends the request with 500."""
-    speech = request[SPEECH] = Speech()
+    wording = request[WORDING] = ErrorWording()
     request_id = request.headers.get(REQUEST_ID_METADATA_KEY, "")
     # The requests of a connection share a task.
     with request_id_bound(request_id), caller_bound(NO_CALLER):
@@ -42,7 +42,7 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
                 request.transport.abort()
             raise asyncio.CancelledError from error
         except TrtmeshError as error:
-            return refuse(error, speech(error))
+            return refuse(error, wording(error))
         except web.HTTPException as error:
             return _as_json(error)
         except ConnectionError as error:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.parsing import LARGE_BYTES
+from trtmesh.chassis.fair.large import LARGE_BYTES
 from trtmesh.router.doors.triton.http.bodies import Body, parse_json, to_json, to_json_in_pieces
 from trtmesh.router.doors.triton.http.infer_body import (
     Asked,
@@ -23,7 +23,7 @@ from trtmesh.router.doors.triton.http.json_tensors import (
     read_elements,
     values,
 )
-from trtmesh.router.doors.triton.http.near_misses import NearMisses
+from trtmesh.router.doors.triton.http.misspelt_inputs import MisspeltInputs
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import Output, TensorSpec
@@ -35,15 +35,15 @@ NESTED = "parameters"
 def read_generate(model: Model, most_bytes: int, body: Body) -> Asked:
     """Makes a ModelInferRequest of at most `most_bytes` of JSON. Raises InvalidRequest."""
     message = parse_json(body, most_bytes, partial(_said_twice, model)) if body else {}
-    asked, near_misses = begin_request(model, message), NearMisses(model)
+    asked, misspelt = begin_request(model, message), MisspeltInputs(model)
     own = {k: v for k, v in message.items() if k not in ("id", NESTED)}
-    _read_keys(asked, model, own, near_misses)
+    _read_keys(asked, model, own, misspelt)
     nested = message.get(NESTED, {})
     if not isinstance(nested, dict):
         raise InvalidRequest(
             f"Expected JSON object for keyword: '{NESTED}': attempt to access JSON non-object as object"
         )
-    _read_keys(asked, model, nested, near_misses)
+    _read_keys(asked, model, nested, misspelt)
     return asked
 
 
@@ -65,12 +65,12 @@ def _response(model: Model, request_id: str, outputs: Sequence[Output]) -> dict[
 
 
 def _read_keys(
-    asked: Asked, model: Model, message: Mapping[str, Any], near_misses: NearMisses
+    asked: Asked, model: Model, message: Mapping[str, Any], misspelt: MisspeltInputs
 ) -> None:
     for key, value in message.items():
         spec = model.inputs.get(key)
         if spec is None:
-            near_misses.refuse(key)
+            misspelt.refuse(key)
             if key in asked.request.parameters:
                 raise InvalidRequest(_said_twice(model, key))
             set_parameter(asked.request, key, value)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.fair.large import LARGE_BYTES
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.parsing import MAX_DIMENSIONS
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
-from trtmesh.router.doors.parsing import LARGE_BYTES
 from trtmesh.router.doors.triton.http.bodies import (
     JSON_COST,
     Body,

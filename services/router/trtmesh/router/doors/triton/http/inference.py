@@ -8,14 +8,14 @@ from functools import partial
 from http import HTTPStatus
 
 from aiohttp import hdrs, web
-from trtmesh.chassis.arrivals import origin_of
 from trtmesh.chassis.errors import InvalidRequest, SlowClient, TrtmeshError, UnsupportedCall
+from trtmesh.chassis.fair.connection_limits import origin_of
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.http.authorising import IDENTITY
 from trtmesh.router.doors.triton.http.bodies import JSON_COST, Bodies, Body, to_json
-from trtmesh.router.doors.triton.http.errors import SPEECH, error_headers
+from trtmesh.router.doors.triton.http.errors import WORDING, error_headers
 from trtmesh.router.doors.triton.http.generate_body import read_generate, write_generate
 from trtmesh.router.doors.triton.http.infer_body import (
     HEADER_LENGTH,
@@ -137,7 +137,7 @@ class Inference:
             # A large body was read in another context.
             rebind_request_id(asked.request.id)
             call = await self._server.read(
-                asked.request, size, request[SPEECH], model, asked.raw, unary=unary
+                asked.request, size, request[WORDING], model, asked.raw, unary=unary
             )
             return _Read(call, size, asked.binary)
 
@@ -194,7 +194,7 @@ class _EventStream:
     async def _write_errors(self, response: web.StreamResponse) -> None:
         errors, self._errors = self._errors, []
         for error in errors:
-            message = {"error": self._request[SPEECH](error)}
+            message = {"error": self._request[WORDING](error)}
             await response.write(b"data: " + to_json(message) + b"\n\n")
 
     async def _begin(self, status: int, headers: dict[str, str]) -> web.StreamResponse:

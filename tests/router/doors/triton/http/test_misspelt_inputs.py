@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.triton.http.near_misses import MOST_COMPARED, NearMisses, _alike
+from trtmesh.router.doors.triton.http.misspelt_inputs import MOST_COMPARED, MisspeltInputs, _alike
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
 
@@ -40,7 +40,7 @@ def test_near_miss_is_refused_with_the_name_that_was_meant(
     model: str, key: str, meant: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        NearMisses(MODELS[model]).refuse(key)
+        MisspeltInputs(MODELS[model]).refuse(key)
     assert caught.value.field == key
     assert caught.value.problem.endswith(f"did you mean {meant}?")
 
@@ -57,7 +57,7 @@ def test_near_miss_is_refused_with_the_name_that_was_meant(
 )
 def test_input_without_effect_in_this_model_is_refused(model: str, key: str) -> None:
     with pytest.raises(InvalidRequest, match=f"effect in model '{model}'; leave it out"):
-        NearMisses(MODELS[model]).refuse(key)
+        MisspeltInputs(MODELS[model]).refuse(key)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_input_without_effect_in_this_model_is_refused(model: str, key: str) -> 
 )
 def test_other_key_passes_as_a_parameter(key: str) -> None:
     for model in MODELS.values():
-        NearMisses(model).refuse(key)
+        MisspeltInputs(model).refuse(key)
 
 
 def test_only_the_first_unknown_keys_of_a_request_are_compared() -> None:
     """The comparisons hold the event loop."""
-    of_one_request = NearMisses(MODELS["ensemble"])
+    of_one_request = MisspeltInputs(MODELS["ensemble"])
     before = _alike.cache_info().misses
     for number in range(MOST_COMPARED * 16):
         of_one_request.refuse(f"customer {number}")

@@ -13,13 +13,14 @@ from weakref import ref
 
 import pytest
 from leaks import gone, without_collector
-from trtmesh.router.doors.parsing import LARGE_BYTES, Parsing
+from trtmesh.chassis.fair.large import LARGE_BYTES
+from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
 
 SECONDS = 0.05
 
 
 async def test_a_rest_follows_a_large_message_and_none_a_small_one() -> None:
-    parsing, times = Parsing(), list[tuple[float, float]]()
+    parsing, times = LargeMessageThread(), list[tuple[float, float]]()
 
     def parse() -> None:
         began = perf_counter()
@@ -38,13 +39,13 @@ async def test_a_rest_follows_a_large_message_and_none_a_small_one() -> None:
 
 
 async def test_a_message_that_fails_is_followed_by_the_next() -> None:
-    parsing = Parsing()
+    parsing = LargeMessageThread()
     with pytest.raises(ZeroDivisionError):
         await parsing.run(LARGE_BYTES, lambda: 1 // 0)
     assert await parsing.run(LARGE_BYTES, lambda: 2) == 2
 
 
-async def first_of(parsing: Parsing) -> tuple[asyncio.Task[None], Event]:
+async def first_of(parsing: LargeMessageThread) -> tuple[asyncio.Task[None], Event]:
     """A message that is being parsed until the event is set."""
     begins, goes_on = Event(), Event()
 
@@ -57,7 +58,7 @@ async def first_of(parsing: Parsing) -> tuple[asyncio.Task[None], Event]:
     return task, goes_on
 
 
-async def kept_of_one_that_leaves(parsing: Parsing) -> object:
+async def kept_of_one_that_leaves(parsing: LargeMessageThread) -> object:
     """What is left of a message whose client leaves while it waits."""
     message = _Message()
     kept = ref(message)
@@ -71,7 +72,7 @@ async def kept_of_one_that_leaves(parsing: Parsing) -> object:
 
 
 async def test_a_message_whose_client_leaves_before_its_turn_is_not_kept() -> None:
-    parsing = Parsing()
+    parsing = LargeMessageThread()
     first, goes_on = await first_of(parsing)
     assert await kept_of_one_that_leaves(parsing) is None
     goes_on.set()
@@ -79,7 +80,7 @@ async def test_a_message_whose_client_leaves_before_its_turn_is_not_kept() -> No
 
 
 async def test_a_turn_lasts_until_the_thread_is_done_with_a_message_whose_client_left() -> None:
-    parsing = Parsing()
+    parsing = LargeMessageThread()
     first, goes_on = await first_of(parsing)
     first.cancel()
     await asyncio.wait([first])
@@ -89,7 +90,7 @@ async def test_a_turn_lasts_until_the_thread_is_done_with_a_message_whose_client
 
 
 async def test_a_large_message_is_held_until_it_is_read() -> None:
-    parsing, held = Parsing(), list[str]()
+    parsing, held = LargeMessageThread(), list[str]()
 
     @contextmanager
     def holding() -> Iterator[None]:
@@ -108,7 +109,7 @@ async def test_a_large_message_is_held_until_it_is_read() -> None:
 
 
 async def test_a_request_that_has_begun_goes_before_those_that_have_not() -> None:
-    parsing, order = Parsing(), list[str]()
+    parsing, order = LargeMessageThread(), list[str]()
     first, goes_on = await first_of(parsing)
     tasks = [first]
     for name, begun in (("a", False), ("b", False), ("c", False), ("next", True)):
@@ -130,7 +131,7 @@ class _Message:
 
 async def test_a_message_that_fails_is_not_kept() -> None:
     """Services rarely collect garbage."""
-    parsing = Parsing()
+    parsing = LargeMessageThread()
     with without_collector():
         message = _Message()
         with suppress(ZeroDivisionError):

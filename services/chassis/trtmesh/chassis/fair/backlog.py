@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from trtmesh.chassis.http2.rest import after_rest
+from trtmesh.chassis.fair.loop_yield import after_rest
 
 COST = 4
 """Memory of a parsed message in multiples of its bytes: that of a list of ids, which is the most common large one."""

@@ -6,7 +6,7 @@ import asyncio
 from time import perf_counter
 
 from leaks import alive, gone, without_collector
-from trtmesh.chassis.http2.rest import MOST_SECONDS, REST_PASSES, after_rest
+from trtmesh.chassis.fair.loop_yield import MOST_SECONDS, REST_PASSES, after_rest
 
 
 async def test_a_chain_of_callbacks_advances_during_a_rest() -> None:

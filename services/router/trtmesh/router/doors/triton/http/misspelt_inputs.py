@@ -30,7 +30,7 @@ INPUTS: Mapping[str, Sequence[InputSpec]] = {
 """The inputs of all templates."""
 
 
-class NearMisses:
+class MisspeltInputs:
     """Judges the unknown keys of one request."""
 
     def __init__(self, model: Model) -> None:

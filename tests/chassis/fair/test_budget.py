@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.http2.budget import Account, Budget
+from trtmesh.chassis.fair.budget import Account, Budget
 
 
 def test_the_largest_connection_gives_way() -> None:
@@ -10,11 +10,11 @@ def test_the_largest_connection_gives_way() -> None:
     accounts: dict[str, Account] = {}
 
     def opened(name: str) -> Account:
-        def give_way() -> None:
+        def shed() -> None:
             gave_way.append(name)
             accounts[name].add(-accounts[name].held)
 
-        accounts[name] = budget.account(give_way)
+        accounts[name] = budget.account(shed)
         return accounts[name]
 
     small, large = opened("small"), opened("large")

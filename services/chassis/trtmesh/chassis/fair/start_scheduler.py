@@ -1,4 +1,4 @@
-"""Lets handlers and items proceed, a few between two rests, in turn between addresses, and then between lanes.
+"""Lets handlers and items proceed, a few between two rests, in turn between addresses, and then between queues.
 
 A handler runs up to its first wait when it starts, and its clean-up when it is cancelled; an item is placed in one go.
 If a burst did so in one pass of the event loop, running streams would wait for all of it.
@@ -11,8 +11,8 @@ from collections.abc import Hashable
 from time import perf_counter
 from typing import Protocol
 
-from trtmesh.chassis.http2.rest import MOST_SECONDS, after_rest
-from trtmesh.chassis.http2.rotation import Rotation
+from trtmesh.chassis.fair.loop_yield import MOST_SECONDS, after_rest
+from trtmesh.chassis.fair.rotation import Rotation
 
 SLICE_SECONDS = 0.003
 """Time between two rests. What proceeds runs as a task, so its number follows from its mean time."""
@@ -47,24 +47,24 @@ class _Waiter:
             self.turn.set_result(None)
 
 
-class Lane:
+class StartQueue:
     """The calls of one connection, or the items of one request, that wait for their turn, in order."""
 
-    def __init__(self, pacing: Pacing, origin: Hashable = "") -> None:
-        self._pacing = pacing
+    def __init__(self, scheduler: StartScheduler, origin: Hashable = "") -> None:
+        self._scheduler = scheduler
         self.origin = origin
         """The address, or what else has one share of the turns."""
         self.waiting: dict[PacedCall, None] = {}
         self.queued = False
-        """Whether the lane has a place among the lanes, if only to be found empty."""
+        """Whether the queue has a place among the queues, if only to be found empty."""
 
     def add(self, call: PacedCall) -> None:
         """Has the call proceed soon, once."""
-        self._pacing.add(self, call)
+        self._scheduler.add(self, call)
 
     def add_later(self, call: PacedCall) -> None:
         """Has the call proceed in its next turn, which it may ask for in this one."""
-        self._pacing.wait(self, call)
+        self._scheduler.wait(self, call)
 
     def remove(self, call: PacedCall) -> None:
         """Forgets a call that has nothing more to do."""
@@ -72,7 +72,7 @@ class Lane:
 
     async def turn(self) -> None:
         """Waits for a turn of the running task; does not suspend it if this slice has room and no other waits."""
-        if not self._pacing.enter():
+        if not self._scheduler.enter():
             await self._wait()
 
     async def turn_before_rest(self) -> None:
@@ -80,29 +80,29 @@ class Lane:
 
         For tasks that go on for milliseconds in this pass: several of them that did not wait would all run in it.
         """
-        if not self._pacing.enter_before_rest():
+        if not self._scheduler.enter_before_rest():
             await self._wait()
 
     async def turn_if_late(self) -> None:
         """Waits for another turn if those before it in this pass took a slice: by the mean of many cheap tasks, as many
         dear ones proceed. For a task in its turn."""
-        while self._pacing.is_late:
+        while self._scheduler.is_late:
             await self._wait()
 
     async def _wait(self) -> None:
         waiter = _Waiter()
-        self._pacing.wait(self, waiter)
+        self._scheduler.wait(self, waiter)
         try:
             await waiter.turn
         finally:
             self.remove(waiter)
 
 
-class Pacing:
+class StartScheduler:
     """The order of all handlers of one server, or of all items of a router in one stage."""
 
     def __init__(self) -> None:
-        self._lanes = Rotation[Lane]()
+        self._queues = Rotation[StartQueue]()
         self._mean = FIRST_GUESS_SECONDS
         self._room = _room(self._mean)
         self._proceeding = 0
@@ -114,16 +114,16 @@ class Pacing:
         self._began = 0.0
         self._planned = False
 
-    def add(self, lane: Lane, call: PacedCall) -> None:
+    def add(self, queue: StartQueue, call: PacedCall) -> None:
         """Has a call proceed at once if this slice has room and no other waits, else in turn."""
         if self.enter():
             call.proceed()
         else:
-            self.wait(lane, call)
+            self.wait(queue, call)
 
     def enter(self) -> bool:
         """Whether a call may proceed at once; then it counts."""
-        if self._lanes:
+        if self._queues:
             return False
         if self._is_another_pass and not self._planned:
             # Within a pass, slow calls must not have slice after slice.
@@ -154,12 +154,12 @@ class Pacing:
         self._plan()
         return True
 
-    def wait(self, lane: Lane, call: PacedCall) -> None:
+    def wait(self, queue: StartQueue, call: PacedCall) -> None:
         """Has a call proceed in turn, after a rest."""
-        lane.waiting[call] = None
-        if not lane.queued:
-            lane.queued = True
-            self._lanes.add(lane.origin, lane)
+        queue.waiting[call] = None
+        if not queue.queued:
+            queue.queued = True
+            self._queues.add(queue.origin, queue)
         if not self._planned:
             self._plan()
 
@@ -169,29 +169,29 @@ class Pacing:
 
     def _slice(self) -> None:
         self._proceeding = 0
-        self._planned = bool(self._lanes)
-        if not self._lanes:
+        self._planned = bool(self._queues)
+        if not self._queues:
             return
         loop, room = asyncio.get_running_loop(), self._room
         # These callbacks run in a row in the next pass: begin, the tasks, and end.
         loop.call_soon(self._begin)
         try:
-            while self._lanes and self._proceeding < room:
+            while self._queues and self._proceeding < room:
                 self._proceed()
         finally:
             # Whatever a call raises, the others have their turns.
             loop.call_soon(self._end, self._proceeding)
 
     def _proceed(self) -> None:
-        """Gives the next lane a turn."""
-        _, lane = self._lanes.take()
-        call = next(iter(lane.waiting), None)
+        """Gives the next queue a turn."""
+        _, queue = self._queues.take()
+        call = next(iter(queue.waiting), None)
         if call is not None:
-            del lane.waiting[call]
-        if lane.waiting:
-            self._lanes.add(lane.origin, lane)
+            del queue.waiting[call]
+        if queue.waiting:
+            self._queues.add(queue.origin, queue)
         else:
-            lane.queued = False
+            queue.queued = False
         if call is not None:
             self._proceeding += 1
             call.proceed()

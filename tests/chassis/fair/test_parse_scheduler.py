@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 from time import perf_counter
 
-from trtmesh.chassis.http2.turns import SLICE_SECONDS, TURN_SECONDS, Line, Turns
+from trtmesh.chassis.fair.parse_scheduler import (
+    SLICE_SECONDS,
+    TURN_SECONDS,
+    ConnectionQueue,
+    ParseScheduler,
+)
 
 
 class Heavy:
@@ -30,13 +35,13 @@ class Heavy:
 
 
 async def test_light_work_is_done_at_once() -> None:
-    turns, log = Turns(), list[Heavy]()
+    turns, log = ParseScheduler(), list[Heavy]()
     assert not turns.take(Heavy(1, log))
     assert len(log) == 1
 
 
 async def test_time_spent_outside_of_turns_is_taken_from_the_next() -> None:
-    turns, log = Turns(), list[Heavy]()
+    turns, log = ParseScheduler(), list[Heavy]()
     light = Heavy(1, log)
     turns.charge(10 * SLICE_SECONDS)
     assert turns.take(light)
@@ -46,7 +51,7 @@ async def test_time_spent_outside_of_turns_is_taken_from_the_next() -> None:
 
 
 async def test_works_take_turns() -> None:
-    turns, log = Turns(), list[Heavy]()
+    turns, log = ParseScheduler(), list[Heavy]()
     works = [Heavy(100, log) for _ in range(3)]
     assert [turns.take(work) for work in works] == [True] * 3
     for work in works:
@@ -58,7 +63,7 @@ async def test_works_take_turns() -> None:
 
 
 async def test_new_work_comes_before_the_rest_of_old_work() -> None:
-    turns, log = Turns(), list[Heavy]()
+    turns, log = ParseScheduler(), list[Heavy]()
     old = [Heavy(1000, log) for _ in range(10)]
     for work in old:
         turns.take(work)
@@ -72,7 +77,7 @@ async def test_new_work_comes_before_the_rest_of_old_work() -> None:
 
 
 async def test_old_work_gets_on_beside_endless_new_work() -> None:
-    turns, log = Turns(), list[Heavy]()
+    turns, log = ParseScheduler(), list[Heavy]()
 
     class Endless(Heavy):
         def come_back(self) -> None:
@@ -94,8 +99,8 @@ async def test_old_work_gets_on_beside_endless_new_work() -> None:
 
 
 async def test_many_works_of_a_line_take_the_turns_of_one() -> None:
-    turns, log = Turns(), list[Heavy]()
-    many, few = Line(turns), Line(turns)
+    turns, log = ParseScheduler(), list[Heavy]()
+    many, few = ConnectionQueue(turns), ConnectionQueue(turns)
     works = [Heavy(30, log) for _ in range(50)]
     for work in works:
         many.take(work)
@@ -108,7 +113,7 @@ async def test_many_works_of_a_line_take_the_turns_of_one() -> None:
 
 
 async def test_other_callbacks_run_between_passes() -> None:
-    turns, log = Turns(), list[Heavy]()
+    turns, log = ParseScheduler(), list[Heavy]()
     for _ in range(5):
         turns.take(Heavy(100, log))
     turns_between = []
@@ -121,7 +126,7 @@ async def test_other_callbacks_run_between_passes() -> None:
 
 async def test_other_callbacks_run_although_works_bring_others() -> None:
     """A connection that ends in its turn brings the ends of its calls."""
-    turns, log = Turns(), list[Heavy]()
+    turns, log = ParseScheduler(), list[Heavy]()
 
     class Ending(Heavy):
         def go_on(self, until: float) -> bool:
@@ -147,7 +152,7 @@ async def test_a_failing_work_does_not_stop_others() -> None:
                 return True
             raise ZeroDivisionError
 
-    turns, log = Turns(), list[Heavy]()
+    turns, log = ParseScheduler(), list[Heavy]()
     caught: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: caught.append(context))
     broken, other = Broken(20, log), Heavy(100, log)
@@ -158,7 +163,7 @@ async def test_a_failing_work_does_not_stop_others() -> None:
 
 
 async def test_addresses_take_turns_before_their_connections() -> None:
-    turns, log = Turns(), list[Heavy]()
+    turns, log = ParseScheduler(), list[Heavy]()
     crowd = [Heavy(100, log) for _ in range(300)]
     for work in crowd:
         turns.take(work, "crowd")

@@ -9,7 +9,7 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 """Bytes in memory; a memoryview has one dimension of single bytes."""
 
 
-class Pieces:
+class SendBuffer:
     """A queue of bytes that copies none."""
 
     __slots__ = ("_pieces", "size")

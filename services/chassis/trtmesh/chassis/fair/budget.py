@@ -19,9 +19,9 @@ class Budget:
         self._accounts: set[Account] = set()
         self.held = 0
 
-    def account(self, give_way: Callable[[], None]) -> Account:
-        """The account of a new connection or client. `give_way` makes it hold less."""
-        account = Account(self, give_way)
+    def account(self, shed: Callable[[], None]) -> Account:
+        """The account of a new connection or client. `shed` makes it hold less."""
+        account = Account(self, shed)
         self._accounts.add(account)
         return account
 
@@ -32,7 +32,7 @@ class Budget:
     def check(self) -> None:
         """Called while a quarter of the limit is held. Beyond the limit the largest connection gives way."""
         if self.held > self.limit:
-            max(self._accounts, key=lambda account: account.held).give_way()
+            max(self._accounts, key=lambda account: account.held).shed()
         if self._on_much is not None:
             self._on_much()
 
@@ -40,10 +40,10 @@ class Budget:
 class Account:
     """What is held for one connection or client."""
 
-    def __init__(self, budget: Budget, give_way: Callable[[], None]) -> None:
+    def __init__(self, budget: Budget, shed: Callable[[], None]) -> None:
         self._budget = budget
         self._closed = False
-        self.give_way = give_way
+        self.shed = shed
         self.held = 0
 
     def add(self, size: int) -> None:
@@ -62,7 +62,7 @@ class Account:
             self._closed = True
             self._budget.forget(self)
             # It names the owner, which names this account.
-            self.give_way = _nothing_to_give
+            self.shed = _nothing_to_give
 
 
 def _nothing_to_give() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import grpc
+from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.tls.certificates import HTTP_1_1
 from trtmesh.router.callers.callers import Callers
-from trtmesh.router.doors.parsing import Parsing
 from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.generations import Generations
 from trtmesh.router.doors.triton.grpc.door import TritonDoor
@@ -23,7 +23,7 @@ from trtmesh.router.requests.requests import Requests
 from trtmesh.router.tokenizers.pool import TokenizerPool
 
 
-class TritonFront:
+class Triton:
     """Call order: `register`, `open`, `close`. Without HTTP the last two do nothing."""
 
     def __init__(
@@ -40,7 +40,7 @@ class TritonFront:
         requests: Requests,
         callers: Callers,
         metrics: RouterMetrics,
-        parsing: Parsing,
+        parsing: LargeMessageThread,
     ) -> None:
         self._runtime = runtime
         texts = Texts(tokenizers, requests.served_model)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from chassis.grpc.server.conftest import MOST_BYTES, Example, serving
 from chassis.grpc.server.wire import message, wired
-from trtmesh.chassis.arrivals import Arrivals, origin_of
+from trtmesh.chassis.fair.connection_limits import ConnectionCounts, origin_of
 from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.http2 import connection as http2_connection
@@ -114,7 +114,7 @@ def test_addresses_of_one_customer_share_a_limit(host: str, origin: str) -> None
 
 
 def test_every_admitted_connection_leaves() -> None:
-    arrivals = Arrivals(ConnectionSettings(max_open=2, max_per_address=1))
+    arrivals = ConnectionCounts(ConnectionSettings(max_open=2, max_per_address=1))
     assert not arrivals.admit("a")
     assert arrivals.admit("a")
     assert not arrivals.admit("b")

@@ -13,8 +13,8 @@ from collections.abc import Hashable
 from time import perf_counter
 from typing import Protocol
 
-from trtmesh.chassis.http2.rest import after_rest
-from trtmesh.chassis.http2.rotation import Rotation
+from trtmesh.chassis.fair.loop_yield import after_rest
+from trtmesh.chassis.fair.rotation import Rotation
 
 TURN_SECONDS = 0.001
 """Time of a connection in a slice. A turn ends after the frame that reaches it; a frame's size bounds the excess."""
@@ -30,10 +30,10 @@ class Work(Protocol):
         """Works until the time `until` of `perf_counter`, or to the end; whether something may be left."""
 
     def completed(self) -> None:
-        """Nothing is left. Not called for work that `Turns.take` has done at once."""
+        """Nothing is left. Not called for work that `ParseScheduler.take` has done at once."""
 
 
-class Turns:
+class ParseScheduler:
     """The turns of all connections of one server, or of all links of a router."""
 
     def __init__(self) -> None:
@@ -104,10 +104,10 @@ class Turns:
                 self._plan()
 
 
-class Line:
+class ConnectionQueue:
     """Works of one connection, one after the other: they take the turns of one, however many they are."""
 
-    def __init__(self, turns: Turns, origin: Hashable = "") -> None:
+    def __init__(self, turns: ParseScheduler, origin: Hashable = "") -> None:
         self._turns, self._origin = turns, origin
         self._works: deque[Work] = deque()
 

@@ -10,7 +10,7 @@ NETWORK_BITS = 64
 """Leading bits of an IPv6 address that name one customer: the rest is theirs to choose."""
 
 
-class ArrivalLimits(Protocol):
+class ConnectionLimits(Protocol):
     """How many connections a server takes."""
 
     @property
@@ -22,10 +22,10 @@ class ArrivalLimits(Protocol):
         """Most open connections of one IPv4 address or one network of IPv6."""
 
 
-class Arrivals:
+class ConnectionCounts:
     """The open connections of a server, by address."""
 
-    def __init__(self, limits: ArrivalLimits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._open: Counter[str] = Counter()
 

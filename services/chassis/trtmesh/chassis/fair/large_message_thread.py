@@ -10,8 +10,7 @@ from contextvars import copy_context
 from time import perf_counter
 from typing import TypeAlias, TypeVar
 
-LARGE_BYTES = 128 * 2**10
-"""Least size of a large message: smaller ones hold the event loop for less than 10 ms, whatever they contain."""
+from trtmesh.chassis.fair.large import LARGE_BYTES
 
 T = TypeVar("T")
 
@@ -19,12 +18,7 @@ Held: TypeAlias = Callable[[], AbstractContextManager[None]]
 """A block in which a message counts as held."""
 
 
-def is_large(size: int) -> bool:
-    """Whether a message of so many bytes is large."""
-    return size >= LARGE_BYTES
-
-
-class Parsing:
+class LargeMessageThread:
     """Parses one large message of all doors at a time, then rests for as long as it took: running streams share the
     interpreter. Limits count before they copy, so none takes longer than a second."""
 
@@ -47,7 +41,7 @@ class Parsing:
         """The result of `parse` for a message of `size` bytes, or for the next form of a request that has `begun`.
         `held` is the block in which a large message waits and is read. A client that leaves before its turn takes its
         message along: a queue of the thread would keep it."""
-        if not is_large(size):
+        if size < LARGE_BYTES:
             return parse()
         with held():
             async with nullcontext() if begun else self._entrance:
