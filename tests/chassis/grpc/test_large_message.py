@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.protobuf.message import DecodeError
 from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue, ParseScheduler
-from trtmesh.chassis.grpc.large_message import LargeMessage, MessageLimits
+from trtmesh.chassis.grpc.large_message import MessageLimits, parse_in_steps
 from trtmesh.chassis.grpc.messages import BadMessage
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.kserve import grpc_service_pb2 as kserve
@@ -25,9 +25,8 @@ MOST = LIMITS.numbers - 1000
 
 
 async def parsed(data: bytes, kind: Any) -> Any:
-    return await LargeMessage(data, kind.DESCRIPTOR, kind.FromString, LIMITS).run(
-        ConnectionQueue(ParseScheduler())
-    )
+    steps = parse_in_steps(data, kind.DESCRIPTOR, kind.FromString, LIMITS)
+    return await ConnectionQueue(ParseScheduler()).run(steps)
 
 
 def request(**counts: int) -> Any:
@@ -94,8 +93,8 @@ async def test_a_malformed_rest_hides_nothing(parts: dict[str, int]) -> None:
 async def test_without_limits_nothing_is_counted() -> None:
     data = request(ids=LIMITS.numbers).SerializeToString()
     parse: Any = kserve.ModelInferRequest.FromString
-    unlimited = LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, parse, None)
-    contents = (await unlimited.run(ConnectionQueue(ParseScheduler()))).inputs[0].contents
+    unlimited = parse_in_steps(data, kserve.ModelInferRequest.DESCRIPTOR, parse, None)
+    contents = (await ConnectionQueue(ParseScheduler()).run(unlimited)).inputs[0].contents
     assert len(contents.int_contents) == LIMITS.numbers
 
 
@@ -104,9 +103,8 @@ async def test_without_limits_nothing_is_counted() -> None:
 )
 async def test_malformed_message_is_left_to_its_parser(data: bytes) -> None:
     found: list[Any] = []
-    await LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, found.append, LIMITS).run(
-        ConnectionQueue(ParseScheduler())
-    )
+    steps = parse_in_steps(data, kserve.ModelInferRequest.DESCRIPTOR, found.append, LIMITS)
+    await ConnectionQueue(ParseScheduler()).run(steps)
     assert found == [data]
     with pytest.raises(DecodeError):
         kserve.ModelInferRequest.FromString(data)
@@ -121,8 +119,8 @@ async def test_parsing_is_paid_with_the_turns_that_follow() -> None:
         ends.append(passes)
 
     parsing = [
-        LargeMessage(b"", kserve.ModelInferRequest.DESCRIPTOR, parse, LIMITS).run(
-            ConnectionQueue(turns)
+        ConnectionQueue(turns).run(
+            parse_in_steps(b"", kserve.ModelInferRequest.DESCRIPTOR, parse, LIMITS)
         )
         for _ in range(3)
     ]
@@ -140,8 +138,8 @@ async def test_other_connections_have_turns_in_between() -> None:
     turns, turn = ParseScheduler(), 0
     data = request(inputs=LIMITS.fields - 10_000).SerializeToString()
     checking = asyncio.create_task(
-        LargeMessage(data, kserve.ModelInferRequest.DESCRIPTOR, lambda _: None, LIMITS).run(
-            ConnectionQueue(turns)
+        ConnectionQueue(turns).run(
+            parse_in_steps(data, kserve.ModelInferRequest.DESCRIPTOR, lambda _: None, LIMITS)
         )
     )
     while not checking.done():

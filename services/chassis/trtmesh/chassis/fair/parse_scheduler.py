@@ -8,13 +8,16 @@ take turns before connections do: one with a thousand connections has no more of
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Generator, Hashable
 from time import perf_counter
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from trtmesh.chassis.fair.loop_yield import after_rest
 from trtmesh.chassis.fair.rotation import Rotation
+
+T = TypeVar("T")
 
 TURN_SECONDS = 0.001
 """Time of a connection in a slice. A turn ends after the frame that reaches it; a frame's size bounds the excess."""
@@ -104,12 +107,54 @@ class ParseScheduler:
                 self._plan()
 
 
+class _Steps(Generic[T]):
+    """A generator that yields between its steps."""
+
+    def __init__(self, steps: Generator[None, None, T]) -> None:
+        self._steps = steps
+        self.result: T
+        self.error: Exception | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def go_on(self, until: float) -> bool:
+        try:
+            while True:
+                next(self._steps)
+                if perf_counter() >= until:
+                    return True
+        except StopIteration as end:
+            self.result = end.value
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+            self.error = error
+        return False
+
+    def completed(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+
 class ConnectionQueue:
     """Works of one connection, one after the other: they take the turns of one, however many they are."""
 
     def __init__(self, turns: ParseScheduler, origin: Hashable = "") -> None:
         self._turns, self._origin = turns, origin
         self._works: deque[Work] = deque()
+
+    async def run(self, steps: Generator[None, None, T]) -> T:
+        """Runs a generator that yields between its steps. Returns its result, or raises its error."""
+        work = _Steps(steps)
+        self.take(work)
+        try:
+            await work.done
+        finally:
+            steps.close()
+        if work.error is not None:
+            try:
+                raise work.error
+            finally:
+                # A cycle would keep what its frames have.
+                work.error = None
+        return work.result
 
     def take(self, work: Work) -> None:
         """Has the work go on in turns until it is completed, at once if there is time."""

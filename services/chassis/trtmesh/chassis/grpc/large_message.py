@@ -7,17 +7,16 @@ that follow.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue
 from trtmesh.chassis.grpc.messages import BadMessage, Message
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,60 +54,17 @@ _NOT_LAST = bytes(range(128, 256))
 """Bytes that do not end a number."""
 
 
-class LargeMessage:
-    """One message, counted and parsed in turns."""
-
-    def __init__(
-        self,
-        data: Message,
-        descriptor: Descriptor,
-        parse: Callable[[Message], Any],
-        limits: MessageLimits | None,
-    ) -> None:
-        """Without `limits`, nothing is counted."""
-        self._steps = self._count_and_parse(data, descriptor, parse, limits)
-        self._parsed: Any = None
-        self._problem: BadMessage | None = None
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def run(self, queue: ConnectionQueue) -> Any:
-        """What `parse` returns. Raises BadMessage as `parse` does, and for a message of too many fields."""
-        queue.take(self)
-        try:
-            await self._done
-        finally:
-            self._steps = iter(())
-        if self._problem is not None:
-            try:
-                raise self._problem
-            finally:
-                # A cycle would keep the message.
-                self._problem = None
-        return self._parsed
-
-    def go_on(self, until: float) -> bool:
-        try:
-            for _ in self._steps:
-                if perf_counter() >= until:
-                    return True
-        except BadMessage as problem:
-            self._problem = problem
-        return False
-
-    def completed(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
-
-    def _count_and_parse(
-        self,
-        data: Message,
-        descriptor: Descriptor,
-        parse: Callable[[Message], Any],
-        limits: MessageLimits | None,
-    ) -> Iterator[None]:
-        if limits is not None:
-            yield from _count(memoryview(data), descriptor, limits)
-        self._parsed = parse(data)
+def parse_in_steps(
+    data: Message,
+    descriptor: Descriptor,
+    parse: Callable[[Message], T],
+    limits: MessageLimits | None,
+) -> Generator[None, None, T]:
+    """Counts the fields of a message, unless it has no `limits`, and parses it. Raises BadMessage for a message of too
+    many fields."""
+    if limits is not None:
+        yield from _count(memoryview(data), descriptor, limits)
+    return parse(data)
 
 
 def _count(data: memoryview, descriptor: Descriptor, limits: MessageLimits) -> Iterator[None]:

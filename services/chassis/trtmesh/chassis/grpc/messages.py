@@ -6,8 +6,7 @@ import asyncio
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable
-from time import perf_counter
+from collections.abc import Callable, Generator
 from typing import TypeAlias
 
 import grpc
@@ -203,60 +202,45 @@ class Inflation:
         self._max_bytes = max_bytes
         self._count = count
         self._data = bytearray()
-        self._problem: BadMessage | None = None
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_wanted = True
 
     @property
     def size(self) -> int:
         """Bytes that are held, and those of the message that will be parsed from them."""
         return len(self._compressed) + 2 * len(self._data)
 
-    async def run(self, queue: ConnectionQueue) -> bytearray:
-        """The decompressed message. Raises BadMessage."""
-        queue.take(self)
-        try:
-            await self._done
-            if self._problem is not None:
-                raise self._problem
-            return self._data
-        finally:
-            self.clear()
-
     def clear(self) -> None:
-        """Forgets everything: nobody reads the message. Ends `run`."""
+        """Forgets everything: nobody reads the message."""
+        self._is_wanted = False
         self._compressed, self._data = b"", bytearray()
-        self._problem = BadMessage(grpc.StatusCode.CANCELLED, "the call has ended")
-        self.completed()
 
-    def go_on(self, until: float) -> bool:
+    def steps(self) -> Generator[None, None, bytearray]:
+        """Decompresses a little in each step. Returns the message. Raises BadMessage."""
+        while self._is_wanted:
+            self._inflate()
+            # To make room, this may end the call.
+            self._count()
+            if self._decompressor.eof and self._is_wanted:
+                return self._data
+            yield
+        raise BadMessage(grpc.StatusCode.CANCELLED, "the call has ended")
+
+    def _inflate(self) -> None:
+        """Decompresses a little. Raises BadMessage."""
         try:
-            while self._problem is None and self._inflate():
-                if perf_counter() >= until:
-                    return True
+            piece = self._decompressor.decompress(self._compressed, INFLATED_BYTES)
         except zlib.error as error:
-            self._problem = BadMessage(
-                grpc.StatusCode.INTERNAL, f"a message cannot be decompressed: {error}"
-            )
-        return False
-
-    def completed(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
-
-    def _inflate(self) -> bool:
-        """Decompresses a little; whether more is left. Raises zlib.error."""
-        piece = self._decompressor.decompress(self._compressed, INFLATED_BYTES)
+            raise _not_inflated(str(error)) from error
         self._compressed = self._decompressor.unconsumed_tail
         self._data += piece
         if len(self._data) > self._max_bytes:
-            self._problem = too_large(len(self._data), self._max_bytes)
-        elif not self._decompressor.eof and not piece:
-            self._problem = BadMessage(
-                grpc.StatusCode.INTERNAL, "a message cannot be decompressed: it is incomplete"
-            )
-        # To make room, this may end the call.
-        self._count()
-        return self._problem is None and not self._decompressor.eof
+            raise too_large(len(self._data), self._max_bytes)
+        if not self._decompressor.eof and not piece:
+            raise _not_inflated("it is incomplete")
+
+
+def _not_inflated(why: str) -> BadMessage:
+    return BadMessage(grpc.StatusCode.INTERNAL, f"a message cannot be decompressed: {why}")
 
 
 class ReceivedMessages:
@@ -402,8 +386,9 @@ class ReceivedMessages:
         reader = self._reader
         self._inflation = Inflation(body, reader.encoding, reader.max_bytes, self._count)
         try:
-            return await self._inflation.run(self._queue)
+            return await self._queue.run(self._inflation.steps())
         finally:
+            self._inflation.clear()
             self._inflation = None
             self._count()
 

@@ -16,7 +16,7 @@ from trtmesh.chassis.fair.budget import Account
 from trtmesh.chassis.fair.large import LARGE_BYTES
 from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue
 from trtmesh.chassis.fair.start_scheduler import StartQueue
-from trtmesh.chassis.grpc.large_message import LargeMessage, MessageLimits
+from trtmesh.chassis.grpc.large_message import MessageLimits, parse_in_steps
 from trtmesh.chassis.grpc.messages import (
     BadMessage,
     Message,
@@ -624,11 +624,11 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             # It is gone if the call ended meanwhile.
             self._check_open()
             data = self._requests.take()
-            large = LargeMessage(data, descriptor, self._parsed, self._message_limits)
+            steps = parse_in_steps(data, descriptor, self._parsed, self._message_limits)
             # Freed as soon as it is parsed.
             del data
             with self._holding(size):
-                return await large.run(self._queue)
+                return await self._queue.run(steps)
         finally:
             self._backlog.leave(size)
 
