@@ -14,13 +14,10 @@ from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE
 from trtmesh.chassis.http2 import connection, frames, headers
 from trtmesh.chassis.http2.rates import RATES
 from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
+from trtmesh.router.doors.http import json_parser
+from trtmesh.router.doors.http.port import IDLE_SECONDS, UNREAD_MARGIN_SECONDS
 from trtmesh.router.doors.triton import calls, tensors
-from trtmesh.router.doors.triton.http import json_parser
-from trtmesh.router.doors.triton.http.door import (
-    IDLE_SECONDS,
-    UNREAD_MARGIN_SECONDS,
-    HttpSettings,
-)
+from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.values import request
 from trtmesh.router.values.handoff_state import MAX_STATE_BYTES

@@ -21,6 +21,7 @@ from trtmesh.chassis.foreign_address import ForeignAddress, is_foreign, parse_en
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
+from trtmesh.chassis.tls.certificates import HTTP_1_1
 from trtmesh.chassis.tls.client import H2, PeerTls, plain_text
 from trtmesh.kserve import grpc_service_pb2
 from trtmesh.router.adapters.adapters import Adapters
@@ -30,6 +31,7 @@ from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.doors.guard import CallerGuard
+from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.native import MeshService
 from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
 from trtmesh.router.doors.triton.triton import Triton
@@ -127,18 +129,23 @@ class Router:
             settings.connections,
         )
         self._parsing = LargeMessageThread()
-        self._triton = self._triton_front() if settings.triton.enabled else None
+        self._http: HttpPort | None = None
+        self._triton = self._make_triton() if settings.triton.enabled else None
         self._metrics.gauges = self._gauges
         runtime.registry.register(self._metrics)
         if self._recorder is not None:
             runtime.registry.register(self._recorder)
 
     def register(self, server: grpc.aio.Server) -> None:
+        settings = self._settings
         mesh_service = MeshService(self._requests, self._callers, self._metrics, self._parsing)
         router_pb2_grpc.add_MeshServiceServicer_to_server(mesh_service, server)
         self._runtime.addresses["admin_address"] = self._admin_door.listen()
         if self._triton is not None:
             self._triton.register(server)
+        if self._http is not None and settings.http.port is not None:
+            address = self._http.listen(settings.host, settings.http.port)
+            self._runtime.addresses["http_address"] = address
 
     def _followed_router(self) -> Followed:
         settings = self._settings.adapters
@@ -157,14 +164,21 @@ class Router:
             self._runtime.certificates.peer_files,
         )
 
-    def _triton_front(self) -> Triton:
+    def _make_triton(self) -> Triton:
+        settings = self._settings
+        if settings.http.port is not None:
+            self._http = HttpPort(
+                self._callers,
+                settings.http,
+                settings.max_message_bytes,
+                settings.client.unread_seconds,
+                self._runtime.certificates.server(HTTP_1_1),
+            )
         return Triton(
-            self._settings.triton,
-            self._settings.models,
-            self._settings.http,
-            self._settings.host,
-            self._settings.max_message_bytes,
-            self._settings.client.unread_seconds,
+            settings.triton,
+            settings.models,
+            settings.http,
+            self._http,
             self._runtime,
             self._fleet,
             self._tokenizers,
@@ -176,8 +190,8 @@ class Router:
 
     async def start(self) -> None:
         await self._admin_door.open()
-        if self._triton is not None:
-            await self._triton.open()
+        if self._http is not None:
+            await self._http.open()
         await self._adapters.refresh()
         await self._tell_health()
         settings = self._settings
@@ -234,16 +248,16 @@ class Router:
     def _retire_connections(self) -> None:
         """Sends the clients of every door away from this router, after what they are doing."""
         self._runtime.retire_connections()
-        if self._triton is not None:
-            self._triton.retire_connections()
+        if self._http is not None:
+            self._http.retire_connections()
 
     async def stop(self) -> None:
         tasks = [*self._keepers, *self._links.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._triton is not None:
-            await self._triton.close()
+        if self._http is not None:
+            await self._http.close()
         await self._admin_door.close()
         await self._adapters.close()
 

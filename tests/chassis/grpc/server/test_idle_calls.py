@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from chassis.grpc.server.conftest import MOST_BYTES, Example, serving
 from chassis.grpc.server.wire import Wire, message, wired
-from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
+from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.http2.frames import ErrorCode, FrameType, Setting, window_update

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from chassis.grpc.server.conftest import MOST_BYTES, Example, serving
 from chassis.grpc.server.wire import Wire, message, wired
-from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
+from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.http2 import connection as http2_connection
 from trtmesh.chassis.http2.frames import (

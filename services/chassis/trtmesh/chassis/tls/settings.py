@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
+from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.settings import CommaList, ServiceSettings, Settings
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Self
 
 import grpc
+from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.connection_limits import origin_of
 from trtmesh.chassis.logs import rebind_caller
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME
@@ -16,6 +19,16 @@ from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import RunningRequest
+
+
+class ErrorWording:
+    """Says errors in the words of a call, once the call is read."""
+
+    def __init__(self) -> None:
+        self.sentence: Callable[[TrtmeshError], str] = attrgetter("message")
+
+    def __call__(self, error: TrtmeshError) -> str:
+        return self.sentence(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import grpc
 from trtmesh.chassis.addresses import listeners
 from trtmesh.chassis.allocator import FreePages
+from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.fair.backlog import Backlog
 from trtmesh.chassis.fair.budget import Budget
 from trtmesh.chassis.fair.connection_limits import ConnectionCounts
 from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.fair.start_scheduler import StartScheduler
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
-from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server.call import Handler
 from trtmesh.chassis.grpc.server.compression import Compressor

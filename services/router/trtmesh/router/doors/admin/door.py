@@ -11,8 +11,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from trtmesh.chassis.addresses import listen
 from trtmesh.chassis.bearer import AdminToken
+from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.errors import Unauthenticated
-from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.grpc.server.refusals import Refusal
 from trtmesh.chassis.settings import Port, Settings

@@ -18,7 +18,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.fair.large_message_thread import Held, LargeMessageThread
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
-from trtmesh.router.doors.generation import Caller
+from trtmesh.router.doors.generation import Caller, ErrorWording
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.generations import Generations
@@ -48,16 +48,6 @@ MODEL_CONTROL = (
 def unsupported(feature: str) -> UnsupportedCall:
     """The error of a call for a feature of Triton without a counterpart here."""
     return UnsupportedCall(f"this server does not serve {feature}")
-
-
-class ErrorWording:
-    """Says errors in the words of a call, once the call is read."""
-
-    def __init__(self) -> None:
-        self.call: Call | None = None
-
-    def __call__(self, error: TrtmeshError) -> str:
-        return error.message if self.call is None else self.call.sentence(error)
 
 
 class TritonServer:
@@ -138,7 +128,7 @@ class TritonServer:
                 begun=raw is not None,
                 held=held,
             )
-            wording.call = call
+            wording.sentence = call.sentence
             self._parameters.check(call)
         except TrtmeshError:
             if isinstance(served.template, GenerationTemplate):

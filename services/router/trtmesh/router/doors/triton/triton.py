@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import grpc
 from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
 from trtmesh.chassis.service import Runtime
-from trtmesh.chassis.tls.certificates import HTTP_1_1
 from trtmesh.router.callers.callers import Callers
+from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.generations import Generations
 from trtmesh.router.doors.triton.grpc.door import TritonDoor
@@ -24,16 +24,14 @@ from trtmesh.router.tokenizers.pool import TokenizerPool
 
 
 class Triton:
-    """Call order: `register`, `open`, `close`. Without HTTP the last two do nothing."""
+    """Serves Triton's models over gRPC, and at a port over HTTP. Raises SettingsError."""
 
     def __init__(
         self,
         settings: TritonSettings,
         models: Sequence[str],
         http: HttpSettings,
-        host: str,
-        max_message_bytes: int,
-        unread_seconds: float,
+        port: HttpPort | None,
         runtime: Runtime,
         fleet: Fleet,
         tokenizers: TokenizerPool,
@@ -42,7 +40,6 @@ class Triton:
         metrics: RouterMetrics,
         parsing: LargeMessageThread,
     ) -> None:
-        self._runtime = runtime
         texts = Texts(tokenizers, requests.served_model)
         engines = Engines(fleet)
         generations = Generations(requests, texts, metrics, engines, parsing)
@@ -58,36 +55,10 @@ class Triton:
             have_roles=engines.have_roles,
         )
         self._door = TritonDoor(server, callers)
-        self._http = (
-            HttpDoor(
-                server,
-                callers,
-                http,
-                host,
-                max_message_bytes,
-                unread_seconds,
-                runtime.certificates.server(HTTP_1_1),
-            )
-            if http.port is not None
-            else None
-        )
+        if port is not None:
+            HttpDoor(server, http).register(port)
         runtime.more_metrics = server.metrics(engines.figures).text
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the gRPC methods and takes the address for HTTP. Raises StartupError."""
+        """Adds the gRPC methods."""
         self._door.register(server)
-        if self._http is not None:
-            self._runtime.addresses["http_address"] = self._http.listen()
-
-    async def open(self) -> None:
-        if self._http is not None:
-            await self._http.open()
-
-    def retire_connections(self) -> None:
-        """Has clients of HTTP open their next connections, maybe to another router."""
-        if self._http is not None:
-            self._http.retire_connections()
-
-    async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()

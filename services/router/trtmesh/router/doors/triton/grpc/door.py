@@ -16,13 +16,12 @@ from trtmesh.chassis.quoting import cut
 from trtmesh.chassis.rpc import answering, holding_message, message_bytes_of
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.callers.callers import Callers
-from trtmesh.router.doors.generation import caller_of
+from trtmesh.router.doors.generation import ErrorWording, caller_of
 from trtmesh.router.doors.triton.calls import MOST_ID_CHARACTERS
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.server import (
     MODEL_CONTROL,
     SHARED_MEMORY,
-    ErrorWording,
     TritonServer,
     unsupported,
 )

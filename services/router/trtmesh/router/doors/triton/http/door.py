@@ -1,30 +1,18 @@
-"""Triton's HTTP endpoints, on a port of their own."""
+"""Triton's HTTP endpoints."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Any
 
 from aiohttp import web
-from pydantic import BeforeValidator, Field
+from google.protobuf.descriptor import FieldDescriptor
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.chassis.http_server import HttpLimits, HttpServer
-from trtmesh.chassis.settings import OptionalPort, Settings, split_commas
-from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.kserve import grpc_service_pb2 as kserve
-from trtmesh.router.callers.callers import Callers
-from trtmesh.router.doors.triton.http.authorising import authorising
-from trtmesh.router.doors.triton.http.bodies import (
-    Bodies,
-    BodyLimits,
-    as_json,
-    json_response,
-)
-from trtmesh.router.doors.triton.http.errors import answering
+from trtmesh.router.doors.http.answers import json_response
+from trtmesh.router.doors.http.port import HttpPort, PortSettings
 from trtmesh.router.doors.triton.http.inference import Inference
-from trtmesh.router.doors.triton.http.origins import only_from
 from trtmesh.router.doors.triton.http.platforms import (
     Handler,
     SageMaker,
@@ -42,16 +30,10 @@ from trtmesh.router.doors.triton.templates.template import Model
 
 Serving = Awaitable[web.StreamResponse]
 
-log = logging.getLogger(__name__)
-
 EXTENSIONS = (
     *("binary_tensor_data", "generate", "logging", "model_configuration", "model_repository"),
     *("parameters", "statistics"),
 )
-IDLE_SECONDS = 75.0
-"""How long a connection may idle, or take to send the head of a request."""
-UNREAD_MARGIN_SECONDS = 1.0
-"""How much longer than a request's client a connection may leave an answer unread."""
 MODEL = "/v2/models/{model}"
 VERSION = "/versions/{version:[0-9]+}"
 UNSUPPORTED = {
@@ -62,84 +44,25 @@ UNSUPPORTED = {
 """Features of Triton without a counterpart here."""
 
 
-class HttpSettings(Settings):
+class HttpSettings(PortSettings):
     """The Triton door over HTTP."""
 
-    port: OptionalPort = 8000
-    """Port to listen on; `none` serves no HTTP."""
-    max_connections: Annotated[int, Field(ge=1, le=2**20)] = 8192
-    """Most open connections; further ones are answered with 503."""
-    max_per_address: Annotated[int, Field(ge=1, le=2**20)] = 1024
-    """Most open connections of one IPv4 address or one /64 network of IPv6, with the same answer beyond. A proxy is one
-    for all behind it, and needs a connection for each request at a time."""
-    max_json_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 16 * 2**20
-    """Largest JSON in a body; binary tensors behind it count for `max_message_bytes` alone."""
-    max_unfinished_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 128 * 2**20
-    """Most bytes of requests that are not parsed yet, of all connections together; beyond, the largest body is answered
-    with 429."""
-    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
-    """Origins of web pages, such as `https://chat.example`, whose browsers may send requests; `*` allows all. Pages of
-    this port itself are allowed under `localhost` and under an IP address."""
-    receive_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    """Time for a client to send the body of a request."""
     sagemaker: SageMakerSettings = SageMakerSettings()
     vertex_ai: VertexAiSettings = VertexAiSettings()
 
 
 class HttpDoor:
-    """Serves from `open` to `close`."""
+    """Serves the Triton models."""
 
-    def __init__(
-        self,
-        server: TritonServer,
-        callers: Callers,
-        settings: HttpSettings,
-        host: str,
-        max_body_bytes: int,
-        unread_seconds: float,
-        tls: ServerTls | None,
-    ) -> None:
+    def __init__(self, server: TritonServer, settings: HttpSettings) -> None:
         self._server = server
         self._settings = settings
-        self._host = host
-        authorise = authorising(callers, (self._live, self._ready, self._model_ready))
-        app = web.Application(
-            middlewares=[answering, only_from(settings.allowed_origins), authorise],
-            client_max_size=max_body_bytes,
-        )
-        limits = HttpLimits(
-            max_open=settings.max_connections,
-            max_per_address=settings.max_per_address,
-            held_bytes=settings.max_unfinished_bytes,
-            idle_seconds=IDLE_SECONDS,
-            # A stream ends by the limit of its request, which tells why.
-            unread_seconds=unread_seconds + UNREAD_MARGIN_SECONDS,
-        )
-        self._http = HttpServer(app, limits, tls)
-        json_bytes = min(settings.max_json_bytes, max_body_bytes)
-        self._bodies = Bodies(
-            BodyLimits(max_body_bytes, json_bytes, settings.receive_seconds), self._http
-        )
-        self._add_routes(app, Inference(server, self._bodies))
 
-    def listen(self) -> str:
-        """Takes the address and returns it. Raises StartupError."""
-        assert self._settings.port is not None
-        address, _ = self._http.listen(self._host, self._settings.port, "listen for HTTP")
-        log.info("listening for HTTP on %s", address)
-        return address
-
-    async def open(self) -> None:
-        await self._http.open()
-
-    def retire_connections(self) -> None:
-        """Has clients open their next connections, maybe to another router."""
-        self._http.retire_connections()
-
-    async def close(self) -> None:
-        await self._http.close()
-
-    def _add_routes(self, app: web.Application, inference: Inference) -> None:
+    def register(self, port: HttpPort) -> None:
+        """Adds all paths. Raises SettingsError."""
+        self._bodies, app = port.bodies, port.app
+        inference = Inference(self._server, port.bodies)
+        port.open_handlers.update((self._live, self._ready, self._model_ready))
         get, post = app.router.add_get, app.router.add_post
         if self._settings.sagemaker.model:
             sagemaker = SageMaker(self._settings.sagemaker, self._server, inference)
@@ -253,3 +176,31 @@ def _set_log_setting(setting: Any, name: str, value: Any) -> None:
 
 def _only_value(setting: Any) -> Any:
     return getattr(setting, setting.WhichOneof("parameter_choice"))
+
+
+def as_json(message: Any) -> dict[str, Any]:
+    """A KServe message as Triton writes it: fields at their default included, and 64-bit numbers as numbers, which
+    protobuf's own JSON writes as texts."""
+    return {
+        field.name: _field(message, field)
+        for field in message.DESCRIPTOR.fields
+        if not field.has_presence or message.HasField(field.name)
+    }
+
+
+def _field(message: Any, field: FieldDescriptor) -> Any:
+    value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        of_values = field.message_type.fields_by_name["value"]
+        return {str(key): _one(value[key], of_values) for key in value}
+    if field.is_repeated:
+        return [_one(element, field) for element in value]
+    return _one(value, field)
+
+
+def _one(value: Any, field: FieldDescriptor) -> Any:
+    if field.message_type is not None:
+        return as_json(value)
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name
+    return value

@@ -9,7 +9,9 @@ from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.fair.large import LARGE_BYTES
-from trtmesh.router.doors.triton.http.bodies import Body, parse_json, to_json, to_json_in_pieces
+from trtmesh.router.doors.http.answers import to_json, to_json_in_pieces
+from trtmesh.router.doors.http.bodies import Body
+from trtmesh.router.doors.http.json_bodies import parse_json
 from trtmesh.router.doors.triton.http.infer_body import (
     Asked,
     begin_request,

@@ -13,13 +13,9 @@ from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.parsing import MAX_DIMENSIONS
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
-from trtmesh.router.doors.triton.http.bodies import (
-    JSON_COST,
-    Body,
-    parse_json,
-    to_json,
-    to_json_in_pieces,
-)
+from trtmesh.router.doors.http.answers import to_json, to_json_in_pieces
+from trtmesh.router.doors.http.bodies import Body
+from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
 from trtmesh.router.doors.triton.http.json_tensors import flatten, read_elements, values
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Model

@@ -12,10 +12,12 @@ from trtmesh.chassis.errors import InvalidRequest, SlowClient, TrtmeshError, Uns
 from trtmesh.chassis.fair.connection_limits import origin_of
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
+from trtmesh.router.doors.http.answers import compressed, to_json
+from trtmesh.router.doors.http.authorising import IDENTITY
+from trtmesh.router.doors.http.bodies import Bodies, Body
+from trtmesh.router.doors.http.errors import WORDING, error_headers
+from trtmesh.router.doors.http.json_bodies import JSON_COST
 from trtmesh.router.doors.triton.answers import Answer
-from trtmesh.router.doors.triton.http.authorising import IDENTITY
-from trtmesh.router.doors.triton.http.bodies import JSON_COST, Bodies, Body, to_json
-from trtmesh.router.doors.triton.http.errors import WORDING, error_headers
 from trtmesh.router.doors.triton.http.generate_body import read_generate, write_generate
 from trtmesh.router.doors.triton.http.infer_body import (
     HEADER_LENGTH,
@@ -31,10 +33,6 @@ from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.tensors import Output
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-LEAST_COMPRESSED_BYTES = 256
-COMPRESSIONS = {
-    coding.value: coding for coding in (web.ContentCoding.gzip, web.ContentCoding.deflate)
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class Inference:
         elif header_length is not None:
             response.content_type = "application/octet-stream"
             response.headers[HEADER_LENGTH] = str(header_length)
-        return _compressed(request, response)
+        return compressed(request, response)
 
     async def generate(self, request: web.Request, model: Model) -> web.Response:
         """A single response, as plain JSON."""
@@ -99,7 +97,7 @@ class Inference:
         asked = await self._read(request, model, read, unary=not model.refuses_unary_calls)
         outputs = await self._only_response(request, asked)
         body = await self._written(asked, outputs)
-        return _compressed(request, web.Response(body=body, content_type="application/json"))
+        return compressed(request, web.Response(body=body, content_type="application/json"))
 
     async def generate_stream(self, request: web.Request, model: Model) -> web.StreamResponse:
         """Responses as server-sent events."""
@@ -241,26 +239,3 @@ def _not_one_response() -> TrtmeshError:
 
 def _caller_of(request: web.Request) -> Caller:
     return Caller(request[IDENTITY], None, origin_of(request.remote or ""))
-
-
-def _compressed(request: web.Request, response: web.Response) -> web.Response:
-    """The response, compressed if the client takes that and it is worth it."""
-    coding = coding_of(request)
-    if coding is not None and (response.content_length or 0) >= LEAST_COMPRESSED_BYTES:
-        response.enable_compression(coding)
-    return response
-
-
-def coding_of(request: web.Request) -> web.ContentCoding | None:
-    """The supported compression that the client prefers."""
-    best, best_weight = None, 0.0
-    for part in ",".join(request.headers.getall(hdrs.ACCEPT_ENCODING, ())).split(","):
-        name, *parameters = (word.strip().lower() for word in part.split(";"))
-        weights = [text.removeprefix("q=") for text in parameters if text.startswith("q=")]
-        try:
-            wanted = float(weights[0]) if weights else 1.0
-        except ValueError:
-            continue
-        if wanted > best_weight and name in (*COMPRESSIONS, "identity"):
-            best, best_weight = COMPRESSIONS.get(name), wanted
-    return best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from trtmesh.chassis.errors import Draining
-from trtmesh.router.doors.triton.http.errors import error_headers
+from trtmesh.router.doors.http.errors import error_headers
 
 
 @pytest.mark.parametrize(

@@ -1,39 +1,31 @@
-"""Bodies over HTTP: received within limits of size and time, decompressed, parsed as JSON; messages as JSON."""
+"""Bodies over HTTP: received within limits of size and time, and decompressed."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from time import perf_counter
 from typing import Any, TypeAlias
 
 from aiohttp import hdrs, web
-from google.protobuf.descriptor import FieldDescriptor
 from trtmesh.chassis.errors import Exhausted, InvalidRequest, UnsupportedCall
 from trtmesh.chassis.fair.budget import Account, Budget
 from trtmesh.chassis.http_server import HttpServer
 from trtmesh.chassis.quoting import cut
-from trtmesh.router.doors.triton.http.json_parser import parse
+from trtmesh.router.doors.http.json_bodies import parse_json
 
 COMPRESSED = ("gzip", "deflate")
 UNFINISHED = "http.max_unfinished_bytes"
 MOST_SETTINGS_BYTES = 2**16
 """Largest body of a request about the server's settings."""
-PIECE_ELEMENTS = 2**12
-"""Elements of a list that are encoded at once, in 3 ms."""
 COMPRESSED_PIECE, INFLATED_PIECE = 2**18, 2**20
 """Bytes that are decompressed at once, and most bytes that come of it at once."""
 MAPPED_BYTES = 2**18
 """Least size of a body in a mapping of its own."""
-JSON_COST = 16
-"""Bytes of a protobuf message that take as long as a byte of JSON."""
-
 
 Body: TypeAlias = "bytes | memoryview"
 """A body or a part of it: to copy the largest takes 50 ms."""
@@ -192,89 +184,3 @@ async def _account(budget: Budget) -> AsyncIterator[Account]:
 def _too_large(most_bytes: int, setting: str) -> web.HTTPRequestEntityTooLarge:
     text = f"the body of the request has more than {most_bytes} bytes ({setting})"
     return web.HTTPRequestEntityTooLarge(most_bytes, text=text)
-
-
-def _said_twice(key: str) -> str:
-    return f"failed to parse the request JSON buffer: key '{key}' already exists in its object"
-
-
-def parse_json(
-    body: Body, most_bytes: int, said_twice: Callable[[str], str] = _said_twice
-) -> dict[str, Any]:
-    """A JSON object; `said_twice` makes the sentence about a repeated key. Raises InvalidRequest."""
-    if len(body) > most_bytes:
-        raise InvalidRequest(
-            f"the request JSON has {len(body)} bytes but must have at most {most_bytes} (http.max_json_bytes); send"
-            " large tensors as binary data"
-        )
-    parsed = parse(body, said_twice)
-    if not isinstance(parsed, dict):
-        raise InvalidRequest("failed to parse the request JSON buffer: it is not a JSON object")
-    return parsed
-
-
-def to_json(value: Any) -> bytes:
-    """Compact JSON, with NaN and infinities as Triton writes them."""
-    return _compact(value).encode()
-
-
-def to_json_in_pieces(value: Any) -> bytes:
-    """As `to_json`, whose encoder holds the interpreter for a whole value. Other threads run between the pieces."""
-    return b"".join(piece.encode() for piece in _pieces(value))
-
-
-def _pieces(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        opening = "{"
-        for key, each in value.items():
-            yield f"{opening}{_compact(key)}:"
-            yield from _pieces(each)
-            opening = ","
-        yield "}" if value else "{}"
-    elif isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value[:1]):
-        for place, each in enumerate(value):
-            yield "," if place else "["
-            yield from _pieces(each)
-        yield "]"
-    elif isinstance(value, list):
-        for at in range(0, len(value), PIECE_ELEMENTS):
-            yield ("," if at else "[") + _compact(value[at : at + PIECE_ELEMENTS])[1:-1]
-        yield "]" if value else "[]"
-    else:
-        yield _compact(value)
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
-def json_response(value: Any, status: int = HTTPStatus.OK) -> web.Response:
-    return web.Response(body=to_json(value), status=status, content_type="application/json")
-
-
-def as_json(message: Any) -> dict[str, Any]:
-    """A KServe message as Triton writes it: fields at their default included, and 64-bit numbers as numbers, which
-    protobuf's own JSON writes as texts."""
-    return {
-        field.name: _field(message, field)
-        for field in message.DESCRIPTOR.fields
-        if not field.has_presence or message.HasField(field.name)
-    }
-
-
-def _field(message: Any, field: FieldDescriptor) -> Any:
-    value = getattr(message, field.name)
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        of_values = field.message_type.fields_by_name["value"]
-        return {str(key): _one(value[key], of_values) for key in value}
-    if field.is_repeated:
-        return [_one(element, field) for element in value]
-    return _one(value, field)
-
-
-def _one(value: Any, field: FieldDescriptor) -> Any:
-    if field.message_type is not None:
-        return as_json(value)
-    if field.enum_type is not None:
-        return field.enum_type.values_by_number[value].name
-    return value

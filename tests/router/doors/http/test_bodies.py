@@ -22,16 +22,8 @@ from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.budget import Budget
 from trtmesh.chassis.fair.start_scheduler import MAX_IN_SLICE
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
-from trtmesh.router.doors.triton.http.bodies import (
-    COMPRESSED_PIECE,
-    PIECE_ELEMENTS,
-    Bodies,
-    Body,
-    BodyLimits,
-    to_json,
-    to_json_in_pieces,
-)
-from trtmesh.router.doors.triton.http.inference import coding_of
+from trtmesh.router.doors.http.answers import PIECE_ELEMENTS, coding_of, to_json, to_json_in_pieces
+from trtmesh.router.doors.http.bodies import COMPRESSED_PIECE, Bodies, Body, BodyLimits
 from yarl import URL
 
 MOST_BYTES = 64 * 2**20

@@ -13,8 +13,8 @@ from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, Unavailable
 from trtmesh.chassis.logs import NO_CALLER, Occasionally, caller_bound, request_id_bound
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY
-from trtmesh.router.doors.triton.http.bodies import json_response
-from trtmesh.router.doors.triton.server import ErrorWording
+from trtmesh.router.doors.generation import ErrorWording
+from trtmesh.router.doors.http.answers import json_response
 
 log = logging.getLogger(__name__)
 occasionally = Occasionally(log)

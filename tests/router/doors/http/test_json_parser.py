@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.fair.large import LARGE_BYTES
 from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
-from trtmesh.router.doors.triton.http.json_parser import (
+from trtmesh.router.doors.http.json_parser import (
     MAX_DEPTH,
     MAX_KEY_CHARACTERS,
     MAX_KEYS,

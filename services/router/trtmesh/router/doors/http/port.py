@@ -1,0 +1,97 @@
+"""The port for HTTP, with what is common to all requests on it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+from aiohttp import web
+from pydantic import BeforeValidator, Field
+from trtmesh.chassis.http_server import HttpLimits, HttpServer
+from trtmesh.chassis.settings import OptionalPort, Settings, split_commas
+from trtmesh.chassis.tls.certificates import ServerTls
+from trtmesh.router.callers.callers import Callers
+from trtmesh.router.doors.http.authorising import Handler, authorising
+from trtmesh.router.doors.http.bodies import Bodies, BodyLimits
+from trtmesh.router.doors.http.errors import answering
+from trtmesh.router.doors.http.origins import only_from
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 75.0
+"""How long a connection may idle, or take to send the head of a request."""
+UNREAD_MARGIN_SECONDS = 1.0
+"""How much longer than a request's client a connection may leave an answer unread."""
+
+
+class PortSettings(Settings):
+    """The port for HTTP."""
+
+    port: OptionalPort = 8000
+    """Port to listen on; `none` serves no HTTP."""
+    max_connections: Annotated[int, Field(ge=1, le=2**20)] = 8192
+    """Most open connections; further ones are answered with 503."""
+    max_per_address: Annotated[int, Field(ge=1, le=2**20)] = 1024
+    """Most open connections of one IPv4 address or one /64 network of IPv6, with the same answer beyond. A proxy is one
+    for all behind it, and needs a connection for each request at a time."""
+    max_json_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 16 * 2**20
+    """Largest JSON in a body; binary tensors behind it count for `max_message_bytes` alone."""
+    max_unfinished_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 128 * 2**20
+    """Most bytes of requests that are not parsed yet, of all connections together; beyond, the largest body is answered
+    with 429."""
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
+    """Origins of web pages, such as `https://chat.example`, whose browsers may send requests; `*` allows all. Pages of
+    this port itself are allowed under `localhost` and under an IP address."""
+    receive_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Time for a client to send the body of a request."""
+
+
+class HttpPort:
+    """Serves the routes of its doors. Call order: the doors add to `app` and `open_handlers`; `listen`, `open`,
+    `close`."""
+
+    def __init__(
+        self,
+        callers: Callers,
+        settings: PortSettings,
+        max_body_bytes: int,
+        unread_seconds: float,
+        tls: ServerTls | None,
+    ) -> None:
+        """`unread_seconds` is how long a client of a request may leave its answer unread."""
+        self.open_handlers = set[Handler]()
+        """They answer anyone, with or without an API key."""
+        authorise = authorising(callers, self.open_handlers)
+        self.app = web.Application(
+            middlewares=[answering, only_from(settings.allowed_origins), authorise],
+            client_max_size=max_body_bytes,
+        )
+        limits = HttpLimits(
+            max_open=settings.max_connections,
+            max_per_address=settings.max_per_address,
+            held_bytes=settings.max_unfinished_bytes,
+            idle_seconds=IDLE_SECONDS,
+            # A stream ends by the limit of its request, which tells why.
+            unread_seconds=unread_seconds + UNREAD_MARGIN_SECONDS,
+        )
+        self._http = HttpServer(self.app, limits, tls)
+        json_bytes = min(settings.max_json_bytes, max_body_bytes)
+        self.bodies = Bodies(
+            BodyLimits(max_body_bytes, json_bytes, settings.receive_seconds), self._http
+        )
+
+    def listen(self, host: str, port: int) -> str:
+        """Takes the address and returns it. Raises StartupError."""
+        address, _ = self._http.listen(host, port, "listen for HTTP")
+        log.info("listening for HTTP on %s", address)
+        return address
+
+    async def open(self) -> None:
+        await self._http.open()
+
+    def retire_connections(self) -> None:
+        """Has clients open their next connections, maybe to another router."""
+        self._http.retire_connections()
+
+    async def close(self) -> None:
+        await self._http.close()
