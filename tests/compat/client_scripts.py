@@ -1,4 +1,4 @@
-"""The requests of upstream's client scripts, release by release, and the table of their outcomes in docs/triton.md.
+"""The requests of upstream's client scripts, by release, and the table of their outcomes in docs/triton.md.
 
 The scripts themselves are upstream's and not kept here: each function below sends what a script sends (names, types,
 shapes, protocol) and checks what the script reads. `python -m compat.client_scripts` (in `tests`) writes the table.
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import tritonclient.http.aio as aio_http
 from compat.plain_http import PlainHttp
-from compat.releases import RELEASES, tensors, typed
+from compat.releases import RELEASES, end_to_end, tensors, typed
 from compat.tiny_llama import END, PAD, TOKENIZER, VOCABULARY_SIZE, WIDTH
 from compat.triton import Response, SyncStream, Triton, in_pieces
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
@@ -64,7 +64,8 @@ class Script:
 
     @property
     def releases(self) -> Sequence[str]:
-        return RELEASES[RELEASES.index(self.since) : RELEASES.index(self.until) + 1]
+        """Those that it runs as of."""
+        return end_to_end(RELEASES[RELEASES.index(self.since) : RELEASES.index(self.until) + 1])
 
     @property
     def outcome(self) -> str:

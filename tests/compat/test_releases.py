@@ -1,18 +1,33 @@
-"""Requests as the clients of every release send them: each tensor at least once, its effect observed at the torch
-engine, or refused by name where it has none."""
+"""Requests as clients of TensorRT-LLM's releases send them: each tensor once, its effect observed at the torch engine,
+or refused by name where it has none; and all together, as of each release that declares inputs otherwise.
+
+That every release's declaration is read and translated alike: tests/router/doors/triton/test_releases.py. That every
+model's input reaches its field: test_every_input.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 from compat import tiny_llama
-from compat.releases import FACTS, MODELS, NUMPY, RELEASES, releases_of, row_of, tensors, typed
+from compat.releases import (
+    FACTS,
+    MODELS,
+    NUMPY,
+    RELEASES,
+    data_type_of,
+    end_to_end,
+    releases_of,
+    row_of,
+    tensors,
+    typed,
+)
 from compat.tiny_llama import END, PAD, TOKENIZER, VOCABULARY_SIZE, WIDTH
 from compat.triton import Response, Triton, in_pieces
 from e2e.mesh import Mesh, running_mesh
@@ -434,17 +449,41 @@ async def shows_a_picture(asker: Asker, name: str) -> None:
 OBSERVED = {**OBSERVED, "decoder_input_ids": starts_a_decoder, "image_input": shows_a_picture}
 
 
-def declarations(models: Iterable[str], kind: str) -> list[tuple[str, str, str]]:
-    """Model, tensor and first release of each declaration."""
-    return [
-        (model, name, entry.split(" ")[0])
-        for model in models
-        for name, entries in FACTS[model][kind].items()
-        for entry in entries
+def newest(model: str, kind: str) -> list[tuple[str, str, str]]:
+    """Model, tensor and the first release of its newest declaration."""
+    return [(model, name, since(entries[-1])) for name, entries in FACTS[model][kind].items()]
+
+
+def since(entry: str) -> str:
+    return entry.split(" ", maxsplit=1)[0]
+
+
+def changing(model: str, *kinds: str) -> list[tuple[str, str]]:
+    """Model and release of each change of its declarations."""
+
+    def declared(release: str) -> list[object]:
+        return [tensors(model, kind, release) for kind in kinds]
+
+    first, *others = releases_of(model)
+    changes = [
+        now for before, now in pairwise((first, *others)) if declared(before) != declared(now)
     ]
+    return [(model, each) for each in (first, *changes)]
 
 
-@pytest.mark.parametrize(("model", "name", "release"), declarations(GENERATING, "inputs"))
+INPUTS = [
+    *newest("ensemble", "inputs"),
+    *newest("tensorrt_llm", "inputs"),
+    *(
+        each
+        for each in newest("tensorrt_llm_bls", "inputs")
+        if each[1] not in FACTS["ensemble"]["inputs"]
+    ),
+]
+"""BLS differs from the ensemble in its images and drafts alone."""
+
+
+@pytest.mark.parametrize(("model", "name", "release"), INPUTS)
 async def test_input_of_a_generating_model(
     triton: Triton, model: str, name: str, release: str
 ) -> None:
@@ -493,7 +532,8 @@ NEUTRAL: Values = {
 
 
 @pytest.mark.parametrize(
-    ("model", "release"), [(model, each) for model in GENERATING for each in releases_of(model)]
+    ("model", "release"),
+    [(model, each) for model in GENERATING for each in end_to_end(releases_of(model))],
 )
 async def test_inputs_of_a_release_together(triton: Triton, model: str, release: str) -> None:
     """All inputs that may ask for nothing, in the release's names and types, change nothing."""
@@ -514,31 +554,34 @@ RICH: Values = {
 }
 
 
-@pytest.mark.parametrize(("model", "name", "release"), declarations(GENERATING, "outputs"))
-async def test_output_of_a_generating_model(
-    triton: Triton, model: str, name: str, release: str
-) -> None:
+@pytest.mark.parametrize(
+    ("model", "release"), [each for model in GENERATING for each in changing(model, "outputs")]
+)
+async def test_outputs_of_a_generating_model(triton: Triton, model: str, release: str) -> None:
     """In a response that has all outputs: two rows with two sequences each."""
     asker = Asker(triton, model, release)
-    if name == "context_phase_params":
-        parameters = {"request_type": "context_only"}
-        (response,) = await asker.responses({}, parameters=parameters)
-        assert response.outputs[name].dtype == np.uint8
-        return
     request = typed(model, release, asker.prompt | {asker.name(n): v for n, v in RICH.items()})
     both = {tensor: np.concatenate([row, row]) for tensor, row in request.items()}
+    declared = {n: t for n, t in tensors(model, "outputs", release).items() if n != HALF}
     mandatory = {"output_ids", "sequence_length"} if asker.is_core else set()
-    responses = await triton.stream(model, both, outputs=sorted({name} | mandatory))
-    declared = tensors(model, "outputs", release)[name]
+    responses = await triton.stream(model, both, outputs=sorted({*declared, *mandatory}))
     assert len(responses) == 4
     for response in responses:
         assert not response.error
-        assert response.outputs[name].dtype == row_dtype(declared.data_type)
+        assert set(response.outputs) == {*declared, *mandatory}
+        for name, tensor in declared.items():
+            assert response.outputs[name].dtype == NUMPY[data_type_of(tensor)]
 
 
-def row_dtype(data_type: str) -> Any:
-    """The type that tritonclient reads; the templates' logits are FP32 by default."""
-    return np.dtype(NUMPY[data_type or "FP32"])
+HALF = "context_phase_params"
+"""The output of a first half alone."""
+
+
+async def test_output_of_a_first_half(triton: Triton) -> None:
+    ((model, name, release),) = [e for e in newest("tensorrt_llm", "outputs") if e[1] == HALF]
+    parameters = {"request_type": "context_only"}
+    (response,) = await Asker(triton, model, release).responses({}, parameters=parameters)
+    assert response.outputs[name].dtype == np.uint8
 
 
 async def preprocessed(triton: Triton, release: str, values: Values) -> Response:
@@ -588,7 +631,7 @@ PICTURED: Values = {
 }
 
 
-@pytest.mark.parametrize(("_", "name", "release"), declarations(["preprocessing"], "inputs"))
+@pytest.mark.parametrize(("_", "name", "release"), newest("preprocessing", "inputs"))
 async def test_input_of_preprocessing(triton: Triton, _: str, name: str, release: str) -> None:
     if name in PICTURED:
         response = await preprocessed(triton, release, {name: PICTURED[name]})
@@ -599,20 +642,20 @@ async def test_input_of_preprocessing(triton: Triton, _: str, name: str, release
     assert {each: response.outputs[each].tolist() for each in expected} == expected
 
 
-@pytest.mark.parametrize(("_", "name", "release"), declarations(["preprocessing"], "outputs"))
-async def test_output_of_preprocessing(triton: Triton, _: str, name: str, release: str) -> None:
+@pytest.mark.parametrize(("_", "release"), changing("preprocessing", "outputs"))
+async def test_outputs_of_preprocessing(triton: Triton, _: str, release: str) -> None:
     everything = {
         each: value for values, _ in PREPROCESSED.values() for each, value in values.items()
     }
     response = await preprocessed(triton, release, everything)
-    declared = tensors("preprocessing", "outputs", release)[name]
-    if name in response.outputs:
-        assert response.outputs[name].dtype == row_dtype(declared.data_type)
-        return
-    # The outputs of a vision encoder are refused where a request names them.
-    request = typed("preprocessing", release, {"QUERY": PROMPT, "REQUEST_OUTPUT_LEN": TOKENS})
-    (response,) = await triton.stream("preprocessing", request, outputs=[name])
-    assert name in response.error
+    for name, declared in tensors("preprocessing", "outputs", release).items():
+        if name in response.outputs:
+            assert response.outputs[name].dtype == NUMPY[declared.data_type]
+            continue
+        # The outputs of a vision encoder are refused where a request names them.
+        request = typed("preprocessing", release, {"QUERY": PROMPT, "REQUEST_OUTPUT_LEN": TOKENS})
+        (refused,) = await triton.stream("preprocessing", request, outputs=[name])
+        assert name in refused.error
 
 
 PASSED: Values = {
@@ -624,8 +667,8 @@ PASSED: Values = {
 }
 
 
-@pytest.mark.parametrize("release", releases_of("postprocessing"))
-async def test_postprocessing(triton: Triton, release: str) -> None:
+@pytest.mark.parametrize(("_", "release"), changing("postprocessing", "inputs", "outputs"))
+async def test_postprocessing(triton: Triton, _: str, release: str) -> None:
     """Texts of ids; the tensors of v0.6 to v0.13 pass through in their own types and shapes."""
     known = tensors("postprocessing", "inputs", release)
     padded = [[*IDS, -1, -1]]

@@ -1,12 +1,16 @@
-"""The declarations of every release: in the code's table as in the facts, and in a model's configuration."""
+"""The tensors of every release: declared as in the facts, read, and translated as those of the newest release."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 from compat import releases as facts
+from compat.triton import asked
+from tritonclient.utils import serialize_byte_tensor
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.kserve import model_config_pb2
@@ -46,7 +50,7 @@ def declared(tensors: Any) -> Tensors:
 
 def known(model: str, kind: str, release: str) -> Tensors:
     return {
-        t.name: (t.data_type or facts.OPEN_TYPES[t.name], t.dims, t.required)
+        t.name: (facts.data_type_of(t), t.dims, t.required)
         for t in facts.tensors(model, kind, release).values()
         if t.name not in VISION_OUTPUTS
     }
@@ -57,6 +61,85 @@ def test_configuration_declares_the_tensors_of_the_release(model: str, release: 
     config = describe_config(models_of(release)[model])
     assert declared(config.input) == known(model, "inputs", release)
     assert declared(config.output) == known(model, "outputs", release)
+
+
+def message_of(model: str, given: Mapping[str, tuple[str, Any]]) -> Any:
+    """A request of inputs by name: each a data type and an array with a batch dimension."""
+    message = kserve.ModelInferRequest(model_name=model)
+    for name, (data_type, array) in given.items():
+        message.inputs.add(name=name, datatype=data_type, shape=array.shape)
+        raw = serialize_byte_tensor(array).item() if data_type == "BYTES" else array.tobytes()
+        message.raw_input_contents.append(raw)
+    return message
+
+
+def zeros(tensor: facts.Tensor) -> tuple[str, Any]:
+    """A tensor of zeros or empty texts as a release declares it, two long where the length is open."""
+    data_type = facts.data_type_of(tensor)
+    shape = (1,) if tensor.is_scalar else [2 if extent < 0 else extent for extent in tensor.dims]
+    array = np.zeros((1, *shape), facts.NUMPY[data_type])
+    if data_type == "BYTES":
+        array[...] = ""
+    return data_type, array
+
+
+@pytest.mark.parametrize(("model", "release"), EVERY)
+def test_inputs_of_the_release_are_read_together(model: str, release: str) -> None:
+    """By a server of the newest release, in the types, shapes and names of the other."""
+    given = {name: zeros(t) for name, t in facts.tensors(model, "inputs", release).items()}
+    call = read_call(triton_models(TritonSettings())[model], message_of(model, given))
+    for name, (_, array) in given.items():
+        sent = [each.encode() if array.dtype == object else each for each in array.ravel().tolist()]
+        assert list(call.inputs[name].elements) == sent
+
+
+PROMPTS: Mapping[str, Any] = {"text_input": "hi", "max_tokens": 7}
+CORE_PROMPT: Mapping[str, Any] = {"input_ids": [3, 4], "input_lengths": 2, "request_output_len": 7}
+CHANGED: Mapping[str, Mapping[str, Any]] = {
+    "text_input": {},
+    "max_tokens": {},
+    "input_ids": {},
+    "request_output_len": {},
+    "bad_words": {"bad_words": ["bad"]},
+    "stop_words": {"stop_words": ["stop"]},
+    "decoder_text_input": {"decoder_text_input": "more"},
+    "end_id": {"end_id": 5},
+    "pad_id": {"pad_id": 5},
+    "top_k": {"top_k": 5},
+    "runtime_top_k": {"runtime_top_k": 5},
+    "min_length": {"min_length": 3},
+    "beam_width": {"beam_width": 2},
+    "prompt_vocab_size": {"prompt_vocab_size": 2, "prompt_embedding_table": np.ones((2, 3))},
+    "draft_logits": {"draft_logits": np.ones((2, 3)), "draft_input_ids": [5, 6]},
+}
+"""Values for the inputs that releases declare differently, and what must be beside them."""
+PICTURE = "image_input"
+"""Has other dims by release, so it is another value in each."""
+GENERATING = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")
+
+
+def changed_inputs() -> list[tuple[str, str]]:
+    return [
+        (model, name)
+        for model in GENERATING
+        for name, entries in facts.FACTS[model]["inputs"].items()
+        if len(entries) > 1 and name != PICTURE
+    ]
+
+
+@pytest.mark.parametrize(("model", "name"), changed_inputs())
+def test_an_input_of_every_release_asks_for_the_same(model: str, name: str) -> None:
+    prompt = CORE_PROMPT if model == "tensorrt_llm" else PROMPTS
+    read = triton_models(TritonSettings())[model]
+    requests = []
+    for release in facts.releases_of(model):
+        known = facts.tensors(model, "inputs", release)
+        if name in known:
+            values = {each: v for each, v in {**prompt, **CHANGED[name]}.items() if each in known}
+            rows = facts.typed(model, release, values)
+            given = {each: (facts.data_type_of(known[each]), row) for each, row in rows.items()}
+            requests.append(asked(read_call(read, message_of(model, given))))
+    assert all(each == requests[-1] for each in requests)
 
 
 def test_metadata_declares_what_the_configuration_does() -> None:
