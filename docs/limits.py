@@ -112,10 +112,10 @@ TABLES: dict[str, list[Row]] = {
         ("elements of typed contents", calls.MOST_TYPED_ELEMENTS, f"{INVALID}; raw contents"),
     ],
     "HTTP": [
-        ("connections (`http.max_connections`)", _HTTP.max_connections, "503, closed"),
+        ("connections (`connections.max_open`)", _ROUTER.connections.max_open, "503, closed"),
         (
-            "connections of an IPv4 address or IPv6 network (`http.max_per_address`)",
-            _HTTP.max_per_address,
+            "connections of an IPv4 address or IPv6 network (`connections.max_per_address`)",
+            _ROUTER.connections.max_per_address,
             "503, closed",
         ),
         ("connections of the metrics port", metrics_endpoint.LIMITS.max_open, "503, closed"),

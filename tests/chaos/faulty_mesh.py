@@ -44,7 +44,7 @@ ROUTER = (
     *("--retries-max-attempts", "100", "--grace-seconds", "1"),
     # With roles, the KV of every prompt moves.
     *("--handoff-enabled", "always", "--handoff-lease-seconds", "1"),
-    *("--handoff-reserve-seconds", "1", "--handoff-prefill-seconds", "3"),
+    *("--handoff-prefill-seconds", "3"),
     *("--handoff-transfer-seconds", "2"),
 )
 

@@ -49,7 +49,7 @@ SIMULATED_WORKER = (
 
 ROUTER = (
     *("--handoff-enabled", "always", "--handoff-lease-seconds", str(LEASE_SECONDS)),
-    *("--handoff-reserve-seconds", "0.5", "--handoff-prefill-seconds", "3"),
+    *("--handoff-prefill-seconds", "3"),
     *("--handoff-transfer-seconds", "1"),
     # Every lost process comes back.
     *("--retries-worker-wait-seconds", "60", "--retries-tokenizer-wait-seconds", "60"),

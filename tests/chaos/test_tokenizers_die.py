@@ -71,9 +71,7 @@ async def check_going_on(readers: Sequence[StreamReader], expected: Sequence[Ite
 
 
 async def test_killed_tokenizer_moves_its_encode_jobs() -> None:
-    """Texts are on either tokenizer or in its queue."""
-    flags = ("--encoding-max-per-tokenizer", "3")
-    async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
+    async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
         long_prompts = [f"{number} " + "word and another word " * 4000 for number in range(8)]
         expected = contents(await mesh.client.complete(long_prompts, max_tokens=4))
         # Frozen, to encode no text before the kill.

@@ -57,7 +57,7 @@ ENDLESS = 20_000
 
 PATIENT = (
     *("--deadlines-silence-seconds", "60", "--deadlines-step-gap-seconds", "60"),
-    *("--siblings-wait-seconds", "60"),
+    *("--placement-sibling-wait-seconds", "60"),
 )
 """Router flags for tests without frozen workers: a slow moment neither moves items nor excludes the worker."""
 

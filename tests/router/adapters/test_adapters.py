@@ -170,8 +170,11 @@ async def test_slow_directory_bounds_memory_and_is_written_once_it_catches_up(
 
 
 @pytest.mark.parametrize("follow", ["", "127.0.0.1:1"])
-async def test_number_of_brought_adapters_is_bounded(follow: str) -> None:
-    known = adapters(max_brought=2, follow=follow)
+async def test_number_of_brought_adapters_is_bounded(
+    follow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtmesh.router.adapters.adapters.MAX_BROUGHT", 2)
+    known = adapters(follow=follow)
     for number in (1, 2):
         await bring(known, number, b"ab")
     await find(known, 1)

@@ -28,6 +28,7 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Residency, load_guard
 from trtmesh.router.placement.rates import FALLBACK_NEW_TOKENS, FALLBACK_STEP_SECONDS
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
+from trtmesh.router.requests.siblings import MAX_TOGETHER
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -104,10 +105,9 @@ async def test_returning_worker_starts_slowly(monkeypatch: pytest.MonkeyPatch) -
 async def test_siblings_beyond_the_cap_avoid_the_first_worker() -> None:
     async with fleet(
         *engines("one", "two", tokens_per_block=4),
-        placement={"policy": "prefix_aware"},
-        siblings={"max_together": 2, "wait_seconds": 60},
+        placement={"policy": "prefix_aware", "sibling_wait_seconds": 60},
     ) as on:
-        on.start(*([*[5] * 12, tail] for tail in range(4)), request_id="r")
+        on.start(*([*[5] * 12, tail] for tail in range(2 * MAX_TOGETHER)), request_id="r")
         # The two others wait for these.
         await on.submitted(2)
         assert [len(engine.submits) for engine in on.engines] == [1, 1]

@@ -273,7 +273,7 @@ def test_mixed_workers_compute_prompts_for_others_only_without_prefill_workers()
 
 def test_transfer_is_hidden_behind_the_computation() -> None:
     seconds = {
-        transfer: pair_seconds(Pair(prefill(), decode(transfer_seconds=transfer)), query(), AUTO)
+        transfer: pair_seconds(Pair(prefill(), decode(transfer_seconds=transfer)), query())
         for transfer in (0.0, 1e-4, 2e-4)
     }
     computing = 2000 * 1e-4
@@ -347,13 +347,12 @@ def test_legs_are_healthy_and_compatible(
     st.sampled_from(PREDICTING),
     st.integers(1, 10_000),
     st.integers(0, 2**32 - 1),
-    st.floats(0, 3),
 )
 def test_prediction_is_never_above_that_of_a_fixed_choice(
-    fleet: list[WorkerSnapshot], policy: str, tokens: int, draw: int, weight: float
+    fleet: list[WorkerSnapshot], policy: str, tokens: int, draw: int
 ) -> None:
     asked = query(tokens, draw=draw)
-    rules = HandoffSettings(min_prompt_tokens=0, stall_weight=weight)
+    rules = HandoffSettings(min_prompt_tokens=0)
     auto, always, never = (
         place_split(policy, fleet, asked, rules.model_copy(update={"enabled": how}))
         for how in ("auto", "always", "never")
@@ -362,8 +361,8 @@ def test_prediction_is_never_above_that_of_a_fixed_choice(
     def predicted(decision: Decision) -> float:
         pair = decision.split.pair if decision.split else None
         if pair:
-            return pair_seconds(pair, asked, rules)
-        return whole_seconds(decision.chosen, asked, rules)
+            return pair_seconds(pair, asked)
+        return whole_seconds(decision.chosen, asked)
 
     assert predicted(auto) <= min(predicted(always), predicted(never))
 
@@ -398,7 +397,7 @@ def test_slow_start_does_not_count_against_a_pair() -> None:
     assert decision.split is not None
     # Chosen as if it had the load of the other, but compared with its own.
     assert decision.split.pair == Pair(cold, busy)
-    assert decision.split.split_seconds == pair_seconds(Pair(cold, busy), query(), AUTO)
+    assert decision.split.split_seconds == pair_seconds(Pair(cold, busy), query())
 
 
 def by_state(compatibility: bytes, kind: str = "vllm-nixl") -> KvFacts:

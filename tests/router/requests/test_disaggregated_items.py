@@ -337,8 +337,11 @@ async def test_a_router_that_stops_frees_both_workers_in_every_stage(stage: str)
         assert item.error.reason in {"WORKER_LOST", "NO_WORKER"}
 
 
-async def test_a_silent_receiver_is_left_after_the_deadline_of_the_reservation() -> None:
-    settings = {"handoff": {"enabled": "always", "reserve_seconds": 0.2}}
+async def test_a_silent_receiver_is_left_after_the_deadline_of_the_reservation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trtmesh.router.handoffs.live_handoff.RESERVE_SECONDS", 0.2)
+    settings = {"handoff": {"enabled": "always"}}
     async with in_stage("reserving", settings=settings) as (on, asked):
         await eventually(lambda: on.handoffs(result="migrated") == 1)
         on.proxies["decode-1"].mend()

@@ -15,7 +15,7 @@ from router.scripted import (
 )
 from trtmesh.chassis.block_hashes import chain
 from trtmesh.router.placement.load_guard import LoadGuard
-from trtmesh.router.requests.siblings import GroupMember, SiblingRules, Siblings
+from trtmesh.router.requests.siblings import GroupMember, Siblings
 
 
 def blocks(prefix: int, tail: int) -> list[int]:
@@ -28,7 +28,7 @@ def found(member: GroupMember | None) -> GroupMember:
 
 
 async def test_group_follows_its_leader_up_to_the_cap() -> None:
-    siblings = Siblings(SiblingRules(max_together=3, wait_seconds=60))
+    siblings = Siblings(60, max_together=3)
     guard = LoadGuard(lambda: None)
     assert siblings.find(blocks(1, 0)) is None
     leader = found(siblings.lead(blocks(1, 0)))
@@ -50,7 +50,7 @@ async def test_group_follows_its_leader_up_to_the_cap() -> None:
 
 
 async def test_others_hear_of_a_leader_s_first_token_too() -> None:
-    siblings = Siblings(SiblingRules(max_together=3, wait_seconds=60))
+    siblings = Siblings(60, max_together=3)
     leader = found(siblings.lead(blocks(1, 0)))
     follower = found(siblings.find(blocks(1, 1)))
     booking = LoadGuard(lambda: None).book(64, 1, 0.0)
@@ -65,7 +65,7 @@ async def test_others_hear_of_a_leader_s_first_token_too() -> None:
 
 async def test_lost_or_unsent_leader_frees_its_followers() -> None:
     for end in ("lost", "closed"):
-        siblings = Siblings(SiblingRules(max_together=9, wait_seconds=60))
+        siblings = Siblings(60)
         leader = found(siblings.lead(blocks(1, 0)))
         follower = found(siblings.find(blocks(1, 1)))
         if end == "lost":
@@ -78,13 +78,13 @@ async def test_lost_or_unsent_leader_frees_its_followers() -> None:
 
 
 async def test_wait_of_a_follower_is_bounded() -> None:
-    siblings = Siblings(SiblingRules(max_together=9, wait_seconds=0.01))
+    siblings = Siblings(0.01)
     siblings.lead(blocks(1, 0))
     await found(siblings.find(blocks(1, 1))).wait()
 
 
 async def test_short_prompts_have_no_siblings() -> None:
-    siblings = Siblings(SiblingRules(max_together=9, wait_seconds=60))
+    siblings = Siblings(60)
     assert siblings.lead([7]) is None
     assert siblings.find([7]) is None
 
@@ -99,7 +99,7 @@ async def test_siblings_follow_their_leader_to_its_worker() -> None:
         serving_engine(engines[0]) as first,
         serving_engine(engines[1]) as second,
         serving_router(
-            [first, second], placement={"policy": "auto"}, siblings={"wait_seconds": 60}
+            [first, second], placement={"policy": "auto", "sibling_wait_seconds": 60}
         ) as client,
     ):
         await until_states(client, [READY, READY], [])

@@ -24,8 +24,9 @@ from trtmesh.client import FinishReason
 from trtmesh.router.links import replica
 from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.tokenizers import pool as pool_module
 from trtmesh.router.tokenizers.decoding import TextOptions, WholeText
-from trtmesh.router.tokenizers.pool import EncodeLimits, TokenizerPool
+from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.tokenizers.tokenizer import LONG_BYTES, TRIAL_TEXT, Tokenizer
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import tokenizer_pb2 as tpb
@@ -136,9 +137,13 @@ def times_asked(tokenizer: ScriptedTokenizer, token_id: int) -> int:
     return sum(token_id in decode.token_ids for decode in tokenizer.decodes)
 
 
-async def test_full_tokenizer_queues_jobs_and_full_queue_refuses() -> None:
+async def test_full_tokenizer_queues_jobs_and_full_queue_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "MAX_PER_TOKENIZER", 1)
+    monkeypatch.setattr(pool_module, "MAX_QUEUED", 3)
     tokenizer = ScriptedTokenizer()
-    async with scene(tokenizer=tokenizer, encoding={"max_per_tokenizer": 1, "max_queued": 3}) as on:
+    async with scene(tokenizer=tokenizer) as on:
         tokenizer.answering.clear()
         asked = on.ask("a", "b", "c", "d", max_tokens=1, request_id="first")
         await eventually(lambda: tokenizer.encodes)
@@ -161,11 +166,11 @@ async def test_full_tokenizer_queues_jobs_and_full_queue_refuses() -> None:
         assert items[3].reason is FinishReason.STOPPED
 
 
-async def test_queued_job_times_out() -> None:
+async def test_queued_job_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "MAX_PER_TOKENIZER", 1)
+    monkeypatch.setattr(pool_module, "QUEUE_SECONDS", 0.05)
     tokenizer = ScriptedTokenizer()
-    async with scene(
-        tokenizer=tokenizer, encoding={"max_per_tokenizer": 1, "queue_seconds": 0.05}
-    ) as on:
+    async with scene(tokenizer=tokenizer) as on:
         tokenizer.answering.clear()
         first = on.ask("a", max_tokens=1)
         await eventually(lambda: tokenizer.encodes)
@@ -175,11 +180,12 @@ async def test_queued_job_times_out() -> None:
         assert not first.done()
 
 
-async def test_jobs_of_a_lost_tokenizer_are_encoded_by_the_next() -> None:
+async def test_jobs_of_a_lost_tokenizer_are_encoded_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "MAX_PER_TOKENIZER", 1)
     tokenizer = ScriptedTokenizer()
-    async with scene(
-        tokenizer=tokenizer, encoding={"max_per_tokenizer": 1, "queue_seconds": 60}
-    ) as on:
+    async with scene(tokenizer=tokenizer) as on:
         tokenizer.answering.clear()
         asked = on.ask("a", "b", "c", max_tokens=1)
         await eventually(lambda: tokenizer.encodes)
@@ -239,9 +245,8 @@ async def pool_of(
     patience: tuple[float, float] = LONG,
 ) -> AsyncIterator[TokenizerPool]:
     """A pool connected to tokenizers."""
-    limits = EncodeLimits(max_per_tokenizer=4, max_queued=8, queue_seconds=1.0)
     retries = Retries(max_attempts=2, tokenizer_wait_seconds=recovery_seconds)
-    pool = TokenizerPool(limits, retries, RouterMetrics())
+    pool = TokenizerPool(retries, RouterMetrics())
     async with AsyncExitStack() as stack:
         links = []
         for tokenizer in tokenizers:

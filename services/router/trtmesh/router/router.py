@@ -81,14 +81,10 @@ class Router:
         fetch = self._followed.fetch if self._followed else None
         self._adapters = Adapters(settings.adapters, self._metrics, fetch)
         self._tokenizers = TokenizerPool(
-            settings.encoding, settings.retries, self._metrics, expected=bool(settings.tokenizers)
+            settings.retries, self._metrics, expected=bool(settings.tokenizers)
         )
         self._admission = Admission(settings.admission)
-        self._recorder = (
-            Recorder(settings.record.file, settings.record.max_bytes)
-            if settings.record.file
-            else None
-        )
+        self._recorder = Recorder(settings.record.file) if settings.record.file else None
         mesh = Mesh(
             self._fleet,
             self._handoffs,
@@ -99,7 +95,7 @@ class Router:
             self._metrics,
             WriteScheduler(),
             settings.retries,
-            settings.siblings,
+            settings.placement.sibling_wait_seconds,
             self._recorder,
         )
         self._requests = Requests(mesh, settings.client)
@@ -170,6 +166,7 @@ class Router:
             self._http = HttpPort(
                 self._callers,
                 settings.http,
+                settings.connections,
                 settings.max_message_bytes,
                 settings.client.unread_seconds,
                 self._runtime.certificates.server(HTTP_1_1),

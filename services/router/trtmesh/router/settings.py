@@ -19,9 +19,7 @@ from trtmesh.router.fleet.bridge import ForeignWorkerSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.replay import RecordSettings
-from trtmesh.router.requests.siblings import SiblingRules
 from trtmesh.router.streams.pace import ClientLimits
-from trtmesh.router.tokenizers.pool import EncodeLimits
 
 
 class RouterSettings(SecuredSettings):
@@ -51,12 +49,10 @@ class RouterSettings(SecuredSettings):
     admission: AdmissionLimits = AdmissionLimits()
     api_keys: ApiKeySettings = ApiKeySettings()
     rate_limit: RateLimit = RateLimit()
-    encoding: EncodeLimits = EncodeLimits()
     placement: PlacementSettings = PlacementSettings()
     handoff: HandoffSettings = HandoffSettings()
     foreign: ForeignWorkerSettings = ForeignWorkerSettings()
     adapters: AdapterSettings = AdapterSettings()
-    siblings: SiblingRules = SiblingRules()
     deadlines: Deadlines = Deadlines()
     retries: Retries = Retries()
     client: ClientLimits = ClientLimits()

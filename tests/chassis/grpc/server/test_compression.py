@@ -86,9 +86,9 @@ async def test_what_is_not_worth_it_is_sent_as_it_is(body: bytes) -> None:
         assert fields["grpc-encoding"] == "gzip"
 
 
-async def test_threshold_is_a_setting() -> None:
-    settings = CompressionSettings(min_bytes=2000)
-    async with compressing(settings) as example:
+async def test_small_messages_are_sent_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtmesh.chassis.grpc.server.compression.MIN_BYTES", 2000)
+    async with compressing(ASKED) as example:
         for size, flag in ((1999, 0), (2000, 1)):
             async with wired(example) as wire:
                 assert (await answer(wire, TEXT[:size], GZIP))[0][0] == flag

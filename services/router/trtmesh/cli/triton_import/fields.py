@@ -217,9 +217,7 @@ def _convert_queue_policy(
             case "default_timeout_microseconds" if recipe.has_queue:
                 draft.carry(subject, ("router", "admission", "queue_seconds"), value / 1e6)
             case "max_queue_size":
-                draft.replace(
-                    subject, "tokenizers have bounded queues: tokenizer.encoding.max_queued"
-                )
+                draft.replace(subject, "tokenizers have bounded queues")
             case _:
                 draft.refuse(subject, "a request that waits too long ends with an error")
 

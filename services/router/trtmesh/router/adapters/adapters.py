@@ -61,6 +61,9 @@ SWEEP_ROUNDS = 60
 HASHED_AT_ONCE = 2**18
 """Most bytes that are hashed on the event loop."""
 
+MAX_BROUGHT = 10_000
+"""Most adapters that requests brought; the longest unused are forgotten."""
+
 MOST_REMOVED = 10_000
 """Most removed versions to be unloaded wherever they are reported."""
 
@@ -280,7 +283,7 @@ class Adapters:
         for digest in self.contents.memory.shrink(self._is_held):
             entries = self._here.of_digest(digest)
             self._forget([entry for entry in entries if entry.key in self._brought])
-        while len(self._brought) > self._settings.max_brought:
+        while len(self._brought) > MAX_BROUGHT:
             self._forget([self._here.entries[next(iter(self._brought))]])
 
     @property
@@ -561,7 +564,7 @@ class Adapters:
         brought = [entry for entry in self.registry.entries.values() if entry.brought]
         try:
             gone = await self.contents.longest_unused(
-                brought, self._settings.directory_bytes, self._settings.max_brought
+                brought, self._settings.directory_bytes, MAX_BROUGHT
             )
             if gone:
                 await self._change(lambda registry: without(registry, gone))

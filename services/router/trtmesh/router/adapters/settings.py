@@ -23,8 +23,6 @@ class AdapterSettings(Settings):
     """Directory for the registry and for contents; routers may share it. Unset keeps both in memory."""
     directory_bytes: Bytes = 2**34
     """Most bytes there of adapters that requests brought; the longest unused are forgotten."""
-    max_brought: Annotated[int, Field(ge=1, le=2**20)] = 10_000
-    """Most adapters that requests brought; the longest unused are forgotten."""
     roots: CommaList = ()
     """Directories whose subdirectories may be registered as adapters by `source`."""
     follow: str = ""

@@ -17,11 +17,9 @@ from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Annotated
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pydantic import Field
 from trtmesh.chassis.addresses import Address, AddressCheck
 from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, TrtmeshError, Unavailable
@@ -31,8 +29,8 @@ from trtmesh.chassis.tasks import until_first_ends
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_SECONDS = 0.5
-"""Pause before the second start; it doubles up to the limit, and begins anew after a bridge that served."""
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 10.0
+"""Pause before the second start. Doubles with each failure up to the limit; a bridge that served resets it."""
 
 END_SECONDS = 2.0
 """Time for a bridge to end its sequences."""
@@ -53,8 +51,6 @@ class ForeignWorkerSettings(Settings):
     model_dirs: CommaList = ()
     """Directories of models that foreign engines serve. A worker whose model has the name of a directory is taken to
     have its weights, and exchanges sequences with engines of ours that have them."""
-    max_pause_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    """Longest pause before a bridge that ended starts again."""
 
 
 class Bridge:
@@ -91,7 +87,7 @@ class Bridge:
                 self._problem = f"its bridge failed: {type(error).__name__}: {error}"
             pause = FIRST_PAUSE_SECONDS if served else pause
             await asyncio.sleep(pause)
-            pause = min(2 * pause, self._settings.max_pause_seconds)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     async def _live(self, engine: Address) -> bool:
         """Runs one process to its end; returns whether it served. Ends the process in any case."""

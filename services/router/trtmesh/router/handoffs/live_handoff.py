@@ -29,6 +29,9 @@ LEASE_BYTES = 16
 RENEWALS = 3
 """Renewals within the life of a lease."""
 
+RESERVE_SECONDS = 2.0
+"""Time for a worker to reserve blocks; afterwards the item is placed again."""
+
 NEVER = float("inf")
 
 MOVES = frozenset({"drain", "role"})
@@ -249,7 +252,7 @@ class LiveHandoff:
         """End of the present stage, unless something happens."""
         settings = self._settings
         seconds = {
-            "reserving": settings.reserve_seconds,
+            "reserving": RESERVE_SECONDS,
             "prefilling": settings.prefill_seconds,
             "transferring": settings.transfer_seconds,
             "parked": NEVER,

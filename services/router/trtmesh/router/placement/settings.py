@@ -20,6 +20,8 @@ class PlacementSettings(Settings):
     """Latest decisions kept for `trtmesh explain`."""
     kv_index_blocks: Annotated[int, Field(ge=0, le=100_000_000)] = 1_000_000
     """Most KV blocks of workers that are remembered, about 250 bytes each; least recently used ones are evicted."""
+    sibling_wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
+    """Longest wait of an item for a beginning of its prompt that another item of the request computes."""
 
 
 class HandoffSettings(Settings):
@@ -30,12 +32,8 @@ class HandoffSettings(Settings):
     worker, or `never`."""
     min_prompt_tokens: Annotated[int, Field(ge=0, le=2**31)] = 16
     """Fewest prompt tokens to compute for `auto` to use two workers; reused ones do not count."""
-    stall_weight: Annotated[float, Field(ge=0, le=1000)] = 1.0
-    """Cost, for `auto`, of a second that another sequence loses to a prompt on its worker, in seconds of the item."""
     lease_seconds: Annotated[float, Field(ge=0.3, le=3600)] = 10.0
     """Life of a lease unless it is renewed; leases are renewed every third of it."""
-    reserve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
-    """Time for a worker to reserve blocks; afterwards the item is placed again."""
     prefill_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """Time from the reservation to the end of the prefill; afterwards the item migrates."""
     transfer_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0

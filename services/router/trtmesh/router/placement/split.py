@@ -3,7 +3,7 @@
 A cost is the time to the first decode step, plus the time that other sequences lose, plus the decode phase. Of a whole
 item on worker w:
 
-    wait_w + adapter_w + C_w * (1 + stall_weight * decoding_w) + decode_w          C = uncached tokens * prefill
+    wait_w + adapter_w + C_w * (1 + decoding_w) + decode_w          C = uncached tokens * prefill
 
 A prompt delays each sequence that decodes on the worker by its computation, since chunks of it are in their steps
 (Sarathi-Serve, Agrawal et al., 2024). With the prefill on worker p and the decode phase on worker d:
@@ -13,7 +13,7 @@ A prompt delays each sequence that decodes on the worker by its computation, sin
     tail  = handoff_seconds + max(max(start, R_d) + T - ready, LAST_PART * T)      T = tokens that d lacks * transfer
                                                                                    R = tokens that d awaits * transfer
     delayed = decoding_p + FOLLOWERS * waiting_p
-    ready + stall_weight * delayed * C_p + pressure_p + tail + max(0, wait_d - ready - tail) + decode_d
+    ready + delayed * C_p + pressure_p + tail + max(0, wait_d - ready - tail) + decode_d
 
 A prompt in the queue of a prefill worker delays those that come behind it. Without their cost, every prompt would wait
 there for as long as it would delay all chats of a decode worker.
@@ -96,14 +96,14 @@ def split_of(
     rules: HandoffSettings,
 ) -> Split:
     """Decides between the worker `whole` and the best pair."""
-    whole_cost = whole_seconds(whole, query, rules)
+    whole_cost = whole_seconds(whole, query)
     if why := _ruled_out(whole, query, rules):
         return Split(why, whole_cost)
-    pair = best_pair(policy, fleet, query, rules)
+    pair = best_pair(policy, fleet, query)
     if isinstance(pair, str):
         return Split(pair, whole_cost)
     pair = _as_reported(pair, fleet)
-    split_cost = pair_seconds(pair, query, rules)
+    split_cost = pair_seconds(pair, query)
     if rules.enabled == "always":
         return Split(ALWAYS, whole_cost, split_cost, pair)
     if split_cost < whole_cost:
@@ -134,13 +134,13 @@ def _ruled_out(whole: WorkerSnapshot, query: PlacementQuery, rules: HandoffSetti
     return ""
 
 
-def whole_seconds(worker: WorkerSnapshot, query: PlacementQuery, rules: HandoffSettings) -> float:
+def whole_seconds(worker: WorkerSnapshot, query: PlacementQuery) -> float:
     """Predicted cost of the item on one worker."""
     (cost,) = predicted_seconds([worker], query)
-    return cost + rules.stall_weight * _stall(worker, query)
+    return cost + _stall(worker, query)
 
 
-def pair_seconds(pair: Pair, query: PlacementQuery, rules: HandoffSettings) -> float:
+def pair_seconds(pair: Pair, query: PlacementQuery) -> float:
     """Predicted cost of the item on a pair."""
     p, d, need = pair.prefill, pair.decode, query.adapter
     computing = _uncached(p, query) * p.prefill_seconds
@@ -154,7 +154,7 @@ def pair_seconds(pair: Pair, query: PlacementQuery, rules: HandoffSettings) -> f
     hidden = d.wait_seconds + (adapter_seconds(d, need) if need else 0.0)
     shown = max(0.0, hidden - ready - tail)
     waiting = p.sequences - p.decoding_sequences
-    stall = rules.stall_weight * (_stall(p, query) + FOLLOWERS * waiting * computing)
+    stall = _stall(p, query) + FOLLOWERS * waiting * computing
     return ready + stall + p.pressure_seconds + tail + shown + decode - hidden
 
 
@@ -167,9 +167,7 @@ def _stall(worker: WorkerSnapshot, query: PlacementQuery) -> float:
     return worker.decoding_sequences * _uncached(worker, query) * worker.prefill_seconds
 
 
-def best_pair(
-    policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery, rules: HandoffSettings
-) -> Pair | str:
+def best_pair(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> Pair | str:
     """The pair for an item, or why there is none.
 
     Policies by predicted cost compare pairs; the others choose each worker by their own rule.
@@ -195,7 +193,7 @@ def best_pair(
     if not any(_compatible(p, d) for p in first for d in second):
         return INCOMPATIBLE
     if rules_of.costs is predicted_seconds:
-        return _cheapest(rules_of, first, second, query, rules)
+        return _cheapest(rules_of, first, second, query)
     return _each_by_rule(rules_of, first, second, query)
 
 
@@ -245,11 +243,10 @@ def _cheapest(
     first: Sequence[WorkerSnapshot],
     second: Sequence[WorkerSnapshot],
     query: PlacementQuery,
-    rules: HandoffSettings,
 ) -> Pair:
     """The pair of the lowest predicted cost; the policy breaks ties."""
     costs = {
-        (m, n): pair_seconds(Pair(p, d), query, rules)
+        (m, n): pair_seconds(Pair(p, d), query)
         for m, p in enumerate(first)
         for n, d in enumerate(second)
         if _compatible(p, d)

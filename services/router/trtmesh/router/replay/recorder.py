@@ -15,11 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Annotated
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
-from pydantic import Field
 from trtmesh.chassis.errors import SettingsError, TrtmeshError
 from trtmesh.chassis.logs import Occasionally
 from trtmesh.chassis.settings import Settings
@@ -59,14 +57,17 @@ class RecordedItem:
     hashes: Sequence[int] = ()
 
 
+MAX_BYTES = 256 * 2**20
+"""Size of a file that replaces the one before."""
+
+
 class RecordSettings(Settings):
     """Recorded traffic, for `trtmesh replay`."""
 
     file: Path | None = None
     """File for a line per finished item, with block hashes instead of the prompt; unset records nothing. Each router
-    needs its own; `trtmesh up` adds the name to that of further routers (`trace.router-1.jsonl`)."""
-    max_bytes: Annotated[int, Field(ge=4096)] = 256 * 2**20
-    """Size at which the file replaces `<file>.1`; both together stay below twice that size."""
+    needs its own; `trtmesh up` adds the name to that of further routers (`trace.router-1.jsonl`). At 256 MiB it
+    replaces `<file>.1`."""
 
 
 class Recorder(Collector):
@@ -76,7 +77,7 @@ class Recorder(Collector):
     two routers would tear each other's. Raises SettingsError if it is not writable, or another router's.
     """
 
-    def __init__(self, file: Path, max_bytes: int) -> None:
+    def __init__(self, file: Path, max_bytes: int = MAX_BYTES) -> None:
         self._output: FileIO | None = _first_opened(file)
         self._file = file
         self._max_bytes = max_bytes

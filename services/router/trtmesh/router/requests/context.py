@@ -14,7 +14,7 @@ from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.replay import Recorder
-from trtmesh.router.requests.siblings import SiblingRules, Siblings
+from trtmesh.router.requests.siblings import Siblings
 from trtmesh.router.streams.client_stream import ClientStream, WriteScheduler
 from trtmesh.router.streams.pace import Pace
 from trtmesh.router.tokenizers.pool import TokenizerPool
@@ -34,7 +34,7 @@ class Mesh:
     metrics: RouterMetrics
     writes: WriteScheduler
     retries: Retries
-    siblings: SiblingRules
+    sibling_wait_seconds: float
     recorder: Recorder | None = None
     starts: StartScheduler = field(default_factory=StartScheduler)
     """Placements of items that no worker took yet."""

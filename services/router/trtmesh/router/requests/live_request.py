@@ -71,7 +71,7 @@ class LiveRequest:
             received=received,
             client=self.client,
             pace=self.pace,
-            siblings=Siblings(mesh.siblings) if len(self.permits) > 1 else None,
+            siblings=Siblings(mesh.sibling_wait_seconds) if len(self.permits) > 1 else None,
             owner=admitted.owner.name,
             bucket=admitted.account.tokens,
             arrival_time=now,

@@ -10,23 +10,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated
 
-from pydantic import Field
-from trtmesh.chassis.settings import Settings
 from trtmesh.router.placement.load_guard import Booking
 
 LEAST_SHARED_BLOCKS = 2
 """Shortest common prefix worth a wait, in blocks."""
 
 
-class SiblingRules(Settings):
-    """Items of one request whose prompts begin alike."""
-
-    max_together: Annotated[int, Field(ge=1, le=65536)] = 8
-    """Most siblings that go to one worker together; 1 places each on its own."""
-    wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
-    """Longest wait of an item for the shared beginning that a sibling computes."""
+MAX_TOGETHER = 8
+"""Most siblings that go to one worker together."""
 
 
 @dataclass(slots=True)
@@ -73,8 +65,10 @@ class GroupMember:
 class Siblings:
     """The groups of a request."""
 
-    def __init__(self, rules: SiblingRules) -> None:
-        self._rules = rules
+    def __init__(self, wait_seconds: float, max_together: int = MAX_TOGETHER) -> None:
+        """A follower waits for its leader for at most `wait_seconds`."""
+        self._wait_seconds = wait_seconds
+        self._max_together = max_together
         self._groups: defaultdict[int, list[PrefixGroup]] = defaultdict(list)
 
     def find(self, blocks: Sequence[int]) -> GroupMember | None:
@@ -83,10 +77,10 @@ class Siblings:
         if key is None or not self._groups[key]:
             return None
         last = self._groups[key][-1]
-        if last.members >= self._rules.max_together:
+        if last.members >= self._max_together:
             return self.lead(blocks)
         last.members += 1
-        return GroupMember(last, frozenset(), self._rules.wait_seconds)
+        return GroupMember(last, frozenset(), self._wait_seconds)
 
     def lead(self, blocks: Sequence[int]) -> GroupMember | None:
         """The head of a new group; None for a prompt too short to share."""
@@ -96,7 +90,7 @@ class Siblings:
         groups = self._groups[key]
         avoid = frozenset(group.address for group in groups if group.address)
         groups.append(PrefixGroup())
-        return GroupMember(groups[-1], avoid, self._rules.wait_seconds)
+        return GroupMember(groups[-1], avoid, self._wait_seconds)
 
 
 def _key(blocks: Sequence[int]) -> int | None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Annotated
 
-from pydantic import Field
 from trtmesh.chassis.errors import InvalidField, NoTokenizer, QueueFull, QueueTimeout, TokenizerLost
-from trtmesh.chassis.settings import Settings
 from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
@@ -21,19 +18,17 @@ from trtmesh.v1 import tokenizer_pb2 as pb
 FIRST_TOKENIZER_SECONDS = 2.0
 """Longest wait for a first tokenizer before workers are connected: their greeting names the fingerprint in use."""
 
+MAX_PER_TOKENIZER = 256
+"""Most texts of a router on a tokenizer at once; more queue by arrival."""
+
+MAX_QUEUED = 8192
+"""Most queued texts of a model; beyond, items end with QUEUE_FULL."""
+
+QUEUE_SECONDS = 60.0
+"""Longest wait of a queued text; afterwards QUEUE_TIMEOUT."""
+
 RETRY_MS = 1000
 """Time for clients to wait before a retry if no tokenizer is free, in milliseconds."""
-
-
-class EncodeLimits(Settings):
-    """Texts on their way to tokenizers."""
-
-    max_per_tokenizer: Annotated[int, Field(ge=1, le=1_000_000)] = 256
-    """Most texts of a router on a tokenizer at once; more queue by arrival."""
-    max_queued: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
-    """Most queued texts of a model; beyond, items end with QUEUE_FULL."""
-    queue_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
-    """Longest wait of a queued text; afterwards QUEUE_TIMEOUT."""
 
 
 class Parked:
@@ -68,7 +63,6 @@ class TokenizerPool:
 
     def __init__(
         self,
-        limits: EncodeLimits,
         retries: Retries,
         metrics: RouterMetrics,
         *,
@@ -76,7 +70,6 @@ class TokenizerPool:
     ) -> None:
         # Without configured tokenizers there is none to wait for.
         wait_seconds = retries.tokenizer_wait_seconds if expected else 0.0
-        self._limits = limits
         self._max_attempts = retries.max_attempts
         self._metrics = metrics
         self._seen = asyncio.Event()
@@ -177,7 +170,7 @@ class TokenizerPool:
     async def encode(self, model: str, command: pb.EncodeCommand) -> pb.Encoded:
         """Ids of texts. Raises NoTokenizer, QueueFull, QueueTimeout, TokenizerLost, or the tokenizer's own error."""
         waiting, queue = self._waiting_jobs, self._queue_of(model)
-        if len(waiting) + len(queue) >= self._limits.max_queued:
+        if len(waiting) + len(queue) >= MAX_QUEUED:
             raise self._queue_full()
         job = EncodeJob(model, command, asyncio.get_running_loop().create_future())
         self._place_job(job)
@@ -303,14 +296,14 @@ class TokenizerPool:
     def _roomy(self, model: str, last: Tokenizer | None = None) -> Tokenizer | None:
         """The least busy tokenizer with room for a job, if possible not its `last`; None if all are full. Raises
         NoTokenizer."""
-        most = self._limits.max_per_tokenizer
+        most = MAX_PER_TOKENIZER
         roomy = [t for t in self._able(model) if t.encodes < most]
         return _least_busy([t for t in roomy if t is not last] or roomy) if roomy else None
 
     def _queue_of(self, model: str) -> WaitingRoom[EncodeJob]:
         """The queue of a model; bounded in number by the models of the workers."""
         if (queue := self._queues.get(model)) is None:
-            queue = WaitingRoom[EncodeJob](self._limits.queue_seconds, self._fail_queued)
+            queue = WaitingRoom[EncodeJob](QUEUE_SECONDS, self._fail_queued)
             self._queues[model] = queue
         return queue
 
@@ -369,19 +362,19 @@ class TokenizerPool:
         if not job.done.done():
             job.done.set_exception(
                 QueueTimeout(
-                    f"every tokenizer of model {job.model} had {self._limits.max_per_tokenizer} texts to encode for"
-                    f" {self._limits.queue_seconds:g} s (encoding.queue_seconds); try again later, or start"
+                    f"every tokenizer of model {job.model} had {MAX_PER_TOKENIZER} texts to encode for"
+                    f" {QUEUE_SECONDS:g} s; try again later, or start"
                     " more tokenizers",
-                    limit=f"{self._limits.queue_seconds:g}",
+                    limit=f"{QUEUE_SECONDS:g}",
                     retry_after_ms=RETRY_MS,
                 )
             )
 
     def _queue_full(self) -> QueueFull:
-        most = self._limits.max_queued
+        most = MAX_QUEUED
         return QueueFull.of(
             most,
-            f"{most} texts wait for a tokenizer (encoding.max_queued); start more tokenizers",
+            f"{most} texts wait for a tokenizer; start more tokenizers",
             retry_after_ms=RETRY_MS,
         )
 

@@ -20,6 +20,10 @@ PIECE_BYTES = 2**18
 SAMPLE_BYTES = 2**16
 """Bytes from the middle of a message that show whether the rest is worth it. Names and shapes are at its beginning."""
 
+MIN_BYTES = 2**14
+"""Smallest message to compress. A smaller one fits into the packets that TCP sends without waiting for an
+acknowledgement, so it would not arrive earlier."""
+
 WORTHWHILE = 7 / 8
 """Largest size of a compressed sample, relative to the sample."""
 
@@ -30,7 +34,6 @@ class Compressor:
     def __init__(self, settings: CompressionSettings) -> None:
         self._never = settings.answers == "never"
         self._unasked = tuple(WINDOW_BITS) if settings.answers == "accepted" else ()
-        self._min_bytes = settings.min_bytes
         self._thread = ThreadPoolExecutor(1, "compression")
 
     def encoding_of(self, request: RequestHeaders) -> str:
@@ -45,7 +48,7 @@ class Compressor:
 
     def most_plain_bytes(self, encoding: str) -> int:
         """Largest message that is sent as it is, whatever it contains."""
-        return sys.maxsize if encoding == "identity" else self._min_bytes - 1
+        return sys.maxsize if encoding == "identity" else MIN_BYTES - 1
 
     async def compress(self, message: bytes, encoding: str) -> list[bytes] | None:
         """The pieces of the compressed message; None if it is hardly smaller."""

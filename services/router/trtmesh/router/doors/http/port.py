@@ -7,6 +7,7 @@ from typing import Annotated
 
 from aiohttp import web
 from pydantic import BeforeValidator, Field
+from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
 from trtmesh.chassis.settings import OptionalPort, Settings, split_commas
 from trtmesh.chassis.tls.certificates import ServerTls
@@ -29,11 +30,6 @@ class PortSettings(Settings):
 
     port: OptionalPort = 8000
     """Port to listen on; `none` serves no HTTP."""
-    max_connections: Annotated[int, Field(ge=1, le=2**20)] = 8192
-    """Most open connections; further ones are answered with 503."""
-    max_per_address: Annotated[int, Field(ge=1, le=2**20)] = 1024
-    """Most open connections of one IPv4 address or one /64 network of IPv6, with the same answer beyond. A proxy is one
-    for all behind it, and needs a connection for each request at a time."""
     max_json_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 16 * 2**20
     """Largest JSON in a body; binary tensors behind it count for `max_message_bytes` alone."""
     max_unfinished_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 128 * 2**20
@@ -54,6 +50,7 @@ class HttpPort:
         self,
         callers: Callers,
         settings: PortSettings,
+        connections: ConnectionSettings,
         max_body_bytes: int,
         unread_seconds: float,
         tls: ServerTls | None,
@@ -67,8 +64,8 @@ class HttpPort:
             client_max_size=max_body_bytes,
         )
         limits = HttpLimits(
-            max_open=settings.max_connections,
-            max_per_address=settings.max_per_address,
+            max_open=connections.max_open,
+            max_per_address=connections.max_per_address,
             held_bytes=settings.max_unfinished_bytes,
             idle_seconds=IDLE_SECONDS,
             # A stream ends by the limit of its request, which tells why.
