@@ -106,18 +106,29 @@ ROOMS = {
         "settings",
         "backends",
         "adapters",
+        "scheduling",
         "handoff",
         "admission",
-        "prefill_order",
         "ledger",
         "kv_blocks",
         "times",
-        "adapter_slots",
         "adapter_store",
         "backend",
         "stopping",
         "kv_memory",
         "model_fingerprint",
+    ),
+    "engine.scheduling": (
+        "handoffs",
+        "scheduler",
+        "prefixes",
+        "rules",
+        "sequence",
+        "leases",
+        "blocks",
+        "eviction",
+        "adapter_slots",
+        "prefill_order",
     ),
     "engine.backends.tensorrt_llm": (
         "backend",
@@ -145,14 +156,13 @@ ROOMS = {
         "engine",
         "beams",
         "decoding",
-        "handoffs",
         "cuda",
         "accelerator",
         "cpu",
         "devices",
         "parallel",
         "compute",
-        "scheduling",
+        "sequence",
         "sampling",
         "model",
         "fields",
@@ -288,6 +298,16 @@ def test_no_imports_form_a_circle() -> None:
         for module in free:
             del waiting[module]
     assert sorted(waiting) == []
+
+
+def test_the_scheduler_needs_no_tensors() -> None:
+    """Nor does anything that it imports, so that every backend can run on it."""
+    reached, new = set[str](), {each for each in MODULES if "engine.scheduling." in each}
+    while new:
+        reached |= new
+        new = set[str]().union(*map(imports_of, new)) - reached
+    libraries = {name.split(".")[0] for each in reached for name in imported_modules(MODULES[each])}
+    assert "torch" not in libraries
 
 
 @pytest.mark.parametrize(("room", "others"), [("fair", ()), ("http2", ("fair",))])

@@ -18,7 +18,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.sequence import Sequence
 
 FEW = configure(max_tokens=4)
 

@@ -21,7 +21,7 @@ from trtmesh.engine.backend import StepOutput
 from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.sampling import choice
 from trtmesh.engine.backends.torch.sampling.choice import adjusted
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
 

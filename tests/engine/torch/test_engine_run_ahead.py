@@ -24,7 +24,7 @@ from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.sampling.choice import LogitsChoice, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence, sequences_of
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence, sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
 

@@ -19,7 +19,7 @@ from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.beams.search import Extras
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -126,7 +126,16 @@ async def test_paused_beam_search_gives_the_same_beams(reuse: bool, llama: Path)
 def _lane(key: int, config: GenerationConfig) -> Sequence:
     rule = EndRule(config.stopping, (), 2, 20)
     rules = TokenRules(config)
-    return Sequence(key, 0, 0, [5, 6], rule, rules, config=config, submitted_tokens=2)
+    return Sequence(
+        key=key,
+        batch_index=0,
+        sequence_index=0,
+        tokens=[5, 6],
+        rule=rule,
+        token_rules=rules,
+        config=config,
+        submitted_tokens=2,
+    )
 
 
 def test_row_of_outdated_tokens_is_not_used() -> None:

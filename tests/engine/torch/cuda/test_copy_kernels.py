@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.kernels.block_copies import PART, copy_blocks
 from trtmesh.engine.backends.torch.memory import block_copies
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, Move
 from trtmesh.engine.backends.torch.memory.handoff_memory import DeviceKvMemory, kv_memory_of
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,7 +25,7 @@ from trtmesh.engine.backends.torch.cuda.device import Cuda
 from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.stopping import EndRule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

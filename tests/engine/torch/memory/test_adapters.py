@@ -18,7 +18,6 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
 )
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.adapter_slots import AdapterSlots
 from trtmesh.engine.adapter_store import StoreLimits
 from trtmesh.engine.adapters.lora import Lora, Module, Place, Target, Update
 from trtmesh.engine.adapters.peft import write_peft
@@ -29,6 +28,7 @@ from trtmesh.engine.backends.torch.memory.adapters import (
     LoadedAdapter,
     Slots,
 )
+from trtmesh.engine.scheduling.adapter_slots import AdapterSlots
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 

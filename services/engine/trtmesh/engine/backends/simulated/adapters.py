@@ -9,11 +9,11 @@ from collections.abc import Callable
 from trtmesh.chassis.adapter_content import AdapterContent, rank_of
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Lora
-from trtmesh.engine.adapter_slots import AdapterSlots
 from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, content_of
 from trtmesh.engine.backend import AdapterLoad
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import AdapterSettings
+from trtmesh.engine.scheduling.adapter_slots import AdapterSlots
 
 ADAPTER_BYTES = 2**20
 """Size of every adapter."""

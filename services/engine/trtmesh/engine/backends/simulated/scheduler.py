@@ -2,8 +2,8 @@
 
 A sequence starts when the batch has a place and the pool has all blocks of its longest form, so preemption never
 happens. The highest priority goes first, then sequences with KV from a handoff, then first come, first served, or on a
-prefill worker as engine/prefill_order.py says; nothing overtakes the first in the queue. A sequence with KV holds its
-blocks while it waits, and loses them if nothing runs and the first in the queue needs them.
+prefill worker as scheduling/prefill_order.py says; nothing overtakes the first in the queue. A sequence with KV holds
+its blocks while it waits, and loses them if nothing runs and the first in the queue needs them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Sequence as SequenceOf
 from itertools import count
 
 from trtmesh.chassis.errors import BackendFailed, HandoffFailed, TrtmeshError
-from trtmesh.engine.adapter_slots import Order
 from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput
 from trtmesh.engine.backends.simulated.adapters import SimulatedAdapters
 from trtmesh.engine.backends.simulated.block_pool import BlockPool
@@ -29,7 +28,8 @@ from trtmesh.engine.handoff.identity import content_of
 from trtmesh.engine.kv_blocks import KvEventLog, blocks_needed
 from trtmesh.engine.kv_memory import Content
 from trtmesh.engine.ledger import Ledger
-from trtmesh.engine.prefill_order import patience_steps
+from trtmesh.engine.scheduling.adapter_slots import Order
+from trtmesh.engine.scheduling.prefill_order import patience_steps
 from trtmesh.v1 import generation_pb2 as pb
 
 

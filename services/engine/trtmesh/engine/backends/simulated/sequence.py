@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from trtmesh.chassis.block_hashes import root_hash
-from trtmesh.engine.adapter_slots import Order
 from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.backends.simulated.tokens import CHUNK, TokenSource, stream_key
 from trtmesh.engine.kv_blocks import extend_names
+from trtmesh.engine.scheduling.adapter_slots import Order
 from trtmesh.engine.stopping import End, EndRule
 from trtmesh.engine.times import SequenceTimes
 

@@ -15,13 +15,13 @@ from trtmesh.engine.backends.torch.compute.memory_probe import StepSize, probe
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.compute.slot_products import SlotProducts
-from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP
 from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
+from trtmesh.engine.scheduling.blocks import BlockTables
 
 log = logging.getLogger(__name__)
 

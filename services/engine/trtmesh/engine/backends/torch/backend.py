@@ -33,7 +33,7 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.sequence import (
+from trtmesh.engine.backends.torch.sequence import (
     Sequence,
     is_shared,
     sequences_of,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
-from trtmesh.engine.backends.torch.scheduling.sequence import Pairs, Sequence
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.scheduling.sequence import Pairs
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Decoding(ABC, Generic[C]):
         """Names of the resulting sequences."""
         self.sequences = tuple(sequences)
         """The sequences in the scheduler."""
-        self.forks: Pairs = ()
+        self.forks: Pairs[Sequence] = ()
         """Sequences to continue from the KV of others after `advance`; cleared by the engine."""
         self.ends: SequenceOf[SequenceEnd] = ()
         """The ends of all keys; empty while the decoding runs."""

@@ -35,15 +35,15 @@ from trtmesh.engine.backends.torch.decoding import (
     PrefillDecoding,
     SampledDecoding,
 )
-from trtmesh.engine.backends.torch.handoffs import BlockHandoffs, Sending
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
-from trtmesh.engine.backends.torch.scheduling.leases import Outgoing
-from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.ledger import Ledger
+from trtmesh.engine.scheduling.handoffs import BlockHandoffs, Sending
+from trtmesh.engine.scheduling.leases import Outgoing
+from trtmesh.engine.scheduling.scheduler import Scheduler
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Launched:
     choices: list[tuple[list[Sequence], Choice]] = field(default_factory=list)
     """One per strategy, more after a fault."""
     failures: list[Failure] = field(default_factory=list)
-    sending: list[Sending] = field(default_factory=list)
+    sending: list[Sending[Sequence]] = field(default_factory=list)
     """The sequences of the step that are handed over."""
     uncounted: list[Chunk] = field(default_factory=list)
     """Chunks of tokens that were unknown at the launch."""
@@ -82,9 +82,9 @@ class Engine:
     def __init__(
         self,
         compute: Compute,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Sequence],
         adapters: AdapterCache,
-        handoffs: BlockHandoffs,
+        handoffs: BlockHandoffs[Sequence],
     ) -> None:
         self.scheduler = scheduler
         self.deliver: Deliver | None = None
@@ -272,7 +272,7 @@ class Engine:
             # Before the next forward, which may overwrite the logits of this one.
             self._choose(forward, step)
 
-    def _announcer(self, sending: SequenceOf[Sending]) -> Callable[[int], None] | None:
+    def _announcer(self, sending: SequenceOf[Sending[Sequence]]) -> Callable[[int], None] | None:
         """Announces the KV of layers while later layers are computed."""
         layers = 0
 

@@ -25,9 +25,7 @@ from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
 from trtmesh.engine.backends.torch.devices import present
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
-from trtmesh.engine.backends.torch.handoffs import BlockHandoffs
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterTargets
-from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
 from trtmesh.engine.backends.torch.memory.handoff_memory import kv_memory_of
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, fitting
@@ -41,11 +39,14 @@ from trtmesh.engine.backends.torch.parallel.layers import divide
 from trtmesh.engine.backends.torch.parallel.leading import LeadingCompute
 from trtmesh.engine.backends.torch.parallel.rank_commands import Follower
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
-from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
-from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
+from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.settings import AdapterSettings, KvCacheSettings, TorchSettings
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.model_fingerprint import model_fingerprint
+from trtmesh.engine.scheduling.blocks import BlockPool, BlockTables
+from trtmesh.engine.scheduling.handoffs import BlockHandoffs
+from trtmesh.engine.scheduling.rules import SchedulingRules
+from trtmesh.engine.scheduling.scheduler import Scheduler
 from trtmesh.v1 import engine_pb2 as epb
 
 log = logging.getLogger(__name__)
@@ -389,7 +390,7 @@ def _cache(settings: KvCacheSettings, model: Model, sizes: Sizes, device: Device
 
 def _scheduler(
     settings: TorchSettings, model: Model, sizes: Sizes, adapters: AdapterCache
-) -> Scheduler:
+) -> Scheduler[Sequence]:
     pool = BlockPool(
         sizes.blocks,
         host_blocks=sizes.host_blocks,

@@ -25,7 +25,8 @@ from trtmesh.engine.backends.torch.decoding import Decoding
 from trtmesh.engine.backends.torch.memory.tensors import to_message
 from trtmesh.engine.backends.torch.sampling.details import most_likely
 from trtmesh.engine.backends.torch.sampling.token_rules import BANS
-from trtmesh.engine.backends.torch.scheduling.sequence import Pairs, Sequence
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.scheduling.sequence import Pairs
 from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -170,7 +171,7 @@ class BeamDecoding(Decoding["Ranking"]):
         lane.tokens.pop()
         return end
 
-    def _place(self, parents: SequenceOf[int]) -> Pairs:
+    def _place(self, parents: SequenceOf[int]) -> Pairs[Sequence]:
         """Gives every running beam a lane. Returns the pairs of a lane and the lane to continue from."""
         wanted = [*enumerate(parents)]
         wanted += [(0, parents[0])] * (len(self.sequences) - len(parents))

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks, copy_blocks
-from trtmesh.engine.backends.torch.memory.blocks import BlockTables, Move
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import StepTokens
 from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Products, UpdateTable
@@ -21,7 +20,8 @@ from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+from trtmesh.engine.backends.torch.sequence import Chunk
+from trtmesh.engine.scheduling.blocks import BlockTables, Move
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from trtmesh.engine.backends.torch.compute.cached_attention import CachedAttention
 from trtmesh.engine.backends.torch.compute.grouping import DecodeCopies, Group, Grouping
-from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Rule
+from trtmesh.engine.scheduling.blocks import BlockTables
 
 UsesFused = Callable[[Tensor], bool]
 """Whether to use PyTorch's fused kernel for packed queries."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.memory.shortage import shortage
 from trtmesh.engine.backends.torch.model.model import Model
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+from trtmesh.engine.backends.torch.sequence import Chunk
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from trtmesh.engine.backends.torch.cuda.chunk_inputs import MOST_CHUNKS, ChunkIn
 from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens
 from trtmesh.engine.backends.torch.model.model import Model
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+from trtmesh.engine.backends.torch.sequence import Chunk
+from trtmesh.engine.scheduling import sequence as scheduled
 
 SIZES = (64, 128, 256, *range(384, 2049, 128))
 """Tokens of a graph. More are computed by several, as one of more tokens would not be faster."""
@@ -96,7 +97,7 @@ def parts_of(chunks: SequenceOf[Chunk], most_tokens: int) -> list[list[Chunk]]:
                 parts.append([])
                 left = most_tokens
             count = min(left, end - start)
-            parts[-1].append(Chunk(chunk.sequence, start, count))
+            parts[-1].append(scheduled.Chunk(chunk.sequence, start, count))
             start += count
             left -= count
     return parts

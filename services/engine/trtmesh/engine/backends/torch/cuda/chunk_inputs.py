@@ -13,9 +13,9 @@ from trtmesh.engine.backends.torch.cuda.choice import draws_of
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import TILE, tiles_of
 from trtmesh.engine.backends.torch.cuda.staging import StagedWords, aligned
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK
 
 MOST_CHUNKS = 16
 KEPT_FIELDS = 3

@@ -17,7 +17,7 @@ from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens, known_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
 from trtmesh.engine.backends.torch.model.model import Model
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+from trtmesh.engine.backends.torch.sequence import Chunk
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 FURTHER = 128

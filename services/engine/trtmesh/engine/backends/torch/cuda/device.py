@@ -37,7 +37,6 @@ from trtmesh.engine.backends.torch.cuda.layers import (
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
 from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
 from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks
-from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.memory.shortage import shortage
 from trtmesh.engine.backends.torch.model.fusing import (
@@ -50,6 +49,7 @@ from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.parallel.group import RankGroup
 from trtmesh.engine.backends.torch.parallel.layers import add_up
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
+from trtmesh.engine.scheduling.blocks import BlockTables
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
 from trtmesh.engine.backends.torch.model.attention import StepTokens
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+from trtmesh.engine.backends.torch.sequence import Chunk
 
 
 class GraphRunner:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from trtmesh.engine.backends.torch.cuda.choice import draws_of
 from trtmesh.engine.backends.torch.cuda.staging import ALIGNED, StagedWords, aligned
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+from trtmesh.engine.backends.torch.sequence import Chunk
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK
 
 HEADER = ALIGNED
 FIELDS = 4

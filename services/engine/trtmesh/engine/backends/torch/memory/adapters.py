@@ -17,11 +17,11 @@ from trtmesh.chassis import vocabulary
 from trtmesh.chassis.adapter_content import AdapterContent, is_number, number_of
 from trtmesh.chassis.errors import BackendFailed, InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.adapter_slots import AdapterSlots
 from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, content_of
 from trtmesh.engine.adapters.content import read_content
 from trtmesh.engine.adapters.lora import Place, Target, Update, converted
 from trtmesh.engine.backend import AdapterLoad, HeldAdapter
+from trtmesh.engine.scheduling.adapter_slots import AdapterSlots
 from trtmesh.v1 import engine_pb2 as epb
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks, copy_blocks, indexes
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, Move
 from trtmesh.engine.backends.torch.memory.shared_pool import AnonymousFile
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
 
 Rows = NDArray[np.int64]
 

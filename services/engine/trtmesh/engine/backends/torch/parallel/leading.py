@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
-from trtmesh.engine.backends.torch.memory.blocks import BlockTables, Move
 from trtmesh.engine.backends.torch.parallel import rank_commands
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+from trtmesh.engine.backends.torch.sequence import Chunk
+from trtmesh.engine.scheduling.blocks import BlockTables, Move
 
 R = TypeVar("R")
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
 from trtmesh.engine.backend import PromptDetails
 from trtmesh.engine.backends.torch.compute.device import Compute
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockTables, Move
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
+from trtmesh.engine.scheduling import sequence as scheduled
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockTables, Move
 from trtmesh.engine.stopping import EndRule
 
 
@@ -144,7 +145,7 @@ class Follower:
         for slot, _, start, size, completes, first, last in fields.tolist():
             sequence = self._sequences[slot]
             sequence.reader = Wanted(first, last) if (first, last) != NOT_READ else None
-            chunks.append((Chunk(sequence, start, size), bool(completes)))
+            chunks.append((scheduled.Chunk(sequence, start, size), bool(completes)))
         return chunks, rest[count * width :].tolist()
 
     def _take_blocks(self, slots: Rows, versions: Rows, blocks: Rows) -> None:

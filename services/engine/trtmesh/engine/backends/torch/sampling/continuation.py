@@ -21,7 +21,7 @@ HASH_BASE = 0x1B873593CC9E2D51
 """Any number below the modulus and far above all ids."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Continuation:
     """Tokens, the rules of their item, and the coordinates of their draws."""
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine.torch.paper_engine import BLOCK, PaperEngine, continued
+from engine.scheduling.paper_engine import BLOCK, PaperEngine, PaperSequence, continued
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.block_hashes import ROOT_HASH, chain
-from trtmesh.engine.backends.torch.scheduling.leases import LeasedBlocks, Outgoing
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.scheduling.leases import LeasedBlocks, Outgoing
 
 
 def test_lease_leaves_running_sequences_room_to_grow() -> None:
@@ -203,7 +202,7 @@ class Traffic:
             host_blocks=draw.choice([0, 6]),
             window=window,
         )
-        self.expected: list[tuple[Sequence, list[int]]] = []
+        self.expected: list[tuple[PaperSequence, list[int]]] = []
         self.reserved: list[tuple[LeasedBlocks, list[int], int]] = []
         self.stems = [[draw.randrange(97) for _ in range(9)] for _ in range(3)]
         self.adopted = 0
@@ -242,7 +241,7 @@ class Traffic:
         reads_from = self.draw.choice([None, None, self.draw.randrange(len(tokens))])
         self.expect(self.engine.receiving(tokens, new, lease, reads_from), tokens, new)
 
-    def expect(self, sequence: Sequence, tokens: list[int], new: int) -> None:
+    def expect(self, sequence: PaperSequence, tokens: list[int], new: int) -> None:
         self.expected.append((sequence, continued(tokens, new)))
 
     def step(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.scheduling.sequence import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +49,28 @@ class SchedulingRules:
             return 0
         return max(0, tokens + 1 - self.window) // self.tokens_per_block
 
-    def sent_from(self, sequence: Sequence) -> int:
+    def sent_from(self, sequence: ScheduledSequence) -> int:
         """The first block of a sequence that is sent to its receiver."""
         return self.unseen_blocks(sequence.prompt_tokens - 1)
 
-    def kept_from(self, sequence: Sequence) -> int:
+    def kept_from(self, sequence: ScheduledSequence) -> int:
         """The first token of a received sequence that sees all KV in its window: a sender keeps what the last token of
         the prompt sees until it hands the prompt over, and later what the next token sees."""
         received = len(sequence.tokens) - 1
         return received if received > sequence.prompt_tokens else sequence.prompt_tokens - 1
 
-    def first_whole_block(self, sequence: Sequence) -> int:
+    def first_whole_block(self, sequence: ScheduledSequence) -> int:
         """The first block of a received sequence that the sender has sent whole."""
         if self.window is None:
             return 0
         return self.blocks(max(0, self.kept_from(sequence) + 1 - self.window))
 
-    def growth(self, sequence: Sequence) -> int:
+    def growth(self, sequence: ScheduledSequence) -> int:
         """Blocks to keep free for a running sequence."""
         to_come = self.blocks_to_come(sequence, len(sequence.blocks))
         return to_come if self.never_pause else min(1, to_come)
 
-    def blocks_to_come(self, sequence: Sequence, blocks: int) -> int:
+    def blocks_to_come(self, sequence: ScheduledSequence, blocks: int) -> int:
         """Further blocks for the longest form of a sequence with `blocks` blocks. The last token needs no KV, nor a
         token after the handoff."""
         if sequence.is_pinned:

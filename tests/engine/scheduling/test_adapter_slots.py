@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.adapter_slots import PATIENCE_STEPS, AdapterSlots, Order
 from trtmesh.engine.adapter_store import StoredAdapter
+from trtmesh.engine.scheduling.adapter_slots import PATIENCE_STEPS, AdapterSlots, Order
 from trtmesh.v1 import engine_pb2 as epb
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from engine.torch.harness import configure
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables
-from trtmesh.engine.backends.torch.sampling.readers import PromptReader
-from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.leases import LeasedBlocks
-from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
-from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
+from trtmesh.engine.adapter_store import StoredAdapter
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, BlockTables
+from trtmesh.engine.scheduling.leases import LeasedBlocks
+from trtmesh.engine.scheduling.rules import SchedulingRules
+from trtmesh.engine.scheduling.scheduler import Scheduler
+from trtmesh.engine.scheduling.sequence import Chunk, ScheduledSequence
 from trtmesh.engine.stopping import EndRule
 
 BLOCK = 4
@@ -25,11 +24,24 @@ EMPTY = -1
 class Instant:
     """Takes adapters in no time."""
 
-    def bring(self, adapter: LoadedAdapter, slot: int) -> bool:
+    def bring(self, adapter: StoredAdapter, slot: int) -> bool:
         return True
 
-    def note(self, adapter: LoadedAdapter) -> None:
+    def note(self, adapter: StoredAdapter) -> None:
         pass
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PaperSequence(ScheduledSequence):
+    """Reads logits of the prompt, where asked to."""
+
+    reads_from: int | None = None
+    """First token whose logits are needed."""
+
+    @property
+    def most_reusable(self) -> int:
+        last = len(self.tokens) - 1
+        return last if self.reads_from is None else min(self.reads_from, last)
 
 
 class PaperEngine:
@@ -63,7 +75,7 @@ class PaperEngine:
             window=window,
         )
         self._window = window or 10**9
-        self.scheduler = Scheduler(self.pool, self.tables, rules, Instant())
+        self.scheduler = Scheduler[PaperSequence](self.pool, self.tables, rules, Instant())
         everything = blocks + 1 + self.pool.host_blocks
         self.content = [[EMPTY] * BLOCK for _ in range(everything)]
         self.steps = 0
@@ -77,17 +89,14 @@ class PaperEngine:
         config: GenerationConfig | None = None,
         *,
         is_prefill: bool = False,
-    ) -> Sequence:
+    ) -> PaperSequence:
         config = config or configure()
         rule = EndRule(config.stopping, (), len(tokens), len(tokens) + new_tokens)
         self._keys += 1
-        return Sequence(
-            self._keys,
-            0,
-            0,
-            list(tokens),
-            rule,
-            TokenRules(config),
+        return PaperSequence(
+            key=self._keys,
+            tokens=list(tokens),
+            rule=rule,
             config=config,
             submitted_tokens=len(tokens),
             is_prefill=is_prefill,
@@ -106,7 +115,7 @@ class PaperEngine:
         new_tokens: int,
         lease: LeasedBlocks,
         reads_from: int | None = None,
-    ) -> Sequence:
+    ) -> PaperSequence:
         """A sequence that is given the blocks of a lease."""
         sequence = self.awaiting(tokens, new_tokens, reads_from)
         self.receive(sequence, lease)
@@ -114,17 +123,15 @@ class PaperEngine:
 
     def awaiting(
         self, tokens: SequenceOf[int], new_tokens: int, reads_from: int | None = None
-    ) -> Sequence:
+    ) -> PaperSequence:
         """A sequence that waits for the blocks of a lease."""
         sequence = self.sequence(tokens, new_tokens)
         sequence.receiver_lease = "lease"
-        if reads_from is not None:
-            sequence.reader = PromptReader(sequence)
-            sequence.reader.next = reads_from
+        sequence.reads_from = reads_from
         self.add(sequence)
         return sequence
 
-    def receive(self, sequence: Sequence, lease: LeasedBlocks) -> None:
+    def receive(self, sequence: PaperSequence, lease: LeasedBlocks) -> None:
         """Gives a sequence the blocks of a lease, with the KV of all tokens but the last; in a window model, without
         what a sender need not have."""
         sent_from = self.scheduler.rules.kept_from(sequence) + 1 - self._window
@@ -141,11 +148,11 @@ class PaperEngine:
         self.leases.remove(lease)
         self.pool.release(lease.blocks)
 
-    def add(self, *sequences: Sequence) -> None:
+    def add(self, *sequences: PaperSequence) -> None:
         for sequence in sequences:
             self.scheduler.add(sequence, self.steps)
 
-    def step(self) -> list[Sequence]:
+    def step(self) -> list[PaperSequence]:
         """Runs a step; returns the sequences with a known next token, which is not appended yet."""
         chunks = self.scheduler.schedule()
         self._move()
@@ -170,7 +177,7 @@ class PaperEngine:
                 self.advance(sequence)
             assert self.steps > before
 
-    def advance(self, sequence: Sequence) -> None:
+    def advance(self, sequence: PaperSequence) -> None:
         """Appends the next token, and ends the sequence after the last."""
         sequence.append(next_token(sequence.tokens), 0)
         if sequence.rule.end_after(sequence.tokens):
@@ -198,7 +205,7 @@ class PaperEngine:
         pending = sum(each.pending_prompt_tokens for each in self.scheduler.sequences)
         assert self.scheduler.pending_prompt_tokens == pending
 
-    def _compute(self, chunk: Chunk) -> None:
+    def _compute(self, chunk: Chunk[PaperSequence]) -> None:
         row = self.tables.rows[chunk.sequence.slot]
         tokens = chunk.sequence.tokens
         assert chunk.count > 0
@@ -222,3 +229,10 @@ def continued(tokens: SequenceOf[int], count: int) -> list[int]:
     for _ in range(count):
         result.append(next_token(result))
     return result
+
+
+def least_blocks(prompt_tokens: int, new_tokens: int, count: int) -> int:
+    """Blocks of a group at the end: the prompt's full blocks once, all others per sequence."""
+    shared = (prompt_tokens - 1) // BLOCK
+    # The last token's KV is never needed.
+    return shared + count * (-(-(prompt_tokens + new_tokens - 1) // BLOCK) - shared)

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import KvEvent
-from trtmesh.engine.backends.torch.memory.eviction import (
+from trtmesh.engine.kv_blocks import KvEventLog
+from trtmesh.engine.scheduling.eviction import (
     DEFAULT,
     DEFAULT_PRIORITY,
     EvictionOrder,
     Retention,
 )
-from trtmesh.engine.kv_blocks import KvEventLog
 
 NULL_BLOCK = 0
 CANDIDATES = 64

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Prefix
-from trtmesh.engine.backends.torch.memory.eviction import Retention
-from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.engine.kv_blocks import extend_names
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, Prefix
+from trtmesh.engine.scheduling.eviction import Retention
+from trtmesh.engine.scheduling.rules import SchedulingRules
+from trtmesh.engine.scheduling.sequence import ScheduledSequence
 
 NOTHING = Prefix([], 0)
 
@@ -21,13 +21,13 @@ class Prefixes:
         self._rules = rules
         self._size = rules.tokens_per_block
 
-    def find(self, sequence: Sequence) -> Prefix:
+    def find(self, sequence: ScheduledSequence) -> Prefix:
         """The longest beginning with KV, from the leader or from published blocks."""
         led = self.of_leader(sequence)
         published = self._published(sequence)
         return led if led.tokens >= published.tokens else published
 
-    def of_leader(self, sequence: Sequence) -> Prefix:
+    def of_leader(self, sequence: ScheduledSequence) -> Prefix:
         """The beginning computed by the leader."""
         leader = sequence.leader
         if leader is None or leader.slot < 0:
@@ -47,7 +47,7 @@ class Prefixes:
         blocks = self._match(list(hashes[:most]))
         return Prefix(blocks, len(blocks) * self._size)
 
-    def publish(self, sequence: Sequence) -> None:
+    def publish(self, sequence: ScheduledSequence) -> None:
         """Publishes the blocks that became full since the last call."""
         full = sequence.num_computed // self._size
         first, sequence.num_published = sequence.num_published, full
@@ -61,7 +61,7 @@ class Prefixes:
             self._pool.publish(sequence.blocks[number], hashes[number], parent, tokens, adapter)
         self.retain(sequence, first, full)
 
-    def retain(self, sequence: Sequence, first: int, last: int) -> None:
+    def retain(self, sequence: ScheduledSequence, first: int, last: int) -> None:
         """Sets the retention of published blocks [first, last) as its item asks; blocks without a wish keep theirs."""
         wishes = sequence.config.kv_cache
         if not (wishes.token_ranges or wishes.decode_priority is not None):
@@ -74,10 +74,10 @@ class Prefixes:
             if retention:
                 self._pool.retain(hashes[number], retention)
 
-    def _reuses(self, sequence: Sequence) -> bool:
+    def _reuses(self, sequence: ScheduledSequence) -> bool:
         return self._rules.prefix_reuse and sequence.config.kv_cache.reuse
 
-    def _published(self, sequence: Sequence) -> Prefix:
+    def _published(self, sequence: ScheduledSequence) -> Prefix:
         if not self._reuses(sequence):
             return NOTHING
         size, last = self._size, sequence.most_reusable
@@ -107,12 +107,12 @@ class Prefixes:
         unseen = self._rules.unseen_blocks(longest * self._size)
         return [NULL_BLOCK] * unseen + blocks[unseen:longest]
 
-    def _hashes(self, sequence: Sequence, count: int) -> list[int]:
+    def _hashes(self, sequence: ScheduledSequence, count: int) -> list[int]:
         """Hashes of at least the first `count` blocks, all full."""
         return extend_names(sequence.hashes, sequence.root, sequence.tokens, self._size, count)
 
 
-def retention_of(sequence: Sequence, token: int) -> Retention | None:
+def retention_of(sequence: ScheduledSequence, token: int) -> Retention | None:
     """The retention for the block beginning at index `token`, as the item asks; None without a wish.
 
     In the prompt the first range that covers the token decides, after the prompt the decode priority.

@@ -5,16 +5,19 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from engine.torch.conftest import ModelDir
-from engine.torch.harness import configure, running
-from engine.torch.paper_engine import BLOCK, PaperEngine, continued
-from oracle import tiny_models
-from oracle.beams import expected
+from engine.scheduling.paper_engine import (
+    PaperEngine,
+    PaperSequence,
+    continued,
+    least_blocks,
+)
+from engine.torch.harness import configure
 from trtmesh.chassis.vocabulary import TokenRangeRetention
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 
 
-def mates(engine: PaperEngine, prompt: list[int], new_tokens: int, count: int) -> list[Sequence]:
+def mates(
+    engine: PaperEngine, prompt: list[int], new_tokens: int, count: int
+) -> list[PaperSequence]:
     group = [engine.sequence(prompt, new_tokens) for _ in range(count)]
     together = list(group)
     for each in group:
@@ -75,18 +78,11 @@ def test_mates_that_await_each_other_make_room() -> None:
     assert engine.pool.used_blocks == 0
 
 
-def least_blocks(prompt_tokens: int, new_tokens: int, count: int) -> int:
-    """Blocks of a group at the end: the prompt's full blocks once, all others per sequence."""
-    shared = (prompt_tokens - 1) // BLOCK
-    # The last token's KV is never needed.
-    return shared + count * (-(-(prompt_tokens + new_tokens - 1) // BLOCK) - shared)
-
-
-def goes_on_together(group: list[Sequence]) -> bool:
+def goes_on_together(group: list[PaperSequence]) -> bool:
     return all(each.slot >= 0 and each.num_computed == len(each.tokens) for each in group)
 
 
-def step_together(engine: PaperEngine, group: list[Sequence]) -> None:
+def step_together(engine: PaperEngine, group: list[PaperSequence]) -> None:
     """Runs a step; afterwards all sequences of the group get a token, or none does."""
     engine.step()
     if goes_on_together(group):
@@ -144,24 +140,6 @@ def test_mates_that_were_paused_anywhere_start_again(window: int | None, generat
     assert group[0].generated_tokens == new_tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-async def test_a_search_runs_in_the_fewest_blocks(family: str, model_dir: ModelDir) -> None:
-    """The last prompt token begins a block, or moves the window past a block."""
-    folder = model_dir(family)
-    model = tiny_models.reference_model(folder)
-    for prompt_tokens in (13, 15):
-        prompt = tiny_models.prompts(2)[1][:prompt_tokens]
-        config = configure(max_tokens=4, ignore_end_id=True, beam_width=3)
-        tokens = least_blocks(prompt_tokens, 4, 3) * BLOCK
-        async with running(
-            folder, tokens_per_block=BLOCK, kv_cache_tokens=tokens, prefix_reuse=False
-        ) as engine:
-            streams = await engine.ended(engine.submit(prompt, config))
-            assert [stream.token_ids for stream in streams] == [
-                found for found, _ in expected(model, prompt, 3, tokens=4)
-            ]
-
-
 class Crowd:
     """Groups of mates, items of several sequences and single sequences, in a pool with room for each alone."""
 
@@ -183,7 +161,7 @@ class Crowd:
             host_blocks=dice.choice([0, 0, 6]),
         )
         stems = [[dice.randrange(97) for _ in range(30)] for _ in range(2)]
-        self.items: list[list[Sequence]] = []
+        self.items: list[list[PaperSequence]] = []
         while len(self.items) < 7:
             count = dice.choice([1, 1, 2, 3, 4])
             prompt = dice.choice(stems)[: dice.randint(1, 30)]
@@ -194,7 +172,7 @@ class Crowd:
 
     def _item(
         self, prompt: list[int], new_tokens: int, count: int, *, together: bool
-    ) -> list[Sequence]:
+    ) -> list[PaperSequence]:
         dice = self.dice
         wishes = TokenRangeRetention(dice.randint(0, 20), dice.randint(21, 40), dice.randint(0, 99))
         config = configure(
@@ -233,7 +211,7 @@ class Crowd:
         assert engine.pool.used_blocks == 0
         assert engine.tables.free_slots == len(engine.tables.rows)
 
-    def _part(self, group: list[Sequence]) -> None:
+    def _part(self, group: list[PaperSequence]) -> None:
         parents = [self.dice.choice(group) for _ in group]
         tokens = [[*parent.tokens, self.dice.randrange(97)] for parent in parents]
         self.engine.scheduler.reassign(list(zip(group, parents, strict=True)))
@@ -242,7 +220,7 @@ class Crowd:
         if len(group[0].tokens) >= group[0].rule.limit:
             self._remove(group)
 
-    def _remove(self, sequences: list[Sequence]) -> None:
+    def _remove(self, sequences: list[PaperSequence]) -> None:
         for each in sequences:
             self.engine.scheduler.remove(each)
 

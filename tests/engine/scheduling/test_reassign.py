@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
-from engine.torch.harness import configure, running
-from engine.torch.paper_engine import BLOCK, PaperEngine, continued, next_token
-from oracle import tiny_models
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from engine.scheduling.paper_engine import BLOCK, PaperEngine, PaperSequence, continued, next_token
 
 
-def started(engine: PaperEngine, tokens: list[int], new_tokens: int = 20) -> Sequence:
+def started(engine: PaperEngine, tokens: list[int], new_tokens: int = 20) -> PaperSequence:
     """A running sequence with computed KV and one generated token."""
     sequence = engine.sequence(tokens, new_tokens)
     engine.add(sequence)
@@ -22,7 +18,9 @@ def started(engine: PaperEngine, tokens: list[int], new_tokens: int = 20) -> Seq
     return sequence
 
 
-def child_of(engine: PaperEngine, parent: Sequence, token: int, new_tokens: int = 20) -> Sequence:
+def child_of(
+    engine: PaperEngine, parent: PaperSequence, token: int, new_tokens: int = 20
+) -> PaperSequence:
     """A sequence with the KV of `parent` and a different last token."""
     child = engine.sequence(parent.tokens[: parent.prompt_tokens], new_tokens)
     child.tokens[:] = [*parent.tokens[:-1], token]
@@ -94,35 +92,6 @@ def test_sequences_are_reassigned_all_at_once() -> None:
     for beam in beams:
         engine.scheduler.remove(beam)
     assert engine.pool.used_blocks == 0
-
-
-async def test_the_sequences_of_an_item_compute_the_prompt_once(llama: Path) -> None:
-    prompt = list(range(10, 32))
-    async with running(llama, tokens_per_block=4) as engine:
-        for reuse in (False, True):
-            before = engine.backend.stats()
-            config = configure(
-                max_tokens=6, ignore_end_id=True, num_return_sequences=5, reuse=reuse
-            )
-            streams = await engine.ended(engine.submit(prompt, config))
-            after = engine.backend.stats()
-            # The last token's logits are wanted by each.
-            assert after.computed_prompt_tokens - before.computed_prompt_tokens == 22 + 4
-            assert [s.end.cached_prompt_tokens for s in streams if s.end] == [0, 21, 21, 21, 21]
-
-
-async def test_the_sequences_of_an_item_get_the_tokens_they_would_get_alone(llama: Path) -> None:
-    prompt = tiny_models.prompts(2)[1]
-    config = configure(
-        max_tokens=8, ignore_end_id=True, temperature=1.2, seed=7, num_return_sequences=4
-    )
-    alone = configure(max_tokens=8, ignore_end_id=True, temperature=1.2, seed=7)
-    async with running(llama, tokens_per_block=4, max_step_tokens=8, max_batch_size=3) as engine:
-        together = await engine.ended(engine.submit(prompt, config))
-        for index, stream in enumerate(together):
-            keys = engine.submit(prompt, alone, sequence_index=index)
-            (expected,) = await engine.ended(keys)
-            assert stream.token_ids == expected.token_ids
 
 
 def test_a_leader_that_ends_leaves_its_work_to_the_next() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import Generic
 
 from trtmesh.chassis.errors import HandoffFailed, QueueFull
 from trtmesh.engine.backend import (
@@ -14,24 +15,24 @@ from trtmesh.engine.backend import (
     PartFinal,
     Reserved,
 )
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK
-from trtmesh.engine.backends.torch.scheduling.leases import LeasedBlocks, Outgoing
-from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
 from trtmesh.engine.handoff.identity import content_of
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK
+from trtmesh.engine.scheduling.leases import LeasedBlocks, Outgoing
+from trtmesh.engine.scheduling.scheduler import Scheduler
+from trtmesh.engine.scheduling.sequence import Chunk, S, ScheduledSequence
 
-Sending = tuple[Sequence, Outgoing, int]
+Sending = tuple[S, Outgoing, int]
 """A sequence, and its leading blocks without a later write."""
 
 
-class BlockHandoffs:
+class BlockHandoffs(Generic[S]):
     """The blocks of leases, and the sequences that leave or await KV.
 
     The blocks of a sequence are announced in runs: those that a chunk completes, and in the first run the reused ones.
     A run is announced in groups of layers, as their KV is written.
     """
 
-    def __init__(self, scheduler: Scheduler, *, layers: int, layers_per_part: int) -> None:
+    def __init__(self, scheduler: Scheduler[S], *, layers: int, layers_per_part: int) -> None:
         self.news: list[HandoffNews] = []
         self.outgoing: dict[int, Outgoing] = {}
         """By the keys of the sequences."""
@@ -39,7 +40,7 @@ class BlockHandoffs:
         self._layers = layers
         self._group = layers_per_part
         self._leases: dict[str, LeasedBlocks] = {}
-        self._awaiting: dict[str, list[Sequence]] = {}
+        self._awaiting: dict[str, list[S]] = {}
 
     def take_news(self) -> list[HandoffNews]:
         news, self.news = self.news, []
@@ -58,14 +59,14 @@ class BlockHandoffs:
         self._leases[lease_id] = leased
         self.news.append(Reserved(lease_id, tuple(leased.blocks), leased.present_tokens))
 
-    def drop(self, lease_id: str) -> list[Sequence]:
+    def drop(self, lease_id: str) -> list[S]:
         """Frees the blocks of a lease; returns the sequences that await them."""
         leased = self._leases.pop(lease_id, None)
         if leased:
             self._scheduler.pool.release(leased.blocks)
         return self._living(self._awaiting.pop(lease_id, []))
 
-    def expect(self, lease_id: str, sequences: SequenceOf[Sequence]) -> bool:
+    def expect(self, lease_id: str, sequences: SequenceOf[S]) -> bool:
         """Lets the sequences of an item wait for the KV of a lease; returns False for an unknown one."""
         if lease_id not in self._leases:
             return False
@@ -75,11 +76,11 @@ class BlockHandoffs:
             self.report_awaiting(first)
         return True
 
-    def first_awaiting(self, lease_id: str) -> Sequence | None:
+    def first_awaiting(self, lease_id: str) -> S | None:
         """The sequence that will adopt the blocks of a lease."""
         return next(iter(self._living(self._awaiting.get(lease_id, []))), None)
 
-    def report_awaiting(self, sequence: Sequence) -> None:
+    def report_awaiting(self, sequence: S) -> None:
         """Names the content that a sequence waits for; its prompt is there."""
         content = content_of(sequence.root, sequence.tokens[:-1])
         self.news.append(Awaiting(sequence.receiver_lease, sequence.key, content))
@@ -95,7 +96,7 @@ class BlockHandoffs:
         for each in sequences[1:]:
             self._scheduler.ready(each)
 
-    def sending(self, chunks: Iterable[Chunk]) -> list[Sending]:
+    def sending(self, chunks: Iterable[Chunk[S]]) -> list[Sending[S]]:
         """The sequences among `chunks` that are handed over; the first chunk offers them. Raises HandoffFailed where a
         chunk would write to announced blocks again."""
         return [
@@ -104,7 +105,7 @@ class BlockHandoffs:
             if (outgoing := chunk.sequence.outgoing) and outgoing.is_pinned
         ]
 
-    def _sent_with(self, chunk: Chunk, outgoing: Outgoing) -> Sending:
+    def _sent_with(self, chunk: Chunk[S], outgoing: Outgoing) -> Sending[S]:
         rules, sequence = self._scheduler.rules, chunk.sequence
         if not outgoing.is_offered:
             first = max(rules.sent_from(sequence), sequence.num_dropped)
@@ -115,7 +116,7 @@ class BlockHandoffs:
             return sequence, outgoing, rules.blocks(outgoing.tokens)
         return sequence, outgoing, (chunk.start + chunk.count) // rules.tokens_per_block
 
-    def announce(self, sending: Iterable[Sending], layers: int | None = None) -> None:
+    def announce(self, sending: Iterable[Sending[S]], layers: int | None = None) -> None:
         """Announces complete blocks whose first `layers` layers are written, by default all."""
         for sequence, outgoing, last in sending:
             # Its blocks may have other owners after its end.
@@ -136,7 +137,7 @@ class BlockHandoffs:
         outgoing.announced = max(first, last)
         outgoing.layers = 0
 
-    def leave(self, sequence: Sequence, *, with_kv: bool) -> None:
+    def leave(self, sequence: S, *, with_kv: bool) -> None:
         """Forgets a sequence that ends; with its KV, the blocks pass to the lease."""
         outgoing = self.outgoing.pop(sequence.key, None)
         if outgoing is None or not with_kv:
@@ -160,16 +161,16 @@ class BlockHandoffs:
             )
         )
 
-    def _offer(self, sequence: Sequence, outgoing: Outgoing, first: int, tokens: int) -> None:
+    def _offer(self, sequence: S, outgoing: Outgoing, first: int, tokens: int) -> None:
         """Offers a sequence whose blocks before `first` no receiver needs."""
         outgoing.is_offered = True
         outgoing.first = outgoing.announced = first
         blocks = _sent_blocks(sequence, first, self._scheduler.rules.blocks(tokens))
         self.news.append(Offered(outgoing.lease_id, sequence.key, tuple(blocks), tokens))
 
-    def _living(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+    def _living(self, sequences: Iterable[S]) -> list[S]:
         return [each for each in sequences if self._scheduler.lives(each)]
 
 
-def _sent_blocks(sequence: Sequence, first: int, last: int) -> list[int]:
+def _sent_blocks(sequence: ScheduledSequence, first: int, last: int) -> list[int]:
     return [NULL_BLOCK] * first + sequence.blocks[first:last]

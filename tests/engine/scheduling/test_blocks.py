@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.chassis.block_hashes import ROOT_HASH
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Prefix
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, Prefix
 
 
 def published(pool: BlockPool, hashes: list[int]) -> list[int]:

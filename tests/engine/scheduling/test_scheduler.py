@@ -6,14 +6,13 @@ import random
 from typing import Any
 
 import pytest
+from engine.scheduling.paper_engine import BLOCK, PaperEngine, PaperSequence, continued
 from engine.torch.harness import configure
-from engine.torch.paper_engine import BLOCK, PaperEngine, continued
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
-from trtmesh.engine.backends.torch.scheduling.scheduler import REMOVED_ENTRIES
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
-from trtmesh.engine.prefill_order import PATIENCE
+from trtmesh.engine.scheduling.prefill_order import PATIENCE
+from trtmesh.engine.scheduling.rules import SchedulingRules
+from trtmesh.engine.scheduling.scheduler import REMOVED_ENTRIES
 
 
 def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tuple[Any, list[int]]]:
@@ -118,7 +117,7 @@ def test_static_batches_that_pause_are_refused() -> None:
         SchedulingRules(BLOCK, 8, static_batch=True)
 
 
-def chunks_of(engine: PaperEngine, sequence: Sequence) -> list[int]:
+def chunks_of(engine: PaperEngine, sequence: PaperSequence) -> list[int]:
     """Computed tokens of a sequence in each step until the first new token."""
     engine.add(sequence)
     sizes = []

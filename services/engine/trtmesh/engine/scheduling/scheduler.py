@@ -8,8 +8,8 @@ one each, or, where the rules forbid pauses, all the blocks that they may ever n
 block to grow into, the sequence of the highest rank loses its blocks and returns to its old place in the queue. So the
 lowest rank is never preempted and always advances. Ranks of newcomers rise with the steps, so every sequence has the
 lowest rank some day. Nothing overtakes the head of the queue, so large sequences do not starve either. A sequence whose
-adapter is not on the device is not in the queue: engine/adapter_slots.py gives it its turn. On a prefill worker the
-length of the prompt moves the rank (engine/prefill_order.py).
+adapter is not on the device is not in the queue: adapter_slots.py gives it its turn. On a prefill worker the
+length of the prompt moves the rank (prefill_order.py).
 
 Leases of handoffs hold blocks too. They are granted only what running and queued sequences leave. A sequence that gets
 the blocks of a lease does not wait for blocks of others while it holds its own: it starts before all queued sequences
@@ -24,24 +24,21 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import Any, Generic
 
-from trtmesh.engine.adapter_slots import AdapterDevice, AdapterSlots
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables, Prefix
-from trtmesh.engine.backends.torch.scheduling.leases import LeasedBlocks
-from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
-from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Pairs, Rank, Sequence
-from trtmesh.engine.prefill_order import patience_steps
-
-if TYPE_CHECKING:
-    from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
+from trtmesh.engine.scheduling.adapter_slots import AdapterDevice, AdapterSlots
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, BlockTables, Prefix
+from trtmesh.engine.scheduling.leases import LeasedBlocks
+from trtmesh.engine.scheduling.prefill_order import patience_steps
+from trtmesh.engine.scheduling.prefixes import Prefixes
+from trtmesh.engine.scheduling.rules import SchedulingRules
+from trtmesh.engine.scheduling.sequence import Chunk, Pairs, Rank, S
 
 REMOVED_ENTRIES = 64
 """Entries of removed sequences to keep beyond twice as many as there are waiting sequences."""
 
 
-class Scheduler:
+class Scheduler(Generic[S]):
     """The waiting and running sequences of a backend, and their blocks."""
 
     def __init__(
@@ -49,12 +46,12 @@ class Scheduler:
         pool: BlockPool,
         tables: BlockTables,
         rules: SchedulingRules,
-        device: AdapterDevice[LoadedAdapter],
+        device: AdapterDevice[Any],
     ) -> None:
         """`device` takes the adapters."""
         self.pool = pool
         self.tables = tables
-        self.running: list[Sequence] = []
+        self.running: list[S] = []
         self.waiting_sequences = 0
         self.pending_prompt_tokens = 0
         self.computed_prompt_tokens = 0
@@ -63,23 +60,21 @@ class Scheduler:
         self.paused_sequences = self.preemptions = 0
         self.rules = rules
         self._prefixes = Prefixes(pool, rules)
-        self._by_key: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue(self.lives)
+        self._by_key: dict[int, S] = {}
+        self._waiting = WaitingQueue[S](self.lives)
         # The first in the queue, where free blocks are too few for it.
-        self._blocked: Sequence | None = None
+        self._blocked: S | None = None
         # With the blocks of leases.
-        self._adopted = WaitingQueue(self.lives)
+        self._adopted = WaitingQueue[S](self.lives)
         # Counted as waiting, but not in the queue.
-        self._unready: dict[int, Sequence] = {}
+        self._unready: dict[int, S] = {}
         self._arrivals = 0
         # By the key of their leader.
-        self._followers: dict[int, list[Sequence]] = {}
-        self.adapters: AdapterSlots[LoadedAdapter, Sequence] = AdapterSlots(
-            rules.max_adapters, device, self._queue
-        )
+        self._followers: dict[int, list[S]] = {}
+        self.adapters: AdapterSlots[Any, S] = AdapterSlots(rules.max_adapters, device, self._queue)
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[S]:
         return list(self._by_key.values())
 
     @property
@@ -97,11 +92,11 @@ class Scheduler:
         """Whether a step has anything to compute."""
         return len(self._by_key) > len(self._unready) + self.adapters.parked_sequences
 
-    def lives(self, sequence: Sequence) -> bool:
+    def lives(self, sequence: S) -> bool:
         """Whether the sequence was added and not removed."""
         return self._by_key.get(sequence.key) is sequence
 
-    def add(self, sequence: Sequence, step_count: int) -> None:
+    def add(self, sequence: S, step_count: int) -> None:
         """Takes a new sequence in at step `step_count`."""
         self._enter(sequence, step_count - sequence.head_start + self._patience(sequence))
         self.waiting_sequences += 1
@@ -110,19 +105,19 @@ class Scheduler:
         else:
             self._unready[sequence.key] = sequence
 
-    def _patience(self, sequence: Sequence) -> int:
+    def _patience(self, sequence: S) -> int:
         """Steps by which the length of its prompt moves the rank of a sequence."""
         if not sequence.is_prefill:
             return 0
         known = self._prefixes.find(sequence).tokens if sequence.is_ready else 0
         return patience_steps(len(sequence.tokens) - known, self.rules.prompt_tokens_per_step)
 
-    def ready(self, sequence: Sequence) -> None:
+    def ready(self, sequence: S) -> None:
         """Lets a sequence added unready start, in its place of the queue."""
         self._await_no_more(sequence)
         self._wait(sequence)
 
-    def _await_no_more(self, sequence: Sequence) -> None:
+    def _await_no_more(self, sequence: S) -> None:
         del self._unready[sequence.key]
         if sequence.receiver_lease:
             sequence.receiver_lease = ""
@@ -145,7 +140,7 @@ class Scheduler:
             promised += sum(map(self._needs_to_start, queued))
         return promised
 
-    def _needs_to_start(self, sequence: Sequence) -> int:
+    def _needs_to_start(self, sequence: S) -> int:
         """Blocks for a sequence in the queue, or one that waits for its leader."""
         if sequence.receiver_lease:
             return 0
@@ -155,7 +150,7 @@ class Scheduler:
             shared = most // self.rules.tokens_per_block
         return self._needs(sequence, shared)
 
-    def adopt(self, sequence: Sequence, leased: LeasedBlocks) -> None:
+    def adopt(self, sequence: S, leased: LeasedBlocks) -> None:
         """Gives blocks with the KV of all tokens but the last to a sequence added unready, and lets it start."""
         self._await_no_more(sequence)
         blocks, kept = leased.blocks, self.rules.blocks(len(sequence.tokens))
@@ -172,7 +167,7 @@ class Scheduler:
         if sequence.adapter and self.adapters.is_stuck(sequence.adapter, sequence.rank):
             self._return_blocks(sequence)
 
-    def reassign(self, pairs: Pairs) -> None:
+    def reassign(self, pairs: Pairs[S]) -> None:
         """Makes each pair's first sequence continue from the computed KV of the second, all pairs at once.
 
         All sequences run, the firsts are distinct, and every second is also a first. Full blocks are shared. One
@@ -191,7 +186,7 @@ class Scheduler:
         for child, parent in pairs:
             self._continue(child, parents[parent.key], is_heir=heirs[parent.key] == child.key)
 
-    def _continue(self, child: Sequence, parent: Sequence, *, is_heir: bool) -> None:
+    def _continue(self, child: S, parent: S, *, is_heir: bool) -> None:
         """Gives `child` the blocks of `parent`, a copy from before the exchange."""
         full = parent.num_computed // self.rules.tokens_per_block
         rest = parent.blocks[full:]
@@ -205,7 +200,7 @@ class Scheduler:
         child.hashes = parent.hashes[: parent.num_published]
         self.tables.replace(child.slot, child.blocks)
 
-    def remove(self, sequence: Sequence, *, content_is_good: bool = True) -> None:
+    def remove(self, sequence: S, *, content_is_good: bool = True) -> None:
         """Removes a sequence and frees its blocks; bad content is not kept for reuse."""
         del self._by_key[sequence.key]
         self._wake_followers(sequence)
@@ -228,7 +223,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self) -> list[Chunk[S]]:
         """The chunks of the next step, in rank order, of every running sequence with uncomputed tokens. None where
         they depend on sequences in flight."""
         self.adapters.step()
@@ -246,7 +241,7 @@ class Scheduler:
             chunks = self._chunks()
         return chunks
 
-    def next_chunks(self, sequences: SequenceOf[Sequence]) -> list[Chunk]:
+    def next_chunks(self, sequences: SequenceOf[S]) -> list[Chunk[S]]:
         """One chunk for the next token of each of these, which the last launch computes, unless that token is the
         last. None where others could be computed with them, or blocks are lacking."""
         living = [each for each in sequences if self.lives(each)]
@@ -262,9 +257,9 @@ class Scheduler:
             self._append(each, self.pool.allocate(1))
         return [Chunk(each, len(each.tokens), 1) for each in going]
 
-    def _chunks(self) -> list[Chunk]:
+    def _chunks(self) -> list[Chunk[S]]:
         left = self.rules.max_step_tokens
-        chunks: list[Chunk] = []
+        chunks: list[Chunk[S]] = []
         for sequence in self.running:
             lacking = len(sequence.tokens) - sequence.num_computed
             # Most sequences lack one token, and every sequence gets at least one.
@@ -274,7 +269,7 @@ class Scheduler:
                 chunks.append(Chunk(sequence, sequence.num_computed, count))
         return chunks
 
-    def computed(self, chunk: Chunk) -> None:
+    def computed(self, chunk: Chunk[S]) -> None:
         """Counts the KV of `chunk` as present: later steps run after this step."""
         sequence = chunk.sequence
         sequence.num_computed = chunk.start + chunk.count
@@ -288,20 +283,20 @@ class Scheduler:
         if sequence.key in self._followers and sequence.num_computed >= sequence.prompt_tokens - 1:
             self._wake_followers(sequence)
 
-    def _enter(self, sequence: Sequence, rank: int) -> None:
+    def _enter(self, sequence: S, rank: int) -> None:
         self._arrivals += 1
         sequence.rank = (rank, -sequence.config.priority, self._arrivals)
         self._by_key[sequence.key] = sequence
         self.pending_prompt_tokens += sequence.pending_prompt_tokens
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _wait(self, sequence: S) -> None:
         """Queues a ready sequence, or parks it until its adapter is on the device."""
         if sequence.adapter:
             self.adapters.enter(sequence.adapter, sequence.rank, sequence)
         else:
             self._queue(sequence)
 
-    def _queue(self, sequence: Sequence) -> None:
+    def _queue(self, sequence: S) -> None:
         (self._adopted if sequence.blocks else self._waiting).push(sequence)
 
     def _grow(self) -> bool:
@@ -336,7 +331,7 @@ class Scheduler:
                 self._return_blocks(sequence)
                 self._waiting.push(sequence)
 
-    def _can_continue(self, sequence: Sequence, computed: int) -> bool:
+    def _can_continue(self, sequence: S, computed: int) -> bool:
         """Whether a sequence can be computed in its adopted blocks from token `computed` on: without writing to shared
         blocks, seeing all KV in the window, and to its end where the rules forbid pauses."""
         written = sequence.blocks[computed // self.rules.tokens_per_block :]
@@ -348,7 +343,7 @@ class Scheduler:
         needed += sum(map(self.rules.growth, self.running))
         return not self.rules.never_pause or self.pool.can_allocate(needed)
 
-    def _start_with_kv(self, sequence: Sequence, computed: int) -> None:
+    def _start_with_kv(self, sequence: S, computed: int) -> None:
         self.waiting_sequences -= 1
         sequence.slot = self.tables.take()
         self.tables.put(sequence.slot, 0, sequence.blocks)
@@ -359,7 +354,7 @@ class Scheduler:
         insort(self.running, sequence, key=lambda running: running.rank)
         self._prefixes.publish(sequence)
 
-    def _return_blocks(self, sequence: Sequence) -> None:
+    def _return_blocks(self, sequence: S) -> None:
         """Returns adopted blocks to the pool, where the full ones stay for reuse."""
         sequence.num_published = self.rules.first_whole_block(sequence)
         sequence.num_computed = len(sequence.tokens) - 1
@@ -388,7 +383,7 @@ class Scheduler:
             self.waiting_sequences -= 1
             self._start(sequence, prefix)
 
-    def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
+    def _has_room(self, sequence: S, prefix: Prefix) -> bool:
         """Whether a waiting sequence that begins with `prefix` can start together with its mates, and all running
         sequences can still continue."""
         awaited = {each.key: each for mate in self.running for each in _missing(mate)}
@@ -406,13 +401,13 @@ class Scheduler:
         self._blocked = None if has_blocks else sequence
         return has_blocks
 
-    def _needs(self, sequence: Sequence, shared: int) -> int:
+    def _needs(self, sequence: S, shared: int) -> int:
         """Free blocks for a sequence to start with `shared` blocks."""
         blocks = self.rules.blocks(len(sequence.tokens))
         to_come = self.rules.blocks_to_come(sequence, blocks) if self.rules.never_pause else 0
         return blocks - shared + to_come
 
-    def _start(self, sequence: Sequence, prefix: Prefix) -> None:
+    def _start(self, sequence: S, prefix: Prefix) -> None:
         self._unpause(sequence)
         sequence.slot = self.tables.take()
         sequence.blocks = self.pool.begin(prefix)
@@ -432,25 +427,25 @@ class Scheduler:
             self.reused_prompt_tokens += sequence.cached_prompt_tokens
         insort(self.running, sequence, key=lambda running: running.rank)
 
-    def _append(self, sequence: Sequence, blocks: list[int]) -> None:
+    def _append(self, sequence: S, blocks: list[int]) -> None:
         self.tables.put(sequence.slot, len(sequence.blocks), blocks)
         sequence.blocks += blocks
         self._count_new(sequence, len(blocks))
 
-    def _count_new(self, sequence: Sequence, blocks: int) -> None:
+    def _count_new(self, sequence: S, blocks: int) -> None:
         sequence.times.new_blocks += blocks
         self.new_blocks += blocks
 
-    def _count_reused(self, sequence: Sequence, blocks: int) -> None:
+    def _count_reused(self, sequence: S, blocks: int) -> None:
         sequence.times.reused_blocks += blocks
         self.reused_blocks += blocks
 
-    def _set_computed(self, sequence: Sequence, tokens: int) -> None:
+    def _set_computed(self, sequence: S, tokens: int) -> None:
         before = sequence.pending_prompt_tokens
         sequence.num_computed = tokens
         self.pending_prompt_tokens -= before - sequence.pending_prompt_tokens
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: S) -> None:
         """Releases the blocks outside the sliding window, except for blocks that mates, followers and the receiver of a
         handoff begin with."""
         seen_from = sequence.num_computed
@@ -465,7 +460,7 @@ class Scheduler:
             self.tables.put(sequence.slot, first, sequence.blocks[first:last])
             sequence.num_dropped = last
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: S) -> None:
         """Releases the blocks of a running sequence and its mates, and queues them in their old places."""
         for each in sequence.mates or [sequence]:
             if each.slot < 0:
@@ -479,18 +474,18 @@ class Scheduler:
             self.waiting_sequences += 1
             self._waiting.push(each)
 
-    def _unpause(self, sequence: Sequence) -> None:
+    def _unpause(self, sequence: S) -> None:
         self.paused_sequences -= sequence.paused
         sequence.paused = False
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: S) -> None:
         self.pool.release(sequence.blocks)
         self.tables.give_back(sequence.slot)
         sequence.blocks = []
         sequence.num_dropped = 0
         sequence.slot = -1
 
-    def _awaited(self, sequence: Sequence) -> Sequence | None:
+    def _awaited(self, sequence: S) -> S | None:
         """The leader of a sequence, while the leader has yet to compute the shared prompt."""
         leader = sequence.leader
         if leader is None or not self.lives(leader):
@@ -498,7 +493,7 @@ class Scheduler:
         shared = min(leader.prompt_tokens, sequence.most_reusable)
         return leader if leader.num_computed < shared else None
 
-    def _wake_followers(self, leader: Sequence) -> None:
+    def _wake_followers(self, leader: S) -> None:
         """Queues the followers of a leader that has computed the prompt. After the end of the leader, the first
         follower leads the others."""
         followers = [each for each in self._followers.pop(leader.key, []) if self.lives(each)]
@@ -509,22 +504,22 @@ class Scheduler:
             self._waiting.push(each)
 
 
-def _missing(sequence: Sequence) -> Iterator[Sequence]:
+def _missing(sequence: S) -> Iterator[S]:
     """Mates that wait."""
     return (each for each in sequence.mates if each.slot < 0)
 
 
-class WaitingQueue:
+class WaitingQueue(Generic[S]):
     """The lowest rank first. Removed sequences stay until they surface or until `tidy` finds too many."""
 
-    def __init__(self, lives: Callable[[Sequence], bool]) -> None:
+    def __init__(self, lives: Callable[[S], bool]) -> None:
         self._lives = lives
-        self._heap: list[tuple[Rank, Sequence]] = []
+        self._heap: list[tuple[Rank, S]] = []
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: S) -> None:
         heapq.heappush(self._heap, (sequence.rank, sequence))
 
-    def first(self) -> Sequence | None:
+    def first(self) -> S | None:
         """None where no sequence waits."""
         while self._heap and not self._lives(self._heap[0][1]):
             heapq.heappop(self._heap)

@@ -1,0 +1,128 @@
+"""One sequence of the torch backend: what the scheduler needs of it, and what its layers and its choice need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trtmesh.chassis.block_hashes import root_hash
+from trtmesh.engine.backend import SequenceStart, StepOutput, Submission, TokenDetails
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.scheduling import sequence as scheduled
+from trtmesh.engine.scheduling.leases import Outgoing
+from trtmesh.engine.scheduling.sequence import ScheduledSequence
+from trtmesh.engine.stopping import EndRule
+
+if TYPE_CHECKING:
+    from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
+    from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable, TableLease
+    from trtmesh.engine.backends.torch.sampling.readers import Reader
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(ScheduledSequence, Continuation):
+    """A continuation and its KV."""
+
+    request_id: str = ""
+    """Request id in log lines."""
+    prompt_table: PromptTable | None = None
+    """The embeddings of ids beyond the vocabulary in the prompt."""
+    table_lease: TableLease | None = None
+    """Memory of the prompt table, from before the table is read."""
+    adapter: LoadedAdapter | None = None
+    reader: Reader | None = None
+    """Still needs logits of submitted tokens."""
+
+    @property
+    def has_prompt(self) -> bool:
+        """False while the prompt table is being read."""
+        return self.table_lease is None or self.prompt_table is not None
+
+    def give_table(self, table: PromptTable) -> None:
+        """Takes the table of the lease."""
+        self.prompt_table = table
+        self._name_root()
+
+    def give_adapter(self, adapter: LoadedAdapter) -> None:
+        """Takes the adapter and one of its holds."""
+        self.adapter = adapter
+        self._name_root()
+
+    def _name_root(self) -> None:
+        self.root = root_hash(
+            self.config.kv_cache.salt,
+            adapter=self.adapter.identity if self.adapter else None,
+            prompt_table_digest=self.prompt_table.digest if self.prompt_table else None,
+        )
+
+    def let_go(self) -> None:
+        self.prompt_table = self.reader = self.history = None
+        if self.table_lease:
+            self.table_lease.give_back()
+            self.table_lease = None
+        if self.adapter:
+            self.adapter.give_back(self.adapter)
+            self.adapter = None
+
+    @property
+    def most_reusable(self) -> int:
+        last = len(self.tokens) - 1
+        return last if self.reader is None else min(self.reader.next, last)
+
+    def tell_next(
+        self, token: int, details: TokenDetails | None, output: StepOutput, now_ns: int
+    ) -> None:
+        """Appends a generated token, and reports the token and its details in the output of a step."""
+        output.keys.append(self.key)
+        output.token_offsets.append(self.generated_tokens)
+        output.token_counts.append(1)
+        output.token_ids.append(token)
+        first = not self.times.first_token_ns
+        self.append(token, now_ns)
+        if first and self.config.output.perf_metrics:
+            output.starts.append(SequenceStart(self.key, self.times.metrics_at_start()))
+        if details:
+            details.cumulative_log_prob = self.add_log_probs(
+                details.model_log_probs or details.log_probs
+            )
+            output.details.append(details)
+
+
+Chunk = scheduled.Chunk[Sequence]
+
+
+def is_shared(item: Submission) -> bool:
+    """Whether several sequences or beams continue from the prompt of the item."""
+    return len(item.keys) > 1 or item.config.beam_search.beam_width > 1
+
+
+def sequences_of(
+    item: Submission, keys: Iterable[int], rule: EndRule, token_rules: TokenRules
+) -> list[Sequence]:
+    """The sequences of an item, named `keys`; the first computes the prompt for all."""
+    sequences: list[Sequence] = []
+    root = root_hash(item.config.kv_cache.salt)
+    sent = len(item.token_ids) - is_shared(item)
+    # The table as received need not live as long as they do.
+    config = replace(item.config, prompt_tuning=None, lora=None)
+    for index, key in enumerate(keys):
+        sequence = Sequence(
+            key=key,
+            config=config,
+            batch_index=item.batch_index,
+            sequence_index=item.sequence_index + index,
+            tokens=list(item.token_ids),
+            submitted_tokens=len(item.token_ids),
+            rule=rule,
+            token_rules=token_rules,
+            request_id=item.request_id,
+            leader=sequences[0] if sequences else None,
+            root=root,
+            outgoing=Outgoing(item.sender_lease_id, sent) if item.sender_lease_id else None,
+            receiver_lease=item.receiver_lease_id,
+            is_prefill=item.is_prefill,
+        )
+        sequences.append(sequence)
+    return sequences

@@ -1,0 +1,162 @@
+"""One sequence as the scheduler sees it: tokens, computed KV, and blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Generic, Self, TypeVar
+
+from trtmesh.chassis.block_hashes import ROOT_HASH
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.engine.adapter_store import StoredAdapter
+from trtmesh.engine.backend import SequenceEnd
+from trtmesh.engine.scheduling.leases import Outgoing
+from trtmesh.engine.stopping import EndRule
+from trtmesh.engine.times import SequenceTimes
+
+PRIORITY_STEPS = 256
+"""Steps of waiting that one point of priority is worth."""
+WHOLE_POINTS = 16
+"""Priorities up to this, in either direction, are worth a point each; beyond, each doubling is worth a point. So no
+order is lost, and the lowest priority does not starve."""
+
+Rank = tuple[int, int, int]
+"""Fixed place in every order: the lowest starts first and is preempted last. The step of arrival less the head start,
+then the priority, highest first, then the arrival."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ScheduledSequence:
+    """There are no phases: a sequence with fewer computed tokens than tokens has work."""
+
+    key: int
+    tokens: list[int]
+    """Prompt and generated tokens."""
+    rule: EndRule
+    config: GenerationConfig
+    submitted_tokens: int
+    """Tokens received with the item: the prompt, and tokens from another worker."""
+    leader: Self | None = None
+    """The sequence that computes the shared prompt; this sequence begins with a copy of the KV."""
+    adapter: StoredAdapter | None = None
+    mates: list[Self] = field(default_factory=list)
+    """Sequences admitted and paused only together, this one included. They share the list, and leave it at their ends.
+    Empty for a sequence on its own."""
+    root: int = ROOT_HASH
+    """Parent hash of the first block: covers everything besides tokens that changes the KV."""
+    num_computed: int = 0
+    """Leading tokens with their KV in the blocks."""
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    """Hashes of leading full blocks, computed on demand."""
+    num_dropped: int = 0
+    """Leading blocks that no further token sees; they are released."""
+    num_published: int = 0
+    """Leading blocks offered for reuse."""
+    slot: int = -1
+    """Row of the block table; -1 outside the batch."""
+    rank: Rank = (0, 0, 0)
+    paused: bool = False
+    """Whether the sequence has started and lost its blocks."""
+    in_flight: bool = False
+    """Whether a launched step has yet to deliver a token or logits: the sequence is neither scheduled nor preempted."""
+    cached_prompt_tokens: int = 0
+    outgoing: Outgoing | None = None
+    """The handoff with which the sequence ends after its next token."""
+    is_prefill: bool = False
+    """Whether a shorter prompt may go before it, and it before a longer one."""
+    receiver_lease: str = ""
+    """Lease of the blocks that the sequence waits for; empty once it has them."""
+    cumulative_log_prob: float | None = None
+    times: SequenceTimes = field(default_factory=SequenceTimes)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.rule.prompt_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        return len(self.tokens) - self.rule.prompt_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """False while the prompt is incomplete, or KV of another worker awaited."""
+        return self.has_prompt and not self.receiver_lease
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether everything that the prompt's KV depends on is there."""
+        return True
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the sequence starts with all blocks up to its handoff, and is not preempted."""
+        return self.outgoing is not None and self.outgoing.is_pinned
+
+    def let_go(self) -> None:
+        """Drops large members at the end: some lists keep ended sequences for a while."""
+
+    @property
+    def head_start(self) -> int:
+        """Steps by which the priority advances the rank."""
+        priority = self.config.priority
+        doublings = math.log2(max(WHOLE_POINTS, abs(priority)) / WHOLE_POINTS)
+        points = min(WHOLE_POINTS, abs(priority)) + doublings
+        return round(math.copysign(points * PRIORITY_STEPS, priority))
+
+    @property
+    def most_reusable(self) -> int:
+        """Leading tokens that may reuse KV: their logits are not needed."""
+        return len(self.tokens) - 1
+
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """Submitted tokens without KV, unless it is to come from another worker."""
+        return 0 if self.receiver_lease else max(0, self.submitted_tokens - self.num_computed)
+
+    def append(self, token: int, now_ns: int) -> None:
+        """Adds a generated token."""
+        self.tokens.append(token)
+        times = self.times
+        times.first_token_ns = times.first_token_ns or now_ns
+        times.last_token_ns = now_ns
+
+    def end(
+        self, reason: int, stop_token_ids: tuple[int, ...] = (), error: TrtmeshError | None = None
+    ) -> SequenceEnd:
+        """The end as delivered; call before the blocks are released."""
+        times = self.times
+        return SequenceEnd(
+            key=self.key,
+            reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            stop_token_ids=stop_token_ids,
+            cumulative_log_prob=self.cumulative_log_prob,
+            error=error,
+            perf_metrics=times.perf_metrics() if self.config.output.perf_metrics else None,
+            queue_seconds=times.queue_seconds,
+        )
+
+
+S = TypeVar("S", bound=ScheduledSequence)
+
+Pairs = SequenceOf[tuple[S, S]]
+"""Sequences, and those whose KV they continue from."""
+
+
+@dataclass(slots=True)
+class Chunk(Generic[S]):
+    """Tokens [start, start + count) of a sequence, to be computed in one step."""
+
+    sequence: S
+    start: int
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the next token can be chosen afterwards."""
+        return self.start + self.count == len(self.sequence.tokens)
