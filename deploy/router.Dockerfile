@@ -25,6 +25,9 @@ COPY --from=dependencies /venv /venv
 COPY protos/trtmesh /app/trtmesh
 COPY services/chassis/trtmesh /app/trtmesh
 COPY services/router/trtmesh /app/trtmesh
+COPY services/client/trtmesh /app/trtmesh
+COPY services/cli/trtmesh /app/trtmesh
+COPY tools/trtmesh /app/trtmesh
 ENV PATH=/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp
 RUN python -m compileall -q /app
 ENV TRTMESH_ROUTER_HOST=0.0.0.0 TRTMESH_ROUTER_PORT=8001 TRTMESH_ROUTER_HTTP_PORT=8000 TRTMESH_ROUTER_METRICS_PORT=8002

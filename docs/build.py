@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from trtmesh.cli.engine_build.commands import steps_of
-from trtmesh.cli.engine_build.model_facts import ModelFacts, read_facts
-from trtmesh.cli.engine_build.plan_file import (
+from trtmesh.tools.engine_build.commands import steps_of
+from trtmesh.tools.engine_build.model_facts import ModelFacts, read_facts
+from trtmesh.tools.engine_build.plan_file import (
     BuildPlan,
     Calibration,
     Gpu,
@@ -23,9 +23,9 @@ from trtmesh.cli.engine_build.plan_file import (
     PrecisionPlan,
     Tools,
 )
-from trtmesh.cli.engine_build.precisions import Flow, KvCache, Precision, Weights, usual_dtype
-from trtmesh.cli.engine_build.sizes import as_gib, checkpoint_bytes, kv_bytes_per_token
-from trtmesh.cli.engine_build.variants import variants_of
+from trtmesh.tools.engine_build.precisions import Flow, KvCache, Precision, Weights, usual_dtype
+from trtmesh.tools.engine_build.sizes import as_gib, checkpoint_bytes, kv_bytes_per_token
+from trtmesh.tools.engine_build.variants import variants_of
 
 PAGE = Path(__file__).with_suffix(".md")
 GROUPS: Mapping[str, type[BaseModel]] = {

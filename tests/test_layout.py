@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = {
     package.name: package
-    for package in [*ROOT.glob("services/*/trtmesh/*"), *ROOT.glob("protos/trtmesh/*")]
+    for root in ("protos", "services/*", "tools")
+    for package in ROOT.glob(f"{root}/trtmesh/*")
     if package.is_dir() and package.name != "__pycache__"
 }
 MAY_IMPORT = {
@@ -29,7 +30,8 @@ MAY_IMPORT = {
     "engine": {"v1", "chassis"},
     "router": {"v1", "kserve", "chassis"},
     "client": {"v1", "chassis"},
-    "cli": {"v1", "kserve", "chassis", "client", "router"},
+    "cli": {"v1", "chassis", "client", "router", "tools"},
+    "tools": {"v1", "kserve", "chassis", "client", "router", "cli"},
 }
 
 ROOMS = {
@@ -336,16 +338,26 @@ def test_policies_of_the_router_know_no_wire() -> None:
     assert importers == set()
 
 
-def test_few_commands_import_the_router() -> None:
-    """`replay` runs the router's placement, `import-triton` checks against the Triton door, a stack's settings name
-    policies, and `keys` writes the file of callers. Other commands talk to a router."""
-    importers = {
-        file.relative_to(PACKAGES["cli"]).parts[0]
-        for file in PACKAGES["cli"].rglob("*.py")
+def importers_of(package: str, prefix: str) -> set[str]:
+    """Files and folders of a package that import modules whose names begin so."""
+    return {
+        file.relative_to(PACKAGES[package]).parts[0]
+        for file in PACKAGES[package].rglob("*.py")
         for module in imported_modules(file)
-        if module.startswith("trtmesh.router.")
+        if module.startswith(prefix)
     }
-    assert importers == {"keys.py", "mesh_settings.py", "replay.py", "triton_import"}
+
+
+def test_few_commands_import_the_router() -> None:
+    """A stack's settings name policies, `keys` writes the file of callers, `replay` runs the router's placement, and
+    `import-triton` checks against the Triton door. Other commands talk to a router."""
+    assert importers_of("cli", "trtmesh.router.") == {"keys.py", "mesh_settings.py"}
+    assert importers_of("tools", "trtmesh.router.") == {"replay.py", "triton_import"}
+
+
+def test_few_commands_import_the_tools() -> None:
+    """The application has their commands, and `up` serves an imported repository."""
+    assert importers_of("cli", "trtmesh.tools.") == {"app.py", "supervisor.py"}
 
 
 @pytest.mark.parametrize(
@@ -421,7 +433,7 @@ def test_every_type_ignore_has_a_reason() -> None:
     """On the same line or in a comment above."""
     mark = "# type: " + "ignore"
     bare = []
-    for folder in ("services", "bench", "tests"):
+    for folder in ("services", "tools", "bench", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
             above = ""
             for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):

@@ -9,10 +9,10 @@ import yaml
 from cli.commands import trtmesh
 from compat.repository import five_models
 from e2e.mesh import DEMO
-from trtmesh.cli.triton_import.fields import refusal
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
+from trtmesh.tools.triton_import.fields import refusal
 
 PAGE = (Path(__file__).parents[2] / "docs" / "triton.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)

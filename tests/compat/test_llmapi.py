@@ -14,9 +14,9 @@ from compat.plain_http import PlainHttp
 from compat.triton import Response, SyncStream, Triton
 from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, running_mesh
 from tritonclient.utils import InferenceServerException
-from trtmesh.cli.triton.requests import TritonModel
 from trtmesh.router.doors.triton.models import describe_config, triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
+from trtmesh.tools.triton.requests import TritonModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,7 +15,7 @@ BLOCKED = f"""
 import sys
 for name in {sorted(HEAVY)}:
     sys.modules[name] = None
-import trtmesh.router.__main__, trtmesh.router.router, trtmesh.cli.app, trtmesh.cli.triton_import
+import trtmesh.router.__main__, trtmesh.router.router, trtmesh.cli.app, trtmesh.tools.triton_import
 """
 
 

@@ -43,7 +43,7 @@ class Size:
 
 def packages(root: Path) -> dict[str, Path]:
     """The packages of the product by name, without the generated ones."""
-    folders = [*root.glob("services/*/trtmesh/*"), *root.glob("tools/*")]
+    folders = [*root.glob("services/*/trtmesh/*"), *root.glob("tools/trtmesh/*")]
     return {each.name: each for each in sorted(folders) if [*each.glob("*.py")]}
 
 
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--without-way", action="store_true", help="start no processes")
     arguments = parser.parse_args()
     root: Path = arguments.tree.resolve()
-    roots = [str(root / "protos"), *map(str, sorted(root.glob("services/*")))]
+    roots = [*map(str, (root / "protos", *sorted(root.glob("services/*")), root / "tools"))]
     path = os.pathsep.join([*roots, str(ROOT / "tests")])
     if os.environ.get("PYTHONPATH") != path:
         # The processes, and the stubs of this one, are those of the measured tree.

@@ -14,14 +14,14 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.app import app
-from trtmesh.cli.engine_build.commands import download, steps_of
-from trtmesh.cli.engine_build.families import FAMILIES
-from trtmesh.cli.engine_build.mesh_file import mesh_sections
-from trtmesh.cli.engine_build.model_facts import ModelFacts
-from trtmesh.cli.engine_build.plan_file import read_plan
-from trtmesh.cli.engine_build.precisions import Dtype, Flow, KvCache, Precision, Weights
-from trtmesh.cli.engine_build.sizes import Split, kv_bytes_per_token, rank_memory
-from trtmesh.cli.engine_build.variants import variants_of
+from trtmesh.tools.engine_build.commands import download, steps_of
+from trtmesh.tools.engine_build.families import FAMILIES
+from trtmesh.tools.engine_build.mesh_file import mesh_sections
+from trtmesh.tools.engine_build.model_facts import ModelFacts
+from trtmesh.tools.engine_build.plan_file import read_plan
+from trtmesh.tools.engine_build.precisions import Dtype, Flow, KvCache, Precision, Weights
+from trtmesh.tools.engine_build.sizes import Split, kv_bytes_per_token, rank_memory
+from trtmesh.tools.engine_build.variants import variants_of
 from typer.testing import CliRunner
 
 PAGE = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "build.py"))

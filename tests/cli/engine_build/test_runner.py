@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trtmesh.cli.engine_build import runner
+from trtmesh.tools.engine_build import runner
 
 
 @pytest.mark.slow

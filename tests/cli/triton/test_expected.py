@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from trtmesh.cli.triton.expected import Expected, match_of, write_outputs
-from trtmesh.cli.triton.results import Output
+from trtmesh.tools.triton.expected import Expected, match_of, write_outputs
+from trtmesh.tools.triton.results import Output
 
 
 @pytest.mark.parametrize(

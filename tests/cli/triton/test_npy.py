@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.cli.triton.npy import DATA_TYPES, MAGIC, MAX_FILE_BYTES, read_npy
-from trtmesh.cli.triton.tensors import Array
+from trtmesh.tools.triton.npy import DATA_TYPES, MAGIC, MAX_FILE_BYTES, read_npy
+from trtmesh.tools.triton.tensors import Array
 
 NUMBERS = np.arange(12).reshape(2, 2, 3)
 

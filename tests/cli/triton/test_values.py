@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from trtmesh.cli.triton.tensors import Array
-from trtmesh.cli.triton.values import read_ids, read_input
+from trtmesh.tools.triton.tensors import Array
+from trtmesh.tools.triton.values import read_ids, read_input
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from e2e.mesh import DEMO
-from trtmesh.cli.triton_import import Conversion, Outcome, convert_repository
+from trtmesh.tools.triton_import import Conversion, Outcome, convert_repository
 
 
 def convert(

@@ -11,8 +11,8 @@ import yaml
 from cli.triton_import.importing import convert, finding
 from compat.repository import five_models, llmapi
 from trtmesh.chassis.settings import load_settings
-from trtmesh.cli.triton_import import Conversion, Outcome
 from trtmesh.engine.settings import EngineSettings
+from trtmesh.tools.triton_import import Conversion, Outcome
 
 CORE = "tensorrt_llm"
 GIB = 1 << 30

@@ -19,11 +19,11 @@ from compat.test_every_input import MODELS as CASES
 from e2e.mesh import DEMO
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.settings import load_settings
-from trtmesh.cli.triton_import import Outcome
-from trtmesh.cli.triton_import.fields import refusal
 from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.router.settings import RouterSettings
+from trtmesh.tools.triton_import import Outcome
+from trtmesh.tools.triton_import.fields import refusal
 
 TEMPLATES = Path(__file__).parents[2] / "compat" / "repositories" / "five_models"
 

@@ -9,7 +9,7 @@ import pytest
 from cli.triton_import.importing import convert, copy_of_demo, finding
 from compat.repository import disaggregated, five_models, replace
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.cli.triton_import import Outcome
+from trtmesh.tools.triton_import import Outcome
 
 HALVES = ("context", "generation")
 IDS = "parameters.gpu_device_ids"

@@ -11,7 +11,7 @@ from cli.triton_import.importing import convert
 from compat.repository import FILLED, five_models
 from e2e.mesh import DEMO
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.cli.triton_import.filling import fill, parse_values, placeholders
+from trtmesh.tools.triton_import.filling import fill, parse_values, placeholders
 
 
 @pytest.mark.parametrize(

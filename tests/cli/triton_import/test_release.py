@@ -8,7 +8,7 @@ import pytest
 from cli.triton_import.importing import convert, finding
 from compat.releases import MODELS, RELEASES, releases_of, tensors
 from compat.repository import five_models, of_release, replace
-from trtmesh.cli.triton_import import Conversion, Outcome
+from trtmesh.tools.triton_import import Conversion, Outcome
 
 
 def release_of(conversion: Conversion) -> str | None:

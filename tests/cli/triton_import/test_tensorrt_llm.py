@@ -12,7 +12,7 @@ from cli.triton_import.importing import copy_of_demo, finding
 from compat.repository import SAMPLES, disaggregated, five_models, replace
 from e2e.mesh import DEMO
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.cli.triton_import import Conversion, Outcome, convert_repository
+from trtmesh.tools.triton_import import Conversion, Outcome, convert_repository
 
 IDS = "parameters.gpu_device_ids"
 

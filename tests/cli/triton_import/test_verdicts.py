@@ -13,8 +13,8 @@ from compat.repository import disaggregated, five_models, replace
 from e2e.mesh import DEMO
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.settings import load_settings
-from trtmesh.cli.triton_import import Outcome
 from trtmesh.router.settings import RouterSettings
+from trtmesh.tools.triton_import import Outcome
 
 WHISPER = """backend: "python" max_batch_size: 8
     input { name: "TEXT_PREFIX" data_type: TYPE_STRING dims: [ 1 ] }
