@@ -22,7 +22,7 @@ from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.fleet.fleet import LONG_TOKENS
 from trtmesh.router.fleet.fleet import Fleet as RouterFleet
-from trtmesh.router.kv_index import prompt_blocks, recent
+from trtmesh.router.kv_index import index, prompt_blocks
 from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Residency, load_guard
@@ -117,7 +117,7 @@ async def test_siblings_beyond_the_cap_avoid_the_first_worker() -> None:
 
 
 async def test_dispatched_prompts_count_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent, "LIFE_SECONDS", 3600.0)
+    monkeypatch.setattr(index, "RECENT_SECONDS", 3600.0)
     async with fleet(
         *engines("one", "two", tokens_per_block=4), placement={"policy": "prefix_aware"}
     ) as on:

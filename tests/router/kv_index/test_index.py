@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, KvCache, Lora
 from trtmesh.router.kv_index import KvIndex, PromptBlocks, prefix_root
-from trtmesh.router.kv_index.recent import LIFE_SECONDS, MOST_BLOCKS, RecentBlocks
+from trtmesh.router.kv_index.index import MOST_RECENT, RECENT_SECONDS, RecentBlocks
 
 WORKERS = "abcde"
 ACTIONS = st.lists(
@@ -53,13 +53,13 @@ def test_matches_equal_a_plain_model(
         assert len(index) == sum(map(len, told.values()))
         for block in range(1, 13):
             holders = {w for w in told if block in told[w]}
-            expected = {w for w in WORKERS if now - sure[w].get(block, -9.0) <= LIFE_SECONDS}
+            expected = {w for w in WORKERS if now - sure[w].get(block, -9.0) <= RECENT_SECONDS}
             assert holders <= index.match([block], now).keys() <= holders | expected
         asked = list(range(1, 13))
         found = index.match(asked, now)
         for name in WORKERS:
-            fresh = {b for b, at in sure[name].items() if now - at < LIFE_SECONDS / 2}
-            alive = {b for b, at in sure[name].items() if now - at <= LIFE_SECONDS}
+            fresh = {b for b, at in sure[name].items() if now - at < RECENT_SECONDS / 2}
+            alive = {b for b, at in sure[name].items() if now - at <= RECENT_SECONDS}
             least, most = depth(asked, told[name] | fresh), depth(asked, told[name] | alive)
             assert least <= found.get(name, 0) <= most
         assert all(found.values())
@@ -117,8 +117,8 @@ def test_expectations_are_bounded_and_end() -> None:
     generator = Random(0)
     for _ in range(3000):
         recent.add(1, [generator.getrandbits(63) for _ in range(100)], 1.0)
-        assert sum(map(len, recent.at(1.0))) <= MOST_BLOCKS
-    assert not any(recent.at(1.0 + LIFE_SECONDS))
+        assert sum(map(len, recent.at(1.0))) <= MOST_RECENT
+    assert not any(recent.at(1.0 + RECENT_SECONDS))
 
 
 def test_salt_and_adapter_version_name_blocks_apart() -> None:

@@ -6,19 +6,19 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
 import grpc
 from trtmesh.chassis.bearer import ApiKey
 from trtmesh.chassis.channels import GREETING_SECONDS
-from trtmesh.chassis.errors import DeadlineExceeded, StreamIncomplete, Unavailable
+from trtmesh.chassis.errors import DeadlineExceeded, StreamIncomplete, TrtmeshError, Unavailable
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.client.channel import CONNECT_SECONDS, ServerChannel, typed_errors
 from trtmesh.client.events import Event, events_of
 from trtmesh.client.options import Options, PromptLike, build_config, build_items, encodable
 from trtmesh.client.results import ItemResult, Results
 from trtmesh.client.resumption import Progress
-from trtmesh.client.stopping import Stopped, stop_anywhere
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -29,6 +29,49 @@ RESUME_SECONDS = 10.0
 
 REPEAT_SECONDS = 0.1
 """Pause before the routers are asked again in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Result of a stop: the number of stopped items, and the errors of routers without an answer, by index."""
+
+    items: int
+    silent: dict[int, TrtmeshError]
+
+
+async def stop_anywhere(
+    routers: Sequence[ServerChannel], request: router_pb2.StopRequest, timeout_seconds: float | None
+) -> Stopped:
+    """Asks all routers at once, until the first has stopped an item. Raises a router's refusal."""
+    asked = {
+        asyncio.create_task(_stop(router, request, timeout_seconds)): number
+        for number, router in enumerate(routers)
+    }
+    silent: dict[int, TrtmeshError] = {}
+    try:
+        for answer in asyncio.as_completed(asked):
+            try:
+                if items := await answer:
+                    return Stopped(items, silent)
+            except (Unavailable, DeadlineExceeded):
+                continue
+        for task, number in asked.items():
+            if isinstance(error := task.exception(), TrtmeshError):
+                silent[number] = error
+        return Stopped(0, silent)
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def _stop(
+    router: ServerChannel, request: router_pb2.StopRequest, timeout_seconds: float | None
+) -> int:
+    with typed_errors(router.address):
+        stub = router_pb2_grpc.MeshServiceStub(router.channel)
+        answer = await stub.Stop(request, timeout=timeout_seconds, metadata=router.metadata)
+    return int(answer.stopped_items)
 
 
 class Client:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.router.fleet.assignments import Assignments
-from trtmesh.router.fleet.contract import check_step
+from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.metrics import ModelMetrics, RouterMetrics
 from trtmesh.router.placement.load_guard import LoadGuard
-from trtmesh.router.streams.sequence import End
+from trtmesh.router.streams.sequence import End, SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
 
 UNACKNOWLEDGED_STEPS = 4
@@ -20,6 +20,12 @@ UNACKNOWLEDGED_STEPS = 4
 
 ACKNOWLEDGE_EVERY = 2
 """Steps per acknowledgement, since a write costs as much as several tokens."""
+
+LARGE_STEP_TOKENS = 2**14
+"""Tokens of a step beyond which its counts are added up before they are read."""
+
+MOST_UNASKED_TOKENS = 2**12
+"""Most tokens of a sequence in a large step, if this router does not wait for it any more."""
 
 
 @dataclass(slots=True)
@@ -41,7 +47,7 @@ class Steps:
     def distribute(self, step: pb.Step) -> None:
         """Hands new tokens to each sequence. Hot: no per-token objects, no logging. Raises ContractBroken."""
         sequences = self._assignments.sequences
-        check_step(step, sequences, self.most_tokens)
+        _check_step(step, sequences, self.most_tokens)
         details = {each.handle: each.details for each in step.details} if step.details else {}
         for prompt in step.prompts:
             if (run := sequences.get(prompt.handle)) is not None:
@@ -96,3 +102,21 @@ def _end_of(end: pb.SequenceEnd) -> End:
         perf_metrics=end.perf_metrics if end.HasField("perf_metrics") else None,
         handoff=end.handoff if end.HasField("handoff") else None,
     )
+
+
+def _check_step(step: pb.Step, sequences: Mapping[int, SequenceRun], most_tokens: int) -> None:
+    """Raises ContractBroken unless the lists of a step fit each other, and a large one the sequences of a worker, which
+    have at most `most_tokens`."""
+    tokens = len(step.token_ids)
+    lengths = {len(step.handles), len(step.token_offsets), len(step.token_counts)}
+    if len(lengths) > 1 or sum(step.token_counts) != tokens:
+        raise ContractBroken(
+            f"a step has {len(step.handles)} handles, {len(step.token_offsets)} offsets,"
+            f" {len(step.token_counts)} counts and {tokens} tokens"
+        )
+    if tokens > LARGE_STEP_TOKENS:
+        for handle, count in zip(step.handles, step.token_counts, strict=True):
+            run = sequences.get(handle)
+            most = min(run.most_tokens, most_tokens) if run is not None else MOST_UNASKED_TOKENS
+            if count > most:
+                raise ContractBroken(f"a step has {count} tokens of a sequence of at most {most}")

@@ -1,16 +1,17 @@
-"""A worker's description and reports, as values of this router."""
+"""A worker's description and reports: their contract, and what they mean to this router."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Self
 
 from trtmesh.chassis.fingerprint import tokenizer_fits
 from trtmesh.chassis.parsing import ELEMENT_BYTES
 from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.router.links.contract import ContractBroken, check_names, check_numbers
 from trtmesh.router.placement import Capability, KvFacts, Place, Residency, Role
 from trtmesh.router.placement.rates import Report
 from trtmesh.router.placement.residency import AdapterKey
@@ -28,6 +29,17 @@ PLACES: dict[int, Place] = {
     pb.ADAPTER_PLACE_HOST: Place.HOST,
     pb.ADAPTER_PLACE_DEVICE: Place.DEVICE,
 }
+
+MOST_COUNTED = 2**53
+"""Largest counter, and bytes: exact as a metric."""
+
+MOST_SEQUENCES, MOST_BLOCKS, MOST_TOKENS = 2**20, 2**31, 2**40
+
+MOST_LISTED = 4096
+"""Most names in a description."""
+
+MOST_ADAPTERS = 2**16
+"""Most adapters in a worker's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +188,68 @@ def report_of(load: pb.Load, now: float) -> Report:
         receiving_tokens=load.receiving_tokens,
         adapter_slots=(load.adapter_slots, load.free_adapter_slots, load.evictable_adapter_slots),
     )
+
+
+def check_engine(engine: pb.GetEngineResponse) -> None:
+    """Raises ContractBroken."""
+    check_names(
+        name=engine.worker,
+        backend=engine.backend,
+        model=engine.model,
+        model_fingerprint=engine.model_fingerprint,
+        tokenizer_fingerprint=engine.tokenizer_fingerprint,
+        handoff_kind=engine.handoff_kind,
+        instance=engine.instance,
+    )
+    lists: dict[str, Sized] = {
+        "supported_fields": engine.supported_fields,
+        "end_ids": engine.end_ids,
+        "draft_methods": engine.draft_methods,
+        "kv_shapes": engine.kv_shapes,
+        "kv_transports": engine.kv_transports,
+    }
+    for field, listed in lists.items():
+        if len(listed) > MOST_LISTED:
+            raise ContractBroken(f"its {field} has {len(listed)} entries, more than {MOST_LISTED}")
+    for name in (*engine.supported_fields, *engine.draft_methods):
+        check_names(field=name)
+    check_numbers(engine, MOST_SEQUENCES, "max_batch_size", "max_sequences_per_item")
+    check_numbers(engine, MOST_BLOCKS, "tokens_per_block", "total_blocks")
+
+
+def check_load(load: pb.Load) -> None:
+    """Raises ContractBroken."""
+    check_numbers(
+        load,
+        MOST_SEQUENCES,
+        *("running_sequences", "waiting_sequences", "paused_sequences"),
+        *("adapter_slots", "free_adapter_slots", "evictable_adapter_slots"),
+    )
+    check_numbers(
+        load,
+        MOST_BLOCKS,
+        *("total_blocks", "used_blocks", "free_blocks", "host_blocks", "used_host_blocks"),
+        "quarantined_blocks",
+    )
+    check_numbers(load, MOST_TOKENS, "pending_prompt_tokens", "receiving_tokens")
+    check_numbers(
+        load,
+        MOST_COUNTED,
+        *("step_count", "computed_prompt_tokens", "reused_prompt_tokens", "generated_tokens"),
+        *("received_items", "preemptions", "new_blocks", "reused_blocks", "busy_seconds"),
+        *("host_memory_bytes", "device_memory_bytes", "pinned_memory_bytes"),
+        *("adapter_host_bytes", "used_adapter_host_bytes"),
+        *("adapter_loads", "adapter_evictions", "adapter_hits"),
+    )
+    for counts in (load.sent_handoffs, load.received_handoffs):
+        check_numbers(counts, MOST_COUNTED, *(f.name for f in counts.DESCRIPTOR.fields))
+
+
+def check_states(states: pb.AdapterStates) -> None:
+    """Raises ContractBroken."""
+    if len(states.adapters) > MOST_ADAPTERS:
+        raise ContractBroken(
+            f"it reports {len(states.adapters)} adapters, more than {MOST_ADAPTERS}"
+        )
+    for state in states.adapters:
+        check_names(adapter=state.name, version=state.version)

@@ -6,12 +6,59 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from trtmesh.router.kv_index.recent import RecentBlocks
-
 TOUCH_FROM = 0.5
 """Fill level from where on lookups refresh blocks in the eviction order."""
 
 NUMBER_BYTES = sys.getsizeof(2**63)
+
+RECENT_SECONDS = 5.0
+"""Longest life of an expected block, and twice the shortest: enough for the worker's own event to arrive."""
+
+MOST_RECENT = 131_072
+"""Expected blocks of both generations before the older one is dropped early."""
+
+
+class RecentBlocks:
+    """Blocks expected on workers soon: two generations of block → bits of workers. The older is dropped
+    as a whole once the younger is old enough."""
+
+    def __init__(self) -> None:
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+        self._born = float("-inf")
+
+    @property
+    def approximate_bytes(self) -> int:
+        return sys.getsizeof(self._young) + sys.getsizeof(self._old)
+
+    def add(self, bit: int, hashes: Sequence[int], now: float) -> None:
+        young, _ = self.at(now)
+        if len(young) + len(hashes) > MOST_RECENT // 2:
+            self._turn(now)
+            young = self._young
+        for block in hashes:
+            young[block] = young.get(block, 0) | bit
+
+    def at(self, now: float) -> tuple[dict[int, int], dict[int, int]]:
+        """The younger and the older generation at a time."""
+        age = now - self._born
+        if age >= RECENT_SECONDS:
+            self._turn(now)
+            self._old = {}
+        elif age >= RECENT_SECONDS / 2:
+            # As if called in time, so that idle time does not prolong an entry's life.
+            self._turn(self._born + RECENT_SECONDS / 2)
+        return self._young, self._old
+
+    def clear(self, bit: int) -> None:
+        """Forgets the blocks of a worker."""
+        for generation in (self._young, self._old):
+            for block, mask in [*generation.items()]:
+                if mask & bit:
+                    generation[block] = mask & ~bit
+
+    def _turn(self, now: float) -> None:
+        self._young, self._old, self._born = {}, self._young, now
 
 
 class KvIndex:

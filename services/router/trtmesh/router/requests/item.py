@@ -27,7 +27,6 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.client_halves import state_of
 from trtmesh.router.handoffs.item_handoffs import ItemHandoffs
 from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
-from trtmesh.router.requests.attempts import too_many_losses
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.dispatch import dispatch, seed_of
 from trtmesh.router.requests.encoding import (
@@ -37,7 +36,7 @@ from trtmesh.router.requests.encoding import (
     with_adapter_of_now,
 )
 from trtmesh.router.requests.item_events import ItemEvents
-from trtmesh.router.requests.placer import Placer
+from trtmesh.router.requests.placer import Placer, too_many_losses
 from trtmesh.router.streams.sequence import Charge, Delivery, End, SequenceRun
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb

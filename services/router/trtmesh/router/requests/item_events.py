@@ -9,12 +9,20 @@ from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InternalError, TrtmeshError
 from trtmesh.chassis.logs import caller_bound, request_id_bound
 from trtmesh.router.requests.context import RequestContext
-from trtmesh.router.requests.perf_metrics import combined
 from trtmesh.router.streams.sequence import Delivery, SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 log = logging.getLogger(__name__)
+
+SUMMED_METRICS = (
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "total_accepted_draft_tokens",
+    "total_draft_tokens",
+)
+EARLIEST_METRICS = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns")
 
 
 class ItemEvents:
@@ -129,3 +137,18 @@ def _metrics_of(runs: Sequence[SequenceRun]) -> pb.PerfMetrics | None:
         if run.ending is not None and run.ending.perf_metrics is not None
     ]
     return combined(each[:1] if runs[0].is_beam else each)
+
+
+def combined(metrics: Sequence[pb.PerfMetrics]) -> pb.PerfMetrics | None:
+    """The first times, the last time and the sums; None for no metrics. A time of 0 is not known."""
+    if not metrics:
+        return None
+    whole = pb.PerfMetrics(last_token_time_ns=max(each.last_token_time_ns for each in metrics))
+    for name in EARLIEST_METRICS:
+        known = [getattr(each, name) for each in metrics if getattr(each, name)]
+        setattr(whole, name, min(known, default=0))
+    for name in SUMMED_METRICS:
+        setattr(whole, name, sum(getattr(each, name) for each in metrics))
+    if whole.total_draft_tokens:
+        whole.acceptance_rate = whole.total_accepted_draft_tokens / whole.total_draft_tokens
+    return whole

@@ -20,8 +20,7 @@ from trtmesh.chassis.quoting import quoted
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.requests.context import Mesh
-from trtmesh.router.requests.item_tasks import ItemTasks
-from trtmesh.router.requests.live_request import Admitted, LiveRequest
+from trtmesh.router.requests.live_request import Admitted, ItemTasks, LiveRequest
 from trtmesh.router.streams.pace import ClientLimits
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.router.values.resumption import NOTHING, Received

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trtmesh.chassis.errors import AdapterNotFound, Draining, NoWorker, QueueFull, WorkerLost
-from trtmesh.router.requests.attempts import Attempts, unplaceable
+from trtmesh.router.requests.placer import Attempts, unplaceable
 
 LOST = WorkerLost("gone", worker="w")
 

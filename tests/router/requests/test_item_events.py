@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtmesh.router.requests.perf_metrics import combined
+from trtmesh.router.requests.item_events import combined
 from trtmesh.v1 import generation_pb2 as pb
 
 
