@@ -27,9 +27,10 @@ from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.engine.backend import Backend, HandedOver, Offered, PartFinal, Reserved
 from trtmesh.engine.handoff.copying import copying_of
 from trtmesh.engine.handoff.fetch_server import FetchServer
-from trtmesh.engine.handoff.handoffs import Handoffs
+from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
 from trtmesh.engine.handoff.metrics import HandoffMetrics
 from trtmesh.engine.handoff.own_kv import OwnKv, kind_of
+from trtmesh.engine.handoff.send_run import SenderRequest
 from trtmesh.engine.handoff.settings import HandoffSettings
 from trtmesh.engine.handoff.transports.choice import KNOWN, open_transports
 from trtmesh.engine.handoff.transports.nixl_agents import Pools, new_agent, register
@@ -64,6 +65,9 @@ class StoredKv:
 
     def drop(self, lease_id: str) -> None:
         """The blocks are never freed."""
+
+    def hand_over(self, key: int, lease_id: str) -> None:
+        """There are no sequences."""
 
     def stop(self, keys: Sequence[int], reason: int) -> None:
         """There are no sequences."""
@@ -115,7 +119,7 @@ def bytes_of(blocks: int, block_bytes: int) -> Bytes:
 @asynccontextmanager
 async def handoffs_of(
     memory: HostKvMemory, blocks: int, settings: HandoffSettings
-) -> AsyncIterator[tuple[Handoffs, StoredKv]]:
+) -> AsyncIterator[tuple[HandoffsByBlocks, StoredKv]]:
     backend, threads = StoredKv(blocks), ThreadPoolExecutor(2)
     own = OwnKv(
         worker="bench",
@@ -131,7 +135,7 @@ async def handoffs_of(
         max_message_bytes=64 * 2**20,
         is_draining=lambda: False,
     )
-    handoffs = Handoffs(own, HandoffMetrics("bench_"))
+    handoffs = HandoffsByBlocks(own, HandoffMetrics("bench_"))
     backend.take = handoffs.take
     try:
         yield handoffs, backend
@@ -139,12 +143,13 @@ async def handoffs_of(
         await handoffs.close()
 
 
-def offered(handoffs: Handoffs, blocks: int, block_bytes: int) -> transfer.HandoffDescriptor:
+def offered(
+    handoffs: HandoffsByBlocks, blocks: int, block_bytes: int
+) -> transfer.HandoffDescriptor:
     """Grants a lease of all blocks, announces all parts, and commits them."""
     owner, lease_id, content = Owner(), secrets.token_hex(16), content_of(blocks)
     numbers = shuffled(blocks, SEED)
-    handoffs.check_sender(owner, lease_id)
-    handoffs.send(owner, lease_id, [1], None, LEASE_SECONDS)
+    handoffs.hand_over(1, SenderRequest(owner, lease_id, [1], None, LEASE_SECONDS))
     handoffs.take(Offered(lease_id, 1, numbers, content.tokens))
     step = max(1, PART_BYTES // block_bytes)
     for first in range(0, blocks, step):

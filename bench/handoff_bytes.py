@@ -40,7 +40,7 @@ from _kv_worker import (
 )
 from trtmesh.engine.backend import Awaiting
 from trtmesh.engine.handoff.block_plan import Run
-from trtmesh.engine.handoff.handoffs import Handoffs
+from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
 from trtmesh.engine.handoff.settings import HandoffSettings
 from trtmesh.engine.handoff.transports.nixl_agents import Descriptors, Pools, new_agent, register
 from trtmesh.engine.handoff.transports.transport import ShardCopy
@@ -114,7 +114,7 @@ class Receiver:
     """The receiving process: this one."""
 
     def __init__(
-        self, handoffs: Handoffs, backend: StoredKv, memory: HostKvMemory, sender: Sender
+        self, handoffs: HandoffsByBlocks, backend: StoredKv, memory: HostKvMemory, sender: Sender
     ) -> None:
         self.rows = memory.memory(0).rows
         self._handoffs, self._backend, self._sender = handoffs, backend, sender
@@ -158,7 +158,9 @@ class Receiver:
         self._backend.adopted.clear()
         began = time.perf_counter()
         handoffs.reserve(owner, lease_id, content.tokens, (), LEASE_SECONDS)
-        handoffs.reserved_for(lease_id).submitted([1])
+        received = handoffs.received.get(lease_id)
+        assert received
+        received.submitted([1])
         handoffs.take(Awaiting(lease_id, 1, content))
         handoffs.attach(lease_id, descriptor, None)
         async with asyncio.timeout(60):

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from trtmesh.engine.handoff import receiver as receiving
-from trtmesh.engine.handoff import sender as sending
-from trtmesh.engine.handoff import state_sender as stating
+from trtmesh.engine.handoff import receive_machine as receiving
+from trtmesh.engine.handoff import send_machine as sending
 from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
 from trtmesh.engine.kv_memory import Content
 from trtmesh.router.handoffs import machine as routing
@@ -57,9 +56,9 @@ class Lane(NamedTuple):
     item: str = "live"
     """live, ended (also by an ordinary migration, which starts from the tokens alone), or gone with the router."""
     handoff: routing.Handoff | None = None
-    sender: sending.SenderLease | stating.StateLease | None = None
+    sender: sending.SenderLease | None = None
     source: str = ""
-    """The sequence on the sender: "", waiting or running; by state also kept, its KV for the receiver."""
+    """The sequence on the sender: "", waiting or running."""
     receiver: receiving.ReceiverLease | None = None
     target: str = ""
     """The sequence on the receiver: "", waiting, running or started."""
@@ -77,7 +76,7 @@ class Lane(NamedTuple):
     @property
     def computed(self) -> int:
         """Parts with final content on the sender."""
-        return self.sender.computed if isinstance(self.sender, sending.SenderLease) else 0
+        return self.sender.computed if self.sender is not None else 0
 
 
 STREAMS = {"to_sender": "RP", "to_receiver": "RD", "fetch": "DP"}
@@ -113,18 +112,15 @@ class Step(NamedTuple):
 class Machines:
     """The transition functions and timers; mutations replace some."""
 
-    receiver: Callable[[receiving.ReceiverLease, receiving.Event], receiving.Transition] = (
-        receiving.advance
-    )
-    sender: Callable[[sending.SenderLease, sending.Event], sending.Transition] = sending.advance
-    state_sender: Callable[[stating.StateLease, stating.Event], stating.Transition] = (
-        stating.advance
+    receiver: Callable[
+        [receiving.ReceiverLease, receiving.AnyReceiverEvent], receiving.ReceiverTransition
+    ] = receiving.advance
+    sender: Callable[[sending.SenderLease, sending.AnySenderEvent], sending.SenderTransition] = (
+        sending.advance
     )
     router: Callable[[routing.Handoff, routing.Event], routing.Transition] = routing.advance
     receiver_expires: Callable[[receiving.ReceiverLease], bool] = lambda lease: lease.expires
-    sender_expires: Callable[[sending.SenderLease | stating.StateLease], bool] = lambda lease: (
-        lease.expires
-    )
+    sender_expires: Callable[[sending.SenderLease], bool] = lambda lease: lease.expires
     router_has_deadline: Callable[[routing.Handoff], bool] = lambda handoff: handoff.is_live
     grants_twice: bool = False
     """Whether a lease id that is in use is granted again."""
@@ -179,7 +175,7 @@ class LaneRun:
 
     item: str
     handoff: routing.Handoff | None
-    sender: sending.SenderLease | stating.StateLease | None
+    sender: sending.SenderLease | None
     source: str
     receiver: receiving.ReceiverLease | None
     target: str
@@ -322,21 +318,23 @@ class LaneRun:
             case "release":
                 self.stop_source()
             case "confirm":
-                self.advance_state(stating.Release(consumed=True))
+                self.advance_sender(sending.SenderEvent.CONSUMED)
             case "lost" if stream == "to_sender":
                 if not self.belongs_to_client:
                     self.stop_source()
             case "fetch":
-                self.advance_sender(sending.FetchOpened())
+                self.advance_sender(sending.SenderEvent.FETCH_OPENED)
             case "received":
-                self.advance_sender(sending.Received())
+                self.advance_sender(sending.SenderEvent.RECEIVED)
             case "lost" if self.sender is not None:
-                self.advance_sender(sending.FetchLost())
+                self.advance_sender(sending.SenderEvent.FETCH_LOST)
 
     @property
     def belongs_to_client(self) -> bool:
         """Whether the sender's lease outlives the stream of its router."""
-        is_committed = self.sender is not None and self.sender.phase is sending.Phase.COMMITTED
+        is_committed = (
+            self.sender is not None and self.sender.phase is sending.SenderPhase.COMMITTED
+        )
         return self._bounds.kind == "halves" and is_committed
 
     def start_source(self) -> None:
@@ -346,17 +344,13 @@ class LaneRun:
             self.send("to_sender", "to_left", "error")
             return
         self.source = self.source or "waiting"
-        if self._bounds.by_state:
-            self.sender = stating.StateLease()
-            return
         self.sender = sending.SenderLease(computed=self._bounds.parts if moves else 0)
-        self.send("to_sender", "to_left", "offered")
+        if not self._bounds.by_state:
+            self.send("to_sender", "to_left", "offered")
 
     def stop_source(self) -> None:
-        if self._bounds.by_state:
-            self.advance_state(stating.Release())
-        elif self.sender is not None:
-            self.advance_sender(sending.Release())
+        if self.sender is not None:
+            self.advance_sender(sending.SenderEvent.RELEASED)
         elif self.source:
             self.end_source()
 
@@ -366,90 +360,58 @@ class LaneRun:
         self.source = ""
 
     def compute(self) -> None:
-        self.advance_sender(sending.PartComputed())
+        self.advance_sender(sending.SenderEvent.PART_COMPUTED)
 
     def expire_sender(self) -> None:
-        if self._bounds.by_state:
-            self.advance_state(stating.Expire())
-        else:
-            self.advance_sender(sending.Expire())
+        self.advance_sender(sending.SenderEvent.EXPIRED)
 
     def hand_over(self) -> None:
-        self.advance_sender(sending.Commit(CommitMark(self._bounds.parts, CONTENT)))
+        """Ends the sequence with its handoff; by state, the backend keeps the KV."""
+        mark = None if self._bounds.by_state else CommitMark(self._bounds.parts, CONTENT)
+        self.advance_sender(sending.Commit(mark))
         self.source = ""
         self.send("to_sender", "to_left", "committed")
 
     def finish_source(self, kind: str) -> None:
-        if self._bounds.by_state:
-            self.advance_state(stating.SequenceEnded())
-        else:
-            self.advance_sender(sending.SequenceEnded())
+        self.advance_sender(sending.SenderEvent.SEQUENCE_ENDED)
         self.end_source()
         self.send("to_sender", "to_left", kind)
 
-    def advance_sender(self, event: sending.Event) -> None:
-        if not isinstance(self.sender, sending.SenderLease):
-            if isinstance(event, sending.FetchOpened):
+    def advance_sender(self, event: sending.AnySenderEvent) -> None:
+        if self.sender is None:
+            if event is sending.SenderEvent.FETCH_OPENED:
                 self.break_stream("fetch", right=False)
             return
         self.sender, actions = self._machines.sender(self.sender, event)
         for action in actions:
             self.act_as_sender(action)
-        if self.sender.phase is sending.Phase.CLOSED:
-            if self.sender.outcome is None:
-                raise Violation("the sender's lease ended without an outcome")
+        if self.sender.phase is sending.SenderPhase.CLOSED:
+            self.check_outcome(self.sender.outcome)
             self.sender = None
 
-    def act_as_sender(self, action: sending.Action) -> None:
+    def act_as_sender(self, action: sending.AnySenderAction) -> None:
         match action:
             case sending.AnnouncePart(part):
                 self.send("fetch", "to_left", "part", part)
             case sending.SendMark(mark):
                 self.send("fetch", "to_left", "mark", mark.parts)
-            case sending.SendConfirmed():
+            case sending.SenderAction.SEND_CONFIRMED:
                 self.send("fetch", "to_left", "confirmed")
-            case sending.AbortFetch() | sending.RefuseFetch():
+            case sending.SenderAction.ABORT_FETCH | sending.SenderAction.REFUSE_FETCH:
                 self.break_stream("fetch", right=False, late=True)
-            case sending.EndSequence():
+            case sending.StopSource():
                 self.end_source()
                 self.send("to_sender", "to_left", "error")
-            case sending.TakeBlocks():
+            case sending.SenderAction.TAKE_KV:
                 self.effects.append(Effect("P", "sequence to lease"))
-            case sending.FreeBlocks():
+            case sending.SenderAction.FREE_KV:
                 self.effects.append(Effect("P", "free lease"))
-
-    # The prefill worker, by state.
-
-    def keep(self) -> None:
-        """Ends the sequence with its state: the backend keeps the KV."""
-        self.source = "kept"
-        self.effects.append(Effect("P", "sequence to lease"))
-        self.advance_state(stating.HandedOver())
-        self.send("to_sender", "to_left", "committed")
-
-    def advance_state(self, event: stating.Event) -> None:
-        if not isinstance(self.sender, stating.StateLease):
-            return
-        self.sender, actions = self._machines.state_sender(self.sender, event)
-        for action in actions:
-            self.act_for_state(action)
-        if self.sender.phase is stating.Phase.CLOSED:
-            self.check_outcome(self.sender.outcome)
-            self.sender = None
-
-    def act_for_state(self, action: stating.Action) -> None:
-        match action:
-            case stating.Action.STOP_SEQUENCE:
-                self.end_source()
-                self.send("to_sender", "to_left", "error")
-            case stating.Action.DROP if self.source == "kept":
-                self.effects.append(Effect("P", "free lease"))
-                self.source = ""
 
     def check_outcome(self, outcome: Outcome | None) -> None:
         if outcome is None:
             raise Violation("the sender's lease ended without an outcome")
-        if outcome is Outcome.CONSUMED and self.state != "continued":
+        is_by_state = self._bounds.by_state
+        if is_by_state and outcome is Outcome.CONSUMED and self.state != "continued":
             raise Violation("a state is consumed from which nothing continued")
 
     # The decode worker.
@@ -491,7 +453,7 @@ class LaneRun:
 
     def stop_target(self) -> None:
         if self.receiver is not None:
-            self.advance_receiver(receiving.Release())
+            self.advance_receiver(receiving.ReceiverEvent.RELEASED)
         if self.target in ("running", "started"):
             self.end_target("error")
         elif self.target and self._bounds.by_state:
@@ -534,40 +496,43 @@ class LaneRun:
         if self.receiver is not None:
             self.advance_receiver(receiving.ReadEnded(part, problem))
 
-    def advance_receiver(self, event: receiving.Event) -> None:
+    def advance_receiver(self, event: receiving.AnyReceiverEvent) -> None:
         assert self.receiver is not None
         self.receiver, actions = self._machines.receiver(self.receiver, event)
         for action in actions:
             self.act_as_receiver(action)
-        if self.receiver.phase in (receiving.Phase.CLOSED, receiving.Phase.CONSUMED):
+        if self.receiver.phase in (
+            receiving.ReceiverPhase.CLOSED,
+            receiving.ReceiverPhase.CONSUMED,
+        ):
             if self.receiver.outcome is None:
                 raise Violation("the receiver's lease ended without an outcome")
             self.receiver = None
 
-    def act_as_receiver(self, action: receiving.Action) -> None:
+    def act_as_receiver(self, action: receiving.AnyReceiverAction) -> None:
         match action:
-            case receiving.OpenFetch():
+            case receiving.ReceiverAction.OPEN_FETCH:
                 open_fetch = Stream(True, (), (Message("fetch"),))
                 self.fetch = open_fetch if "P" in self._up else Stream(False, (LOST,))
             case receiving.ReadPart(part):
                 self.effects.append(Effect("D", "read", part))
-            case receiving.SendReceived():
+            case receiving.ReceiverAction.SEND_RECEIVED:
                 self.send("fetch", "to_right", "received")
-            case receiving.CloseFetch():
+            case receiving.ReceiverAction.CLOSE_FETCH:
                 self.close_fetch()
-            case receiving.Consume():
+            case receiving.ReceiverAction.CONSUME:
                 if self.parts != (GOOD,) * self._bounds.parts:
                     raise Violation(f"a sequence computes on parts {self.parts}")
                 self.target = "running"
                 self.effects.append(Effect("D", "lease to sequence"))
-            case receiving.FreeBlocks():
+            case receiving.ReceiverAction.FREE_BLOCKS:
                 self.effects.append(Effect("D", "free lease"))
-            case receiving.EndSequence():
+            case receiving.StopTarget():
                 self.target = ""
                 self.send("to_receiver", "to_left", "error")
             case receiving.ReportFailure():
                 self.send("to_receiver", "to_left", "failed")
-            case receiving.RefuseSequence():
+            case receiving.ReceiverAction.REFUSE_SEQUENCE:
                 self.send("to_receiver", "to_left", "error")
 
     def close_fetch(self) -> None:
@@ -623,7 +588,7 @@ def router_event(stream: str, message: Message) -> routing.Event | None:
     return ROUTER_EVENTS.get((stream, message.kind))
 
 
-def receiver_event(message: Message, bounds: Bounds) -> receiving.Event | None:
+def receiver_event(message: Message, bounds: Bounds) -> receiving.AnyReceiverEvent | None:
     match message:
         case Message("attach"):
             return receiving.Attach(needs_confirmation=bounds.one_sided)
@@ -632,7 +597,7 @@ def receiver_event(message: Message, bounds: Bounds) -> receiving.Event | None:
         case Message("mark", parts):
             return receiving.Committed(CommitMark(parts, CONTENT))
         case Message("confirmed"):
-            return receiving.Confirmed()
+            return receiving.ReceiverEvent.CONFIRMED
         case Message("lost"):
-            return receiving.FetchLost()
+            return receiving.ReceiverEvent.FETCH_LOST
     return None

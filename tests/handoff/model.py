@@ -29,9 +29,8 @@ from handoff.lane import (
     Stream,
     Violation,
 )
-from trtmesh.engine.handoff import receiver as receiving
-from trtmesh.engine.handoff import sender as sending
-from trtmesh.engine.handoff import state_sender as stating
+from trtmesh.engine.handoff import receive_machine as receiving
+from trtmesh.engine.handoff import send_machine as sending
 from trtmesh.engine.handoff.lease import Problem
 from trtmesh.router.handoffs import machine as routing
 
@@ -58,9 +57,6 @@ class World(NamedTuple):
 
 
 POOLS = {"P": "sender_pool", "D": "receiver_pool"}
-
-HAS_BLOCKS = frozenset({sending.Phase.COMMITTED, stating.Phase.KEPT})
-"""Phases in which a sender's lease has the blocks."""
 
 
 class Edge(NamedTuple):
@@ -143,7 +139,7 @@ class Model:
             lane = self._lanes[number]
             expected = {
                 "P": {
-                    f"lease {place}": lane.sender is not None and lane.sender.phase in HAS_BLOCKS,
+                    f"lease {place}": has_kv(lane),
                     f"sequence {place}": lane.source == "running",
                 },
                 "D": {
@@ -280,8 +276,7 @@ class Model:
                 "the computation fails", here, lambda run: run.finish_source("error"), FAULT
             )
         if is_computed:
-            commit = LaneRun.keep if by_state else LaneRun.hand_over
-            yield self._step("the sender commits", here, commit)
+            yield self._step("the sender commits", here, LaneRun.hand_over)
             yield self._step("the sender finishes", here, lambda run: run.finish_source("finished"))
 
     def _receiver_steps(self, here: Here) -> Iterator[Step]:
@@ -297,13 +292,13 @@ class Model:
             yield self._step(
                 "the receiver's lease expires",
                 here,
-                lambda run: run.advance_receiver(receiving.Expire()),
+                lambda run: run.advance_receiver(receiving.ReceiverEvent.EXPIRED),
                 TIMER,
             )
 
     def _library_steps(self, here: Here) -> Iterator[Step]:
         """A library finds out by itself whether the KV is still there."""
-        if "P" in here.up and here.lane.source == "kept":
+        if "P" in here.up and has_kv(here.lane):
             yield self._step("the library moves the KV", here, LaneRun.fetch_state)
             yield self._step("the library fails", here, LaneRun.lose_target, FAULT)
         else:
@@ -391,6 +386,11 @@ class Model:
             if party == "D":
                 after = after._replace(reads=frozenset())
             yield Edge(f"{party} crashes", after, FAULT)
+
+
+def has_kv(lane: Lane) -> bool:
+    """Whether the sender's lease has the KV."""
+    return lane.sender is not None and lane.sender.phase is sending.SenderPhase.COMMITTED
 
 
 def with_pool(world: World, worker: str, pool: tuple[str, ...]) -> World:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from handoff.lane import Bounds, Machines
-from trtmesh.engine.handoff import receiver as receiving
-from trtmesh.engine.handoff import sender as sending
-from trtmesh.engine.handoff import state_sender as stating
+from trtmesh.engine.handoff import receive_machine as receiving
+from trtmesh.engine.handoff import send_machine as sending
 from trtmesh.engine.handoff.lease import Outcome
 from trtmesh.router.handoffs import machine as routing
 
@@ -76,40 +75,47 @@ def ignoring(
 
 
 def frees_quarantine_early(
-    lease: receiving.ReceiverLease, event: receiving.Event
-) -> receiving.Transition:
+    lease: receiving.ReceiverLease, event: receiving.AnyReceiverEvent
+) -> receiving.ReceiverTransition:
     after, actions = receiving.advance(lease, event)
-    if after.phase is receiving.Phase.QUARANTINED is not lease.phase:
-        return replace(after, phase=receiving.Phase.CLOSED), (*actions, receiving.FreeBlocks())
+    if after.phase is receiving.ReceiverPhase.QUARANTINED is not lease.phase:
+        return replace(after, phase=receiving.ReceiverPhase.CLOSED), (
+            *actions,
+            receiving.ReceiverAction.FREE_BLOCKS,
+        )
     return after, actions
 
 
 def frees_after_first_read(
-    lease: receiving.ReceiverLease, event: receiving.Event
-) -> receiving.Transition:
-    if lease.phase is receiving.Phase.QUARANTINED and isinstance(event, receiving.ReadEnded):
+    lease: receiving.ReceiverLease, event: receiving.AnyReceiverEvent
+) -> receiving.ReceiverTransition:
+    if lease.phase is receiving.ReceiverPhase.QUARANTINED and isinstance(
+        event, receiving.ReadEnded
+    ):
         lease = replace(lease, reading=frozenset({event.part}))
     return receiving.advance(lease, event)
 
 
 def takes_repeated_mark_as_confirmation(
-    lease: receiving.ReceiverLease, event: receiving.Event
-) -> receiving.Transition:
+    lease: receiving.ReceiverLease, event: receiving.AnyReceiverEvent
+) -> receiving.ReceiverTransition:
     if isinstance(event, receiving.Committed) and lease.has_asked:
-        event = receiving.Confirmed()
+        event = receiving.ReceiverEvent.CONFIRMED
     return receiving.advance(lease, event)
 
 
 def consumes_without_mark(
-    lease: receiving.ReceiverLease, event: receiving.Event
-) -> receiving.Transition:
-    if isinstance(event, receiving.Bind) and lease.phase is receiving.Phase.FETCHING:
-        done = replace(lease, phase=receiving.Phase.CONSUMED, outcome=Outcome.CONSUMED)
-        return done, (receiving.Consume(),)
+    lease: receiving.ReceiverLease, event: receiving.AnyReceiverEvent
+) -> receiving.ReceiverTransition:
+    if isinstance(event, receiving.Bind) and lease.phase is receiving.ReceiverPhase.FETCHING:
+        done = replace(lease, phase=receiving.ReceiverPhase.CONSUMED, outcome=Outcome.CONSUMED)
+        return done, (receiving.ReceiverAction.CONSUME,)
     return receiving.advance(lease, event)
 
 
-def accepts_gap(lease: receiving.ReceiverLease, event: receiving.Event) -> receiving.Transition:
+def accepts_gap(
+    lease: receiving.ReceiverLease, event: receiving.AnyReceiverEvent
+) -> receiving.ReceiverTransition:
     if isinstance(event, receiving.Committed):
         lease = replace(lease, announced=event.mark.parts)
     if isinstance(event, receiving.PartReady):
@@ -118,54 +124,53 @@ def accepts_gap(lease: receiving.ReceiverLease, event: receiving.Event) -> recei
 
 
 def needs_no_confirmation(
-    lease: receiving.ReceiverLease, event: receiving.Event
-) -> receiving.Transition:
+    lease: receiving.ReceiverLease, event: receiving.AnyReceiverEvent
+) -> receiving.ReceiverTransition:
     if isinstance(event, receiving.Attach):
         event = receiving.Attach(needs_confirmation=False)
     return receiving.advance(lease, event)
 
 
 def ignores_bad_reads(
-    lease: receiving.ReceiverLease, event: receiving.Event
-) -> receiving.Transition:
+    lease: receiving.ReceiverLease, event: receiving.AnyReceiverEvent
+) -> receiving.ReceiverTransition:
     if isinstance(event, receiving.ReadEnded):
         event = receiving.ReadEnded(event.part)
     return receiving.advance(lease, event)
 
 
 def frees_consumed_blocks(
-    lease: receiving.ReceiverLease, event: receiving.Event
-) -> receiving.Transition:
+    lease: receiving.ReceiverLease, event: receiving.AnyReceiverEvent
+) -> receiving.ReceiverTransition:
     after, actions = receiving.advance(lease, event)
-    if receiving.Consume() in actions:
-        actions = (*actions, receiving.FreeBlocks())
+    if receiving.ReceiverAction.CONSUME in actions:
+        actions = (*actions, receiving.ReceiverAction.FREE_BLOCKS)
     return after, actions
 
 
 # The sender.
 
 
-def frees_before_received(lease: sending.SenderLease, event: sending.Event) -> sending.Transition:
+def frees_before_received(
+    lease: sending.SenderLease, event: sending.AnySenderEvent
+) -> sending.SenderTransition:
     after, actions = sending.advance(lease, event)
     if isinstance(event, sending.Commit):
-        return after, (*actions, sending.FreeBlocks())
+        return after, (*actions, sending.SenderAction.FREE_KV)
     return after, actions
 
 
-def announces_early(lease: sending.SenderLease, event: sending.Event) -> sending.Transition:
+def announces_early(
+    lease: sending.SenderLease, event: sending.AnySenderEvent
+) -> sending.SenderTransition:
     """Announces the second part with the first."""
     after, actions = sending.advance(lease, event)
-    if isinstance(event, sending.PartComputed) and lease.fetch is sending.FetchState.OPEN:
+    if event is sending.SenderEvent.PART_COMPUTED and lease.is_fetched:
         actions = (*actions, sending.AnnouncePart(1))
     return after, actions
 
 
 # By state.
-
-
-def drops_with_handoff(lease: stating.StateLease, event: stating.Event) -> stating.Transition:
-    after, actions = stating.advance(lease, event)
-    return after, (*actions, stating.Action.DROP) if after.phase is stating.Phase.KEPT else actions
 
 
 def confirms_with_submit(handoff: routing.Handoff, event: routing.Event) -> routing.Transition:
@@ -174,10 +179,12 @@ def confirms_with_submit(handoff: routing.Handoff, event: routing.Event) -> rout
     return after, (*actions, routing.Action.CONFIRM_SENDER) if submits else actions
 
 
-def consumes_without_word(lease: stating.StateLease, event: stating.Event) -> stating.Transition:
-    if isinstance(event, stating.Release):
-        event = stating.Release(consumed=True)
-    return stating.advance(lease, event)
+def consumes_without_word(
+    lease: sending.SenderLease, event: sending.AnySenderEvent
+) -> sending.SenderTransition:
+    if event is sending.SenderEvent.RELEASED:
+        event = sending.SenderEvent.CONSUMED
+    return sending.advance(lease, event)
 
 
 MUTATIONS = [
@@ -213,29 +220,31 @@ MUTATIONS = [
     Mutation("blocks have one owner", Machines(receiver=frees_consumed_blocks), NO_BLOCK),
     Mutation(
         "an ended lease frees its blocks",
-        Machines(receiver=without(receiving.advance, receiving.FreeBlocks)),
+        Machines(receiver=without(receiving.advance, receiving.ReceiverAction.FREE_BLOCKS)),
         BLOCKS,
     ),
     Mutation(
         "a lost fetch fails the receiver's lease",
-        Machines(receiver=ignoring(receiving.advance, receiving.FetchLost)),
+        Machines(receiver=ignoring(receiving.advance, receiving.ReceiverEvent.FETCH_LOST)),
         NO_END,
     ),
     Mutation(
         "a waiting sequence ends with its lease",
-        Machines(receiver=without(receiving.advance, receiving.EndSequence)),
+        Machines(receiver=without(receiving.advance, receiving.StopTarget)),
         NO_END,
     ),
     Mutation(
         "a failed lease is reported, or its sequence refused",
         Machines(
-            receiver=without(receiving.advance, receiving.RefuseSequence, receiving.ReportFailure)
+            receiver=without(
+                receiving.advance, receiving.ReceiverAction.REFUSE_SEQUENCE, receiving.ReportFailure
+            )
         ),
         NO_END,
     ),
     Mutation(
         "a released receiver's lease ends",
-        Machines(receiver=ignoring(receiving.advance, receiving.Release)),
+        Machines(receiver=ignoring(receiving.advance, receiving.ReceiverEvent.RELEASED)),
         NO_END,
     ),
     Mutation(
@@ -261,19 +270,19 @@ MUTATIONS = [
     Mutation(
         "a sender's lease ends with its fetch, or by its router",
         Machines(
-            sender=ignoring(sending.advance, sending.FetchLost),
+            sender=ignoring(sending.advance, sending.SenderEvent.FETCH_LOST),
             router=without(routing.advance, routing.Action.RELEASE_SENDER),
         ),
         NO_END,
     ),
     Mutation(
         "a released sender's lease ends",
-        Machines(sender=ignoring(sending.advance, sending.Release)),
+        Machines(sender=ignoring(sending.advance, sending.SenderEvent.RELEASED)),
         NO_END,
     ),
     Mutation(
         "an ended lease aborts the fetch",
-        Machines(sender=without(sending.advance, sending.AbortFetch)),
+        Machines(sender=without(sending.advance, sending.SenderAction.ABORT_FETCH)),
         NO_END,
     ),
     Mutation(
@@ -366,26 +375,26 @@ MUTATIONS = [
     ),
     Mutation(
         "a released state is not consumed",
-        Machines(state_sender=consumes_without_word),
+        Machines(sender=consumes_without_word),
         UNUSED,
         STATE,
     ),
     Mutation("a state is used once", Machines(grants_twice=True), TWICE, STATE_LOSSES, True),
     Mutation(
         "the KV of a state stays until its lease ends",
-        Machines(state_sender=drops_with_handoff),
+        Machines(sender=frees_before_received),
         BLOCKS,
         STATE,
     ),
     Mutation(
         "an ended lease drops the KV of its state",
-        Machines(state_sender=without(stating.advance, stating.Action.DROP)),
+        Machines(sender=without(sending.advance, sending.SenderAction.FREE_KV)),
         BLOCKS,
         STATE,
     ),
     Mutation(
         "a released lease of a state ends",
-        Machines(state_sender=ignoring(stating.advance, stating.Release)),
+        Machines(sender=ignoring(sending.advance, sending.SenderEvent.RELEASED)),
         NO_END,
         STATE,
     ),

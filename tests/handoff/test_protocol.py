@@ -15,9 +15,8 @@ from handoff.lane import Bounds
 from handoff.model import Model
 from handoff.mutations import MUTATIONS, Mutation
 from handoff.search import Found, Graph, prove
-from trtmesh.engine.handoff import receiver as receiving
-from trtmesh.engine.handoff import sender as sending
-from trtmesh.engine.handoff import state_sender as stating
+from trtmesh.engine.handoff import receive_machine as receiving
+from trtmesh.engine.handoff import send_machine as sending
 from trtmesh.router.handoffs import machine as routing
 
 pytestmark = pytest.mark.slow
@@ -76,11 +75,11 @@ def test_two_handoffs_at_once() -> None:
 
 def test_search_visits_every_phase_and_result() -> None:
     graph = prove(Model(Bounds(faults=1)), by_timers=False)
-    assert seen(graph, "receiver") == set(receiving.Phase) - {
-        receiving.Phase.CONSUMED,
-        receiving.Phase.CLOSED,
+    assert seen(graph, "receiver") == set(receiving.ReceiverPhase) - {
+        receiving.ReceiverPhase.CONSUMED,
+        receiving.ReceiverPhase.CLOSED,
     }
-    assert seen(graph, "sender") == set(sending.Phase) - {sending.Phase.CLOSED}
+    assert seen(graph, "sender") == set(sending.SenderPhase) - {sending.SenderPhase.CLOSED}
     handoffs = [graph.model.lane(world.lanes[0]).handoff for world in graph.worlds]
     assert {each.sender for each in handoffs if each} == set(routing.Sender)
     assert {each.result for each in handoffs if each} == {None, routing.Result.MOVED}
@@ -88,7 +87,7 @@ def test_search_visits_every_phase_and_result() -> None:
 
 def test_search_visits_every_phase_of_a_state() -> None:
     graph = prove(Model(Bounds(kind="state", faults=1)), by_timers=False)
-    assert seen(graph, "sender") == set(stating.Phase) - {stating.Phase.CLOSED}
+    assert seen(graph, "sender") == set(sending.SenderPhase) - {sending.SenderPhase.CLOSED}
     lanes = [graph.model.lane(world.lanes[0]) for world in graph.worlds]
     assert {each.state for each in lanes} == {"", "taken", "continued"}
     results = {each.handoff.result for each in lanes if each.handoff}

@@ -23,10 +23,10 @@ from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 from trtmesh.engine.handoff.fetch import Fetch
 from trtmesh.engine.handoff.fetch_server import ServedFetch
-from trtmesh.engine.handoff.handoffs import Handoffs
+from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
 from trtmesh.engine.handoff.leases import Timer
-from trtmesh.engine.handoff.received import ReceivedHandoff, Transfer
-from trtmesh.engine.handoff.sent import SentHandoff
+from trtmesh.engine.handoff.receive_run import ReceivedBlocks, Transfer
+from trtmesh.engine.handoff.send_run import SentBlocks
 from trtmesh.engine.service.router_session import RouterSession
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -49,10 +49,10 @@ class Side:
     stream: RouterStream
 
     @property
-    def handoffs(self) -> Handoffs:
+    def handoffs(self) -> HandoffsByBlocks:
         loaded = self.engine.service._engine
         assert loaded
-        assert loaded.handoffs
+        assert isinstance(loaded.handoffs, HandoffsByBlocks)
         return loaded.handoffs
 
     @property
@@ -194,7 +194,7 @@ async def pair(
             both = Pair(prefill_side, decode_side)
             yield both
             await both.settled()
-            await gone(ReceivedHandoff, Transfer, Fetch, SentHandoff, ServedFetch, Timer)
+            await gone(ReceivedBlocks, Transfer, Fetch, SentBlocks, ServedFetch, Timer)
         await gone(RouterSession)
 
 

@@ -31,7 +31,7 @@ from trtmesh.engine.backend import (
     StepOutput,
 )
 from trtmesh.engine.handoff.descriptor import MAX_DESCRIPTOR_BYTES
-from trtmesh.engine.handoff.sent import SentHandoff
+from trtmesh.engine.handoff.send_run import SentBlocks
 from trtmesh.engine.service.kv_mirror import KvMirror
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import engine_pb2_grpc
@@ -274,14 +274,14 @@ async def test_drain_leaves_parked_kv_to_its_client() -> None:
 
 
 async def test_defect_of_a_lease_fails_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    handed_over = SentHandoff.handed_over
+    handed_over = SentBlocks.handed_over
 
-    def broken(self: SentHandoff, news: HandedOver) -> None:
+    def broken(self: SentBlocks, news: HandedOver) -> None:
         if self.lease_id == LEASE:
             raise RuntimeError("defect")
         handed_over(self, news)
 
-    monkeypatch.setattr(SentHandoff, "handed_over", broken)
+    monkeypatch.setattr(SentBlocks, "handed_over", broken)
     async with side() as worker:
         other = lease()
         await worker.stream.send(prefill(1, LEASE), prefill(2, other))
@@ -295,14 +295,14 @@ async def test_defect_of_a_lease_fails_its_sequence_alone(monkeypatch: pytest.Mo
 
 
 async def test_defect_at_an_end_fails_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequence_ended = SentHandoff.sequence_ended
+    sequence_ended = SentBlocks.sequence_ended
 
-    def broken(self: SentHandoff, end: SequenceEnd) -> transfer.HandoffDescriptor | None:
+    def broken(self: SentBlocks, end: SequenceEnd) -> transfer.HandoffDescriptor | None:
         if self.lease_id == LEASE:
             raise RuntimeError("defect")
         return sequence_ended(self, end)
 
-    monkeypatch.setattr(SentHandoff, "sequence_ended", broken)
+    monkeypatch.setattr(SentBlocks, "sequence_ended", broken)
     async with side() as worker:
         other = lease()
         await worker.stream.send(prefill(1, LEASE), prefill(2, other))

@@ -18,13 +18,12 @@ from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.engine.handoff.checksums import checksum_of
 from trtmesh.engine.handoff.chunks import head_of
-from trtmesh.engine.handoff.failures import unknown
-from trtmesh.engine.handoff.handoffs import Handoffs
-from trtmesh.engine.handoff.lease import CommitMark
+from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
+from trtmesh.engine.handoff.lease import CommitMark, unknown
 from trtmesh.engine.handoff.leases import LeaseTable
 from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.engine.handoff.parts import Part, chunks_of, sizes_of
-from trtmesh.engine.handoff.sent import SentHandoff
+from trtmesh.engine.handoff.send_run import SentBlocks
 from trtmesh.v1 import kv_transfer_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2_grpc
 
@@ -45,7 +44,7 @@ PartBytes = tuple[list[list[memoryview]], int]
 class FetchServer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     """Implements KvTransferService on a worker with KV pools."""
 
-    def __init__(self, handoffs: Callable[[], Handoffs]) -> None:
+    def __init__(self, handoffs: Callable[[], HandoffsByBlocks]) -> None:
         """`handoffs` raises while the worker has none."""
         self._handoffs = handoffs
 
@@ -81,7 +80,7 @@ async def _opening(context: Context) -> pb.OpenFetch | None:
     return request.open
 
 
-def _lease_of(opening: pb.OpenFetch, table: LeaseTable[SentHandoff]) -> SentHandoff:
+def _lease_of(opening: pb.OpenFetch, table: LeaseTable[SentBlocks]) -> SentBlocks:
     lease_id = opening.blocks.lease_id
     sent = table.get(lease_id)
     if sent is None:
@@ -94,7 +93,7 @@ def _lease_of(opening: pb.OpenFetch, table: LeaseTable[SentHandoff]) -> SentHand
 class ServedFetch:
     """A receiver's fetch of one lease."""
 
-    def __init__(self, own: OwnKv, sent: SentHandoff, opening: pb.OpenFetch) -> None:
+    def __init__(self, own: OwnKv, sent: SentBlocks, opening: pb.OpenFetch) -> None:
         if opening.transport not in own.transports:
             known = ", ".join(map(pb.KvTransport.Name, own.transports))
             raise InvalidField.of("open.transport", opening.transport, f"one of {known}")

@@ -1,12 +1,18 @@
-"""The handoffs of a worker: takes the commands of routers and the news of the backend to their leases."""
+"""The handoffs of a worker: takes the commands of routers and the news of the backend to their leases.
+
+Backends with KV pools hand blocks over, which receivers reserve and fetch. Others hand states over: their library moves
+the KV, and the mesh carries an opaque state and accounts for it. A sender's lease of a state lasts from the submit to
+the router's word that the receiver generates, a receiver's from the submit to its first token.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from trtmesh.chassis.errors import Draining, QueueFull
 from trtmesh.chassis.vocabulary import Adapter
@@ -17,21 +23,105 @@ from trtmesh.engine.backend import (
     Offered,
     PartFinal,
     Reserved,
+    Submission,
 )
-from trtmesh.engine.handoff.failures import unknown
-from trtmesh.engine.handoff.leases import LeaseOwner, LeaseTable
+from trtmesh.engine.handoff.lease import unknown
+from trtmesh.engine.handoff.leases import GrantedLease, LeaseOwner, LeaseTable
 from trtmesh.engine.handoff.metrics import HandoffMetrics
-from trtmesh.engine.handoff.own_kv import OwnKv
-from trtmesh.engine.handoff.received import ReceivedHandoff
-from trtmesh.engine.handoff.sent import SentHandoff
+from trtmesh.engine.handoff.own_kv import OwnKv, OwnStates
+from trtmesh.engine.handoff.receive_run import ReceivedBlocks, ReceivedState
+from trtmesh.engine.handoff.send_run import SenderRequest, SentBlocks, SentLease, SentState
 from trtmesh.v1 import kv_transfer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+Lease = SentLease | ReceivedBlocks | ReceivedState
 
-def _release_all(leases: Sequence[SentHandoff] | Sequence[ReceivedHandoff]) -> None:
-    for lease in leases:
-        lease.release()
+S = TypeVar("S", bound=SentLease)
+R = TypeVar("R", bound=GrantedLease)
+
+
+class Handoffs(ABC, Generic[S, R]):
+    """The leases of both sides. Used on the event loop's thread."""
+
+    def __init__(self, own: OwnKv | OwnStates, metrics: HandoffMetrics) -> None:
+        limits = own.settings.max_leases, own.settings.max_leases_per_stream
+        self.sent = LeaseTable[S](*limits)
+        self.received = LeaseTable[R](*limits)
+        self._metrics = metrics
+
+    @abstractmethod
+    def submit(self, item: Submission, asked: SenderRequest, state_lease_id: str) -> Lease | None:
+        """Gives an item to the backend, and returns its lease: as `asked` if a receiver will continue it, else that of
+        its KV or state. Raises TrtmeshError."""
+
+    def renew(self, owner: LeaseOwner, lease_ids: Sequence[str], seconds: float) -> None:
+        """Renews leases of a stream; answers each that has ended, or is unknown."""
+        for lease_id in lease_ids:
+            if not self._renewed(owner, lease_id, seconds):
+                had = self.sent.had(lease_id) or self.received.had(lease_id)
+                tell = owner.tell_over if had else owner.tell_failed
+                tell(lease_id, unknown(lease_id, "renew_leases.lease_ids"))
+
+    def _renewed(self, owner: LeaseOwner, lease_id: str, seconds: float) -> bool:
+        """Renews the leases of an id; returns whether any is held."""
+        held = [
+            lease
+            for lease in (self.sent.get(lease_id), self.received.get(lease_id))
+            if lease and lease.owner is owner and lease.outcome is None
+        ]
+        for lease in held:
+            lease.renew(seconds)
+        return bool(held)
+
+    def release(self, lease_id: str, *, consumed: bool) -> None:
+        """Releases a lease; an unknown one is ignored."""
+        if sent := self.sent.get(lease_id):
+            sent.release(consumed=consumed)
+
+    def stream_ended(self, owner: LeaseOwner) -> None:
+        """Releases the leases of a stream."""
+        for sent in self.sent.of(owner):
+            sent.release()
+
+    def owes(self, owner: LeaseOwner) -> bool:
+        """Whether receivers get KV of the stream's sequences, or may be connecting."""
+        return any(lease.awaits_receiver for lease in self.sent.of(owner))
+
+    def relieve(self) -> bool:
+        """Releases the oldest parked lease, because others wait for blocks; False without any."""
+        parked = next((lease for lease in self.sent.all() if lease.is_parked), None)
+        if parked is None:
+            return False
+        log.info("lease %s is released, because others wait for blocks", parked.lease_id)
+        parked.release()
+        return True
+
+    async def close(self) -> None:
+        """Releases all leases."""
+        for sent in self.sent.all():
+            sent.release()
+
+
+class HandoffsByState(Handoffs[SentState, ReceivedState]):
+    """The leases of a worker whose backend moves the KV itself."""
+
+    def __init__(self, own: OwnStates, metrics: HandoffMetrics) -> None:
+        super().__init__(own, metrics)
+        self.own = own
+
+    def submit(self, item: Submission, asked: SenderRequest, state_lease_id: str) -> Lease | None:
+        """A state is used once."""
+        if item.sender_lease_id:
+            self.sent.claim(asked.lease_id, asked.owner, "submit.sender_lease_id")
+        elif item.handoff_state:
+            self.received.claim(state_lease_id, asked.owner, "submit.handoff.lease_id")
+        self.own.backend.submit(item)
+        if item.sender_lease_id:
+            return SentState(self.own, self.sent, self._metrics, asked)
+        if item.handoff_state:
+            return ReceivedState(self.received, self._metrics, state_lease_id, asked.owner)
+        return None
 
 
 @dataclass(slots=True)
@@ -45,15 +135,12 @@ class _Reservation:
     is_released: bool = False
 
 
-class Handoffs:
-    """The leases of both sides. Used on the event loop's thread."""
+class HandoffsByBlocks(Handoffs[SentBlocks, ReceivedBlocks]):
+    """The leases of a worker with KV pools."""
 
     def __init__(self, own: OwnKv, metrics: HandoffMetrics) -> None:
+        super().__init__(own, metrics)
         self.own = own
-        limits = own.settings.max_leases, own.settings.max_leases_per_stream
-        self.sent = LeaseTable[SentHandoff](*limits)
-        self.received = LeaseTable[ReceivedHandoff](*limits)
-        self._metrics = metrics
         self._reservations: dict[str, _Reservation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -93,84 +180,51 @@ class Handoffs:
             raise unknown(lease_id, "attach_sender.lease_id")
         received.attach(descriptor, self.own.hash(adapter))
 
-    def check_sender(self, owner: LeaseOwner, lease_id: str) -> None:
-        """Claims the id of a sender's lease. Raises AlreadyExists and QueueFull."""
-        self.sent.claim(lease_id, owner, "submit.sender_lease_id")
+    def submit(self, item: Submission, asked: SenderRequest, state_lease_id: str) -> Lease | None:
+        received = None
+        if item.sender_lease_id:
+            self.sent.claim(asked.lease_id, asked.owner, "submit.sender_lease_id")
+        if item.receiver_lease_id:
+            received = self.received.get(item.receiver_lease_id)
+            if received is None:
+                raise unknown(item.receiver_lease_id, "submit.receiver_lease_id")
+            received.check_free()
+        self.own.backend.submit(item)
+        if received:
+            received.submitted(item.keys)
+            return received
+        return self._send(asked) if item.sender_lease_id else None
 
-    def send(
-        self,
-        owner: LeaseOwner,
-        lease_id: str,
-        keys: Sequence[int],
-        adapter: Adapter | None,
-        seconds: float,
-        *,
-        is_for_client: bool = False,
-    ) -> SentHandoff:
-        """Grants a claimed lease for sequences that the backend has."""
-        own, metrics, digest = self.own, self._metrics, self.own.hash(adapter)
-        return SentHandoff(
-            own,
-            self.sent,
-            metrics,
-            lease_id,
-            owner,
-            keys,
-            digest,
-            seconds,
-            is_for_client=is_for_client,
-        )
+    def hand_over(self, key: int, asked: SenderRequest) -> SentLease:
+        """Starts the handoff of a running sequence. Raises TrtmeshError."""
+        self.sent.claim(asked.lease_id, asked.owner, "submit.sender_lease_id")
+        self.own.backend.hand_over(key, asked.lease_id)
+        return self._send(asked)
 
-    def reserved_for(self, lease_id: str) -> ReceivedHandoff:
-        """The lease of a reservation for a submit. Raises HandoffFailed if it has ended, or has a sequence."""
-        received = self.received.get(lease_id)
-        if received is None:
-            raise unknown(lease_id, "submit.receiver_lease_id")
-        received.check_free()
-        return received
+    def _send(self, asked: SenderRequest) -> SentBlocks:
+        return SentBlocks(self.own, self.sent, self._metrics, asked)
 
-    def renew(self, owner: LeaseOwner, lease_ids: Sequence[str], seconds: float) -> None:
-        """Renews leases of a stream; answers each that has ended, or is unknown."""
-        for lease_id in lease_ids:
-            held = [
-                lease
-                for lease in (self.sent.get(lease_id), self.received.get(lease_id))
-                if lease and lease.owner is owner and lease.outcome is None
-            ]
-            for lease in held:
-                lease.renew(seconds)
-            waiting = self._reservations.get(lease_id)
-            if waiting and waiting.owner is owner:
-                waiting.seconds = seconds
-            elif not held:
-                had = self.sent.had(lease_id) or self.received.had(lease_id)
-                tell = owner.tell_over if had else owner.tell_failed
-                tell(lease_id, unknown(lease_id, "renew_leases.lease_ids"))
+    def _renewed(self, owner: LeaseOwner, lease_id: str, seconds: float) -> bool:
+        waiting = self._reservations.get(lease_id)
+        is_waiting = waiting is not None and waiting.owner is owner
+        if waiting and is_waiting:
+            waiting.seconds = seconds
+        return super()._renewed(owner, lease_id, seconds) or is_waiting
 
-    def release(self, lease_id: str) -> None:
-        """Releases a lease of either side; an unknown one is ignored."""
+    def release(self, lease_id: str, *, consumed: bool) -> None:
         if waiting := self._reservations.get(lease_id):
             waiting.is_released = True
-        if sent := self.sent.get(lease_id):
-            sent.release()
+        # The receiver itself says when it has consumed blocks.
+        super().release(lease_id, consumed=False)
         if received := self.received.get(lease_id):
             received.release()
 
     def stream_ended(self, owner: LeaseOwner) -> None:
-        """Releases the leases of a stream."""
         for waiting in self._reservations.values():
             waiting.is_released |= waiting.owner is owner
-        _release_all(self.sent.of(owner))
-        _release_all(self.received.of(owner))
-
-    def relieve(self) -> bool:
-        """Releases the oldest parked lease, because others wait for blocks; False without any."""
-        parked = next((lease for lease in self.sent.all() if lease.is_parked), None)
-        if parked is None:
-            return False
-        log.info("lease %s is released, because others wait for blocks", parked.lease_id)
-        parked.release()
-        return True
+        super().stream_ended(owner)
+        for received in self.received.of(owner):
+            received.release()
 
     # News of the backend.
 
@@ -208,7 +262,7 @@ class Handoffs:
             if not waiting.is_released:
                 waiting.owner.tell_reserved(news.lease_id, 0, news.error)
             return
-        received = ReceivedHandoff(
+        received = ReceivedBlocks(
             self.own,
             self.received,
             self._metrics,
@@ -242,14 +296,11 @@ class Handoffs:
 
     # Life of the worker.
 
-    def owes(self, owner: LeaseOwner) -> bool:
-        """Whether receivers fetch KV of the stream's sequences, or may be connecting."""
-        return any(lease.awaits_receiver for lease in self.sent.of(owner))
-
     async def close(self) -> None:
         """Releases all leases, and waits for their fetches and reads."""
-        _release_all(self.sent.all())
-        _release_all(self.received.all())
+        await super().close()
+        for received in self.received.all():
+            received.release()
         while self._tasks:
             await asyncio.wait(self._tasks)
         for transport in self.own.transports.values():

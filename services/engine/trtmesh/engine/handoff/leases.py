@@ -59,25 +59,28 @@ class Timer:
             self._handle = None
 
     @property
-    def remaining_ms(self) -> int:
-        """Milliseconds until the lease ends."""
+    def remaining_seconds(self) -> float:
+        """Time until the lease ends."""
         if self._handle is None:
-            return 0
-        return max(0, round((self._handle.when() - asyncio.get_running_loop().time()) * 1000))
+            return 0.0
+        return max(0.0, self._handle.when() - asyncio.get_running_loop().time())
 
 
-class Lease(Protocol):
+class GrantedLease(Protocol):
     """A lease in the table."""
 
     lease_id: str
     owner: LeaseOwner | None
+
+    def renew(self, seconds: float) -> None:
+        """The lease ends after `seconds`, unless it has ended."""
 
     @property
     def outcome(self) -> Outcome | None:
         """None while the lease is held."""
 
 
-L = TypeVar("L", bound=Lease)
+L = TypeVar("L", bound=GrantedLease)
 
 
 class LeaseTable(Generic[L]):
@@ -152,7 +155,7 @@ class LeaseTable(Generic[L]):
         assert lease.owner
         self._of_owner.setdefault(lease.owner, {})[lease.lease_id] = lease
 
-    def disown(self, lease: L) -> None:
+    def disown(self, lease: GrantedLease) -> None:
         """Separates a lease from its stream, so that it outlives it."""
         if lease.owner:
             self._leave(lease.owner, lease.lease_id)
@@ -162,7 +165,7 @@ class LeaseTable(Generic[L]):
         """Counts the outcome of a lease."""
         self._outcomes[outcome] += 1
 
-    def forget(self, lease: L) -> None:
+    def forget(self, lease: GrantedLease) -> None:
         """Removes a lease without blocks."""
         if self._leases.pop(lease.lease_id, None) and lease.owner:
             self._leave(lease.owner, lease.lease_id)

@@ -1,20 +1,23 @@
-"""A worker's own KV, and how other workers reach it."""
+"""A worker's own KV, and how other workers reach it: blocks of a pool, or states of the backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from hashlib import blake2b
 
+from trtmesh.chassis.errors import HandoffFailed, InvalidField
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.backend import Backend
+from trtmesh.engine.backend import MAX_STATE_BYTES, Backend, StateKind
 from trtmesh.engine.handoff.copying import Copying
-from trtmesh.engine.handoff.identity import KvKind
+from trtmesh.engine.handoff.identity import DIGEST_BYTES, PROTOCOL_VERSION, KvKind
 from trtmesh.engine.handoff.message_memory import MessageMemory
 from trtmesh.engine.handoff.settings import HandoffSettings
 from trtmesh.engine.handoff.transports.choice import Transports
 from trtmesh.engine.kv_memory import KvMemory
+from trtmesh.v1 import kv_transfer_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,45 @@ def kind_of(memory: KvMemory, model_fingerprint: str, tokenizer_fingerprint: str
         kv_heads=len({head for shard in shards for head in shard.kv_heads}),
         head_dim=shards[0].head_dim,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStates:
+    """A worker that hands over by states of its backend."""
+
+    worker: str
+    settings: HandoffSettings
+    backend: Backend
+    kind: StateKind
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    max_message_bytes: int
+
+    @property
+    def max_state_bytes(self) -> int:
+        """Most bytes of a state that travels: a message to the router holds more than the state."""
+        return min(MAX_STATE_BYTES, self.max_message_bytes // 4)
+
+    def hash(self, adapter: Adapter | None) -> bytes:
+        """The compatibility hash of an item."""
+        of_adapter = None if adapter is None else (adapter.id, adapter.version)
+        of_model = self.model_fingerprint, self.tokenizer_fingerprint
+        fields = repr((PROTOCOL_VERSION, *astuple(self.kind), *of_model, of_adapter))
+        return blake2b(fields.encode(), digest_size=DIGEST_BYTES).digest()
+
+    def state_of(self, descriptor: pb.HandoffDescriptor, adapter: Adapter | None) -> bytes:
+        """The state in a descriptor. Raises HandoffFailed for one of another kind, InvalidField."""
+        if (
+            descriptor.protocol_version != PROTOCOL_VERSION
+            or descriptor.compatibility_hash != self.hash(adapter)
+        ):
+            raise HandoffFailed(
+                f"is the state of worker {descriptor.worker}, whose protocol, backend, model or adapter is another;"
+                " continue from the tokens",
+                field="submit.handoff",
+            )
+        size = len(descriptor.backend_state)
+        if not 0 < size <= MAX_STATE_BYTES:
+            limit = f"above 0 and at most {MAX_STATE_BYTES} bytes"
+            raise InvalidField.of("submit.handoff.backend_state", f"{size} bytes", limit)
+        return descriptor.backend_state

@@ -29,9 +29,8 @@ from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import Backend, BackendInfo, BackendStats, StateKind
 from trtmesh.engine.handoff.copying import copying_of
 from trtmesh.engine.handoff.fetch_server import FetchServer
-from trtmesh.engine.handoff.handoffs import Handoffs
-from trtmesh.engine.handoff.own_kv import OwnKv, kind_of
-from trtmesh.engine.handoff.states import OwnStates, StateHandoffs
+from trtmesh.engine.handoff.handoffs import HandoffsByBlocks, HandoffsByState
+from trtmesh.engine.handoff.own_kv import OwnKv, OwnStates, kind_of
 from trtmesh.engine.handoff.transports.choice import KNOWN, open_transports
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.service.adapter_delivery import DeliveryMemory
@@ -126,20 +125,21 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         name = (
             self._settings.worker or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         )
-        handoffs = self._open_handoffs(info, name, memory) if memory else None
-        states = self._open_states(info, name, info.state_kind) if info.state_kind else None
-        leases = handoffs or states
+        handoffs: HandoffsByBlocks | HandoffsByState | None = None
+        if info.state_kind:
+            handoffs = self._by_state(info, name, info.state_kind)
+        elif memory:
+            handoffs = self._by_blocks(info, name, memory)
         self._engine = LoadedEngine(
             name=name,
             settings=self._settings,
             backend=self._backend,
             info=info,
-            description=describe(info, name, self._settings, leases.own if leases else None),
+            description=describe(info, name, self._settings, handoffs.own if handoffs else None),
             streams=self._streams,
             metrics=self.metrics,
             delivery_memory=DeliveryMemory(info.max_adapter_bytes),
             handoffs=handoffs,
-            states=states,
             role=role,
         )
         self._ticker = asyncio.create_task(self._tick())
@@ -166,8 +166,6 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 await asyncio.wait(self._sessions, timeout=FAREWELL_SECONDS)
             if self._engine.handoffs:
                 await self._engine.handoffs.close()
-            if self._engine.states:
-                self._engine.states.close()
         await self._backend.close()
 
     async def GetEngine(
@@ -196,7 +194,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self.metrics.errors[error.reason] += 1
             raise
 
-    def _open_handoffs(self, info: BackendInfo, name: str, memory: KvMemory) -> Handoffs:
+    def _by_blocks(self, info: BackendInfo, name: str, memory: KvMemory) -> HandoffsByBlocks:
         settings = self._settings
         threads = ThreadPoolExecutor(HANDOFF_THREADS, "handoff")
         own = OwnKv(
@@ -214,11 +212,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             is_draining=lambda: self._engine is None or self._engine.draining,
             tls_of_peers=lambda: self._runtime.certificates.peers,
         )
-        handoffs = Handoffs(own, self.metrics.handoffs)
+        handoffs = HandoffsByBlocks(own, self.metrics.handoffs)
         self._streams.take_handoff = handoffs.take
         return handoffs
 
-    def _open_states(self, info: BackendInfo, name: str, kind: StateKind) -> StateHandoffs:
+    def _by_state(self, info: BackendInfo, name: str, kind: StateKind) -> HandoffsByState:
         own = OwnStates(
             worker=name,
             settings=self._settings.handoff,
@@ -228,11 +226,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             tokenizer_fingerprint=info.tokenizer_fingerprint,
             max_message_bytes=self._settings.max_message_bytes,
         )
-        return StateHandoffs(own, self.metrics.handoffs)
+        return HandoffsByState(own, self.metrics.handoffs)
 
-    def _handoffs(self) -> Handoffs:
+    def _handoffs(self) -> HandoffsByBlocks:
         handoffs = self._loaded().handoffs
-        if handoffs is None:
+        if not isinstance(handoffs, HandoffsByBlocks):
             raise UnsupportedCall("this worker hands no blocks over")
         return handoffs
 

@@ -14,10 +14,8 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import Submission
-from trtmesh.engine.handoff.handoffs import Handoffs
-from trtmesh.engine.handoff.received import ReceivedHandoff
-from trtmesh.engine.handoff.sent import SentHandoff
-from trtmesh.engine.handoff.states import ReceivedState, SentState, StateHandoffs
+from trtmesh.engine.handoff.handoffs import HandoffsByBlocks, Lease
+from trtmesh.engine.handoff.send_run import SenderRequest
 from trtmesh.engine.service.event_outbox import EventOutbox
 from trtmesh.engine.service.lease_fields import adapter_of, check_lease_id, lease_seconds
 from trtmesh.engine.service.loaded_engine import LoadedEngine
@@ -31,8 +29,6 @@ log = logging.getLogger(__name__)
 MAX_RENEWED_LEASES = 65_536
 """Leases that one command may renew."""
 
-Handoff = SentHandoff | ReceivedHandoff | SentState | ReceivedState
-
 
 class HandoffCommands:
     """The leases of one router; implements LeaseOwner."""
@@ -44,8 +40,8 @@ class HandoffCommands:
     @property
     def owes(self) -> bool:
         """Whether other workers may still need KV of the router's sequences."""
-        leases = self._engine.handoffs or self._engine.states
-        return leases is not None and leases.owes(self)
+        handoffs = self._engine.handoffs
+        return handoffs is not None and handoffs.owes(self)
 
     def reserve(self, command: transfer.ReserveBlocksCommand) -> None:
         name = "reserve_blocks"
@@ -82,8 +78,8 @@ class HandoffCommands:
         command: transfer.HandOverCommand,
         key: int | None,
         adapter: Adapter | None,
-        present: Handoff | None,
-    ) -> Handoff | None:
+        present: Lease | None,
+    ) -> Lease | None:
         """Starts the handoff of a running sequence, and returns its lease. `key` is None for a handle that is not
         live; `present` is the handoff that brought the sequence, or one under way."""
         name = "hand_over"
@@ -97,12 +93,11 @@ class HandoffCommands:
                     field=f"{name}.handle",
                     value=str(command.handle),
                 )
-            handoffs.check_sender(self, command.lease_id)
-            self._engine.backend.hand_over(key, command.lease_id)
+            asked = SenderRequest(self, command.lease_id, (key,), adapter, seconds)
+            return handoffs.hand_over(key, asked)
         except TrtmeshError as error:
             self.tell_failed(command.lease_id, error)
             return present
-        return handoffs.send(self, command.lease_id, (key,), adapter, seconds)
 
     def renew(self, command: transfer.RenewLeasesCommand) -> None:
         name = "renew_leases"
@@ -110,7 +105,7 @@ class HandoffCommands:
             count = f"{len(command.lease_ids)} ids"
             raise InvalidField.of(f"{name}.lease_ids", count, f"at most {MAX_RENEWED_LEASES}")
         try:
-            leases = self._engine.states or self._handoffs(name)
+            leases = self._engine.handoffs or self._handoffs(name)
             seconds = self._seconds(name, command.expires_in_ms)
         except TrtmeshError as error:
             for lease_id in command.lease_ids:
@@ -120,58 +115,29 @@ class HandoffCommands:
 
     def release(self, command: transfer.ReleaseLeaseCommand) -> None:
         if self._engine.handoffs:
-            self._engine.handoffs.release(command.lease_id)
-        if self._engine.states:
-            self._engine.states.release(command.lease_id, consumed=command.consumed)
+            self._engine.handoffs.release(command.lease_id, consumed=command.consumed)
 
-    def submit(self, command: epb.SubmitCommand, item: Submission) -> Handoff | None:
+    def submit(self, command: epb.SubmitCommand, item: Submission) -> Lease | None:
         """Gives an item to the backend, with its lease if it has one. Raises TrtmeshError."""
-        if self._engine.states:
-            return self._submit_by_state(self._engine.states, command, item)
-        handoffs = self._engine.handoffs
-        received = None
-        if handoffs and item.sender_lease_id:
-            handoffs.check_sender(self, item.sender_lease_id)
-        if handoffs and item.receiver_lease_id:
-            received = handoffs.reserved_for(item.receiver_lease_id)
-        self._engine.backend.submit(item)
-        if received:
-            received.submitted(item.keys)
-            return received
-        if handoffs and item.sender_lease_id:
-            asked = item.config.handoff
-            return handoffs.send(
-                self,
-                item.sender_lease_id,
-                item.keys,
-                adapter_of(item.config),
-                command.lease_expires_in_ms / 1000,
-                is_for_client=asked is not None and asked.phase == pb.GENERATION_PHASE_CONTEXT_ONLY,
-            )
-        return None
-
-    def _submit_by_state(
-        self, states: StateHandoffs, command: epb.SubmitCommand, item: Submission
-    ) -> SentState | ReceivedState | None:
-        """Gives an item to a backend with states of its own."""
-        if lease_id := item.sender_lease_id:
-            states.check_sender(self, lease_id)
+        if self._engine.handoffs is None:
             self._engine.backend.submit(item)
-            seconds = command.lease_expires_in_ms / 1000
-            return states.send(self, lease_id, item.keys[0], adapter_of(item.config), seconds)
-        if item.handoff_state:
-            lease_id = command.handoff.lease_id
-            states.check_receiver(self, lease_id)
-            self._engine.backend.submit(item)
-            return states.receive(self, lease_id)
-        self._engine.backend.submit(item)
-        return None
+            return None
+        handoff = item.config.handoff
+        asked = SenderRequest(
+            self,
+            item.sender_lease_id,
+            item.keys,
+            adapter_of(item.config),
+            command.lease_expires_in_ms / 1000,
+            handoff is not None and handoff.phase == pb.GENERATION_PHASE_CONTEXT_ONLY,
+        )
+        return self._engine.handoffs.submit(item, asked, command.handoff.lease_id)
 
     def close(self) -> None:
         """Releases the router's leases, because the stream is over."""
         self._open = False
-        if leases := self._engine.handoffs or self._engine.states:
-            leases.stream_ended(self)
+        if self._engine.handoffs:
+            self._engine.handoffs.stream_ended(self)
 
     def tell_reserved(self, lease_id: str, present_tokens: int, error: TrtmeshError | None) -> None:
         answer = transfer.BlocksReserved(
@@ -210,12 +176,13 @@ class HandoffCommands:
         except SlowClient as error:
             self._outbox.finish(error)
 
-    def _handoffs(self, command: str) -> Handoffs:
-        if self._engine.handoffs is None:
+    def _handoffs(self, command: str) -> HandoffsByBlocks:
+        handoffs = self._engine.handoffs
+        if not isinstance(handoffs, HandoffsByBlocks):
             raise UnsupportedCall(
                 f"the {self._engine.info.backend} backend of worker {self._engine.name} does not support {command}"
             )
-        return self._engine.handoffs
+        return handoffs
 
     def _seconds(self, command: str, milliseconds: int) -> float:
         return lease_seconds(

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtmesh.engine.backend import Backend, BackendInfo
-from trtmesh.engine.handoff.handoffs import Handoffs
-from trtmesh.engine.handoff.states import StateHandoffs
+from trtmesh.engine.handoff.handoffs import HandoffsByBlocks, HandoffsByState
 from trtmesh.engine.service.adapter_delivery import DeliveryMemory
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.streams import Streams
@@ -32,16 +31,19 @@ class LoadedEngine:
     streams: Streams
     metrics: EngineMetrics
     delivery_memory: DeliveryMemory
-    handoffs: Handoffs | None
-    """None for a backend without KV pools."""
-    states: StateHandoffs | None
-    """None for a backend that does not hand over by states of its own."""
+    handoffs: HandoffsByBlocks | HandoffsByState | None
+    """None for a backend that hands nothing over."""
     role: epb.WorkerRole.ValueType
     """Present role."""
     drain_ends_at: float | None = None
     """Monotonic time at which the streams are cut, because the worker stops; None before."""
     drained: bool = False
     """Whether an admin drains the worker."""
+
+    @property
+    def states(self) -> HandoffsByState | None:
+        """The handoffs of a backend that moves the KV itself."""
+        return self.handoffs if isinstance(self.handoffs, HandoffsByState) else None
 
     @property
     def draining(self) -> bool:
@@ -58,10 +60,9 @@ class LoadedEngine:
         load.busy_seconds = self.metrics.busy_seconds(time.monotonic())
         load.host_memory_bytes = _resident_bytes()
         load.role = self.role
-        if leases := self.handoffs or self.states:
-            load.sent_handoffs.CopyFrom(leases.sent.counts())
-            load.received_handoffs.CopyFrom(leases.received.counts())
         if self.handoffs:
+            load.sent_handoffs.CopyFrom(self.handoffs.sent.counts())
+            load.received_handoffs.CopyFrom(self.handoffs.received.counts())
             load.quarantined_blocks = self.handoffs.received.quarantined_blocks
             load.receiving_tokens = sum(
                 lease.lacking_tokens for lease in self.handoffs.received.all()

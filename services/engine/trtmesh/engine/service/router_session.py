@@ -21,10 +21,11 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import HeldAdapter, SequenceEnd
-from trtmesh.engine.handoff.states import ReceivedState
+from trtmesh.engine.handoff.handoffs import Lease
+from trtmesh.engine.handoff.receive_run import ReceivedState
 from trtmesh.engine.service.adapter_commands import AdapterCommands
 from trtmesh.engine.service.event_outbox import MOST_TENSOR_BYTES, EventOutbox
-from trtmesh.engine.service.handoff_commands import Handoff, HandoffCommands
+from trtmesh.engine.service.handoff_commands import HandoffCommands
 from trtmesh.engine.service.lease_fields import adapter_of
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.step_part import StepPart
@@ -49,7 +50,7 @@ class _Item:
     prompt_tokens: int
     live: int
     adapter: Adapter | None
-    handoffs: dict[int, Handoff]
+    handoffs: dict[int, Lease]
     """Handoff of each sequence, by handle."""
     timer: asyncio.TimerHandle | None = None
 
@@ -342,7 +343,7 @@ class RouterSession:
         self.outbox.put_kv_snapshot(snapshot)
 
 
-def _end_handoff(handoff: Handoff, end: SequenceEnd) -> transfer.HandoffDescriptor | None:
+def _end_handoff(handoff: Lease, end: SequenceEnd) -> transfer.HandoffDescriptor | None:
     """Completes an end by its lease. A defect of the lease fails this sequence alone."""
     try:
         return handoff.sequence_ended(end)

@@ -69,7 +69,7 @@ def _check_leases(
     command: epb.SubmitCommand, config: GenerationConfig, engine: LoadedEngine, who: str
 ) -> None:
     leases = tuple(f"submit.{name}" for name in LEASE_FIELDS if getattr(command, name))
-    if leases and engine.handoffs is None and engine.states is None:
+    if leases and engine.handoffs is None:
         raise UnsupportedField(f"not supported by {who}, which hands nothing over", fields=leases)
     if command.receiver_lease_id and engine.states:
         raise UnsupportedField(

@@ -22,8 +22,7 @@ from trtmesh.engine.backend import (
     TokenDetails,
 )
 from trtmesh.engine.handoff.descriptor import shape_of
-from trtmesh.engine.handoff.own_kv import OwnKv
-from trtmesh.engine.handoff.states import OwnStates
+from trtmesh.engine.handoff.own_kv import OwnKv, OwnStates
 from trtmesh.engine.service.step_part import StepPart
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb

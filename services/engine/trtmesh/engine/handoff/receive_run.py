@@ -1,4 +1,4 @@
-"""A receiver's lease at work: feeds the machine in receiver.py, and carries out its actions."""
+"""A receiver's lease at work: feeds the machine in receive_machine.py, and carries out its actions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,33 @@ from typing import Any
 
 import numpy as np
 from trtmesh.engine.backend import Awaiting, Reserved, SequenceEnd
-from trtmesh.engine.handoff import receiver
 from trtmesh.engine.handoff.block_plan import problem_between
 from trtmesh.engine.handoff.chunks import Chunk
 from trtmesh.engine.handoff.descriptor import Incompatible, RemoteKv, parse
-from trtmesh.engine.handoff.failures import failure, unknown
 from trtmesh.engine.handoff.fetch import Fetch, ProtocolBroken
-from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
+from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem, failure, unknown
 from trtmesh.engine.handoff.leases import LeaseOwner, LeaseTable, Timer
 from trtmesh.engine.handoff.metrics import HandoffMetrics, word_of
 from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.engine.handoff.parts import Part, checksum_after, copies_of, span_of
+from trtmesh.engine.handoff.receive_machine import (
+    HELD,
+    AnyReceiverAction,
+    AnyReceiverEvent,
+    Attach,
+    Bind,
+    Committed,
+    PartReady,
+    ReadEnded,
+    ReadPart,
+    ReceiverAction,
+    ReceiverEvent,
+    ReceiverLease,
+    ReceiverPhase,
+    ReportFailure,
+    StopTarget,
+    advance,
+)
 from trtmesh.engine.handoff.transports.streamed import Damaged, StreamedPart
 from trtmesh.engine.handoff.transports.transport import (
     ReadFailed,
@@ -39,13 +55,13 @@ MAX_BUFFERED_BYTES = 2**25
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
-class ReceivedHandoff:
+class ReceivedBlocks:
     """A granted reservation, from its blocks to the sequence that continues with them."""
 
     def __init__(
         self,
         own: OwnKv,
-        table: LeaseTable[ReceivedHandoff],
+        table: LeaseTable[ReceivedBlocks],
         metrics: HandoffMetrics,
         spawn: Spawn,
         news: Reserved,
@@ -57,7 +73,7 @@ class ReceivedHandoff:
         self.owner: LeaseOwner | None = owner
         self.blocks = news.blocks
         self._own, self._table, self._metrics, self._spawn = own, table, metrics, spawn
-        self._lease = receiver.ReceiverLease()
+        self._lease = ReceiverLease()
         self._leader: int | None = None
         self._live: list[int] = []
         """Sequences of the item without an end."""
@@ -82,14 +98,14 @@ class ReceivedHandoff:
 
     @property
     def _quarantined_blocks(self) -> int:
-        return len(self.blocks) if self._lease.phase is receiver.Phase.QUARANTINED else 0
+        return len(self.blocks) if self._lease.phase is ReceiverPhase.QUARANTINED else 0
 
     def renew(self, seconds: float) -> None:
         if self._lease.expires:
             self._timer.renew(seconds)
 
     def release(self) -> None:
-        self._feed(receiver.Release())
+        self._feed(ReceiverEvent.RELEASED)
         if self._lease.wanted is None:
             # Perhaps submitted, but the backend has not named the tokens yet.
             self._stop_sequences(None)
@@ -98,13 +114,13 @@ class ReceivedHandoff:
         """Ends the lease after a defect, and its sequences with an error."""
         self.release()
         self._problem = Problem.COMPUTE
-        if self._lease.phase is not receiver.Phase.QUARANTINED:
+        if self._lease.phase is not ReceiverPhase.QUARANTINED:
             # The defect may have ended the lease without this action.
             self._own.backend.drop(self.lease_id)
 
     def attach(self, descriptor: pb.HandoffDescriptor, own_hash: bytes) -> None:
         """Starts the fetch from a sender that fits."""
-        if self._attaching or self._lease.phase is not receiver.Phase.RESERVED:
+        if self._attaching or self._lease.phase is not ReceiverPhase.RESERVED:
             return
         try:
             remote = parse(descriptor, own_hash)
@@ -121,7 +137,7 @@ class ReceivedHandoff:
 
     def check_free(self) -> None:
         """Raises HandoffFailed if the lease has ended, or has a sequence."""
-        if self._leader is not None or self._lease.phase not in receiver.HELD:
+        if self._leader is not None or self._lease.phase not in HELD:
             raise unknown(self.lease_id, "submit.receiver_lease_id")
 
     def submitted(self, keys: Sequence[int]) -> None:
@@ -130,7 +146,7 @@ class ReceivedHandoff:
         self._live = list(keys)
 
     def awaiting(self, news: Awaiting) -> None:
-        self._feed(receiver.Bind(news.content))
+        self._feed(Bind(news.content))
 
     def sequence_ended(self, end: SequenceEnd) -> None:
         """Completes the end of one of the sequences."""
@@ -140,10 +156,10 @@ class ReceivedHandoff:
         self._live.remove(end.key)
         if end.key != self._leader:
             return
-        if self._lease.phase is receiver.Phase.CONSUMED:
+        if self._lease.phase is ReceiverPhase.CONSUMED:
             # It may have ended before the adoption.
             self._own.backend.drop(self.lease_id)
-        elif self._lease.phase in receiver.HELD:
+        elif self._lease.phase in HELD:
             self.release()
             # The others have lost their leader, not their client.
             self._problem = Problem.COMPUTE
@@ -151,7 +167,7 @@ class ReceivedHandoff:
     async def part_announced(self, message: pb.KvPart) -> None:
         if self._transfer:
             await self._transfer.announced(message)
-            self._feed(receiver.PartReady(message.part))
+            self._feed(PartReady(message.part))
 
     def chunk_arrived(self, data: Chunk) -> None:
         if self._transfer:
@@ -160,21 +176,21 @@ class ReceivedHandoff:
     def committed(self, mark: CommitMark) -> None:
         if self._transfer and not self._transfer.covers(mark.content.tokens):
             raise ProtocolBroken("it committed KV that it did not announce")
-        self._feed(receiver.Committed(mark))
+        self._feed(Committed(mark))
 
     def confirmed(self) -> None:
-        self._feed(receiver.Confirmed())
+        self._feed(ReceiverEvent.CONFIRMED)
 
     def fetch_lost(self, detail: str) -> None:
         self._detail = detail
-        self._feed(receiver.FetchLost())
+        self._feed(ReceiverEvent.FETCH_LOST)
 
     def _refuse(self, detail: str) -> None:
         self._detail = detail
-        self._feed(receiver.Refuse())
+        self._feed(ReceiverEvent.REFUSED)
 
     def _expire(self) -> None:
-        self._feed(receiver.Expire())
+        self._feed(ReceiverEvent.EXPIRED)
 
     async def _attach(self, remote: RemoteKv) -> None:
         try:
@@ -188,8 +204,8 @@ class ReceivedHandoff:
             self._refuse(f"{type(error).__name__}: {error}")
             return
         self._transfer = Transfer(self._own, remote, kind, source, self._tokens, self.blocks)
-        self._feed(receiver.Attach(needs_confirmation=source is not None))
-        if self._lease.phase is not receiver.Phase.FETCHING:
+        self._feed(Attach(needs_confirmation=source is not None))
+        if self._lease.phase is not ReceiverPhase.FETCHING:
             await self._transfer.close()
 
     async def _open_source(
@@ -216,9 +232,9 @@ class ReceivedHandoff:
             return kind, source
         raise Incompatible("offers no transport that this worker can use")
 
-    def _feed(self, event: receiver.Event) -> None:
+    def _feed(self, event: AnyReceiverEvent) -> None:
         before, quarantined = self._lease.outcome, self._quarantined_blocks
-        self._lease, actions = receiver.advance(self._lease, event)
+        self._lease, actions = advance(self._lease, event)
         self._table.quarantine(self._quarantined_blocks - quarantined)
         if before is None and self._lease.outcome:
             self._end(self._lease.outcome)
@@ -233,10 +249,10 @@ class ReceivedHandoff:
         self._table.end(outcome)
         self._metrics.ended("received", kind, outcome, size, seconds)
 
-    def _carry_out(self, action: receiver.Action) -> None:
+    def _carry_out(self, action: AnyReceiverAction) -> None:
         transfer = self._transfer
         match action:
-            case receiver.OpenFetch() if transfer:
+            case ReceiverAction.OPEN_FETCH if transfer:
                 transfer.fetch = Fetch(
                     transfer.remote,
                     transfer.kind,
@@ -248,23 +264,23 @@ class ReceivedHandoff:
                     self._own.message_memory,
                 )
                 transfer.task = self._spawn(transfer.run())
-            case receiver.ReadPart(part) if transfer:
+            case ReadPart(part) if transfer:
                 transfer.add_read(self._spawn(self._read(transfer, part)))
-            case receiver.SendReceived() if transfer and transfer.fetch:
+            case ReceiverAction.SEND_RECEIVED if transfer and transfer.fetch:
                 transfer.fetch.send_received()
-            case receiver.CloseFetch() if transfer and transfer.fetch:
+            case ReceiverAction.CLOSE_FETCH if transfer and transfer.fetch:
                 transfer.fetch.close()
-            case receiver.Consume():
+            case ReceiverAction.CONSUME:
                 self._own.backend.adopt(self.lease_id)
                 self._table.forget(self)
-            case receiver.FreeBlocks():
+            case ReceiverAction.FREE_BLOCKS:
                 self._own.backend.drop(self.lease_id)
                 self._table.forget(self)
-            case receiver.EndSequence(problem):
+            case StopTarget(problem):
                 self._stop_sequences(problem)
-            case receiver.RefuseSequence():
+            case ReceiverAction.REFUSE_SEQUENCE:
                 self._stop_sequences(self._problem)
-            case receiver.ReportFailure(problem):
+            case ReportFailure(problem):
                 self._report(problem)
 
     def _report(self, problem: Problem) -> None:
@@ -289,7 +305,45 @@ class ReceivedHandoff:
             # Broad on purpose: a read without an end would hold the blocks forever.
             log.exception("unexpected error in a read")
             problem, self._detail = Problem.READ_FAILED, f"{type(error).__name__}: {error}"
-        self._feed(receiver.ReadEnded(part, problem))
+        self._feed(ReadEnded(part, problem))
+
+
+class ReceivedState:
+    """A sequence that continues from a state, until its first token."""
+
+    lacking_tokens = 0
+
+    def __init__(
+        self,
+        table: LeaseTable[ReceivedState],
+        metrics: HandoffMetrics,
+        lease_id: str,
+        owner: LeaseOwner,
+    ) -> None:
+        self.lease_id = lease_id
+        self.owner: LeaseOwner | None = owner
+        self.outcome: Outcome | None = None
+        self._table, self._metrics = table, metrics
+        table.grant(self)
+
+    def renew(self, seconds: float) -> None:
+        """Changes nothing: the lease ends with the wait of its sequence."""
+
+    def continued(self) -> None:
+        """The sequence has its first new token."""
+        self._end(Outcome.CONSUMED)
+
+    def sequence_ended(self, _end: SequenceEnd) -> None:
+        """The sequence is over; without a token, its state was not used."""
+        self._end(Outcome.RELEASED)
+
+    def _end(self, outcome: Outcome) -> None:
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        self._table.end(outcome)
+        self._metrics.ended("received", pb.KV_TRANSPORT_BACKEND, outcome, 0, None)
+        self._table.forget(self)
 
 
 class Transfer:

@@ -17,7 +17,7 @@ from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.engine.backend import Reserved
 from trtmesh.engine.handoff.fetch_server import Context
 from trtmesh.engine.handoff.identity import content_of
-from trtmesh.engine.handoff.receiver import Phase
+from trtmesh.engine.handoff.receive_machine import ReceiverPhase
 from trtmesh.engine.handoff.transports.block_copy import batches
 from trtmesh.engine.handoff.transports.transport import ShardCopy
 from trtmesh.engine.kv_memory import HostMemory
@@ -157,7 +157,7 @@ async def test_checksum_of_a_part_is_that_of_its_bytes() -> None:
         async with scripted(script) as address:
             receiver_lease = await attached_to(both, address)
             received = both.receiver.handoffs.received
-            await eventually(lambda: received.all()[0]._lease.phase is Phase.COMPLETE)
+            await eventually(lambda: received.all()[0]._lease.phase is ReceiverPhase.COMPLETE)
             await both.receiver.stream.send(release(receiver_lease))
             await both.receiver.settled()
 

@@ -5,7 +5,7 @@
         └────────────────────┴── failure, release, expiry, router lost ────────┴──▶ CLOSED
                              └── the same while a read may still write ──▶ QUARANTINED ──▶ CLOSED
 
-The blocks belong to the lease until `Consume` gives them to the sequence or `FreeBlocks` to the pool; one of the two
+The blocks belong to the lease until CONSUME gives them to the sequence or FREE_BLOCKS to the pool; one of the two
 happens exactly once. A read cannot be aborted, so blocks are freed only after the end of every started read.
 """
 
@@ -18,7 +18,7 @@ from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
 from trtmesh.engine.kv_memory import Content
 
 
-class Phase(Enum):
+class ReceiverPhase(Enum):
     """What the blocks of the lease are for."""
 
     RESERVED = "reserved"
@@ -29,7 +29,7 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-HELD = frozenset({Phase.RESERVED, Phase.FETCHING, Phase.COMPLETE})
+HELD = frozenset({ReceiverPhase.RESERVED, ReceiverPhase.FETCHING, ReceiverPhase.COMPLETE})
 """Phases without an outcome."""
 
 
@@ -37,7 +37,7 @@ HELD = frozenset({Phase.RESERVED, Phase.FETCHING, Phase.COMPLETE})
 class ReceiverLease:
     """A granted lease; the blocks are already allocated."""
 
-    phase: Phase = Phase.RESERVED
+    phase: ReceiverPhase = ReceiverPhase.RESERVED
     needs_confirmation: bool = False
     """Whether the sender's memory is read directly: the sender then confirms that it held the blocks to the end."""
     announced: int = 0
@@ -57,16 +57,26 @@ class ReceiverLease:
         return self.phase in HELD
 
 
+class ReceiverEvent(Enum):
+    """What happened to a receiver's lease, besides the events with content."""
+
+    REFUSED = "refused"
+    """The router names a sender whose KV this worker cannot use."""
+    CONFIRMED = "confirmed"
+    """The sender held the blocks until all reads had ended."""
+    FETCH_LOST = "fetch_lost"
+    """The fetch broke, or the sender aborted it."""
+    RELEASED = "released"
+    """The router needs the lease no longer, stopped the sequence, or is lost."""
+    EXPIRED = "expired"
+    """Nobody renewed the lease in time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attach:
     """The router names a compatible sender."""
 
     needs_confirmation: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """The router names a sender whose KV this worker cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,49 +102,27 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Confirmed:
-    """The sender held the blocks until all reads had ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchLost:
-    """The fetch broke, or the sender aborted it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Bind:
     """The router submits the sequence that continues from the KV."""
 
     content: Content
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The router needs the lease no longer, stopped the sequence, or is lost."""
+class ReceiverAction(Enum):
+    """What a worker does for a receiver's lease, besides the actions with content."""
 
-
-@dataclass(frozen=True, slots=True)
-class Expire:
-    """Nobody renewed the lease in time."""
-
-
-Event = (
-    Attach
-    | Refuse
-    | PartReady
-    | ReadEnded
-    | Committed
-    | Confirmed
-    | FetchLost
-    | Bind
-    | Release
-    | Expire
-)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenFetch:
+    OPEN_FETCH = "open_fetch"
     """Opens the fetch at the sender."""
+    SEND_RECEIVED = "send_received"
+    """Tells the sender that all reads have ended."""
+    CLOSE_FETCH = "close_fetch"
+    """Closes the fetch; nothing sent through it is processed afterwards."""
+    CONSUME = "consume"
+    """Gives the blocks to the sequence, with their KV computed."""
+    FREE_BLOCKS = "free_blocks"
+    """Returns the blocks to the pool."""
+    REFUSE_SEQUENCE = "refuse_sequence"
+    """Fails a sequence submitted with a lease that has ended or has a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,27 +133,7 @@ class ReadPart:
 
 
 @dataclass(frozen=True, slots=True)
-class SendReceived:
-    """Tells the sender that all reads have ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class CloseFetch:
-    """Closes the fetch; nothing sent through it is processed afterwards."""
-
-
-@dataclass(frozen=True, slots=True)
-class Consume:
-    """Gives the blocks to the sequence, with their KV computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class FreeBlocks:
-    """Returns the blocks to the pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndSequence:
+class StopTarget:
     """Ends the waiting sequence: cancelled without a problem, else failed."""
 
     problem: Problem | None
@@ -178,26 +146,12 @@ class ReportFailure:
     problem: Problem
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseSequence:
-    """Fails a sequence submitted with a lease that has ended or has a sequence."""
+AnyReceiverEvent = ReceiverEvent | Attach | PartReady | ReadEnded | Committed | Bind
+AnyReceiverAction = ReceiverAction | ReadPart | StopTarget | ReportFailure
+ReceiverTransition = tuple[ReceiverLease, tuple[AnyReceiverAction, ...]]
 
 
-Action = (
-    OpenFetch
-    | ReadPart
-    | SendReceived
-    | CloseFetch
-    | Consume
-    | FreeBlocks
-    | EndSequence
-    | ReportFailure
-    | RefuseSequence
-)
-Transition = tuple[ReceiverLease, tuple[Action, ...]]
-
-
-def advance(lease: ReceiverLease, event: Event) -> Transition:
+def advance(lease: ReceiverLease, event: AnyReceiverEvent) -> ReceiverTransition:
     """The lease after an event, and what to do, in order."""
     if isinstance(event, ReadEnded):
         return _on_read_ended(lease, event)
@@ -205,40 +159,39 @@ def advance(lease: ReceiverLease, event: Event) -> Transition:
         return _on_bind(lease, event.content)
     if lease.phase not in HELD:
         return lease, ()
-    match event:
-        case Release():
-            return _end(lease, Outcome.RELEASED)
-        case Expire():
-            return _end(lease, Outcome.EXPIRED, Problem.EXPIRED)
-        case Attach() | Refuse():
-            return _on_sender(lease, event)
-    return _on_fetch(lease, event) if lease.phase is Phase.FETCHING else (lease, ())
+    if event is ReceiverEvent.RELEASED:
+        return _end(lease, Outcome.RELEASED)
+    if event is ReceiverEvent.EXPIRED:
+        return _end(lease, Outcome.EXPIRED, Problem.EXPIRED)
+    if lease.phase is ReceiverPhase.RESERVED:
+        return _on_sender(lease, event)
+    return _on_fetch(lease, event) if lease.phase is ReceiverPhase.FETCHING else (lease, ())
 
 
-def _on_sender(lease: ReceiverLease, event: Attach | Refuse) -> Transition:
-    if lease.phase is not Phase.RESERVED:
-        return lease, ()
-    if isinstance(event, Refuse):
+def _on_sender(lease: ReceiverLease, event: AnyReceiverEvent) -> ReceiverTransition:
+    if event is ReceiverEvent.REFUSED:
         return _fail(lease, Problem.INCOMPATIBLE)
-    fetching = replace(lease, phase=Phase.FETCHING, needs_confirmation=event.needs_confirmation)
-    return fetching, (OpenFetch(),)
+    if not isinstance(event, Attach):
+        return lease, ()
+    confirms = event.needs_confirmation
+    fetching = replace(lease, phase=ReceiverPhase.FETCHING, needs_confirmation=confirms)
+    return fetching, (ReceiverAction.OPEN_FETCH,)
 
 
-def _on_fetch(
-    lease: ReceiverLease, event: PartReady | Committed | Confirmed | FetchLost
-) -> Transition:
+def _on_fetch(lease: ReceiverLease, event: AnyReceiverEvent) -> ReceiverTransition:
     match event:
         case PartReady(part):
             return _on_part(lease, part)
         case Committed(mark):
             return _on_mark(lease, mark)
-        case Confirmed():
+        case ReceiverEvent.CONFIRMED:
             return _complete(lease) if lease.has_asked else _fail(lease, Problem.PROTOCOL)
-        case FetchLost():
+        case ReceiverEvent.FETCH_LOST:
             return _fail(lease, Problem.PEER_LOST)
+    return lease, ()
 
 
-def _on_part(lease: ReceiverLease, part: int) -> Transition:
+def _on_part(lease: ReceiverLease, part: int) -> ReceiverTransition:
     if part < lease.announced:
         return lease, ()
     if part > lease.announced or lease.mark is not None:
@@ -247,7 +200,7 @@ def _on_part(lease: ReceiverLease, part: int) -> Transition:
     return reading, (ReadPart(part),)
 
 
-def _on_mark(lease: ReceiverLease, mark: CommitMark) -> Transition:
+def _on_mark(lease: ReceiverLease, mark: CommitMark) -> ReceiverTransition:
     if lease.mark is not None and lease.mark == mark:
         return lease, ()
     if lease.mark is not None or mark.parts != lease.announced:
@@ -255,61 +208,65 @@ def _on_mark(lease: ReceiverLease, mark: CommitMark) -> Transition:
     return _progress(replace(lease, mark=mark))
 
 
-def _on_read_ended(lease: ReceiverLease, event: ReadEnded) -> Transition:
+def _on_read_ended(lease: ReceiverLease, event: ReadEnded) -> ReceiverTransition:
     lease = replace(lease, reading=lease.reading - {event.part})
-    if lease.phase is Phase.QUARANTINED and not lease.reading:
-        return replace(lease, phase=Phase.CLOSED), (FreeBlocks(),)
-    if lease.phase is not Phase.FETCHING:
+    if lease.phase is ReceiverPhase.QUARANTINED and not lease.reading:
+        return replace(lease, phase=ReceiverPhase.CLOSED), (ReceiverAction.FREE_BLOCKS,)
+    if lease.phase is not ReceiverPhase.FETCHING:
         return lease, ()
     return _fail(lease, event.problem) if event.problem else _progress(lease)
 
 
-def _on_bind(lease: ReceiverLease, content: Content) -> Transition:
+def _on_bind(lease: ReceiverLease, content: Content) -> ReceiverTransition:
     if lease.phase not in HELD or lease.wanted is not None:
-        return lease, (RefuseSequence(),)
+        return lease, (ReceiverAction.REFUSE_SEQUENCE,)
     bound = replace(lease, wanted=content)
-    return _consume(bound) if lease.phase is Phase.COMPLETE else (bound, ())
+    return _consume(bound) if lease.phase is ReceiverPhase.COMPLETE else (bound, ())
 
 
-def _progress(lease: ReceiverLease) -> Transition:
+def _progress(lease: ReceiverLease) -> ReceiverTransition:
     """Continues once all parts are read and committed."""
     if lease.mark is None or lease.reading:
         return lease, ()
     if not lease.needs_confirmation:
-        return _complete(lease, SendReceived())
-    return replace(lease, has_asked=True), (SendReceived(),)
+        return _complete(lease, ReceiverAction.SEND_RECEIVED)
+    return replace(lease, has_asked=True), (ReceiverAction.SEND_RECEIVED,)
 
 
-def _complete(lease: ReceiverLease, *before: Action) -> Transition:
-    complete = replace(lease, phase=Phase.COMPLETE)
-    actions = (*before, CloseFetch())
+def _complete(lease: ReceiverLease, *before: AnyReceiverAction) -> ReceiverTransition:
+    complete = replace(lease, phase=ReceiverPhase.COMPLETE)
+    actions = (*before, ReceiverAction.CLOSE_FETCH)
     if lease.wanted is None:
         return complete, actions
     consumed, more = _consume(complete)
     return consumed, actions + more
 
 
-def _consume(lease: ReceiverLease) -> Transition:
+def _consume(lease: ReceiverLease) -> ReceiverTransition:
     """Gives complete blocks to the waiting sequence."""
     if lease.mark is None or lease.wanted != lease.mark.content:
         return _fail(lease, Problem.WRONG_TOKENS)
-    return replace(lease, phase=Phase.CONSUMED, outcome=Outcome.CONSUMED), (Consume(),)
+    return replace(lease, phase=ReceiverPhase.CONSUMED, outcome=Outcome.CONSUMED), (
+        ReceiverAction.CONSUME,
+    )
 
 
-def _fail(lease: ReceiverLease, problem: Problem) -> Transition:
+def _fail(lease: ReceiverLease, problem: Problem) -> ReceiverTransition:
     return _end(lease, Outcome.RELEASED, problem)
 
 
-def _end(lease: ReceiverLease, outcome: Outcome, problem: Problem | None = None) -> Transition:
+def _end(
+    lease: ReceiverLease, outcome: Outcome, problem: Problem | None = None
+) -> ReceiverTransition:
     """Ends a held lease: closes the fetch, tells the router, and frees the blocks once nothing writes to them."""
-    actions: list[Action] = []
-    if lease.phase is Phase.FETCHING:
-        actions.append(CloseFetch())
+    actions: list[AnyReceiverAction] = []
+    if lease.phase is ReceiverPhase.FETCHING:
+        actions.append(ReceiverAction.CLOSE_FETCH)
     if lease.wanted is not None:
-        actions.append(EndSequence(problem))
+        actions.append(StopTarget(problem))
     elif problem is not None:
         actions.append(ReportFailure(problem))
-    phase = Phase.QUARANTINED if lease.reading else Phase.CLOSED
-    if phase is Phase.CLOSED:
-        actions.append(FreeBlocks())
+    phase = ReceiverPhase.QUARANTINED if lease.reading else ReceiverPhase.CLOSED
+    if phase is ReceiverPhase.CLOSED:
+        actions.append(ReceiverAction.FREE_BLOCKS)
     return replace(lease, phase=phase, outcome=outcome), tuple(actions)
