@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import getdoc
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
 from trtmesh.chassis.settings import (
     ServiceSettings,
+    Settings,
     allowed_words,
+    groups_of,
     iterate_groups,
     leaves_of,
 )
+from trtmesh.chassis.tls.settings import SecuredSettings
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.router.settings import RouterSettings
@@ -39,25 +42,63 @@ FILE` or `TRTMESH_CONFIG`), in this order of precedence:
 
 A relative path in the file begins at the directory of the file, in a flag or a variable at the working directory.
 Flags and variables separate the items of a list by commas. `trtmesh up` has the flags of the section `mesh`, and its
-processes read their own sections from the same file and variables.
+processes read their own sections from the same file and variables. Router, engine and tokenizer also have the settings
+of [every service](#every-service).
 """
 
 
 def page() -> str:
-    return "\n".join([HEAD, *(line for cls in SERVICES for line in _service(cls))])
+    return "\n".join([HEAD, *_common(), *(line for cls in SERVICES for line in _service(cls))])
+
+
+def _common() -> Iterator[str]:
+    """What router, engine and tokenizer have in common; a section below repeats what it changes."""
+    yield "## every service\n"
+    yield from _table(leaves_of(SecuredSettings))
+    for path, group in iterate_groups(SecuredSettings):
+        if path:
+            yield from _group(".".join(path), group)
 
 
 def _service(cls: type[ServiceSettings]) -> Iterator[str]:
+    known = {**dict(leaves_of(SecuredSettings)), **dict(groups_of(SecuredSettings))}
+    yield f"## {cls.section}\n"
+    yield f"{getdoc(cls)}\n"
+    own = [(name, info) for name, info in leaves_of(cls) if not _is_known(info, known.get(name))]
+    mappings = [(path[0], group) for path, group in iterate_groups(cls) if group.for_tests]
+    yield from _table(own, mappings)
     for path, group in iterate_groups(cls):
-        yield f"{'###' if path else '##'} {'.'.join((cls.section, *path))}\n"
-        yield f"{getdoc(group)}\n"
+        if path and not group.for_tests and known.get(path[0]) is not group:
+            yield from _group(".".join((cls.section, *path)), group)
+
+
+def _group(name: str, group: type[Settings]) -> Iterator[str]:
+    yield f"### {name}\n"
+    yield f"{getdoc(group)}\n"
+    yield from _table(leaves_of(group))
+
+
+def _is_known(info: FieldInfo, known: object) -> bool:
+    return isinstance(known, FieldInfo) and _row("", info) == _row("", known)
+
+
+def _table(
+    leaves: Iterable[tuple[str, FieldInfo]], mappings: Iterable[tuple[str, type[Settings]]] = ()
+) -> Iterator[str]:
+    rows = [_row(name, info) for name, info in leaves]
+    rows += [f"| `{name}` |  | {_joined(getdoc(group))} |" for name, group in mappings]
+    if rows:
         yield "| Setting | Default | Meaning |\n|---|---|---|"
-        yield from (_row(name, info) for name, info in leaves_of(group))
+        yield from rows
         yield ""
 
 
+def _joined(text: str | None) -> str:
+    return (text or "").replace("\n", " ").replace("|", "\\|")
+
+
 def _row(name: str, info: FieldInfo) -> str:
-    meaning = (info.description or "").replace("\n", " ").replace("|", "\\|")
+    meaning = _joined(info.description)
     if words := allowed_words(info):
         meaning += f" One of {', '.join(f'`{word}`' for word in words)}."
     return f"| `{name}` | {_default(info)} | {meaning} |"

@@ -90,6 +90,8 @@ class Settings(BaseModel):
     """Base of every settings model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    for_tests: ClassVar[bool] = False
+    """Whether the group is for tests of the mesh: `--help` and the page of settings leave its flags out."""
 
 
 class ServiceSettings(Settings):
@@ -146,22 +148,32 @@ def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] 
 
 
 def iterate_groups(
-    model: type[BaseModel], prefix: LeafPath = ()
-) -> Iterator[tuple[LeafPath, type[BaseModel]]]:
-    """Yields `model` and every settings model nested in it, by path."""
+    model: type[Settings], prefix: LeafPath = ()
+) -> Iterator[tuple[LeafPath, type[Settings]]]:
+    """Yields `model` and every settings model nested in it, by path; of those for tests, the outermost alone."""
     yield prefix, model
-    for name, info in model.model_fields.items():
-        if _is_group(kind := info.annotation):
+    if not model.for_tests:
+        for name, kind in groups_of(model):
             yield from iterate_groups(kind, (*prefix, name))
 
 
-def iterate_leaves(model: type[BaseModel]) -> Iterator[tuple[LeafPath, FieldInfo]]:
-    """Yields the settings of `model` and its groups, by path."""
-    for path, group in iterate_groups(model):
-        yield from (((*path, name), info) for name, info in leaves_of(group))
+def groups_of(group: type[Settings]) -> Iterator[tuple[str, type[Settings]]]:
+    """Yields the groups right in a group."""
+    for name, info in group.model_fields.items():
+        if _is_group(kind := info.annotation):
+            yield name, kind
 
 
-def leaves_of(group: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+def iterate_leaves(
+    model: type[Settings], prefix: LeafPath = ()
+) -> Iterator[tuple[LeafPath, FieldInfo]]:
+    """Yields the settings of `model` and of all its groups, by path."""
+    yield from (((*prefix, name), info) for name, info in leaves_of(model))
+    for name, kind in groups_of(model):
+        yield from iterate_leaves(kind, (*prefix, name))
+
+
+def leaves_of(group: type[Settings]) -> Iterator[tuple[str, FieldInfo]]:
     """Yields the settings of one group, without nested groups."""
     return ((n, info) for n, info in group.model_fields.items() if not _is_group(info.annotation))
 
@@ -214,12 +226,15 @@ def _parser(cls: type[ServiceSettings]) -> argparse.ArgumentParser:
     for path, group in iterate_groups(cls):
         title, meaning = ".".join(path), (getdoc(group) or "").replace("%", "%%")
         section = parser.add_argument_group(title, meaning) if path else parser
-        for name, info in leaves_of(group):
+        leaves = (
+            iterate_leaves(group) if group.for_tests else (((n,), i) for n, i in leaves_of(group))
+        )
+        for name, info in leaves:
             section.add_argument(
-                _flag((*path, name)),
-                dest=".".join((*path, name)),
+                _flag((*path, *name)),
+                dest=".".join((*path, *name)),
                 metavar="VALUE",
-                help=help_of(info).replace("%", "%%"),
+                help=argparse.SUPPRESS if group.for_tests else help_of(info).replace("%", "%%"),
             )
     return parser
 

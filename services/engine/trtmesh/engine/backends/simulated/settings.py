@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
@@ -146,7 +146,10 @@ class FaultSettings(Settings):
 
 
 class SimulatedSettings(Settings):
-    """A backend without a model."""
+    """A backend without a model, for tests of the mesh: a mapping of the groups timing, kv_cache, limits, vocabulary,
+    adapters, handoff and faults, whose settings the module of this class describes."""
+
+    for_tests: ClassVar[bool] = True
 
     timing: TimingSettings = TimingSettings()
     kv_cache: KvCacheSettings = KvCacheSettings()
