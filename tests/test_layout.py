@@ -179,6 +179,29 @@ ROOMS = {
         "metadata",
         "compression_settings",
     ),
+    "engine.handoff": (
+        "fetch_server",
+        "handoffs",
+        "receive_run",
+        "send_run",
+        "fetch",
+        "own_kv",
+        "leases",
+        "metrics",
+        "receive_machine",
+        "send_machine",
+        "parts",
+        "transports",
+        "checksums",
+        "copying",
+        "message_memory",
+        "chunks",
+        "descriptor",
+        "identity",
+        "block_plan",
+        "lease",
+        "settings",
+    ),
     "router": (
         "__main__",
         "router",
@@ -221,6 +244,7 @@ ROOMS = {
         "settings",
         "quoted",
     ),
+    "router.handoffs": ("item_handoffs", "client_halves", "table", "live_handoff", "machine"),
 }
 """Files and folders of a package from the top down: imports go to the same entry or to later ones."""
 

@@ -21,9 +21,9 @@ from engine.handoff.transports.kv_peer import (
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.engine.handoff.block_plan import Run
-from trtmesh.engine.handoff.transports import nixl, nixl_agents
+from trtmesh.engine.handoff.transports import nixl, nixl_agents, peers
 from trtmesh.engine.handoff.transports.nixl import Nixl
-from trtmesh.engine.handoff.transports.nixl_agents import Offer, Pool, Pools
+from trtmesh.engine.handoff.transports.nixl_agents import NixlOffer, Pool, Pools
 from trtmesh.engine.handoff.transports.transport import ReadFailed, ShardCopy, TransportUnusable
 from trtmesh.engine.kv_memory import HostKvMemory
 
@@ -95,7 +95,7 @@ async def test_killed_sender_fails_reads_until_it_is_opened_again() -> None:
 @installed
 async def test_read_from_a_frozen_sender_ends_with_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setattr(nixl, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(peers, "CLOSE_SECONDS", 0.1)
     memory = memory_of(BLOCKS, BLOCK_BYTES)
     async with (
         running_sender("nixl", 3, BLOCKS, BLOCK_BYTES) as sender,
@@ -163,7 +163,7 @@ async def test_idle_senders_are_forgotten_beyond_a_limit(monkeypatch: pytest.Mon
 @installed
 async def test_unknown_metadata_is_unusable() -> None:
     async with transport_of(memory_of(1, 8)) as transport:
-        offer = Offer.decode(transport.offer())
+        offer = NixlOffer.decode(transport.offer())
         with pytest.raises(TransportUnusable):
             await transport.open(replace(offer, metadata=b"other").encode())
         assert not transport._sources
@@ -191,16 +191,16 @@ async def test_missing_package_is_unusable(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_offers_are_decoded() -> None:
-    offer = Offer(
+    offer = NixlOffer(
         Pools(on_device=True, pools=(Pool(4096, 10, 64, 1), Pool(8192, 10, 32, 0))), b"agent"
     )
-    assert Offer.decode(offer.encode()) == offer
+    assert NixlOffer.decode(offer.encode()) == offer
 
 
 @given(st.binary(max_size=36))
 def test_cut_offers_are_refused(data: bytes) -> None:
     with pytest.raises(TransportUnusable):
-        Offer.decode(data)
-    whole = Offer(Pools(on_device=False, pools=(Pool(4096, 10, 64),)), b"agent").encode()
+        NixlOffer.decode(data)
+    whole = NixlOffer(Pools(on_device=False, pools=(Pool(4096, 10, 64),)), b"agent").encode()
     with pytest.raises(TransportUnusable):
-        Offer.decode(whole[: len(data) % (len(whole) - 5)])
+        NixlOffer.decode(whole[: len(data) % (len(whole) - 5)])

@@ -29,7 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.engine.handoff.block_plan import Run
 from trtmesh.engine.handoff.transports import block_copy, pool_files, shared_memory
-from trtmesh.engine.handoff.transports.pool_files import Offer, PoolDoor, PoolFiles
+from trtmesh.engine.handoff.transports.pool_files import PoolDoor, PoolFiles, PoolOffer
 from trtmesh.engine.handoff.transports.shared_memory import SharedMemory
 from trtmesh.engine.handoff.transports.transport import ReadFailed, ShardCopy, TransportUnusable
 from trtmesh.engine.kv_memory import HostKvMemory, HostMemory, host_memory
@@ -98,7 +98,9 @@ async def test_receivers_cannot_write_to_offered_memory() -> None:
     assert file is not None
     async with transport_of(memory) as sender, transport_of(memory_of(1, 1)) as receiver:
         source = await receiver.open(sender.offer())
-        (rows,) = source._sender.rows
+        mapped = source._sender
+        assert isinstance(mapped, shared_memory._MappedSender)
+        (rows,) = mapped.rows
         assert not rows.flags.writeable
         with pytest.raises(PermissionError):
             mmap.mmap(file, BLOCK_BYTES)
@@ -166,7 +168,7 @@ async def test_another_token_is_refused() -> None:
         transport_of(memory_of(BLOCKS, BLOCK_BYTES)) as sender,
         transport_of(memory_of(BLOCKS, BLOCK_BYTES)) as receiver,
     ):
-        offer = Offer.decode(sender.offer())
+        offer = PoolOffer.decode(sender.offer())
         before = open_files()
         with pytest.raises(TransportUnusable, match="token"):
             await receiver.open(replace(offer, token=bytes(16)).encode())
@@ -310,13 +312,13 @@ async def test_reads_outside_of_the_pools_fail() -> None:
 @given(st.binary(max_size=50))
 def test_any_other_bytes_are_no_offer(data: bytes) -> None:
     with pytest.raises(TransportUnusable):
-        Offer.decode(data)
+        PoolOffer.decode(data)
 
 
 @pytest.mark.parametrize("pools", [(), ((0, 8),), ((8, 0),), ((2**40, 2**40),), ((1, 8),) * 254])
 def test_impossible_pools_are_refused(pools: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(TransportUnusable):
-        Offer.decode(Offer(bytes(16), bytes(16), pools).encode())
+        PoolOffer.decode(PoolOffer(bytes(16), bytes(16), pools).encode())
 
 
 async def test_pools_without_a_file_are_unusable() -> None:

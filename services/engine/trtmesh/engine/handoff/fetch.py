@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import grpc
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.grpc.client import ClientCall, Method, connected
 from trtmesh.chassis.grpc.client.call import CallEnded
 from trtmesh.chassis.tasks import until_first_ends
-from trtmesh.chassis.tls.client import PeerTls
 from trtmesh.engine.handoff import chunks
 from trtmesh.engine.handoff.chunks import Chunk
 from trtmesh.engine.handoff.descriptor import RemoteKv
-from trtmesh.engine.handoff.lease import CommitMark
-from trtmesh.engine.handoff.message_memory import MessageMemory
-from trtmesh.engine.kv_memory import Content
+from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.v1 import kv_transfer_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -38,25 +34,6 @@ FAREWELL_SECONDS = 10.0
 """Time for the sender to end the call after `received`."""
 
 
-class FetchEvents(Protocol):
-    """The lease that a fetch feeds."""
-
-    async def part_announced(self, part: pb.KvPart) -> None:
-        """Takes a part. May wait, which holds up the sender."""
-
-    def chunk_arrived(self, data: Chunk) -> None:
-        """Takes the next bytes of the last part. Raises ProtocolBroken."""
-
-    def committed(self, mark: CommitMark) -> None:
-        """Takes the commit mark."""
-
-    def confirmed(self) -> None:
-        """Takes the confirmation."""
-
-    def fetch_lost(self, detail: str) -> None:
-        """The fetch ended before it was closed."""
-
-
 class ProtocolBroken(Exception):
     """The sender broke the protocol."""
 
@@ -66,24 +43,20 @@ class Fetch:
 
     def __init__(
         self,
+        own: OwnKv,
         remote: RemoteKv,
         transport: pb.KvTransport.ValueType,
-        transport_state: bytes,
         positions: Sequence[int],
-        events: FetchEvents,
-        dial_seconds: float,
-        tls: PeerTls | None,
-        memory: MessageMemory,
+        take: Callable[[pb.FetchResponse | Chunk], Awaitable[None]],
+        lost: Callable[[str], None],
     ) -> None:
-        """`memory` is for the chunks."""
-        self._remote, self._events, self._dial_seconds = remote, events, dial_seconds
-        self._tls = tls
-        self._memory = memory
+        """`take` may wait, which holds up the sender, and raises ProtocolBroken. `lost` takes the cause of an end
+        before `close`."""
+        self._own, self._remote, self._take, self._lost = own, remote, take, lost
         self._opening = pb.OpenFetch(
             blocks=pb.WantedBlocks(lease_id=remote.lease_id, block_positions=positions),
             compatibility_hash=remote.hash,
             transport=transport,
-            transport_state=transport_state,
         )
         self._has_received = asyncio.Event()
         self._has_told = False
@@ -97,7 +70,7 @@ class Fetch:
         self._closed.set()
 
     async def run(self) -> None:
-        """Fetches until `close`; reports any other end as `fetch_lost`."""
+        """Fetches until `close`; reports any other end."""
         detail = "it ended the fetch"
         try:
             await self._fetch()
@@ -110,15 +83,15 @@ class Fetch:
             log.exception("unexpected error in a fetch")
             detail = f"{type(error).__name__}: {error}"
         if not self._closed.is_set():
-            self._events.fetch_lost(f"worker {self._remote.worker}: {detail}")
+            self._lost(f"worker {self._remote.worker}: {detail}")
 
     async def _fetch(self) -> None:
         async with connected(
             self._remote.address,
             MAX_MESSAGE_BYTES,
-            self._dial_seconds,
-            self._tls,
-            self._memory.take,
+            self._own.settings.dial_seconds,
+            self._own.tls_of_peers(),
+            self._own.message_memory.take,
         ) as connection:
             if self._closed.is_set():
                 return
@@ -135,20 +108,7 @@ class Fetch:
 
     async def _receive(self, call: FetchCall) -> None:
         while not self._closed.is_set() and (response := await call.read()) is not None:
-            if isinstance(response, Chunk):
-                self._events.chunk_arrived(response)
-                continue
-            match response.WhichOneof("response"):
-                case "part":
-                    await self._events.part_announced(response.part)
-                case "chunk":
-                    self._events.chunk_arrived(Chunk(response.chunk.data))
-                case "commit":
-                    self._events.committed(_mark_of(response.commit))
-                case "confirmed":
-                    self._events.confirmed()
-                case _:
-                    raise ProtocolBroken("it sent an unknown message")
+            await self._take(response)
 
     async def _tell_received(self, call: FetchCall) -> None:
         await self._has_received.wait()
@@ -165,7 +125,3 @@ class Fetch:
                 call.half_close()
                 while await call.read() is not None:
                     pass
-
-
-def _mark_of(message: pb.KvCommitMark) -> CommitMark:
-    return CommitMark(message.parts, Content(message.computed_tokens, message.token_digest))

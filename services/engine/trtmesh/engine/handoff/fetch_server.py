@@ -23,6 +23,12 @@ from trtmesh.engine.handoff.lease import CommitMark, unknown
 from trtmesh.engine.handoff.leases import LeaseTable
 from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.engine.handoff.parts import Part, chunks_of, sizes_of
+from trtmesh.engine.handoff.send_machine import (
+    AnnouncePart,
+    AnySenderAction,
+    SenderAction,
+    SendMark,
+)
 from trtmesh.engine.handoff.send_run import SentBlocks
 from trtmesh.v1 import kv_transfer_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2_grpc
@@ -110,21 +116,15 @@ class ServedFetch:
         checksums = own.settings.checksums
         self._has_checksums = checksums == "all" or (checksums == "grpc" and self._streams_data)
         self._chunk_bytes = min(MAX_CHUNK_BYTES, own.max_message_bytes - CHUNK_OVERHEAD_BYTES)
-        self._outgoing: deque[int | CommitMark | None] = deque()
-        """Parts, the mark, and None for the confirmation."""
+        self._outgoing: deque[AnySenderAction] = deque()
         self._ahead: asyncio.Task[PartBytes] | None = None
         """The bytes of the first of `_outgoing`, read while the part before it travels."""
         self._filled = asyncio.Event()
         self._aborted = asyncio.Event()
 
-    def announce(self, part: int) -> None:
-        self._put(part)
-
-    def send_mark(self, mark: CommitMark) -> None:
-        self._put(mark)
-
-    def confirm(self) -> None:
-        self._put(None)
+    def put(self, action: AnySenderAction) -> None:
+        self._outgoing.append(action)
+        self._filled.set()
 
     def abort(self) -> None:
         self._outgoing.clear()
@@ -156,17 +156,13 @@ class ServedFetch:
             self._filled.clear()
             while self._outgoing:
                 match self._outgoing.popleft():
-                    case None:
+                    case SenderAction.SEND_CONFIRMED:
                         await context.write(pb.FetchResponse(confirmed=pb.FetchConfirmed()))
                         return
-                    case CommitMark() as mark:
+                    case SendMark(mark):
                         await context.write(pb.FetchResponse(commit=_mark_message(mark)))
-                    case int(part):
+                    case AnnouncePart(part):
                         await self._send_part(context, part)
-
-    def _put(self, message: int | CommitMark | None) -> None:
-        self._outgoing.append(message)
-        self._filled.set()
 
     async def _send_part(self, context: Context, number: int) -> None:
         part = self._sent.parts[number]
@@ -184,8 +180,9 @@ class ServedFetch:
         await context.write(pb.FetchResponse(part=message))
         chunks.reverse()
         while chunks:
-            if self._ahead is None and self._outgoing and isinstance(self._outgoing[0], int):
-                self._ahead = self._begin_reading(self._outgoing[0])
+            following = self._outgoing[0] if self._outgoing else None
+            if self._ahead is None and isinstance(following, AnnouncePart):
+                self._ahead = self._begin_reading(following.part)
             pieces = chunks.pop()
             await context.write_pieces(head_of(sum(map(len, pieces))), *pieces)
 

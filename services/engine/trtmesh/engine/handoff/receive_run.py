@@ -44,6 +44,7 @@ from trtmesh.engine.handoff.transports.transport import (
     Source,
     TransportUnusable,
 )
+from trtmesh.engine.kv_memory import Content
 from trtmesh.v1 import generation_pb2
 from trtmesh.v1 import kv_transfer_pb2 as pb
 
@@ -164,24 +165,30 @@ class ReceivedBlocks:
             # The others have lost their leader, not their client.
             self._problem = Problem.COMPUTE
 
-    async def part_announced(self, message: pb.KvPart) -> None:
-        if self._transfer:
-            await self._transfer.announced(message)
-            self._feed(PartReady(message.part))
+    async def _take(self, message: pb.FetchResponse | Chunk) -> None:
+        """Takes a message of the sender. Waits while too many bytes do. Raises ProtocolBroken."""
+        transfer = self._transfer
+        assert transfer
+        if isinstance(message, Chunk):
+            transfer.chunk_arrived(message)
+            return
+        match message.WhichOneof("response"):
+            case "part":
+                await transfer.announced(message.part)
+                self._feed(PartReady(message.part.part))
+            case "chunk":
+                transfer.chunk_arrived(Chunk(message.chunk.data))
+            case "commit":
+                mark = _mark_of(message.commit)
+                if not transfer.covers(mark.content.tokens):
+                    raise ProtocolBroken("it committed KV that it did not announce")
+                self._feed(Committed(mark))
+            case "confirmed":
+                self._feed(ReceiverEvent.CONFIRMED)
+            case _:
+                raise ProtocolBroken("it sent an unknown message")
 
-    def chunk_arrived(self, data: Chunk) -> None:
-        if self._transfer:
-            self._transfer.chunk_arrived(data)
-
-    def committed(self, mark: CommitMark) -> None:
-        if self._transfer and not self._transfer.covers(mark.content.tokens):
-            raise ProtocolBroken("it committed KV that it did not announce")
-        self._feed(Committed(mark))
-
-    def confirmed(self) -> None:
-        self._feed(ReceiverEvent.CONFIRMED)
-
-    def fetch_lost(self, detail: str) -> None:
+    def _lose_fetch(self, detail: str) -> None:
         self._detail = detail
         self._feed(ReceiverEvent.FETCH_LOST)
 
@@ -254,14 +261,12 @@ class ReceivedBlocks:
         match action:
             case ReceiverAction.OPEN_FETCH if transfer:
                 transfer.fetch = Fetch(
+                    self._own,
                     transfer.remote,
                     transfer.kind,
-                    transfer.source.state if transfer.source else b"",
                     transfer.missing_positions,
-                    self,
-                    self._own.settings.dial_seconds,
-                    self._own.tls_of_peers(),
-                    self._own.message_memory,
+                    self._take,
+                    self._lose_fetch,
                 )
                 transfer.task = self._spawn(transfer.run())
             case ReadPart(part) if transfer:
@@ -494,3 +499,7 @@ class Transfer:
         """Waits until `size` more bytes fit into the buffers."""
         while self._reads and self._buffered_bytes + size > MAX_BUFFERED_BYTES:
             await asyncio.wait(self._reads, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _mark_of(message: pb.KvCommitMark) -> CommitMark:
+    return CommitMark(message.parts, Content(message.computed_tokens, message.token_digest))

@@ -44,14 +44,8 @@ class PeerFetch(Protocol):
     transport: pb.KvTransport.ValueType
     sent_bytes: int
 
-    def announce(self, part: int) -> None:
-        """Announces a part, or sends it."""
-
-    def send_mark(self, mark: CommitMark) -> None:
-        """Sends the commit mark."""
-
-    def confirm(self) -> None:
-        """Sends the confirmation and ends."""
+    def put(self, action: AnySenderAction) -> None:
+        """Sends a part, the commit mark, or the confirmation, which ends the fetch."""
 
     def abort(self) -> None:
         """Ends with an error."""
@@ -270,12 +264,8 @@ class SentBlocks(SentLease):
     def _carry_out(self, action: AnySenderAction) -> None:
         fetch = self._fetch
         match action:
-            case AnnouncePart(part) if fetch:
-                fetch.announce(part)
-            case SendMark(mark) if fetch:
-                fetch.send_mark(mark)
-            case SenderAction.SEND_CONFIRMED if fetch:
-                fetch.confirm()
+            case AnnouncePart() | SendMark() | SenderAction.SEND_CONFIRMED if fetch:
+                fetch.put(action)
             case SenderAction.ABORT_FETCH if fetch:
                 fetch.abort()
             case _:

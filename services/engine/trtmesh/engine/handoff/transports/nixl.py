@@ -7,20 +7,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from trtmesh.engine.handoff.transports.nixl_agents import (
-    Offer,
+    NixlOffer,
     OfferingAgent,
     Pools,
     ReadingAgent,
 )
-from trtmesh.engine.handoff.transports.peers import Peer, PeerCache
-from trtmesh.engine.handoff.transports.transport import ReadFailed, ShardCopy, to_the_end
+from trtmesh.engine.handoff.transports.peers import Peer, PeerCache, PeerSource
+from trtmesh.engine.handoff.transports.transport import ShardCopy
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.v1 import kv_transfer_pb2 as pb
 
 MAX_IDLE_SENDERS = 16
 """Senders that stay connected between reads."""
-CLOSE_SECONDS = 2.0
-"""Time for a read to end by itself when its source is closed. Then all reads from the sender are cut."""
 
 
 class Nixl:
@@ -30,8 +28,8 @@ class Nixl:
         self._memory = memory
         self._offering = OfferingAgent(Pools.of(memory))
         self._offer = self._offering.offer.encode()
-        self._senders: PeerCache[_Sender] = PeerCache(MAX_IDLE_SENDERS)
-        self._sources: set[NixlSource] = set()
+        self._senders: PeerCache[_NixlSender] = PeerCache(MAX_IDLE_SENDERS)
+        self._sources: set[PeerSource] = set()
 
     @property
     def kind(self) -> pb.KvTransport.ValueType:
@@ -41,13 +39,13 @@ class Nixl:
         self._offering.serve()
         return self._offer
 
-    async def open(self, offer: bytes) -> NixlSource:
+    async def open(self, offer: bytes) -> PeerSource:
         sender = self._senders.find(offer)
         if sender is None or not sender.is_usable:
             self._senders.drop(offer)
-            sender = _Sender(Offer.decode(offer), self._memory)
+            sender = _NixlSender(NixlOffer.decode(offer), self._memory)
             self._senders.add(offer, sender)
-        source = NixlSource(sender, self._sources)
+        source = PeerSource(sender, self._sources)
         try:
             await sender.connected()
         except BaseException:
@@ -63,12 +61,11 @@ class Nixl:
         await asyncio.to_thread(self._offering.close)
 
 
-class _Sender(Peer):
+class _NixlSender(Peer):
     """A sender's agent at this receiver, and its thread."""
 
-    def __init__(self, offer: Offer, memory: KvMemory) -> None:
-        super().__init__()
-        self._thread = ThreadPoolExecutor(1, "trtmesh-kv-read")
+    def __init__(self, offer: NixlOffer, memory: KvMemory) -> None:
+        super().__init__(ThreadPoolExecutor(1, "trtmesh-kv-read"))
         self._agent = self._thread.submit(ReadingAgent, offer, memory)
 
     @property
@@ -86,12 +83,7 @@ class _Sender(Peer):
     def read(self, copies: Sequence[ShardCopy]) -> Iterator[None]:
         return self._agent.result().read(copies)
 
-    def next_step(self, remaining: Iterator[None]) -> asyncio.Future[bool]:
-        """Continues a read; False at its end."""
-        return asyncio.wrap_future(self._thread.submit(_has_next, remaining))
-
     def cut(self) -> None:
-        """Ends all reads."""
         self._agent.result().cut()
 
     def release(self) -> None:
@@ -101,47 +93,3 @@ class _Sender(Peer):
     def _destroy(self) -> None:
         if self._agent.exception() is None:
             self._agent.result().destroy()
-
-
-def _has_next(remaining: Iterator[None]) -> bool:
-    for _ in remaining:
-        return True
-    return False
-
-
-class NixlSource:
-    """The Source of a connected sender."""
-
-    def __init__(self, sender: _Sender, open_sources: set[NixlSource]) -> None:
-        self._sender = sender
-        self._open_sources = open_sources
-        self._reading: set[asyncio.Future[bool]] = set()
-        sender.enter()
-        open_sources.add(self)
-
-    @property
-    def state(self) -> bytes:
-        return b""
-
-    async def read(self, copies: Sequence[ShardCopy]) -> None:
-        remaining = self._sender.read(copies)
-        while await self._has_read(remaining):
-            pass
-
-    async def close(self) -> None:
-        if self in self._open_sources:
-            self._open_sources.remove(self)
-            self._sender.leave()
-        if self._reading:
-            await asyncio.wait(self._reading, timeout=CLOSE_SECONDS)
-        while self._reading:
-            self._sender.cut()
-            await asyncio.wait(self._reading)
-
-    async def _has_read(self, remaining: Iterator[None]) -> bool:
-        if self not in self._open_sources:
-            raise ReadFailed("the receiver closed the connection to the sender")
-        reading = self._sender.next_step(remaining)
-        self._reading.add(reading)
-        reading.add_done_callback(self._reading.discard)
-        return await to_the_end(reading)

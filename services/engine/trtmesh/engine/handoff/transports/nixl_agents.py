@@ -102,7 +102,7 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class NixlOffer:
     """A sender's pools, and the metadata of its agent."""
 
     pools: Pools
@@ -115,7 +115,7 @@ class Offer:
         return b"".join([head, *(struct.pack(_POOL, *each) for each in fields), self.metadata])
 
     @classmethod
-    def decode(cls, data: bytes) -> Offer:
+    def decode(cls, data: bytes) -> NixlOffer:
         head, pool = struct.calcsize(_HEAD), struct.calcsize(_POOL)
         try:
             version, on_device, count = struct.unpack_from(_HEAD, data)
@@ -136,7 +136,7 @@ class OfferingAgent:
     def __init__(self, pools: Pools) -> None:
         self._agent = new_agent()
         self._registered = register(self._agent, pools)
-        self.offer = Offer(pools, self._agent.get_agent_metadata())
+        self.offer = NixlOffer(pools, self._agent.get_agent_metadata())
         self._closing = False
         self._serves_until = 0.0
         self._news = threading.Event()
@@ -172,7 +172,7 @@ class OfferingAgent:
 class ReadingAgent:
     """Reads from one sender. All methods but `cut` are called in one thread."""
 
-    def __init__(self, offer: Offer, memory: KvMemory) -> None:
+    def __init__(self, offer: NixlOffer, memory: KvMemory) -> None:
         """Raises TransportUnusable."""
         self._sources, self._targets = offer.pools, Pools.of(memory)
         self._cut = threading.Event()

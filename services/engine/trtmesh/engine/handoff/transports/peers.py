@@ -1,15 +1,25 @@
-"""Senders that a transport stays connected to, between the handoffs from them."""
+"""Senders that a transport stays connected to, between the handoffs from them, and the reads from one."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from typing import Generic, TypeVar
+
+from trtmesh.engine.handoff.transports.transport import ReadFailed, ShardCopy, to_the_end
+
+CLOSE_SECONDS = 2.0
+"""Time for a read to end by itself when its source is closed. Then all reads from the sender are cut."""
 
 
 class Peer(ABC):
-    """Resources that are released when the last user leaves."""
+    """A sender: its resources are released when the last user leaves."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: Executor) -> None:
+        """`thread` takes the steps of reads."""
+        self._thread = thread
         self._users = 0
 
     @property
@@ -26,8 +36,60 @@ class Peer(ABC):
             self.release()
 
     @abstractmethod
+    def read(self, copies: Sequence[ShardCopy]) -> Iterator[None]:
+        """A read in steps. Raises ReadFailed."""
+
+    def next_step(self, remaining: Iterator[None]) -> asyncio.Future[bool]:
+        """Continues a read; False at its end."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, _has_next, remaining)
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Ends all reads that do not end by themselves."""
+
+    @abstractmethod
     def release(self) -> None:
         """Gives the resources back."""
+
+
+def _has_next(remaining: Iterator[None]) -> bool:
+    for _ in remaining:
+        return True
+    return False
+
+
+class PeerSource:
+    """The Source of a connected sender."""
+
+    def __init__(self, sender: Peer, open_sources: set[PeerSource]) -> None:
+        self._sender = sender
+        self._open_sources = open_sources
+        self._reading: set[asyncio.Future[bool]] = set()
+        sender.enter()
+        open_sources.add(self)
+
+    async def read(self, copies: Sequence[ShardCopy]) -> None:
+        remaining = self._sender.read(copies)
+        while await self._has_read(remaining):
+            pass
+
+    async def close(self) -> None:
+        if self in self._open_sources:
+            self._open_sources.remove(self)
+            self._sender.leave()
+        if self._reading:
+            await asyncio.wait(self._reading, timeout=CLOSE_SECONDS)
+        while self._reading:
+            self._sender.cut()
+            await asyncio.wait(self._reading)
+
+    async def _has_read(self, remaining: Iterator[None]) -> bool:
+        if self not in self._open_sources:
+            raise ReadFailed("the receiver closed the connection to the sender")
+        reading = self._sender.next_step(remaining)
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+        return await to_the_end(reading)
 
 
 P = TypeVar("P", bound=Peer)

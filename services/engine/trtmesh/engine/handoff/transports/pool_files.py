@@ -53,7 +53,7 @@ class PoolFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class PoolOffer:
     """Where a sender listens, what it wants to hear, and its pools: their blocks, and the bytes of a block."""
 
     name: bytes
@@ -69,7 +69,7 @@ class Offer:
         return head + b"".join(struct.pack(_POOL, *pool) for pool in self.pools)
 
     @classmethod
-    def decode(cls, data: bytes) -> Offer:
+    def decode(cls, data: bytes) -> PoolOffer:
         try:
             version, name, token, count = struct.unpack_from(_HEAD, data)
             pools = tuple(struct.iter_unpack(_POOL, data[struct.calcsize(_HEAD) :]))
@@ -111,7 +111,7 @@ class PoolDoor:
     """Gives a worker's files to each receiver with the token of the offer."""
 
     def __init__(self, pools: PoolFiles) -> None:
-        self.offer = Offer(secrets.token_bytes(16), secrets.token_bytes(16), pools.sizes)
+        self.offer = PoolOffer(secrets.token_bytes(16), secrets.token_bytes(16), pools.sizes)
         self._files = pools.files
         self._receivers = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -170,7 +170,7 @@ class MappedPools:
     rows: list[Bytes]
 
 
-async def map_pools(offer: Offer) -> MappedPools:
+async def map_pools(offer: PoolOffer) -> MappedPools:
     """Maps the pools of a sender. Raises TransportUnusable."""
     try:
         async with asyncio.timeout(_TIMEOUT_SECONDS):
@@ -190,7 +190,7 @@ async def map_pools(offer: Offer) -> MappedPools:
         raise TransportUnusable(f"the sender's memory cannot be mapped: {error!r}") from error
 
 
-async def _ask(connection: socket.socket, offer: Offer) -> list[int]:
+async def _ask(connection: socket.socket, offer: PoolOffer) -> list[int]:
     """The files of the sender; the caller closes them."""
     loop = asyncio.get_running_loop()
     connection.settimeout(0)

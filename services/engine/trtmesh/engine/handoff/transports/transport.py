@@ -69,10 +69,6 @@ def check_bounds(
 class Source(Protocol):
     """A sender's memory, opened by the receiver of one handoff."""
 
-    @property
-    def state(self) -> bytes:
-        """Connection data for the sender (OpenFetch.transport_state)."""
-
     async def read(self, copies: Sequence[ShardCopy]) -> None:
         """Copies into the receiver's blocks. Raises ReadFailed."""
 
