@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import getdoc
 from pathlib import Path
 
@@ -67,15 +67,36 @@ def _service(cls: type[ServiceSettings]) -> Iterator[str]:
     own = [(name, info) for name, info in leaves_of(cls) if not _is_known(info, known.get(name))]
     mappings = [(path[0], group) for path, group in iterate_groups(cls) if group.for_tests]
     yield from _table(own, mappings)
-    for path, group in iterate_groups(cls):
-        if path and not group.for_tests and known.get(path[0]) is not group:
-            yield from _group(".".join((cls.section, *path)), group)
+    groups = {
+        ".".join((cls.section, *path)): group
+        for path, group in iterate_groups(cls)
+        if path and not group.for_tests and known.get(path[0]) is not group
+    }
+    alike = _alike(groups)
+    for base, names in alike.items():
+        yield from _group(" and ".join(names), base)
+    for name, group in groups.items():
+        yield from _group(name, group, next((base for base in alike if name in alike[base]), None))
 
 
-def _group(name: str, group: type[Settings]) -> Iterator[str]:
-    yield f"### {name}\n"
-    yield f"{getdoc(group)}\n"
-    yield from _table(leaves_of(group))
+def _alike(groups: Mapping[str, type[Settings]]) -> dict[type[Settings], list[str]]:
+    """The classes that several groups extend, with the names of these."""
+    alike: dict[type[Settings], list[str]] = {}
+    for name, group in groups.items():
+        for base in group.__bases__:
+            if base is not Settings:
+                alike.setdefault(base, []).append(name)
+    return {base: names for base, names in alike.items() if len(names) > 1}
+
+
+def _group(name: str, group: type[Settings], base: type[Settings] | None = None) -> Iterator[str]:
+    """The settings of a group; those of `base` stand elsewhere."""
+    known = dict(leaves_of(base)) if base else {}
+    own = [(each, info) for each, info in leaves_of(group) if not _is_known(info, known.get(each))]
+    if own or not base:
+        yield f"### {name}\n"
+        yield f"{getdoc(group)}\n"
+        yield from _table(own)
 
 
 def _is_known(info: FieldInfo, known: object) -> bool:

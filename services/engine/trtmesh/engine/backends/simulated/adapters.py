@@ -12,7 +12,7 @@ from trtmesh.chassis.vocabulary import Lora
 from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, content_of
 from trtmesh.engine.backend import AdapterLoad
 from trtmesh.engine.backends.simulated.sequence import Sequence
-from trtmesh.engine.backends.simulated.settings import AdapterSettings
+from trtmesh.engine.backends.simulated.settings import SimulatedAdapterSettings
 from trtmesh.engine.scheduling.adapter_slots import AdapterSlots
 
 ADAPTER_BYTES = 2**20
@@ -22,7 +22,9 @@ ADAPTER_BYTES = 2**20
 class SimulatedAdapters:
     """Both tiers, and the loads, one after another. Implements AdapterDevice: a copy takes no time."""
 
-    def __init__(self, settings: AdapterSettings, start: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self, settings: SimulatedAdapterSettings, start: Callable[[Sequence], None]
+    ) -> None:
         """`start` queues a sequence."""
         self._settings = settings
         limits = StoreLimits(

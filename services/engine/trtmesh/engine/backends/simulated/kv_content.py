@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from trtmesh.engine.backends.simulated.settings import KvCacheSettings
+from trtmesh.engine.backends.simulated.settings import SimulatedKvCacheSettings
 from trtmesh.engine.kv_memory import HostKvMemory, Shard, host_memory
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -33,7 +33,7 @@ _BLOCKS_AT_ONCE = 64
 class KvContent:
     """The pools, and what is in their blocks."""
 
-    def __init__(self, settings: KvCacheSettings) -> None:
+    def __init__(self, settings: SimulatedKvCacheSettings) -> None:
         self.tokens_per_block = settings.tokens_per_block
         self._words = settings.token_bytes // (ROWS * 4)
         heads = KV_HEADS // settings.shards

@@ -22,7 +22,7 @@ from trtmesh.engine.backends.simulated.block_pool import BlockPool
 from trtmesh.engine.backends.simulated.kv_content import KvContent
 from trtmesh.engine.backends.simulated.leases import Holding, Leases
 from trtmesh.engine.backends.simulated.sequence import Sequence
-from trtmesh.engine.backends.simulated.settings import HandoffSettings, SimulatedSettings
+from trtmesh.engine.backends.simulated.settings import SimulatedHandoffSettings, SimulatedSettings
 from trtmesh.engine.backends.simulated.states import StateLeases, UnusableState
 from trtmesh.engine.handoff.identity import content_of
 from trtmesh.engine.kv_blocks import KvEventLog, blocks_needed
@@ -511,7 +511,7 @@ class Scheduler:
             parent = block
 
 
-def _leases(settings: HandoffSettings, pool: BlockPool, content: KvContent) -> Leases:
+def _leases(settings: SimulatedHandoffSettings, pool: BlockPool, content: KvContent) -> Leases:
     if settings.by == "leases":
         return Leases(pool, content)
     return StateLeases(pool, content, kept_seconds=settings.kept_seconds)

@@ -32,7 +32,7 @@ MAX_KV_BYTES = 2**40
 """Only written pages take memory."""
 
 
-class KvCacheSettings(Settings):
+class SimulatedKvCacheSettings(Settings):
     """Size of the KV cache."""
 
     total_blocks: Count = 16384
@@ -55,7 +55,7 @@ class KvCacheSettings(Settings):
         return self
 
 
-class LimitSettings(Settings):
+class SimulatedLimitSettings(Settings):
     """Sequences computed and waiting, and the size of an item."""
 
     max_batch_size: Annotated[int, Field(ge=1, le=65536)] = 1024
@@ -96,7 +96,7 @@ class VocabularySettings(Settings):
         return self
 
 
-class AdapterSettings(Settings):
+class SimulatedAdapterSettings(Settings):
     """LoRA adapters without weights: their identity decides the tokens, and their rank the time."""
 
     slots: Annotated[int, Field(ge=0, le=65536)] = 0
@@ -113,7 +113,7 @@ class AdapterSettings(Settings):
     """Additional step time per rank of the largest adapter in the batch, in milliseconds."""
 
 
-class HandoffSettings(Settings):
+class SimulatedHandoffSettings(Settings):
     """How KV moves to another worker."""
 
     by: Literal["leases", "state"] = "leases"
@@ -152,9 +152,9 @@ class SimulatedSettings(Settings):
     for_tests: ClassVar[bool] = True
 
     timing: TimingSettings = TimingSettings()
-    kv_cache: KvCacheSettings = KvCacheSettings()
-    limits: LimitSettings = LimitSettings()
+    kv_cache: SimulatedKvCacheSettings = SimulatedKvCacheSettings()
+    limits: SimulatedLimitSettings = SimulatedLimitSettings()
     vocabulary: VocabularySettings = VocabularySettings()
-    adapters: AdapterSettings = AdapterSettings()
-    handoff: HandoffSettings = HandoffSettings()
+    adapters: SimulatedAdapterSettings = SimulatedAdapterSettings()
+    handoff: SimulatedHandoffSettings = SimulatedHandoffSettings()
     faults: FaultSettings = FaultSettings()

@@ -27,7 +27,7 @@ from trtmesh.engine.backend import AdapterLoad, HeldAdapter
 from trtmesh.engine.backends.tensorrt_llm.adapter_folders import LockedFolder, remove_abandoned
 from trtmesh.engine.backends.tensorrt_llm.adapter_layers import check_module, check_peft
 from trtmesh.engine.backends.tensorrt_llm.calls import AdapterFiles
-from trtmesh.engine.backends.tensorrt_llm.settings import AdapterSettings
+from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmAdapterSettings
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class WrittenAdapter(StoredAdapter):
 class AdapterFolder:
     """Writes contents to directories on a thread; everything else happens on the event loop's."""
 
-    def __init__(self, settings: AdapterSettings, config: Mapping[str, Any]) -> None:
+    def __init__(self, settings: TensorRtLlmAdapterSettings, config: Mapping[str, Any]) -> None:
         """`config` describes the model."""
         self._settings = settings
         self._config = config

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.settings import CommaList, Settings
+from trtmesh.engine.backends.settings import AdapterSettings, KvCacheSettings, LimitSettings
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Size = Annotated[int, Field(ge=1, le=65536)]
@@ -50,25 +51,15 @@ class ParallelSettings(Settings):
     """What starts the processes of the GPUs."""
 
 
-class KvCacheSettings(Settings):
+class TensorRtLlmKvCacheSettings(KvCacheSettings):
     """Size of the KV cache, and reuse of its blocks. The lowest limit applies."""
 
-    tokens: Annotated[int, Field(ge=0, le=2**40)] = 0
-    """Most tokens; 0 sets no limit."""
-    bytes: Annotated[int, Field(ge=0)] = 0
-    """Most memory in bytes; 0 sets no limit."""
     free_memory_fraction: Share = 0.9
     """Most memory, as a share of the memory free after the model is loaded."""
     tokens_per_block: Annotated[int, Field(ge=1, le=4096)] = 32
     """Tokens per KV block; a TensorRT engine has its own."""
     dtype: str = "auto"
     """Type of the KV, such as fp8; auto is that of the checkpoint."""
-    prefix_reuse: bool = True
-    """Whether equal prefixes share KV and stay cached until their blocks are needed."""
-    partial_reuse: bool = True
-    """Whether the matching part of a cached block is copied and used."""
-    events: bool = True
-    """Whether changes of cached blocks are reported to routers; without prefix_reuse there are none."""
     event_buffer: Count = 65536
     """Most changes that wait in the library to be read."""
     host_bytes: Annotated[int, Field(ge=0)] = 0
@@ -77,7 +68,7 @@ class KvCacheSettings(Settings):
     """Lowest retention priority of the blocks kept there; unset leaves it to the library."""
 
 
-class BatchingSettings(Settings):
+class TensorRtLlmBatchingSettings(Settings):
     """Start of sequences, and the tokens of a step."""
 
     policy: Literal["guaranteed_no_evict", "max_utilization", "static_batch"] = (
@@ -104,24 +95,14 @@ class BatchingSettings(Settings):
     """Steps between two deliveries of a sequence."""
 
 
-class LimitSettings(Settings):
+class TensorRtLlmLimitSettings(LimitSettings):
     """Sequences computed and waiting, and the size of an item."""
 
-    max_batch_size: Size = 256
-    """Most sequences computed at once."""
-    max_queue_size: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1024
-    """Most sequences waiting in addition to the free places of the batch."""
-    max_sequence_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Most tokens of a sequence, prompt included; 0 means the model's length."""
-    max_sequences_per_item: Annotated[int, Field(ge=1, le=256)] = 16
-    """Most sequences of one item."""
     max_beam_width: Annotated[int, Field(ge=1, le=256)] = 1
     """Most beams of an item; 1 refuses beam search."""
-    max_logits_bytes: Annotated[int, Field(ge=1, le=2**40)] = 2**30
-    """Most bytes of logits that an item may ask for; larger requests are refused."""
 
 
-class AdapterSettings(Settings):
+class TensorRtLlmAdapterSettings(AdapterSettings):
     """LoRA adapters: their files on disk, from which the library loads them, and its memory for them."""
 
     disk_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
@@ -129,14 +110,8 @@ class AdapterSettings(Settings):
     directory: Path | None = None
     """Directory for these files; unset makes one below the system's directory for temporary files. The worker empties
     what it made when it stops."""
-    max_batch_adapters: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Most adapters computed at once."""
     max_host_adapters: Annotated[int, Field(ge=1, le=65536)] = 64
     """Most adapters in the library's host memory."""
-    max_rank: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Largest rank of an adapter."""
-    max_adapter_bytes: Annotated[int, Field(ge=1, le=2**31 - 1)] = 2**28
-    """Most bytes of an adapter's content, within disk_bytes."""
     target_modules: CommaList = ("attn_q", "attn_k", "attn_v", "attn_dense")
     """Layers that adapters may update, in the library's words; each takes memory."""
 
@@ -199,10 +174,10 @@ class TensorRtLlmSettings(Settings):
     stuck_seconds: Annotated[float, Field(ge=0, le=86400)] = 300.0
     """How long sequences may wait without a step before the worker gives up and exits, in seconds; 0 waits for ever."""
     parallel: ParallelSettings = ParallelSettings()
-    kv_cache: KvCacheSettings = KvCacheSettings()
-    batching: BatchingSettings = BatchingSettings()
-    limits: LimitSettings = LimitSettings()
-    adapters: AdapterSettings = AdapterSettings()
+    kv_cache: TensorRtLlmKvCacheSettings = TensorRtLlmKvCacheSettings()
+    batching: TensorRtLlmBatchingSettings = TensorRtLlmBatchingSettings()
+    limits: TensorRtLlmLimitSettings = TensorRtLlmLimitSettings()
+    adapters: TensorRtLlmAdapterSettings = TensorRtLlmAdapterSettings()
     speculation: SpeculationSettings = SpeculationSettings()
     transceiver: TransceiverSettings = TransceiverSettings()
 

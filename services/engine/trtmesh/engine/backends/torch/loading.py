@@ -40,7 +40,11 @@ from trtmesh.engine.backends.torch.parallel.leading import LeadingCompute
 from trtmesh.engine.backends.torch.parallel.rank_commands import Follower
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
 from trtmesh.engine.backends.torch.sequence import Sequence
-from trtmesh.engine.backends.torch.settings import AdapterSettings, KvCacheSettings, TorchSettings
+from trtmesh.engine.backends.torch.settings import (
+    TorchAdapterSettings,
+    TorchKvCacheSettings,
+    TorchSettings,
+)
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.model_fingerprint import model_fingerprint
 from trtmesh.engine.scheduling.blocks import BlockPool, BlockTables
@@ -231,7 +235,7 @@ def _room(settings: TorchSettings, device: Device) -> Room | None:
     )
 
 
-def _slots(settings: AdapterSettings, slot_bytes: int, device: Device) -> int:
+def _slots(settings: TorchAdapterSettings, slot_bytes: int, device: Device) -> int:
     """Slots for adapters. Raises ModelUnusable where the device's memory for them is less than one."""
     most = settings.max_batch_adapters
     if settings.device_fraction:
@@ -249,14 +253,14 @@ def _slots(settings: AdapterSettings, slot_bytes: int, device: Device) -> int:
     return min(most, given // slot_bytes)
 
 
-def _slots_setting(settings: AdapterSettings, slots: int) -> str:
+def _slots_setting(settings: TorchAdapterSettings, slots: int) -> str:
     """The setting that limits the slots to this number."""
     if slots == settings.max_batch_adapters:
         return "adapters.max_batch_adapters"
     return f"adapters.{'device_fraction' if settings.device_fraction else 'device_bytes'}"
 
 
-def _adapters(settings: AdapterSettings, model: Model) -> AdapterCache:
+def _adapters(settings: TorchAdapterSettings, model: Model) -> AdapterCache:
     slots = model.adapters.slots if model.adapters else 0
     limits = StoreLimits(settings.host_bytes, slots, slots_setting=_slots_setting(settings, slots))
     return AdapterCache(
@@ -268,7 +272,7 @@ def _adapters(settings: AdapterSettings, model: Model) -> AdapterCache:
     )
 
 
-def _most_adapter_bytes(settings: AdapterSettings) -> int:
+def _most_adapter_bytes(settings: TorchAdapterSettings) -> int:
     return min(settings.max_adapter_bytes, settings.host_bytes)
 
 
@@ -374,7 +378,7 @@ def _capabilities(settings: TorchSettings, model: Model, *, hands_over: bool) ->
     )
 
 
-def _cache(settings: KvCacheSettings, model: Model, sizes: Sizes, device: Device) -> KvCache:
+def _cache(settings: TorchKvCacheSettings, model: Model, sizes: Sizes, device: Device) -> KvCache:
     return KvCache(
         model.kv_shape,
         blocks=sizes.blocks,

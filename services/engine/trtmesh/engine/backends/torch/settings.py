@@ -8,32 +8,23 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from trtmesh.chassis.device_names import DeviceNames, Devices
 from trtmesh.chassis.settings import Settings
+from trtmesh.engine.backends.settings import AdapterSettings, KvCacheSettings, LimitSettings
 from trtmesh.engine.scheduling.eviction import DEFAULT_PRIORITY
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
-class KvCacheSettings(Settings):
+class TorchKvCacheSettings(KvCacheSettings):
     """Size of the KV cache, and reuse of its blocks. The lowest limit applies. Without one, the cache takes 1 GiB on a
     CPU and 0.9 of the free memory elsewhere, but no more than limits.max_batch_size sequences of full length need."""
 
-    tokens: Annotated[int, Field(ge=0, le=2**40)] = 0
-    """Most tokens; 0 sets no limit."""
-    bytes: Annotated[int, Field(ge=0)] = 0
-    """Most memory in bytes; 0 sets no limit."""
     free_memory_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Most memory, as a share of the memory free after the model is loaded; 0 sets no limit."""
     tokens_per_block: Annotated[int, Field(ge=1, le=4096)] = 16
     """Tokens per KV block."""
-    prefix_reuse: bool = True
-    """Whether equal prefixes share KV and stay cached until their blocks are needed."""
-    partial_reuse: bool = True
-    """Whether the matching part of a cached block is copied and used."""
     decode_copy_bytes: Annotated[int, Field(ge=0)] = 2**30
     """Memory in bytes, on a CPU, for contiguous copies of the KV of decoding sequences, instead of gathering blocks in
     every step; 0 keeps no copies."""
-    events: bool = True
-    """Whether changes of cached blocks are reported to routers."""
     layers_per_part: Annotated[int, Field(ge=1, le=65536)] = 4
     """Layers of KV that a handoff to another worker transfers at once, while later layers are computed."""
 
@@ -47,7 +38,7 @@ class HostCacheSettings(Settings):
     """Lowest retention priority of the blocks kept; blocks without a priority have 35."""
 
 
-class BatchingSettings(Settings):
+class TorchBatchingSettings(Settings):
     """Start of sequences, and the tokens of a step."""
 
     type: Literal["inflight_fused_batching", "V1"] = "inflight_fused_batching"
@@ -87,41 +78,25 @@ class BatchingSettings(Settings):
         return self.context_chunk_tokens or self.max_step_tokens if self.chunked_context else None
 
 
-class LimitSettings(Settings):
+class TorchLimitSettings(LimitSettings):
     """Sequences computed and waiting, and the size of an item."""
 
-    max_batch_size: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Most sequences computed at once."""
-    max_queue_size: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1024
-    """Most sequences waiting in addition to the free places of the batch."""
-    max_sequence_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Most tokens of a sequence, prompt included; 0 means the model's length, within the KV cache."""
-    max_sequences_per_item: Annotated[int, Field(ge=1, le=256)] = 16
-    """Most sequences of one item."""
-    max_logits_bytes: Annotated[int, Field(ge=1, le=2**40)] = 2**30
-    """Most bytes of logits that an item may ask for; larger requests are refused."""
     max_prompt_table_bytes: Annotated[int, Field(ge=1, le=2**40)] = 2**30
     """Most memory in bytes for the prompt tables of all items, each counted as received and as computed with; an item
     is refused when its table does not fit."""
 
 
-class AdapterSettings(Settings):
+class TorchAdapterSettings(AdapterSettings):
     """LoRA adapters in host memory and in the slots of the device."""
 
     host_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
     """Most host memory in bytes for adapters, in the type of the activations; the longest unused are evicted. 0 refuses
     adapters."""
-    max_batch_adapters: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Slots on the device: most adapters computed at once; sequences with another one wait."""
     device_bytes: Annotated[int, Field(ge=0)] = 0
-    """Memory in bytes for slots: as many as fit, at most max_batch_adapters; 0 sets no limit."""
+    """Memory in bytes for slots of adapters: as many as fit, at most max_batch_adapters; 0 sets no limit."""
     device_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The same limit as a share of the device's memory free after the model is loaded, on a CPU of host memory; 0 sets
     no limit."""
-    max_rank: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Largest rank of an adapter; every slot has memory for it."""
-    max_adapter_bytes: Annotated[int, Field(ge=1, le=2**31 - 1)] = 2**28
-    """Most bytes of an adapter's files, within host_bytes."""
     prefetch_directory: Path | None = None
     """Directory whose subdirectories are adapters to load before the worker is ready, in PEFT's format or as
     TensorRT-LLM's arrays. The name of a subdirectory is the adapter's number, or its name."""
@@ -158,8 +133,8 @@ class TorchSettings(Settings):
     top_k_top_p both, beam_search only beams."""
     normalize_log_probs: bool = False
     """Default of output.normalize_log_probs: whether log-probabilities count only the tokens that could be chosen."""
-    kv_cache: KvCacheSettings = KvCacheSettings()
+    kv_cache: TorchKvCacheSettings = TorchKvCacheSettings()
     host_cache: HostCacheSettings = HostCacheSettings()
-    batching: BatchingSettings = BatchingSettings()
-    limits: LimitSettings = LimitSettings()
-    adapters: AdapterSettings = AdapterSettings()
+    batching: TorchBatchingSettings = TorchBatchingSettings()
+    limits: TorchLimitSettings = TorchLimitSettings()
+    adapters: TorchAdapterSettings = TorchAdapterSettings()
