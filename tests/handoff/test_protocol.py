@@ -48,7 +48,7 @@ def test_a_lost_or_repeated_message_ends_by_timers(bounds: Bounds) -> None:
     prove(Model(replace(bounds, faults=0, losses=1)), by_timers=True)
 
 
-@pytest.mark.parametrize("kind", ["prefill", "state"])
+@pytest.mark.parametrize("kind", [pytest.param("prefill", marks=pytest.mark.soak), "state"])
 def test_a_lost_or_repeated_message_beside_another_fault(kind: str) -> None:
     prove(Model(Bounds(kind=kind, faults=1, losses=1)), by_timers=True)
 

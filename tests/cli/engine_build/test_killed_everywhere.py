@@ -37,7 +37,7 @@ def by_directory(results: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.timeout(1800)  # It runs more than sixty builds, one after another.
-@pytest.mark.parametrize("flow", ["tensorrt", "pytorch"])
+@pytest.mark.parametrize("flow", ["tensorrt", pytest.param("pytorch", marks=pytest.mark.soak)])
 def test_no_kill_leaves_half_a_result_and_each_is_made_up_for(tmp_path: Path, flow: str) -> None:
     workshop = Workshop(tmp_path).write(plan(flow, "new"))
     assert workshop.run().returncode == 0

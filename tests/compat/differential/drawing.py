@@ -8,6 +8,9 @@ from typing import Any
 
 from compat.differential.cases import TABLE_ROWS, VOCABULARY, Case
 
+REQUESTS = 80
+"""Requests of the suite. They have every input."""
+
 Makers = dict[str, Callable[[], Any]]
 """How to draw each option of a row."""
 
