@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import tritonclient.http as triton_http
-from compat.conftest import FLAGS
 from compat.plain_http import PlainHttp
 from compat.test_server import MODELS
 from compat.triton import UINT64, Triton, array
-from e2e.mesh import Mesh, eventually, running_mesh, scrape
+from e2e.mesh import Mesh, eventually, router_before, scrape
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -62,8 +61,8 @@ def make_inputs(tensors: Mapping[str, Any], *, binary: bool) -> list[Any]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engine_flags=FLAGS, router_flags=("--triton-decoupled", "")) as mesh:
+async def mesh(workers: Mesh) -> AsyncIterator[Mesh]:
+    async with router_before(workers, "--triton-decoupled", "") as mesh:
         yield mesh
 
 

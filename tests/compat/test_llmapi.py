@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from compat.plain_http import PlainHttp
 from compat.triton import Response, SyncStream, Triton
-from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, running_mesh
+from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, router_before
 from tritonclient.utils import InferenceServerException
 from trtmesh.router.doors.triton.models import describe_config, triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
@@ -48,9 +48,9 @@ STOP = {"text_input": text(""), "stop": flag()}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
+async def mesh(workers: Mesh) -> AsyncIterator[Mesh]:
     flags = ("--triton-models", json.dumps(MODELS))
-    async with running_mesh(engine_flags=FLAGS, router_flags=flags) as mesh:
+    async with router_before(workers, *flags) as mesh:
         yield mesh
 
 

@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Mapping
 import numpy as np
 import pytest
 import pytest_asyncio
-from compat.conftest import FLAGS
 from compat.triton import PATIENCE_SECONDS, Triton
-from e2e.mesh import Mesh, eventually, running_mesh
+from e2e.mesh import Mesh, eventually, router_before
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -25,8 +24,8 @@ OF_ENSEMBLE = ["ensemble", "preprocessing", "tensorrt_llm", "postprocessing"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engine_flags=FLAGS, router_flags=("--triton-decoupled", "")) as mesh:
+async def mesh(workers: Mesh) -> AsyncIterator[Mesh]:
+    async with router_before(workers, "--triton-decoupled", "") as mesh:
         yield mesh
 
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from compat.test_metrics import inference, samples
 from compat.triton import Triton, joined, request
-from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, running_mesh
+from e2e.mesh import Mesh, router_before
 from tritonclient.utils import InferenceServerException
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.settings import load_settings
@@ -42,9 +42,9 @@ BOS = 0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
+async def mesh(workers: Mesh) -> AsyncIterator[Mesh]:
     flags = ("--triton-models", json.dumps(MODELS))
-    async with running_mesh(engine_flags=(*SIMULATED, *WIDE_TOKENS), router_flags=flags) as mesh:
+    async with router_before(workers, *flags) as mesh:
         yield mesh
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from compat.conftest import FLAGS
 from compat.plain_http import PlainHttp
 from compat.test_streams import native_text
-from e2e.mesh import Mesh, eventually, running_mesh
+from e2e.mesh import Mesh, eventually, router_before
 from processes import service_process
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.settings import load_settings
@@ -40,8 +39,8 @@ REDIRECT = "X-Vertex-Ai-Triton-Redirect"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engine_flags=FLAGS) as mesh:
+async def mesh(workers: Mesh) -> AsyncIterator[Mesh]:
+    async with router_before(workers) as mesh:
         yield mesh
 
 

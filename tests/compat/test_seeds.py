@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from compat.conftest import FLAGS
 from compat.triton import Triton, joined
-from e2e.mesh import Mesh, running_mesh
+from e2e.mesh import Mesh, router_before
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -59,10 +58,10 @@ async def test_native_items_with_one_seed_draw_apart(mesh: Mesh) -> None:
     assert first.text != second.text
 
 
-async def test_setting_draws_a_seed_for_each_request() -> None:
+async def test_setting_draws_a_seed_for_each_request(workers: Mesh) -> None:
     flags = ("--triton-default-seed", "none")
     async with (
-        running_mesh(engine_flags=FLAGS, router_flags=flags) as mesh,
+        router_before(workers, *flags) as mesh,
         Triton(mesh.router.address) as triton,
     ):
         assert await text(triton) != await text(triton)
@@ -73,11 +72,11 @@ async def test_setting_draws_a_seed_for_each_request() -> None:
         assert first == second
 
 
-async def test_llmapi_draws_a_seed_for_each_request() -> None:
+async def test_llmapi_draws_a_seed_for_each_request(workers: Mesh) -> None:
     """Its upstream draws from the state of a generator that all requests advance."""
     models = '{"llm": {"template": "llmapi"}}'
     async with (
-        running_mesh(engine_flags=FLAGS, router_flags=("--triton-models", models)) as mesh,
+        router_before(workers, "--triton-models", models) as mesh,
         Triton(mesh.router.address) as triton,
     ):
         ask = {

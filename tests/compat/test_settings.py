@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from compat.conftest import FLAGS
 from compat.triton import Response, Triton, joined
-from e2e.mesh import Mesh, running_mesh
+from e2e.mesh import Mesh, router_before
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -20,8 +19,8 @@ SETTINGS = ("--triton-accumulate-tokens", "true", "--triton-exclude-input-in-out
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engine_flags=FLAGS, router_flags=SETTINGS) as mesh:
+async def mesh(workers: Mesh) -> AsyncIterator[Mesh]:
+    async with router_before(workers, *SETTINGS) as mesh:
         yield mesh
 
 

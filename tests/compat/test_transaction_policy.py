@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from compat.conftest import FLAGS
 from compat.plain_http import PlainHttp
 from compat.test_streams import native_text
 from compat.triton import Triton, joined
-from e2e.mesh import Mesh, eventually, running_mesh
+from e2e.mesh import Mesh, eventually, router_before
 from tritonclient.utils import InferenceServerException
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
@@ -43,9 +42,9 @@ async def http(mesh: Mesh) -> AsyncIterator[PlainHttp]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def strict() -> AsyncIterator[Mesh]:
+async def strict(workers: Mesh) -> AsyncIterator[Mesh]:
     flags = ("--triton-strict-transaction-policy", "true")
-    async with running_mesh(engine_flags=FLAGS, router_flags=flags) as mesh:
+    async with router_before(workers, *flags) as mesh:
         yield mesh
 
 

@@ -8,9 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import pytest_asyncio
-from compat.conftest import FLAGS
 from compat.triton import Response, Triton
-from e2e.mesh import Mesh, decode, running_mesh
+from e2e.mesh import Mesh, decode, router_before
 from tritonclient.utils import InferenceServerException
 from trtmesh.chassis.errors import UnsupportedField
 
@@ -20,8 +19,8 @@ TOKENS = 12
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engine_flags=FLAGS, router_flags=("--triton-decoupled", "")) as mesh:
+async def mesh(workers: Mesh) -> AsyncIterator[Mesh]:
+    async with router_before(workers, "--triton-decoupled", "") as mesh:
         yield mesh
 
 

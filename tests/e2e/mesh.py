@@ -415,3 +415,16 @@ async def running_mesh(
         mesh = Mesh(stack)
         await (start or start_as_told)(mesh)
         yield mesh
+
+
+@asynccontextmanager
+async def router_before(peers: Mesh, *flags: str) -> AsyncIterator[Mesh]:
+    """A mesh of the tokenizers and engines of another, with a router of its own."""
+
+    async def start(mesh: Mesh) -> None:
+        mesh.tokenizers, mesh.engines = peers.tokenizers, peers.engines
+        await mesh.start_router(*flags)
+        await mesh.ready(len(peers.engines), len(peers.tokenizers))
+
+    async with running_mesh(start=start) as mesh:
+        yield mesh
