@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from house.measure import class_names_twice
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -248,6 +250,28 @@ ROOMS = {
 }
 """Files and folders of a package from the top down: imports go to the same entry or to later ones."""
 
+STILL_TWICE = {
+    "engine": {
+        *("AdapterSettings", "BatchingSettings", "HandoffSettings", "KvCacheSettings"),
+        *("LimitSettings", "Batch", "BlockPool", "Scheduler", "Sequence", "Offer", "Phase"),
+        *("Release", "ServedFetch", "HandedOver", "SequenceEnded", "EndSequence", "Expire"),
+        *("FetchLost", "FreeBlocks"),
+    },
+}
+"""Names of classes that two modules of a package still have."""
+
+SMALL_LINES = 80
+SMALL_IDEAS = {
+    "adapters.writing": "a queue with a life of its own",
+    "doors.guard": "what every gRPC server of the router asks",
+    "doors.http.origins": "which pages of browsers may ask",
+    "doors.triton.templates.ensemble": "a template, like its neighbours",
+    "doors.triton.triton": "the door as a whole",
+    "doors.triton.unmerged": "tokens taken apart for clients that count responses",
+    "fleet.link_local": "a rule against strangers, to be read alone",
+}
+"""Small modules with one importer, and what makes each an idea of its own."""
+
 MODULES = {
     "trtmesh." + ".".join(file.relative_to(package.parent).with_suffix("").parts): file
     for name, package in PACKAGES.items()
@@ -316,6 +340,26 @@ def test_every_room_has_its_place(package: str) -> None:
     folder = PACKAGES[name].joinpath(*inner)
     inside = {path.stem for path in folder.iterdir() if path.suffix in ("", ".py")}
     assert inside - {"__init__", "__pycache__"} == set(ROOMS[package])
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES.keys() - {"v1", "kserve"}))
+def test_no_two_public_classes_of_a_package_share_a_name(package: str) -> None:
+    twice = class_names_twice(ROOT)[package].keys()
+    assert twice - STILL_TWICE.get(package, set()) == set()
+
+
+@pytest.mark.parametrize("package", ["client", "router"])
+def test_small_module_with_one_importer_is_an_idea_of_its_own(package: str) -> None:
+    """A module that exists for its only importer is part of it."""
+    importers = Counter(name for module in MODULES for name in imports_of(module))
+    slivers = {
+        module.removeprefix(f"trtmesh.{package}.")
+        for module, file in MODULES.items()
+        if module.startswith(f"trtmesh.{package}.")
+        and importers[module] == 1
+        and len(file.read_text(encoding="utf-8").splitlines()) < SMALL_LINES
+    }
+    assert slivers - SMALL_IDEAS.keys() == set()
 
 
 def test_no_imports_form_a_circle() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from operator import attrgetter
 from typing import TypeAlias
 
 import pytest
@@ -18,9 +19,7 @@ MANY = 20
 
 
 def new_outbox(max_waiting: int | None = None) -> Events:
-    return Outbox(
-        pb.TokenizerServiceConnectResponse, lambda response: response.events.add(), max_waiting
-    )
+    return Outbox(pb.TokenizerServiceConnectResponse, attrgetter("events"), max_waiting)
 
 
 def add(outbox: Events, handle: int, size: int = 0) -> None:

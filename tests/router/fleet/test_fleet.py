@@ -230,7 +230,7 @@ async def test_adapter_is_found_as_its_workers_report_it(asked: Lora, found: boo
     fleet, (worker,) = fleet_of(epb.WORKER_ROLE_MIXED)
     held = Adapter(3, "a", "v2")
     worker.guard.adapters_moved({(3, "v2"): Residency(held, rank=8)}, 0.0)
-    fleet.touch(worker)
+    fleet.touched.add(worker.address)
     assert fleet.reported_adapter("m", asked) == (ItemAdapter(held, rank=8) if found else None)
     assert fleet.reported_adapter("another", asked) is None
     assert fleet.reported_adapter("m", asked, removed={(3, "v2")}) is None

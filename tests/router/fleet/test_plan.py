@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from router.fleet.test_worker import link
-from trtmesh.chassis.errors import BackendFailed, NoWorker
+from trtmesh.chassis.errors import NoWorker
 from trtmesh.router.fleet.fleet import Fleet
-from trtmesh.router.fleet.plan import Plan
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.kv_index import PromptBlocks
 from trtmesh.router.metrics import RouterMetrics
@@ -52,7 +51,7 @@ def fleet_of(*roles: pb.WorkerRole.ValueType) -> tuple[Fleet, list[Worker]]:
 
 def report(fleet: Fleet, worker: Worker, **load: Any) -> None:
     worker._on_load(pb.Load(**load))
-    fleet.touch(worker)
+    fleet.touched.add(worker.address)
 
 
 def booked(worker: Worker) -> tuple[int, int, int]:
@@ -60,15 +59,10 @@ def booked(worker: Worker) -> tuple[int, int, int]:
     return guard.bookings, guard.booked_sequences, guard.booked_prompt_tokens
 
 
-def fail_inside(plan: Plan) -> None:
-    with plan:
-        raise BackendFailed("the dispatch failed")
-
-
 async def test_one_leg_computes_everything() -> None:
     fleet, (worker,) = fleet_of(pb.WORKER_ROLE_MIXED)
-    with fleet.place(QUERY, BLOCKS) as plan:
-        assert [(leg.worker, leg.phases) for leg in plan.legs] == [(worker, WHOLE)]
+    plan = fleet.place(QUERY, BLOCKS)
+    assert [(leg.worker, leg.phases) for leg in plan.legs] == [(worker, WHOLE)]
     assert booked(worker) == (1, 2, 100)
 
 
@@ -77,18 +71,17 @@ async def test_two_legs_are_booked_and_released_together() -> None:
     plan = fleet.place(QUERY, BLOCKS)
     assert [leg.worker for leg in plan.legs] == [prefill, decode]
     assert [leg.phases for leg in plan.legs] == [PREFILL_PHASE, DECODE_PHASE]
-    assert plan.is_split
+    assert len(plan.legs) == 2
     assert (plan.first.worker, plan.last.worker) == (prefill, decode)
     assert (booked(prefill), booked(decode)) == ((1, 2, 100), (1, 2, 0))
-    with pytest.raises(BackendFailed):
-        fail_inside(plan)
+    plan.release()
     assert (booked(prefill), booked(decode)) == ((0, 0, 0), (0, 0, 0))
 
 
 async def test_last_role_left_takes_whole_items() -> None:
     fleet, (prefill,) = fleet_of(pb.WORKER_ROLE_PREFILL)
-    with fleet.place(QUERY, BLOCKS) as plan:
-        assert [(leg.worker, leg.phases) for leg in plan.legs] == [(prefill, WHOLE)]
+    plan = fleet.place(QUERY, BLOCKS)
+    assert [(leg.worker, leg.phases) for leg in plan.legs] == [(prefill, WHOLE)]
 
 
 async def test_item_that_must_not_split_stays_whole() -> None:
@@ -96,45 +89,45 @@ async def test_item_that_must_not_split_stays_whole() -> None:
         pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_MIXED
     )
     for _ in range(4):
-        with fleet.place(QUERY._replace(may_split=False), BLOCKS) as plan:
-            assert not plan.is_split
-            assert plan.last.worker in (decode, mixed)
+        plan = fleet.place(QUERY._replace(may_split=False), BLOCKS)
+        assert len(plan.legs) == 1
+        assert plan.last.worker in (decode, mixed)
 
 
 async def test_fleet_of_mixed_workers_never_splits() -> None:
     fleet, _ = fleet_of(pb.WORKER_ROLE_MIXED, pb.WORKER_ROLE_MIXED)
-    with fleet.place(QUERY, BLOCKS) as plan:
-        assert plan.last.decision.split is None
-        assert not plan.is_split
+    plan = fleet.place(QUERY, BLOCKS)
+    assert plan.last.decision.split is None
+    assert len(plan.legs) == 1
 
 
 async def test_placement_follows_a_changed_role() -> None:
     fleet, (one, two) = fleet_of(pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
     for worker, role in ((one, pb.WORKER_ROLE_DECODE), (two, pb.WORKER_ROLE_PREFILL)):
         report(fleet, worker, role=role)
-    with fleet.place(QUERY, BLOCKS) as plan:
-        assert (plan.first.worker, plan.last.worker) == (two, one)
+    plan = fleet.place(QUERY, BLOCKS)
+    assert (plan.first.worker, plan.last.worker) == (two, one)
     for worker in (one, two):
         report(fleet, worker, role=pb.WORKER_ROLE_MIXED)
-    with fleet.place(QUERY, BLOCKS) as plan:
-        assert not plan.is_split
-        assert plan.last.decision.split is None
+    plan = fleet.place(QUERY, BLOCKS)
+    assert len(plan.legs) == 1
+    assert plan.last.decision.split is None
 
 
 async def test_reservation_counts_as_pressure_until_the_first_token() -> None:
     fleet, (_, decode) = fleet_of(pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
     report(fleet, decode, total_blocks=100, used_blocks=10)
     before = decode.guard.pressure_seconds
-    with fleet.place(QUERY, BLOCKS) as plan:
-        promised = decode.guard.pressure_seconds
-        assert promised > before
-        # The report has the reservation: it counts once.
-        used = 10 + plan.last.booking.reservation.blocks
-        report(fleet, decode, total_blocks=100, used_blocks=used)
-        assert decode.guard.pressure_seconds == pytest.approx(promised)
-        plan.last.booking.started(1.0)
-        report(fleet, decode, total_blocks=100, used_blocks=used)
-        assert decode.guard.pressure_seconds == pytest.approx(promised)
+    plan = fleet.place(QUERY, BLOCKS)
+    promised = decode.guard.pressure_seconds
+    assert promised > before
+    # The report has the reservation: it counts once.
+    used = 10 + plan.last.booking.reservation.blocks
+    report(fleet, decode, total_blocks=100, used_blocks=used)
+    assert decode.guard.pressure_seconds == pytest.approx(promised)
+    plan.last.booking.started(1.0)
+    report(fleet, decode, total_blocks=100, used_blocks=used)
+    assert decode.guard.pressure_seconds == pytest.approx(promised)
 
 
 async def test_receiver_fits_the_sender() -> None:
@@ -154,8 +147,8 @@ async def test_round_robin_covers_both_roles_evenly() -> None:
     fleet, workers = fleet_of(*[pb.WORKER_ROLE_PREFILL] * 2, *[pb.WORKER_ROLE_DECODE] * 3)
     fleet.set_policy("round_robin")
     for _ in range(30):
-        with fleet.place(QUERY, BLOCKS) as plan:
-            assert plan.is_split
+        plan = fleet.place(QUERY, BLOCKS)
+        assert len(plan.legs) == 2
         for leg in plan.legs:
-            fleet.touch(leg.worker)
+            fleet.touched.add(leg.worker.address)
     assert [worker.guard.bookings for worker in workers] == [15, 15, 10, 10, 10]

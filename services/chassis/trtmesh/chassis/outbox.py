@@ -7,7 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 MAX_ITEMS = 256
 MAX_BYTES = 2**20
@@ -44,11 +44,12 @@ class Outbox(Generic[Message, Item]):
     def __init__(
         self,
         new_message: Callable[[], Message],
-        new_item: Callable[[Message], Item],
+        items_of: Callable[[Message], Any],
         max_waiting: int | None = None,
     ) -> None:
+        """`items_of` is the repeated field with the items, such as `attrgetter("events")`."""
         self._new_message = new_message
-        self._new_item = new_item
+        self._items_of = items_of
         self._max_waiting = max_waiting
         self._batches: deque[_Batch[Message]] = deque()
         self._waiting = 0
@@ -71,7 +72,8 @@ class Outbox(Generic[Message, Item]):
         if self._waiting == self._max_waiting:
             self._room.clear()
         self._changed.set()
-        return self._new_item(batch.message)
+        item: Item = self._items_of(batch.message).add()
+        return item
 
     async def wait_for_room(self) -> None:
         """Waits until fewer than `max_waiting` items wait."""

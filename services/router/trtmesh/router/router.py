@@ -299,8 +299,8 @@ class Router:
             kv_index=self._fleet.kv_index,
             adapters=self._adapters,
             on_change=self._fleet.changed,
-            on_touch=self._fleet.touch,
-            on_load=self._fleet.touch_load,
+            on_touch=self._fleet.touched.add,
+            on_load=self._fleet.loaded.add,
             twin_of=self._fleet.twin_of,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall
@@ -63,9 +64,9 @@ class RouterStream:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._outbox = Outbox(
+        self._outbox = Outbox[pb.TokenizerServiceConnectResponse, pb.TokenizerEvent](
             pb.TokenizerServiceConnectResponse,
-            lambda response: response.events.add(),
+            attrgetter("events"),
             shared.limits.max_unsent_events,
         )
         self._states = DecodeStates(

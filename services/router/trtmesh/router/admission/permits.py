@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 from trtmesh.chassis.errors import InvalidField, QueueFull, QueueTimeout
+from trtmesh.chassis.fair.large import LARGE_BYTES
 from trtmesh.chassis.settings import Settings
-from trtmesh.router.admission.request_bytes import RequestBytes
 from trtmesh.router.placement.rates import Ewma
 
 SHORTEST_RETRY_MS, LONGEST_RETRY_MS = 100, 60_000
@@ -43,6 +43,37 @@ class AdmissionLimits(Settings):
     max_request_bytes: Annotated[int, Field(ge=1)] = 2**30
     """Most bytes of all requests of 128 KiB or more, from their arrival to their end; a request over the limit is
     refused with QUEUE_FULL, or with INVALID_FIELD if it alone has more."""
+
+
+class RequestBytes:
+    """Counts the bytes of all large requests of a router; `max_items` bounds the smaller ones."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.held = 0
+
+    def holding(self, size: int) -> AbstractContextManager[None]:
+        """The block in which a request of so many bytes exists, from its arrival to its end. Entering raises
+        QueueFull, or InvalidField for more than ever fit."""
+        return nullcontext() if size < LARGE_BYTES else self._holding(size)
+
+    @contextmanager
+    def _holding(self, size: int) -> Iterator[None]:
+        if size > self._limit:
+            raise InvalidField.of(
+                "request", f"{size} bytes", f"at most {self._limit} (admission.max_request_bytes)"
+            )
+        if self.held + size > self._limit:
+            raise QueueFull.of(
+                self._limit,
+                f"large requests have {self.held} bytes and this one {size}; all may have {self._limit}"
+                " (admission.max_request_bytes)",
+            )
+        self.held += size
+        try:
+            yield
+        finally:
+            self.held -= size
 
 
 @dataclass(slots=True, eq=False)

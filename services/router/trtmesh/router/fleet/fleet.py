@@ -75,9 +75,9 @@ class Fleet:
         """Block sizes of a model's workers with KV events."""
         self._with_roles: frozenset[str] = frozenset()
         """Models with workers that are not mixed."""
-        self._touched: set[str] = set()
-        """Addresses, because a worker may be replaced at its address between two placements."""
-        self._loaded: set[str] = set()
+        self.touched: set[str] = set()
+        """Addresses of workers with a stale snapshot, since a worker may be replaced at its address."""
+        self.loaded: set[str] = set()
         """Addresses of workers of which only the load changed, as it does several times in an item's life."""
         self.decisions = DecisionLog(settings.explained_decisions)
         self.kv_index = KvIndex(settings.kv_index_blocks)
@@ -122,7 +122,7 @@ class Fleet:
     def join(self, worker: Worker) -> None:
         """Adds a worker, to take items once ready."""
         self.workers[worker.address] = worker
-        self.touch(worker)
+        self.touched.add(worker.address)
 
     def twin_of(self, worker: Worker, instance: str) -> Worker | None:
         """Another worker of this router in the same process; a link that makes no progress does not count."""
@@ -137,23 +137,15 @@ class Fleet:
         gone = [worker for worker in self.workers.values() if worker.leaving and not worker.busy]
         for worker in gone:
             del self.workers[worker.address]
-            self.touch(worker)
+            self.touched.add(worker.address)
         return gone
-
-    def touch(self, worker: Worker) -> None:
-        """Marks a worker's snapshot as stale."""
-        self._touched.add(worker.address)
-
-    def touch_load(self, worker: Worker) -> None:
-        """Marks the load in a worker's snapshot as stale."""
-        self._loaded.add(worker.address)
 
     def snapshot(self) -> tuple[WorkerSnapshot, ...]:
         """Every worker at this moment. Only workers touched since the last call are read again."""
-        if self._loaded or self._touched:
-            served = [self._read(address) for address in self._loaded | self._touched]
-            self._loaded.clear()
-            self._touched.clear()
+        if self.loaded or self.touched:
+            served = [self._read(address) for address in self.loaded | self.touched]
+            self.loaded.clear()
+            self.touched.clear()
             self._snapshot = tuple(self._snapshots.values())
             if not all(served):
                 self._note_served()
@@ -161,7 +153,7 @@ class Fleet:
 
     def _with_former_loads(self) -> tuple[WorkerSnapshot, ...]:
         """Every worker at this moment, but for its load, for questions that do not depend on it."""
-        return self.snapshot() if self._touched else self._snapshot
+        return self.snapshot() if self.touched else self._snapshot
 
     def _note_served(self) -> None:
         served: frozenset[Served] = frozenset(worker.served for worker in self._snapshot)
@@ -277,11 +269,12 @@ class Fleet:
         if decision.prefill is decision.chosen:
             worker = self._take_turn(decision.chosen, blocks, now)
             booking = self._booking(worker, decision, uncached, now)
-            return Plan([Leg(worker, booking, WHOLE, decision)])
+            leg = Leg(worker, booking, WHOLE, decision)
+            return Plan(leg, leg)
         worker = self._take_turn(decision.prefill, blocks, now)
         booking = self._booking(worker, decision, uncached, now)
         prefill = Leg(worker, booking, PREFILL_PHASE, decision)
-        return Plan([prefill, self._book_decode(decision, blocks, now)])
+        return Plan(prefill, self._book_decode(decision, blocks, now))
 
     def _book_decode(self, decision: Decision, blocks: PromptBlocks, now: float) -> Leg:
         """The leg of a sequence that continues from another worker's KV."""

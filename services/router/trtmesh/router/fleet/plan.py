@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
 
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.placement import Decision, Phase
@@ -21,37 +20,20 @@ class Leg:
     decision: Decision
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """The legs of an item in the order of the phases.
+    """The legs of an item: that of the prompt and that of the last token, which are one unless the plan is split.
 
-    A context manager: an error releases the bookings of all legs. Otherwise each booking belongs to the sequences on
-    its worker, and before their dispatch to the handoff between the legs.
+    Each booking belongs to the sequences on its worker, and before their dispatch to the handoff between the legs.
     """
 
-    legs: list[Leg] = field(default_factory=list)
+    first: Leg
+    last: Leg
 
     @property
-    def first(self) -> Leg:
-        """The leg of the prompt."""
-        return self.legs[0]
-
-    @property
-    def last(self) -> Leg:
-        """The leg of the last token."""
-        return self.legs[-1]
-
-    @property
-    def is_split(self) -> bool:
-        """Whether prefill and decode run on two workers."""
-        return len(self.legs) > 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.release()
+    def legs(self) -> tuple[Leg, ...]:
+        """The legs in the order of the phases."""
+        return (self.first,) if self.first is self.last else (self.first, self.last)
 
     def release(self) -> None:
         """Gives the bookings of all legs back."""

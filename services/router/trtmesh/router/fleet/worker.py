@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import (
@@ -100,13 +101,14 @@ class Worker(Replica):
         kv_index: KvIndex,
         adapters: Adapters,
         on_change: Callable[[], None],
-        on_touch: Callable[[Worker], None],
-        on_load: Callable[[Worker], None],
+        on_touch: Callable[[str], None],
+        on_load: Callable[[str], None],
         tls_of_peers: TlsOfPeers = plain_text,
         bridge: Bridge | None = None,
         twin_of: Callable[[Worker, str], Worker | None] = lambda *_: None,
     ) -> None:
-        """`bridge` is the process in front of a foreign engine, None for an engine of ours."""
+        """`bridge` is the process in front of a foreign engine, None for an engine of ours. `on_touch` and `on_load`
+        take the address."""
         super().__init__(address, deadlines.silence_seconds, max_message_bytes, turns, tls_of_peers)
         self._deadlines = deadlines
         self._bridge = bridge
@@ -140,7 +142,7 @@ class Worker(Replica):
         """Number of streams so far."""
         self.last_turn = 0
         """Number of the last placement on the worker."""
-        self.guard = LoadGuard(partial(on_load, self))
+        self.guard = LoadGuard(partial(on_load, address))
         self._assignments = Assignments(address, self.guard, self._send)
         self._steps = Steps(self._assignments, self.guard, metrics, self._send)
         self.leases = Leases(address, self._send)
@@ -235,11 +237,12 @@ class Worker(Replica):
 
     def touch(self) -> None:
         """Marks the snapshot as stale."""
-        self._on_touch(self)
+        self._on_touch(self.address)
 
     def snapshot(self, typical: Typical) -> WorkerSnapshot:
         """The worker with everything dispatched until now; stale after the next `touch`."""
-        guard, now, able = self.guard, asyncio.get_running_loop().time(), self.capabilities
+        now, able = asyncio.get_running_loop().time(), self.capabilities
+        most, token_bytes = self.description.max_batch_size, able.kv.token_bytes if able.kv else 0
         return WorkerSnapshot(
             address=self.address,
             worker=self.name,
@@ -247,26 +250,16 @@ class Worker(Replica):
             problem=self.mismatch if self.ready else self._unready,
             supported_fields=able.supported_fields,
             capabilities=able.optional,
-            adapters=guard.adapters,
             max_sequence_tokens=able.max_sequence_tokens,
             max_sequences=able.max_sequences,
             max_beams=able.max_beams,
             tokens_per_block=able.tokens_per_block,
             last_turn=self.last_turn,
-            sequences=guard.sequences,
             most_sequences=able.most_present,
-            wait_seconds=guard.wait_seconds(typical, self.description.max_batch_size),
-            prefill_seconds=guard.prefill_seconds(typical),
-            step_seconds=guard.step_seconds(typical),
-            pressure_seconds=guard.pressure_seconds,
-            warmth=guard.warmth(now),
-            breaker_open=guard.breaker.is_open(now),
             role=self.role,
             kv=able.kv,
-            decoding_sequences=guard.decoding_sequences,
-            transfer_seconds=able.kv.token_bytes * guard.byte_seconds(typical) if able.kv else 0,
-            receiving_tokens=guard.receiving_tokens,
             refuses_handoffs=able.refuses_handoffs(self.load),
+            **self.guard.figures(typical, most, token_bytes, now),
         )
 
     def submit(
@@ -598,4 +591,4 @@ class Worker(Replica):
 
 
 def _new_outbox() -> Outbox[pb.EngineServiceConnectRequest, pb.EngineCommand]:
-    return Outbox(pb.EngineServiceConnectRequest, lambda request: request.commands.add())
+    return Outbox(pb.EngineServiceConnectRequest, attrgetter("commands"))

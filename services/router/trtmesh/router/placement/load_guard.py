@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.placement.breaker import Breaker
@@ -257,6 +258,24 @@ class LoadGuard:
         self.adapters = self.adapters.used(adapter, sequences)
         if adapter.key not in self.adapters.in_use:
             self._loads.pop(adapter.key, None)
+
+    def figures(
+        self, typical: Typical, max_batch_size: int, kv_token_bytes: int, now: float
+    ) -> dict[str, Any]:
+        """The fields of a worker's snapshot that this guard knows, in one call: a placement reads every worker."""
+        return {
+            "adapters": self.adapters,
+            "sequences": self.sequences,
+            "wait_seconds": self.wait_seconds(typical, max_batch_size),
+            "prefill_seconds": self.prefill_seconds(typical),
+            "step_seconds": self.step_seconds(typical),
+            "pressure_seconds": self.pressure_seconds,
+            "warmth": self.warmth(now),
+            "breaker_open": self.breaker.is_open(now),
+            "decoding_sequences": self.decoding_sequences,
+            "transfer_seconds": kv_token_bytes * self.byte_seconds(typical),
+            "receiving_tokens": self.receiving_tokens,
+        }
 
     def warmth(self, now: float) -> float:
         return min(1.0, max(0.0, (now - self._joined_at) / SLOW_START_SECONDS))

@@ -77,8 +77,3 @@ class RequestContext:
             return None
         remaining = self.deadline - asyncio.get_running_loop().time()
         return min(max(1, math.ceil(remaining * 1000)), 2**32 - 1)
-
-    def spend(self, tokens: int) -> None:
-        """Charges tokens to the owner."""
-        if self.bucket is not None:
-            self.bucket.spend(tokens, asyncio.get_running_loop().time())

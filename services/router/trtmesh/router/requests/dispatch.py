@@ -44,12 +44,6 @@ def dispatch(
         leg.worker.submit(runs, command, leg.booking)
 
 
-def seed_of(context: RequestContext, item: ItemRequest) -> int:
-    """The item's own seed, or the drawn one."""
-    seed = item.config.sampling.seed
-    return context.drawn_seed if seed is None else seed
-
-
 def _end_after_first_token(config: pb.GenerationConfig, *, is_handed_over: bool) -> None:
     """Makes the item end with its handoff, whatever its limit; or after a token, where nothing can be handed over."""
     if is_handed_over:

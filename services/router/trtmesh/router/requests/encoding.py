@@ -61,7 +61,9 @@ NOT_ENCODED = EncodedItem([], [], [], PromptBlocks(None, ()))
 
 
 async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem:
-    """Encodes prompt and words in a single exchange. Raises PromptEmpty, AdapterNotFound or the pool's errors."""
+    """Encodes prompt and words in a single exchange. Raises UnsupportedField, before the item costs a tokenizer
+    anything, PromptEmpty, AdapterNotFound or the pool's errors."""
+    context.mesh.fleet.check_fields(context.model, item.worker_fields)
     prompt, words, spelled_words = item.prompt, item.words, item.spelled_words
     token_ids: Sequence[int] = prompt.token_ids or ()
     word_ids: list[tuple[int, ...]] = []

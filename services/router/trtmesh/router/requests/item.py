@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 
 from trtmesh.chassis.errors import AdapterNotFound, HandoffFailed, NoWorker, TrtmeshError
-from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.tasks import until_all_end, until_first_ends
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.admission import Permit
@@ -28,7 +27,6 @@ from trtmesh.router.handoffs.client_halves import state_of
 from trtmesh.router.handoffs.item_handoffs import ItemHandoffs
 from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
 from trtmesh.router.requests.context import RequestContext
-from trtmesh.router.requests.dispatch import dispatch, seed_of
 from trtmesh.router.requests.encoding import (
     NOT_ENCODED,
     EncodedItem,
@@ -56,16 +54,10 @@ class ItemRun:
         self._permit = permit
         self._events = ItemEvents(item.batch_index, context)
         self._placer = Placer(context, item)
-        self._handoffs = ItemHandoffs(
-            self,
-            item,
-            context.request_id,
-            context.model,
-            context.mesh.handoffs,
-            self._placer,
-            self._events.moved,
-        )
-        self._resumed = context.received.has(item.batch_index)
+        self._handoffs: ItemHandoffs | None = None
+        """None before the first, which most items never have."""
+        self._is_half = item.is_context_only
+        self._resumed = bool(context.received.sequences) and context.received.has(item.batch_index)
         self._stop_asked = False
         self._over = False
         self._delivered = False
@@ -81,12 +73,12 @@ class ItemRun:
         self.over_ns = 0
         """Monotonic time of a complete item's end."""
         self.stage = "admit"
-        self.worker = ""
+        self.failed = False
+        self._worker: Worker | None = None
 
     async def run(self) -> None:
         """Runs the item from admission to the terminal event."""
         self._task = asyncio.current_task()
-        rebind_request_id(self._context.request_id)
         try:
             await self._admit()
             await self._encode()
@@ -96,10 +88,12 @@ class ItemRun:
                 await self._generate()
             await self._finish()
         except TrtmeshError as error:
+            self.failed = True
             self._events.failed(error, self.usage())
         except asyncio.CancelledError:
             self._cancelled()
         except Exception as error:  # noqa: BLE001 - a defect ends the affected item alone, visibly
+            self.failed = True
             self._events.broke(error, self.usage())
         finally:
             self._abandon()
@@ -111,33 +105,31 @@ class ItemRun:
 
     async def _encode(self) -> None:
         self.stage = "encode"
-        # Refuses unsupported fields before they cost a tokenizer anything.
-        self._mesh.fleet.check_fields(self._context.model, self._item.worker_fields)
-        began = self._context.age_seconds()
+        loop, context = asyncio.get_running_loop(), self._context
+        began = loop.time()
         try:
-            self._encoded = await encode_item(self._context, self._item)
+            self._encoded = await encode_item(context, self._item)
         except TrtmeshError:
             await self._turn_among_siblings()
             raise
-        self.encode_seconds = self._context.age_seconds() - began
+        self.encode_seconds = loop.time() - began
         await self._turn_among_siblings()
         if self._encoded.adapter is not None:
             self._mesh.adapters.began(self._encoded.adapter)
-        if not self._resumed:
-            self._context.spend(self.prompt_tokens)
+        if context.bucket is not None and not self._resumed:
+            context.bucket.spend(self.prompt_tokens, loop.time())
 
     async def _open(self) -> None:
         """Waits for a sibling with the same prefix, then opens sequences resumed from another router, or from the state
         of a first half."""
         self.stage = "place"
-        # Before blocks are hashed, and received tokens given to a tokenizer.
-        received = self._context.received.longest(self._item.batch_index)
-        self._mesh.fleet.check_length(self._context.model, self.prompt_tokens + received)
-        await self._placer.meet_siblings(self._encoded)
+        received = self._context.received.longest(self._item.batch_index) if self._resumed else 0
+        # Before received tokens are given to a tokenizer.
+        await self._placer.prepare(self._encoded, received)
         if self._resumed:
             self.open_sequences()
         elif self._item.state is not None:
-            self._handoffs.continue_half(self._item.state)
+            self._begun_handoffs().continue_half(self._item.state)
 
     async def _place(self) -> None:
         """Dispatches all sequences without a worker, once the client has read enough and a worker takes them."""
@@ -151,18 +143,22 @@ class ItemRun:
             self.stage = "place"
             await self._turn()
             # Everything may have changed meanwhile.
-            if not self._may_be_placed or self._handoffs.resume(waiting := self._waiting):
+            waiting = self._waiting
+            if not self._may_be_placed or (self._handoffs and self._handoffs.resume(waiting)):
                 continue
             try:
                 plan = self._placer.place(self._encoded, waiting)
             except (NoWorker, AdapterNotFound) as error:
                 await self._wait_for_worker(error)
-            else:
-                with plan:
-                    if self._encoded.adapter is None or await self._deliver(plan, waiting):
-                        self._dispatch(plan, waiting)
-                    else:
-                        plan.release()
+                continue
+            try:
+                if self._encoded.adapter is None or await self._deliver(plan, waiting):
+                    self._dispatch(plan, waiting)
+                    return
+            except BaseException:
+                plan.release()
+                raise
+            plan.release()
 
     async def _turn(self) -> None:
         """Waits for a turn, so that a burst of starts, ends or losses does not hold up running streams; what runs goes
@@ -241,8 +237,8 @@ class ItemRun:
         self.over_ns = time.monotonic_ns()
         await self._turn()
         self._events.finished(self._runs, self.usage())
-        if self._item.is_context_only:
-            self._handoffs.give()
+        if self._is_half:
+            self._begun_handoffs().give()
             return
         tokens = self.generated_tokens / len(self._runs)
         self._mesh.fleet.learn_new_tokens(self._context.model, tokens)
@@ -252,8 +248,10 @@ class ItemRun:
         # First: the end of a handoff lets a worker that is drained move its next sequence, which must not be of here.
         self._over = True
         for run in self._runs:
-            run.end(pb.FINISH_REASON_CANCELLED, deliver=Delivery.NOTHING)
-        self._handoffs.cancel()
+            if not run.over:
+                run.end(pb.FINISH_REASON_CANCELLED, deliver=Delivery.NOTHING)
+        if self._handoffs is not None:
+            self._handoffs.cancel()
         if self._encoded.adapter is not None:
             self._mesh.adapters.ended(self._encoded.adapter)
         self._placer.close()
@@ -276,21 +274,24 @@ class ItemRun:
             return
         for run in self._runs:
             run.end(pb.FINISH_REASON_STOPPED, deliver=Delivery.ALL)
-        self._handoffs.cancel()
+        if self._handoffs is not None:
+            self._handoffs.cancel()
         if not self._runs and self._task is not None:
             self._task.cancel()
 
     def dissolve(self) -> None:
         """Breaks the item's reference cycles after the end."""
         self._runs = []
-        self._handoffs.dissolve()
+        if self._handoffs is not None:
+            self._handoffs.dissolve()
         # A raised error references the item through the traceback.
         self._error = None
         self._task = None
 
     @property
-    def failed(self) -> bool:
-        return bool(self._events.error)
+    def worker(self) -> str:
+        """Name of the latest worker, or ''."""
+        return self._worker.name if self._worker is not None else ""
 
     @property
     def batch_index(self) -> int:
@@ -333,7 +334,8 @@ class ItemRun:
     @property
     def _waiting(self) -> list[SequenceRun]:
         """Sequences to place."""
-        return self._handoffs.without_worker([run for run in self._runs if run.waits_for_worker])
+        runs = [run for run in self._runs if run.assignment is None and run.waits_for_worker]
+        return runs if self._handoffs is None else self._handoffs.without_worker(runs)
 
     @property
     def _may_be_placed(self) -> bool:
@@ -341,9 +343,9 @@ class ItemRun:
 
     @property
     def _needs_worker(self) -> bool:
-        if not self._runs:
-            return not self._handoffs.awaits_prefill
-        return bool(self._waiting)
+        if self._runs:
+            return bool(self._waiting)
+        return self._handoffs is None or not self._handoffs.awaits_prefill
 
     def open_sequences(self) -> None:
         """Opens all sequences, at the start or after the tokens received from another router."""
@@ -381,20 +383,33 @@ class ItemRun:
 
     def _dispatch(self, plan: Plan, waiting: Sequence[SequenceRun]) -> None:
         """Submits the item to the plan's worker; a handoff does so where the plan or the client asks for one."""
-        if self._item.is_context_only:
-            self._handoffs.begin_half(plan, waiting)
-        elif plan.is_split:
-            self._handoffs.split(plan, waiting)
-        else:
+        if self._is_half:
+            self._begun_handoffs().begin_half(plan, waiting)
+        elif plan.first is plan.last:
             self.submit(plan.first, waiting)
+        else:
+            self._begun_handoffs().split(plan, waiting)
+
+    def _begun_handoffs(self) -> ItemHandoffs:
+        """The item's handoffs, from the first on."""
+        if self._handoffs is None:
+            self._handoffs = ItemHandoffs(
+                self,
+                self._item,
+                self._context.request_id,
+                self._context.model,
+                self._mesh.handoffs,
+                self._placer,
+                self._events.moved,
+            )
+        return self._handoffs
 
     def submit(self, leg: Leg, runs: Sequence[SequenceRun], lease: Lease = NO_LEASE) -> None:
         """Submits sequences, or all of a fresh item. Raises TrtmeshError."""
         if not self._runs:
             self.open_sequences()
-        runs = runs or self._runs
-        dispatch(leg, self._context, self._item, self._encoded, runs, lease)
-        self.began_at(leg)
+        self._placer.dispatch(leg, self._encoded, runs or self._runs, lease)
+        self._note_worker(leg.worker)
 
     def place_receiver(self, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool) -> Leg:
         """Books a leg for a handoff's receiver. Raises as `Placer.place_receiver`."""
@@ -403,26 +418,30 @@ class ItemRun:
     def began_at(self, leg: Leg) -> None:
         """Notes the item's worker, and reports the start with the first."""
         self._placer.dispatched(leg)
-        self.worker = leg.worker.name
+        self._note_worker(leg.worker)
+
+    def _note_worker(self, worker: Worker) -> None:
+        self._worker, context, config = worker, self._context, self._item.config
         if self.queue_seconds is not None:
             return
         if self._encoded.adapter is not None:
             self._mesh.adapters.dispatched(self._encoded.adapter, hit=not self._delivered)
-        self.queue_seconds = self._context.age_seconds()
+        self.queue_seconds = asyncio.get_running_loop().time() - context.arrival_time
+        seed = config.sampling.seed
         self._events.started(
-            self.worker,
-            seed_of(self._context, self._item),
+            worker,
+            context.drawn_seed if seed is None else seed,
             self._encoded.token_ids,
             self.queue_seconds,
-            with_prompt=not self._item.config.output.exclude_prompt,
+            with_prompt=not config.output.exclude_prompt,
         )
 
     def on_settled(self, run: SequenceRun) -> None:
         """Reports the end of a sequence; wakes the item after the last sequence or a failure."""
-        self._handoffs.on_settled(run)
+        if self._handoffs is not None:
+            self._handoffs.on_settled(run)
         if run.error is None:
-            is_half = self._item.is_context_only
-            state = state_of(run, self._encoded, self.worker) if is_half else None
+            state = state_of(run, self._encoded, self.worker) if self._is_half else None
             self._events.sequence_finished(run, state)
         else:
             self._error = run.error
@@ -434,7 +453,7 @@ class ItemRun:
         if self._over or self._stop_asked:
             return
         if self._context.pace.paused and self._item.config.beam_search.beam_width == 1:
-            if without_kv := self._handoffs.park(self._runs):
+            if without_kv := self._begun_handoffs().park(self._runs):
                 self._move(without_kv, "paused")
         else:
             self.wake()
@@ -446,7 +465,8 @@ class ItemRun:
         if not self._placer.has_place(self._encoded, self._runs, address, error):
             return False
         self._move(runs, "moved", error, error)
-        self._handoffs.fail(runs, address, error)
+        if self._handoffs is not None:
+            self._handoffs.fail(runs, address, error)
         return True
 
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
@@ -461,7 +481,8 @@ class ItemRun:
             last = too_many_losses(placer.attempts.fruitless, error)
             run.end(pb.FINISH_REASON_ERROR, last, deliver=Delivery.ALL)
             return
-        self._handoffs.fail([run], address, error)
+        if self._handoffs is not None:
+            self._handoffs.fail([run], address, error)
         told = error if placer.is_news(address, error) else None
         self._move([run], error.reason.lower(), error, told)
 
@@ -484,17 +505,17 @@ class ItemRun:
         """Begins to move sequences with their KV; returns those that cannot move so."""
         if self._stop_asked or self._over:
             return ()
-        return self._handoffs.hand_over(runs, address, cause)
+        return self._begun_handoffs().hand_over(runs, address, cause)
 
     def continues(self, run: SequenceRun) -> bool:
         """Whether a handed over sequence continues: not a first half that a client asked for."""
-        return not self._item.is_context_only
+        return not self._is_half
 
     def on_handed_over(self, run: SequenceRun, end: End) -> None:
         """Passes a sequence on to the receiver, or keeps it for its client's return."""
         if self._stop_asked:
             run.end(pb.FINISH_REASON_STOPPED, deliver=Delivery.ALL)
-        else:
+        elif self._handoffs is not None:
             self._handoffs.on_handed_over(run, end)
         self.wake()
 

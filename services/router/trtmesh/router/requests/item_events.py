@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InternalError, TrtmeshError
 from trtmesh.chassis.logs import caller_bound, request_id_bound
+from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.streams.sequence import Delivery, SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
@@ -43,7 +44,7 @@ class ItemEvents:
 
     def started(
         self,
-        worker: str,
+        worker: Worker,
         seed: int,
         token_ids: Sequence[int],
         queue_seconds: float,
@@ -56,7 +57,7 @@ class ItemEvents:
         self._of_model.prompt_tokens.observe(len(token_ids))
         echo = token_ids if with_prompt else ()
         started = router_pb.ItemStarted(
-            seed=seed, prompt_tokens=len(token_ids), worker=worker, prompt_token_ids=echo
+            seed=seed, prompt_tokens=len(token_ids), worker=worker.name, prompt_token_ids=echo
         )
         event = router_pb.GenerateEvent(batch_index=self._batch_index, item_started=started)
         self._client.announce(event)

@@ -12,6 +12,7 @@ from functools import partial
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.budget import Budget
 from trtmesh.chassis.fair.start_scheduler import StartQueue
+from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.admission import Account, Permit
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.requests.context import Mesh, RequestContext
@@ -20,7 +21,7 @@ from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.siblings import Siblings
 from trtmesh.router.streams.client_stream import ClientStream
 from trtmesh.router.streams.pace import ClientLimits, Pace
-from trtmesh.router.values.request import GenerationRequest
+from trtmesh.router.values.request import GenerationRequest, ItemRequest
 from trtmesh.router.values.resumption import Received
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -28,9 +29,11 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The right of a request to run: a permit per item, and the account of its owner."""
+    """The right of a request to run: a permit for each item, and the account of its owner."""
 
     model: str
+    items: Sequence[ItemRequest]
+    """Those that its client has not received to the end."""
     permits: Sequence[Permit]
     owner: Identity
     account: Account
@@ -84,7 +87,7 @@ class LiveRequest:
         """The error, if this router ended the call."""
         self.gone = asyncio.Event()
         self._handler = asyncio.current_task()
-        self.waiting = deque(zip(received.rest_of(request), self.permits, strict=True))
+        self.waiting = deque(zip(admitted.items, self.permits, strict=True))
         """Items that have not begun."""
         self.items: list[ItemRun] = []
         """The others."""
@@ -109,7 +112,8 @@ class LiveRequest:
         return item
 
     async def run(self, item: ItemRun) -> None:
-        """Runs an item; the end of the last item closes the client's stream."""
+        """Runs an item, in a task of its own; the end of the last item closes the client's stream."""
+        rebind_request_id(self.context.request_id)
         try:
             await item.run()
         finally:

@@ -21,12 +21,13 @@ from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.fleet.worker_capabilities import Fingerprints
 from trtmesh.router.handoffs.item_handoffs import has_kv_to_share
+from trtmesh.router.handoffs.live_handoff import Lease
 from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
 from trtmesh.router.placement.decision import DecisionRecord
 from trtmesh.router.placement.snapshot import PREFILL_PHASE
 from trtmesh.router.replay import RecordedItem
 from trtmesh.router.requests.context import RequestContext
-from trtmesh.router.requests.dispatch import starts
+from trtmesh.router.requests.dispatch import dispatch, starts
 from trtmesh.router.requests.encoding import EncodedItem
 from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, GroupMember
 from trtmesh.router.streams.sequence import SequenceRun
@@ -173,8 +174,11 @@ class Placer:
         """Whether any worker took the item."""
         return self._identity is not None
 
-    async def meet_siblings(self, encoded: EncodedItem) -> None:
-        """Waits for the leading sibling with the same prefix, unless a worker holds the prefix already."""
+    async def prepare(self, encoded: EncodedItem, received_tokens: int) -> None:
+        """Waits for the leading sibling with the same prefix, unless a worker holds the prefix already. Raises
+        PromptTooLong, before blocks are hashed."""
+        tokens = len(encoded.token_ids) + received_tokens
+        self._fleet.check_length(self._context.model, tokens)
         siblings = self._context.siblings
         if siblings is None:
             return
@@ -267,6 +271,13 @@ class Placer:
         """Leaves out the worker at `address`, which is full, as a receiver; also as the next worker of sequences that
         began, since a migration would wait in its queue."""
         self._refusals[address] = error.message
+
+    def dispatch(
+        self, leg: Leg, encoded: EncodedItem, runs: Sequence[SequenceRun], lease: Lease
+    ) -> None:
+        """Submits sequences to the worker of a leg. Raises TrtmeshError."""
+        dispatch(leg, self._context, self._item, encoded, runs, lease)
+        self.dispatched(leg)
 
     def dispatched(self, leg: Leg) -> None:
         """Notes the worker's identity for later placements, and the booking for siblings."""

@@ -252,7 +252,8 @@ class Requests:
         account = self._mesh.rate_limiter.account_of(owner, now)
         leaving = former.permits if former else ()
         try:
-            items = len(received.rest_of(request))
+            rest = received.rest_of(request)
+            items = len(rest)
             if former is None and not received.anything:
                 account.check_rates(items, now)
             else:
@@ -269,4 +270,4 @@ class Requests:
                 self._mesh.recorder.note_refused(request, model, error)
             raise
         account.open(items, now)
-        return Admitted(model, permits, owner, account)
+        return Admitted(model, rest, permits, owner, account)

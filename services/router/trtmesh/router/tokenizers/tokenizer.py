@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 from trtmesh.chassis.error_wire import from_proto
@@ -583,4 +584,4 @@ def _check_encoded(encoded: pb.Encoded, command: pb.EncodeCommand) -> None:
 
 
 def _new_outbox() -> Outbox[pb.TokenizerServiceConnectRequest, pb.TokenizerCommand]:
-    return Outbox(pb.TokenizerServiceConnectRequest, lambda request: request.commands.add())
+    return Outbox(pb.TokenizerServiceConnectRequest, attrgetter("commands"))
