@@ -7,16 +7,30 @@ import json
 import os
 import signal
 import socket
-import sys
+import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import IO
+
+from forks import fork_server, start_module
 
 START_SECONDS = 240.0
 STOP_SECONDS = 120.0
 
 PORT_FLAGS = ("--port", "--admin-port", "--http-port", "--metrics-port")
+
+
+BACKENDS = {
+    "simulated": ("trtmesh.engine.backends.simulated.backend",),
+    "torch": (
+        "trtmesh.engine.backends.torch.backend",
+        "trtmesh.engine.backends.torch.engine",
+        "trtmesh.engine.backends.torch.loading",
+    ),
+}
+"""Modules that an engine imports once it knows its backend."""
 
 
 @dataclass
@@ -30,7 +44,7 @@ class ServiceProcess:
     """'' except for a router with HTTP."""
     metrics_port: int | None
     pid: int
-    _process: asyncio.subprocess.Process
+    _process: subprocess.Popen[bytes]
     _log: list[str]
     _collecting: asyncio.Task[None]
 
@@ -42,7 +56,7 @@ class ServiceProcess:
     @property
     def exit_status(self) -> int | None:
         """None while running; negative for a process killed by a signal."""
-        return self._process.returncode
+        return self._process.poll()
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -55,7 +69,7 @@ class ServiceProcess:
         """Waits for the process to end; returns its exit status."""
         async with asyncio.timeout(seconds):
             await asyncio.shield(self._collecting)
-            return await self._process.wait()
+            return await _end_of(self._process)
 
     async def stop(self) -> int:
         """Sends SIGTERM, as an orchestrator does, and waits for the end."""
@@ -72,38 +86,39 @@ async def service_process(
     The process announces its address before it serves.
     """
     process = await _start(service, flags, env)
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
     log: list[str] = []
-    collecting = asyncio.create_task(_collect(process, log))
-    try:
-        assert process.stdout
-        with held_ports(flags):
-            async with asyncio.timeout(START_SECONDS):
-                line = await process.stdout.readline()
-        if not line:
-            await collecting
-            raise AssertionError(f"{service} exited before it announced itself:\n{''.join(log)}")
-        announced = json.loads(line)
-        yield ServiceProcess(
-            address=announced["address"],
-            admin_address=announced.get("admin_address", ""),
-            http_address=announced.get("http_address", ""),
-            metrics_port=announced["metrics_port"],
-            pid=announced["pid"],
-            _process=process,
-            _log=log,
-            _collecting=collecting,
-        )
-    except BaseException:
-        # What a failed test shows of the process.
-        print(f"--- log of {service} {process.pid} ---\n{''.join(log)}")
-        raise
-    finally:
-        if process.returncode is None:
+    async with _reading(process.stdout) as stdout, _reading(process.stderr) as stderr:
+        collecting = asyncio.create_task(_collect(stderr, log))
+        try:
+            with held_ports(flags):
+                async with asyncio.timeout(START_SECONDS):
+                    line = await stdout.readline()
+            if not line:
+                await collecting
+                raise AssertionError(f"{service} ended before it announced itself:\n{''.join(log)}")
+            announced = json.loads(line)
+            yield ServiceProcess(
+                address=announced["address"],
+                admin_address=announced.get("admin_address", ""),
+                http_address=announced.get("http_address", ""),
+                metrics_port=announced["metrics_port"],
+                pid=announced["pid"],
+                _process=process,
+                _log=log,
+                _collecting=collecting,
+            )
+        except BaseException:
+            # What a failed test shows of the process.
+            print(f"--- log of {service} {process.pid} ---\n{''.join(log)}")
+            raise
+        finally:
             process.kill()
-        if process.stdin:
             process.stdin.close()
-        await collecting
-        await process.wait()
+            await collecting
+            await _end_of(process)
 
 
 @dataclass(frozen=True)
@@ -120,12 +135,9 @@ async def run_to_exit(service: str, *flags: str, env: Mapping[str, str] | None =
     process = await _start(service, flags, env)
     try:
         async with asyncio.timeout(START_SECONDS):
-            stdout, stderr = await process.communicate()
+            stdout, stderr = await asyncio.to_thread(process.communicate)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode is not None
+        process.kill()
     return Exit(process.returncode, stdout.decode(), stderr.decode())
 
 
@@ -146,17 +158,16 @@ def held_ports(flags: Sequence[str]) -> Iterator[None]:
 
 async def _start(
     service: str, flags: tuple[str, ...], env: Mapping[str, str] | None
-) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
+) -> subprocess.Popen[bytes]:
+    server = fork_server(_imports(service, flags))
+    # Only a first process waits long.
+    await asyncio.to_thread(server.wait_ready)
+    return start_module(
+        server,
         f"trtmesh.{service}",
-        *flags,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        flags,
         # Concurrent routers must not share the default admin and HTTP ports.
-        env={
+        {
             **os.environ,
             "TRTMESH_ROUTER_ADMIN_PORT": "0",
             "TRTMESH_ROUTER_HTTP_PORT": "0",
@@ -165,7 +176,34 @@ async def _start(
     )
 
 
-async def _collect(process: asyncio.subprocess.Process, log: list[str]) -> None:
-    assert process.stderr
-    while chunk := await process.stderr.read(65536):
+def _imports(service: str, flags: Sequence[str]) -> tuple[str, ...]:
+    """The modules that a process imports before it serves, if it starts with these flags."""
+    main = f"trtmesh.{service}.__main__"
+    backend = dict(pairwise(flags)).get("--backend", "torch")
+    return (main, *BACKENDS.get(backend, ())) if service == "engine" else (main,)
+
+
+@asynccontextmanager
+async def _reading(pipe: IO[bytes]) -> AsyncIterator[asyncio.StreamReader]:
+    """Reads a pipe, and closes it at the end."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    try:
+        yield reader
+    finally:
+        transport.close()
+        # It closes the pipe in the loop's next turn.
+        await asyncio.sleep(0)
+
+
+async def _end_of(process: subprocess.Popen[bytes]) -> int:
+    while (status := process.poll()) is None:  # noqa: ASYNC110 - a process sets no event
+        await asyncio.sleep(0.01)
+    return status
+
+
+async def _collect(stderr: asyncio.StreamReader, log: list[str]) -> None:
+    while chunk := await stderr.read(65536):
         log.append(chunk.decode(errors="replace"))

@@ -1,20 +1,28 @@
-"""Finds the child process that has opened a TCP connection to this one."""
+"""Finds the process that has opened a TCP connection to this one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 
 def dialer_of(port: int, dialed: int) -> int | None:
-    """The child whose connection leads from this local port to the `dialed` one; None for this process, and for a
-    connection that has ended. Connections to other ports may share the local port."""
+    """The process below this one whose connection leads from this local port to the `dialed` one; None for this
+    process, and for a connection that has ended. Connections to other ports may share the local port."""
     inode = _inode_of(port, dialed)
     if inode is None:
         return None
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return next((int(pid) for pid in children if _has(pid, f"socket:[{inode}]")), None)
+    below = _below(str(os.getpid()))
+    return next((int(pid) for pid in below if _has(pid, f"socket:[{inode}]")), None)
+
+
+def _below(pid: str) -> Iterator[str]:
+    with suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            yield child
+            yield from _below(child)
 
 
 def _inode_of(port: int, dialed: int) -> str | None:

@@ -1,0 +1,140 @@
+"""A process that has imported what a service imports, and forks into processes of the service.
+
+`python fork_server.py SOCKET MODULE...` imports the modules. For every message on the socket it forks a process that
+runs a module as `python -m` would. It starts no thread and no loop and computes nothing, so a fork finds no lock held
+and no library set up. It ends with the other end of the socket, and all that it forked ends with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+LONGEST_MESSAGE = 2**20
+
+_SET_PARENT_DEATH_SIGNAL = 1
+_HELD_BACK = (signal.SIGINT, signal.SIGCHLD)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A message to the server: what a forked process runs."""
+
+    module: str
+    arguments: list[str]
+    env: dict[str, str]
+    directory: str
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    # Ctrl-C is meant for the tests.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+        # It runs again, as the main module.
+        if name.endswith(".__main__"):
+            del sys.modules[name]
+    assert len([*Path("/proc/self/task").iterdir()]) == 1, "an import started a thread"
+    # Collections would otherwise copy every page that forked processes share.
+    gc.collect()
+    gc.freeze()
+    control.send(b"ready")
+    if job := Server(control).serve():
+        runpy.run_module(job.module, run_name="__main__", alter_sys=True)
+
+
+class Server:
+    """Forks, and tells how forked processes ended."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._ends, self._end = os.pipe()
+        for each in (self._ends, self._end):
+            os.set_blocking(each, False)
+        self._told: dict[int, int] = {}
+        """The pipe that takes the status of each process."""
+
+    def serve(self) -> Job | None:
+        """Returns a job in each forked process, and None in the server, when the other end closes."""
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._end)
+        while True:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            ready, _, _ = select.select([self._control, self._ends], [], [])
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+            if self._ends in ready:
+                os.read(self._ends, 4096)
+                self._reap()
+            if self._control in ready:
+                message, files, _, _ = socket.recv_fds(self._control, LONGEST_MESSAGE, 4)
+                if not message:
+                    return None
+                if job := self._fork(message, files):
+                    return job
+
+    def _reap(self) -> None:
+        for pid in [*self._told]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                told = self._told.pop(pid)
+                with suppress(BrokenPipeError):
+                    os.write(told, str(os.waitstatus_to_exitcode(status)).encode())
+                os.close(told)
+
+    def _fork(self, message: bytes, files: list[int]) -> Job | None:
+        """Returns the job in the forked process."""
+        server = os.getpid()
+        *files, told = files
+        stands, standing = os.pipe()
+        if pid := os.fork():
+            self._told[pid] = told
+            for each in (*files, standing):
+                os.close(each)
+            # Who knows the pid may freeze the process.
+            os.read(stands, 1)
+            os.close(stands)
+            self._control.send(str(pid).encode())
+            return None
+        # The server may be killed too.
+        assert ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0) == 0
+        if os.getppid() != server:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        for each in (told, *self._told.values(), self._ends, self._end, stands):
+            os.close(each)
+        self._control.close()
+        job = Job(**json.loads(message))
+        _take(job, files)
+        os.close(standing)
+        return job
+
+
+def _take(job: Job, files: list[int]) -> None:
+    """Gives this process its standard files, environment, directory, arguments and signals."""
+    for number, each in enumerate(files):
+        os.dup2(each, number)
+        os.close(each)
+    os.environ.clear()
+    os.environ.update(job.env)
+    os.chdir(job.directory)
+    # As `python -m` has it.
+    sys.path[0] = job.directory
+    sys.argv[1:] = job.arguments
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+
+
+if __name__ == "__main__":
+    main()

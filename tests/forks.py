@@ -1,0 +1,167 @@
+"""Service processes without their imports: one process of each kind imports, and forks into the others.
+
+A `Forked` is a process like every other `subprocess.Popen`, with its own environment, files, sockets and signals. It
+dies with this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fork_server import LONGEST_MESSAGE, Job
+
+SERVER = Path(__file__).with_name("fork_server.py")
+
+LATE = ("TRTMESH_", "TRTLLM_STAND_IN_", "AIP_", "SAGEMAKER_", "PYTEST_")
+"""Prefixes of variables that nothing reads before a service runs. The interpreter and libraries read others when they
+start."""
+
+
+def early(env: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables that a process must have when it imports."""
+    return {name: value for name, value in env.items() if not name.startswith(LATE)}
+
+
+EARLY = early(os.environ)
+"""Of the processes that import."""
+
+
+class ForkServer:
+    """The process of `fork_server.py`, which has done some imports."""
+
+    def __init__(self, imports: Sequence[str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, SERVER, str(theirs.fileno()), *imports],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=EARLY,
+                pass_fds=[theirs.fileno()],
+            )
+        self._asking = threading.Lock()
+        self._is_ready = False
+        atexit.register(self._end)
+
+    @property
+    def pid(self) -> int:
+        """The parent of the forked processes."""
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Waits for the end of the imports."""
+        with self._asking:
+            if not self._is_ready:
+                self._answer()
+                self._is_ready = True
+
+    def fork(self, job: Job, files: Sequence[int]) -> int:
+        """Forks a process with these standard files; the last one takes its status. Returns its pid."""
+        self.wait_ready()
+        message = json.dumps(asdict(job)).encode()
+        assert len(message) < LONGEST_MESSAGE
+        with self._asking:
+            with suppress(ConnectionError):
+                socket.send_fds(self._control, [message], files)
+            return int(self._answer())
+
+    def lost(self) -> RuntimeError:
+        """Waits for the end of the server, which has closed what it had open."""
+        return RuntimeError(f"the fork server ended with {self._process.wait()}")
+
+    def _answer(self) -> bytes:
+        with suppress(ConnectionError):
+            if answer := self._control.recv(LONGEST_MESSAGE):
+                return answer
+        raise self.lost()
+
+    def _end(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+@cache
+def fork_server(imports: tuple[str, ...]) -> ForkServer:
+    """The server with these imports, started when it is first asked for."""
+    return ForkServer(imports)
+
+
+def start_module(
+    server: ForkServer, module: str, arguments: Sequence[str], env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts `python -m MODULE ARGUMENTS` with pipes: forked, unless a variable must be there when it imports."""
+    pipe = subprocess.PIPE
+    if early(env) == EARLY:
+        return Forked(
+            server, module, arguments, env=env, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe
+        )
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, env=env, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+class Forked(subprocess.Popen[Any]):
+    """`python -m MODULE ARGUMENTS`, forked from a process that has done the imports, which is its parent."""
+
+    def __init__(
+        self, server: ForkServer, module: str, arguments: Sequence[str], **options: Any
+    ) -> None:
+        self._server = server
+        self._module, self._arguments = module, [*arguments]
+        self._status = -1
+        """Read when the process has ended."""
+        self._reading = threading.Lock()
+        super().__init__([sys.executable, "-m", module, *arguments], **options)
+
+    def poll(self) -> int | None:
+        with self._reading:
+            if self.returncode is None:
+                with suppress(BlockingIOError):
+                    told = os.read(self._status, 20)
+                    if not told:
+                        raise self._server.lost()
+                    os.close(self._status)
+                    self.returncode = int(told)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        ends_at = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (status := self.poll()) is None:
+            if time.monotonic() > ends_at:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.002)
+        return status
+
+    def _execute_child(self, *given: Any) -> None:
+        """Forks where the base class executes; the parameters are the base class's."""
+        # Its stubs leave the privates out.
+        base: Any = subprocess.Popen
+        told = inspect.signature(base._execute_child).bind(self, *given).arguments
+        sys.audit("subprocess.Popen", sys.executable, told["args"], told["cwd"], told["env"])
+        directory = str(told["cwd"] or Path.cwd())
+        job = Job(self._module, self._arguments, {**(told["env"] or os.environ)}, directory)
+        ours = told["p2cread"], told["c2pwrite"], told["errwrite"]
+        # Where no file is given, the process has the one of this process.
+        files = [own if given == -1 else given for own, given in enumerate(ours)]
+        self._status, status = os.pipe()
+        os.set_blocking(self._status, False)
+        try:
+            self.pid = self._server.fork(job, [*files, status])
+            self._child_created = True
+        finally:
+            os.close(status)
+            pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+            base._close_pipe_fds(self, *(told[pipe] for pipe in pipes))
