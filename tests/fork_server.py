@@ -72,12 +72,12 @@ class Server:
         signal.set_wakeup_fd(self._end)
         while True:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-            ready, _, _ = select.select([self._control, self._ends], [], [])
+            ready, _, _ = select.select([self._control.fileno(), self._ends], [], [])
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
             if self._ends in ready:
                 os.read(self._ends, 4096)
                 self._reap()
-            if self._control in ready:
+            if self._control.fileno() in ready:
                 message, files, _, _ = socket.recv_fds(self._control, LONGEST_MESSAGE, 4)
                 if not message:
                     return None
