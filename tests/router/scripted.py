@@ -249,7 +249,12 @@ async def serving_router(
     settings = {"engines": tuple(engines), "tokenizers": tuple(tokenizers)} | merged(own, settings)
     router = Router(RouterSettings.model_validate(settings), runtime)
     runtime.health = Health(router.service_names)
-    server = GrpcServer(MESSAGE_BYTES, runtime.guard, message_limits=runtime.message_limits)
+    server = GrpcServer(
+        MESSAGE_BYTES,
+        runtime.guard,
+        message_limits=runtime.message_limits,
+        admission=runtime.admission,
+    )
     await runtime.health.register(server)
     router.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

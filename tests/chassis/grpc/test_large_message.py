@@ -155,7 +155,7 @@ async def test_server_refuses_a_message_of_too_many_fields() -> None:
     sizes = set[int]()
 
     async def count(asked: Any, context: Any) -> pb.StopResponse:
-        sizes.add(context.message_bytes)
+        sizes.add(context.message.size)
         return pb.StopResponse(stopped_items=len(asked.items))
 
     async def count_all(asked: Any, context: Any) -> pb.StopResponse:

@@ -65,7 +65,7 @@ async def _echo(request: bytes, context: Any) -> bytes:
 
 
 async def _who(request: bytes, context: Any) -> bytes:
-    return repr((dict(context.auth_context()), context.peer_identities())).encode()
+    return repr(dict(context.auth_context())).encode()
 
 
 async def _chat(requests: Any, context: Any) -> AsyncIterator[bytes]:

@@ -13,9 +13,9 @@ import pytest
 from engine.handoff.pairs import PROMPT, SLOW, Pair, lease, oracle, pair, release, reserve
 from engine_streams import MESSAGE_BYTES, eventually, submit
 from trtmesh.chassis.grpc.server import GrpcServer
+from trtmesh.chassis.rpc import ServedContext
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.engine.backend import Reserved
-from trtmesh.engine.handoff.fetch_server import Context
 from trtmesh.engine.handoff.identity import content_of
 from trtmesh.engine.handoff.receive_machine import ReceiverPhase
 from trtmesh.engine.handoff.transports.block_copy import batches
@@ -25,7 +25,7 @@ from trtmesh.v1 import generation_pb2 as gpb
 from trtmesh.v1 import kv_transfer_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2_grpc
 
-Script = Callable[[Context], Awaitable[None]]
+Script = Callable[[ServedContext], Awaitable[None]]
 
 BLOCKS, LAYERS = 4, 4
 NIXL = pb.KV_TRANSPORT_NIXL
@@ -38,7 +38,7 @@ class ScriptedSender(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self._script = script
 
     # A coroutine, like the real one.
-    async def Fetch(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+    async def Fetch(self, request_iterator: object, context: ServedContext) -> None:  # type: ignore[override]
         opening = await context.read()
         assert isinstance(opening, pb.FetchRequest)
         assert opening.open.blocks.lease_id
@@ -128,7 +128,7 @@ async def test_broken_protocol_fails_the_lease(messages: Messages, words: str) -
     async with pair(SLOW) as both:
         size = block_bytes(both)
 
-        async def script(context: Context) -> None:
+        async def script(context: ServedContext) -> None:
             for message in messages(size):
                 await context.write(message)
             if "ended" not in words:
@@ -147,7 +147,7 @@ async def test_checksum_of_a_part_is_that_of_its_bytes() -> None:
         size = 4 * block_bytes(both)
         checksum = zlib.crc32(bytes(size))
 
-        async def script(context: Context) -> None:
+        async def script(context: ServedContext) -> None:
             for message in (part(0, checksum=checksum), chunk(size), mark(1)):
                 await context.write(message)
             request = await context.read()
@@ -164,7 +164,7 @@ async def test_checksum_of_a_part_is_that_of_its_bytes() -> None:
 
 @pytest.mark.parametrize("begun", [[], [part(0)], [part(0), chunk(5)]])
 async def test_silent_sender_ends_with_the_lease(begun: list[pb.FetchResponse]) -> None:
-    async def script(context: Context) -> None:
+    async def script(context: ServedContext) -> None:
         for message in begun:
             await context.write(message)
         await asyncio.Event().wait()

@@ -9,14 +9,13 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from trtmesh.chassis.rpc import RpcContext
 
 log = logging.getLogger(__name__)
 
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class _Statuses(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped library
@@ -36,12 +35,12 @@ class _Statuses(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untype
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def Check(self, request: Any, context: _Context) -> Any:
+    async def Check(self, request: Any, context: RpcContext) -> Any:
         if (status := self._statuses.get(request.service)) is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND)
+            await context.abort(grpc.StatusCode.NOT_FOUND, "")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def Watch(self, request: Any, context: _Context) -> None:
+    async def Watch(self, request: Any, context: RpcContext) -> None:
         told = None
         while True:
             changed = self._changed

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from trtmesh.chassis.error_wire import to_metadata
 from trtmesh.chassis.errors import InternalError, TrtmeshError, Unavailable
+from trtmesh.chassis.fair.message_admission import ReceivedMessage
 from trtmesh.chassis.logs import Occasionally, request_id_bound
 from trtmesh.chassis.panics import is_failure
 
@@ -20,7 +21,49 @@ occasionally = Occasionally(log)
 REQUEST_ID_METADATA_KEY = "x-request-id"
 
 
-def request_id_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+class RpcContext(Protocol):
+    """A call, as its handler sees it."""
+
+    def invocation_metadata(self) -> Any:
+        """Keys and values that the client sent."""
+
+    def peer(self) -> str:
+        """The client's address, as gRPC writes it."""
+
+    def auth_context(self) -> Mapping[str, Any]:
+        """Who the client is by its certificate; empty without one."""
+
+    def time_remaining(self) -> Any:
+        """Seconds until the deadline; None without a deadline."""
+
+    async def read(self) -> Any:
+        """The next request message, or grpc.aio.EOF."""
+
+    async def write(self, message: Any) -> None:
+        """Sends a message; returns when flow control has admitted all of it."""
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        """Sends metadata with the status."""
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        """Ends the call with a status other than OK. Always raises AbortError."""
+
+
+class ServedContext(RpcContext, Protocol):
+    """A call of this server, which offers more than any gRPC server."""
+
+    @property
+    def message(self) -> ReceivedMessage:
+        """The message that the handler got last."""
+
+    async def send_initial_metadata(self, initial_metadata: Any) -> None:
+        """Sends metadata before the first message."""
+
+    async def write_pieces(self, *pieces: bytes | bytearray | memoryview) -> None:
+        """Sends a large serialized message in pieces, without a copy."""
+
+
+def request_id_of(context: RpcContext) -> str:
     """The request id in the call's metadata, or ''."""
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_METADATA_KEY:
@@ -28,26 +71,12 @@ def request_id_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     return ""
 
 
-def message_bytes_of(context: grpc.aio.ServicerContext[Any, Any]) -> int:
-    """Bytes of the message that the handler of a call got last."""
-    size: int = cast(Any, context).message_bytes
-    return size
-
-
-def holding_message(
-    context: grpc.aio.ServicerContext[Any, Any], size: int
-) -> AbstractContextManager[None]:
-    """The block in which a message of so many bytes, which the handler of a call got, waits to be read."""
-    block: AbstractContextManager[None] = cast(Any, context).holding_message(size)
-    return block
-
-
 class Answering(AbstractAsyncContextManager[None]):
     """The block of a handler's body. A class, because an asynchronous generator costs a call as much as its parsing."""
 
     def __init__(
         self,
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: RpcContext,
         request_id: str,
         sentence: Callable[[TrtmeshError], str],
     ) -> None:
@@ -73,7 +102,7 @@ class Answering(AbstractAsyncContextManager[None]):
 
 
 def answering(
-    context: grpc.aio.ServicerContext[Any, Any],
+    context: RpcContext,
     request_id: str = "",
     sentence: Callable[[TrtmeshError], str] = str,
 ) -> Answering:
@@ -82,11 +111,10 @@ def answering(
     return Answering(context, request_id, sentence)
 
 
-async def _abort(
-    context: grpc.aio.ServicerContext[Any, Any], error: TrtmeshError, sentence: str
-) -> None:
+async def _abort(context: RpcContext, error: TrtmeshError, sentence: str) -> None:
     # Peers retry an unavailable service all the time.
     level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
     occasionally(error.reason, level, "call refused: %s: %s", error.reason, sentence)
     metadata = to_metadata(error)
-    await context.abort(error.row.status, sentence, trailing_metadata=metadata)
+    context.set_trailing_metadata(metadata)
+    await context.abort(error.row.status, sentence)

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, Gauge
 from trtmesh.chassis.addresses import listen
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
+from trtmesh.chassis.fair.message_admission import MessageAdmission
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server import GrpcServer
@@ -81,6 +82,8 @@ class Runtime:
     """Of answers on the port of the process; without it none is compressed."""
     message_limits: MessageLimits | None = None
     """Of large messages there; without it the clients are services of the mesh."""
+    admission: MessageAdmission = field(default_factory=MessageAdmission)
+    """Of all messages there."""
     retire_connections: Callable[[], None] = lambda: None
     """Has clients of the port open their next calls on other connections, maybe of another process."""
     addresses: dict[str, str] = field(default_factory=dict)
@@ -137,6 +140,7 @@ class _Process:
             self._settings.connections,
             runtime.compression,
             runtime.message_limits,
+            runtime.admission,
         )
         runtime.retire_connections = server.retire_connections
         following = asyncio.create_task(certificates.follow())

@@ -15,7 +15,7 @@ from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.connecting import check_address
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
+from trtmesh.chassis.fair.message_admission import MessageAdmission
 from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.foreign_address import ForeignAddress, is_foreign, parse_engine
 from trtmesh.chassis.grpc.large_message import MessageLimits
@@ -84,6 +84,7 @@ class Router:
             settings.retries, self._metrics, expected=bool(settings.tokenizers)
         )
         self._admission = Admission(settings.admission)
+        runtime.admission = MessageAdmission(self._admission.request_bytes.counting)
         self._recorder = Recorder(settings.record.file) if settings.record.file else None
         mesh = Mesh(
             self._fleet,
@@ -124,7 +125,6 @@ class Router:
             runtime.certificates.server(H2),
             settings.connections,
         )
-        self._parsing = LargeMessageThread()
         self._http: HttpPort | None = None
         self._triton = self._make_triton() if settings.triton.enabled else None
         self._metrics.gauges = self._gauges
@@ -134,7 +134,7 @@ class Router:
 
     def register(self, server: grpc.aio.Server) -> None:
         settings = self._settings
-        mesh_service = MeshService(self._requests, self._callers, self._metrics, self._parsing)
+        mesh_service = MeshService(self._requests, self._callers, self._metrics)
         router_pb2_grpc.add_MeshServiceServicer_to_server(mesh_service, server)
         self._runtime.addresses["admin_address"] = self._admin_door.listen()
         if self._triton is not None:
@@ -170,6 +170,7 @@ class Router:
                 settings.max_message_bytes,
                 settings.client.unread_seconds,
                 self._runtime.certificates.server(HTTP_1_1),
+                self._runtime.admission,
             )
         return Triton(
             settings.triton,
@@ -182,7 +183,6 @@ class Router:
             self._requests,
             self._callers,
             self._metrics,
-            self._parsing,
         )
 
     async def start(self) -> None:

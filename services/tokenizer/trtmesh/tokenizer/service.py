@@ -6,12 +6,11 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterable, Sequence
-from typing import Any
 
 import grpc
 from trtmesh.chassis.errors import Draining, NoTokenizer
 from trtmesh.chassis.progress import tell_progress
-from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.rpc import RpcContext, answering
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.tokenizer_loading import for_words
@@ -89,7 +88,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     async def Connect(  # type: ignore[override]
         self,
         request_iterator: AsyncIterable[pb.TokenizerServiceConnectRequest],
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: RpcContext,
     ) -> None:
         async with answering(context):
             stream = RouterStream(self._ready())
@@ -102,7 +101,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
                 del self._streams[task]
 
     async def GetTokenizer(
-        self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.GetTokenizerRequest, context: RpcContext
     ) -> pb.GetTokenizerResponse:
         async with answering(context):
             most = self._settings.encoding.max_text_bytes

@@ -66,7 +66,8 @@ class Example:
         if request in (b"defect", b"status"):
             raise ZeroDivisionError("by zero")
         trailing = (("reason", "OWN"), ("data-bin", b"\x00\xff"))
-        await context.abort(grpc.StatusCode.DATA_LOSS, request.decode(), trailing)
+        context.set_trailing_metadata(trailing)
+        await context.abort(grpc.StatusCode.DATA_LOSS, request.decode())
         raise AssertionError("abort raises")
 
     async def refuse(self, request: bytes, context: Any) -> None:
@@ -108,7 +109,8 @@ class Example:
 
     async def misspell(self, request: bytes, context: Any) -> None:
         """Sends invalid metadata."""
-        await context.abort(grpc.StatusCode.DATA_LOSS, "lost", (("reason", None),))
+        context.set_trailing_metadata((("reason", None),))
+        await context.abort(grpc.StatusCode.DATA_LOSS, "lost")
 
     async def many(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         """`count,size`: so many messages of so many bytes."""

@@ -125,7 +125,7 @@ def expected_numbers(count: int) -> list[int]:
 def data_bytes(example: Example) -> int:
     """DATA sent on the only connection."""
     (connection,) = example.server._connections
-    sent: int = connection._writer.data_bytes
+    sent: int = connection.writer.data_bytes
     return sent
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -74,9 +75,10 @@ async def test_pieces_stay_within_the_window() -> None:
 
 
 async def test_message_over_the_limit_is_refused() -> None:
-    async with pieces() as example, wired(example) as wire:
-        example.server.max_message_bytes = 1000
-        wire.send(wire.call(1, "Many"), wire.data(1, b""))
-        async with asyncio.timeout(60):
-            _, said = await wire.answer(1)
-        assert said["grpc-status"] == str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+    async with pieces() as example:
+        example.server.policy = replace(example.server.policy, max_message_bytes=1000)
+        async with wired(example) as wire:
+            wire.send(wire.call(1, "Many"), wire.data(1, b""))
+            async with asyncio.timeout(60):
+                _, said = await wire.answer(1)
+            assert said["grpc-status"] == str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])

@@ -20,6 +20,7 @@ import pytest_asyncio
 from aiohttp import web
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.message_admission import MessageAdmission
 from trtmesh.chassis.fair.start_scheduler import MAX_IN_SLICE
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
 from trtmesh.router.doors.http.answers import PIECE_ELEMENTS, coding_of, to_json, to_json_in_pieces
@@ -46,7 +47,7 @@ Handler = Callable[[web.Request, Bodies], Awaitable[web.Response]]
 async def serving(handler: Handler) -> AsyncIterator[Measuring]:
     app = web.Application(client_max_size=MOST_BYTES)
     server = HttpServer(app, HttpLimits(64, 64, MOST_UNFINISHED, 60.0, 60.0))
-    bodies = Bodies(BodyLimits(MOST_BYTES, MOST_BYTES, 60.0), server)
+    bodies = Bodies(BodyLimits(MOST_BYTES, MOST_BYTES, 60.0), server, MessageAdmission())
 
     async def handle(request: web.Request) -> web.Response:
         return await handler(request, bodies)

@@ -14,7 +14,7 @@ from trtmesh.chassis.fair.large import LARGE_BYTES
 
 T = TypeVar("T")
 
-Held: TypeAlias = Callable[[], AbstractContextManager[None]]
+Held: TypeAlias = Callable[[], AbstractContextManager[object]]
 """A block in which a message counts as held."""
 
 

@@ -133,13 +133,13 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
 
     _transport: asyncio.Transport
     _host: str
-    _writer: FrameWriter
+    writer: FrameWriter
     _keepalive: asyncio.TimerHandle
     _look_at: float
-    _account: Account
+    account: Account
     _origin: Hashable
     """What has one share of the turns."""
-    _queue: ConnectionQueue
+    queue: ConnectionQueue
     """Work on received messages."""
 
     def __init__(self, expected_preface: bytes, turns: ParseScheduler, budget: Budget) -> None:
@@ -161,7 +161,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._last_stream_id = 0
         """The highest identifier opened by the client."""
         self._receive_window = CONNECTION_WINDOW_SIZE
-        self._rates = FrameRates()
+        self.rates = FrameRates()
         self._sent_before_ping = 0
         self._settings_received = False
         self._heard = False
@@ -169,16 +169,16 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._ping_sent = False
         self._closed = False
         self._closing: asyncio.TimerHandle | None = None
-        self._peer = ""
+        self.peer = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not derive from asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
-        self._host, self._peer = _host_of(transport), _peer_of(transport)
+        self._host, self.peer = _host_of(transport), _peer_of(transport)
         self._origin = self._origin_of(self._host)
-        self._queue = ConnectionQueue(self._turns, self._origin)
-        self._account = self._budget.account(self._shed)
-        self._writer = FrameWriter(self._loop, self._transport)
+        self.queue = ConnectionQueue(self._turns, self._origin)
+        self.account = self._budget.account(self._shed)
+        self.writer = FrameWriter(self._loop, self._transport)
         self._plan_look(PING_AFTER_SECONDS)
 
     def _origin_of(self, host: str) -> Hashable:
@@ -218,7 +218,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             self._fail(error)
         except Exception:
             # A defect must not keep other connections from their turns.
-            log.exception("frames of %s could not be processed", self._peer)
+            log.exception("frames of %s could not be processed", self.peer)
             self._transport.abort()
         held, in_block = self._reader.held, self._header_decoder.expects_continuation
         if held or in_block or self._unfinished_since is not None:
@@ -240,7 +240,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         counted = held if held >= MIN_COUNTED_BYTES else 0
         if counted != self._counted:
             change, self._counted = counted - self._counted, counted
-            self._account.add(change)
+            self.account.add(change)
 
     def completed(self) -> None:
         """Reads more, after the turns that the received bytes took."""
@@ -257,22 +257,22 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     def eof_received(self) -> None:
         if not self._transport.can_write_eof():
             # Writes have no effect any more: TLS has no half-closed connections, and logs writes to closed ones.
-            self._writer.close()
+            self.writer.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = True
-        self._account.close()
-        self._writer.abandon()
+        self.account.close()
+        self.writer.abandon()
         self._disconnect_streams(CLOSED if error is None else reason_of(error))
         self._keepalive.cancel()
         if self._closing is not None:
             self._closing.cancel()
 
     def pause_writing(self) -> None:
-        self._writer.pause()
+        self.writer.pause()
 
     def resume_writing(self) -> None:
-        self._writer.resume()
+        self.writer.resume()
 
     def close(self) -> None:
         """Closes the connection after the frames already sent. Keeps reading for a while: closing with unread input
@@ -280,7 +280,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         if not self._closed:
             self._closed = True
             self._count()
-            self._writer.close()
+            self.writer.close()
             self._closing = self._loop.call_later(CLOSE_SECONDS, self._transport.abort)
             if not self._transport.can_write_eof():
                 # TLS has no half-closed connections.
@@ -319,7 +319,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
                 Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too many unread bytes are held")
             )
 
-    def _forget(self, stream_id: int) -> None:
+    def forget(self, stream_id: int) -> None:
         """A stream is closed."""
         stream = self._streams.pop(stream_id)
         self._closed_streams.add(stream_id, ended_by_peer=stream.ended_by_peer)
@@ -348,7 +348,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             # Without SETTINGS, the loop was late.
             self._ping_sent = self._settings_received and not self._heard
             if self._ping_sent:
-                self._writer.send(_PING)
+                self.writer.send(_PING)
         self._heard = False
         self._plan_look(PING_TIMEOUT_SECONDS if self._ping_sent else PING_AFTER_SECONDS)
 
@@ -359,7 +359,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     def _is_excused(self) -> bool:
         """Whether a silent peer may have answered: to be read later, or once it has read the PING."""
         late = self._loop.time() - self._look_at > LATE_SECONDS
-        return late or self._waits_for_turn or self._writer.paused
+        return late or self._waits_for_turn or self.writer.paused
 
     def _plan_look(self, seconds: float) -> None:
         self._look_at = self._loop.time() + seconds
@@ -378,7 +378,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         receive = self._RECEIVERS.get(received.type)
         if receive is None:
             # A frame of an extension (RFC 9113, section 5.5).
-            self._rates.count(rates.UNKNOWN)
+            self.rates.count(rates.UNKNOWN)
             return
         try:
             receive(self, received)
@@ -387,12 +387,12 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
 
     def _fail_stream(self, stream_id: int, error: Http2StreamError) -> None:
         # At the level debug: a peer can cause stream errors as fast as it sends.
-        log.debug("stream error of %s: %s", self._peer, error)
-        self._rates.count(rates.STREAM_ERROR)
+        log.debug("stream error of %s: %s", self.peer, error)
+        self.rates.count(rates.STREAM_ERROR)
         if (stream := self._streams.get(stream_id)) is not None:
             stream.fail(error.code)
         else:
-            self._writer.send(rst_stream(stream_id, error.code))
+            self.writer.send(rst_stream(stream_id, error.code))
 
     def _receive_data(self, received: Data) -> None:
         size = len(received.payload)
@@ -402,11 +402,11 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
                 ErrorCode.FLOW_CONTROL_ERROR, "DATA exceeds the window of the connection"
             )
         if self._receive_window < CONNECTION_WINDOW_SIZE // 2:
-            self._writer.send(window_update(0, CONNECTION_WINDOW_SIZE - self._receive_window))
+            self.writer.send(window_update(0, CONNECTION_WINDOW_SIZE - self._receive_window))
             self._receive_window = CONNECTION_WINDOW_SIZE
         data = without_padding(received)
         if not data and not received.flags & END_STREAM:
-            self._rates.count(rates.EMPTY_DATA)
+            self.rates.count(rates.EMPTY_DATA)
         if (stream := self._stream_of(received)) is not None:
             stream.receive_data(data, size)
             if received.flags & END_STREAM:
@@ -420,11 +420,11 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "frame on an idle stream")
         if (stream := self._streams.get(received.stream_id)) is None:
             # It may have been in flight when the stream was closed.
-            self._rates.count(rates.CLOSED_STREAM)
+            self.rates.count(rates.CLOSED_STREAM)
         return stream
 
-    def _send_window_update(self, stream_id: int, increment: int) -> None:
-        self._writer.send(window_update(stream_id, increment))
+    def send_window_update(self, stream_id: int, increment: int) -> None:
+        self.writer.send(window_update(stream_id, increment))
 
     def _receive_headers(self, received: Frame) -> None:
         if (block := self._header_decoder.headers(received)) is not None:
@@ -436,14 +436,14 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
 
     def _receive_priority(self, received: Frame) -> None:
         """Priorities are deprecated and ignored (RFC 9113, section 5.3.2)."""
-        self._rates.count(rates.PRIORITY)
+        self.rates.count(rates.PRIORITY)
         check_length(received, 5)
         if not received.stream_id:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "PRIORITY on stream 0")
 
     def _receive_rst_stream(self, received: Frame) -> None:
         check_length(received, 4)
-        self._rates.count(rates.RST_STREAM)
+        self.rates.count(rates.RST_STREAM)
         if (stream := self._stream_of(received)) is not None:
             stream.receive_rst_stream(ErrorCode.parse(received.payload))
 
@@ -454,22 +454,22 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             return
         self._settings_received = True
         # Each may touch every stream.
-        self._rates.count(rates.SETTINGS)
+        self.rates.count(rates.SETTINGS)
         if len(received.payload) > MAX_SETTINGS_BYTES:
             raise Http2ConnectionError(
                 ErrorCode.ENHANCE_YOUR_CALM, f"SETTINGS has over {MAX_SETTINGS_BYTES} bytes"
             )
         values = dict(parse_settings(received))
         # Before DATA of the new windows: the peer counts by the old windows until the ACK.
-        self._writer.send(_SETTINGS_ACK)
+        self.writer.send(_SETTINGS_ACK)
         for name, value in values.items():
             if name == Setting.INITIAL_WINDOW_SIZE:
                 open_streams = [stream.stream for stream in self._streams.values()]
-                self._writer.set_initial_window_size(value, open_streams)
+                self.writer.set_initial_window_size(value, open_streams)
             elif name == Setting.HEADER_TABLE_SIZE and value < INITIAL_HEADER_TABLE_SIZE:
-                self._writer.acknowledge_header_table_size()
+                self.writer.acknowledge_header_table_size()
             elif name == Setting.MAX_FRAME_SIZE:
-                self._writer.set_max_frame_size(value)
+                self.writer.set_max_frame_size(value)
         self._take_settings(values)
 
     def _receive_push_promise(self, received: Frame) -> None:
@@ -478,17 +478,17 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     def _receive_ping(self, received: Frame) -> None:
         check_no_stream(received)
         check_length(received, 8)
-        sent = self._writer.data_bytes
+        sent = self.writer.data_bytes
         if sent == self._sent_before_ping:
-            self._rates.count(rates.PING)
+            self.rates.count(rates.PING)
         # Clients measure the network by a PING for each round trip with DATA.
         self._sent_before_ping = sent
         if not received.flags & ACK:
-            self._writer.send(frame(FrameType.PING, ACK, 0, received.payload))
+            self.writer.send(frame(FrameType.PING, ACK, 0, received.payload))
 
     def _receive_goaway_frame(self, received: Frame) -> None:
         payload = received.payload
-        self._rates.count(rates.GOAWAY)
+        self.rates.count(rates.GOAWAY)
         check_no_stream(received)
         if len(payload) < 8:
             raise Http2ConnectionError(
@@ -504,13 +504,13 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         if not received.stream_id:
             if not increment:
                 raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
-            if not self._writer.increment_window(increment):
-                self._rates.count(rates.WINDOW_UPDATE)
+            if not self.writer.increment_window(increment):
+                self.rates.count(rates.WINDOW_UPDATE)
         elif (stream := self._stream_of(received)) is not None:
             if not increment:
                 raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
-            if not self._writer.increment_stream_window(stream.stream, increment):
-                self._rates.count(rates.WINDOW_UPDATE)
+            if not self.writer.increment_stream_window(stream.stream, increment):
+                self.rates.count(rates.WINDOW_UPDATE)
 
     _RECEIVERS: ClassVar[dict[int, Callable[[Http2Connection[Any], Any], None]]] = {
         FrameType.DATA: _receive_data,

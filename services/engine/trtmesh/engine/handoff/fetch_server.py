@@ -13,8 +13,7 @@ from trtmesh.chassis.errors import (
     InvalidRequest,
     Mismatch,
 )
-from trtmesh.chassis.grpc.server.call import ServerCall
-from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.rpc import ServedContext, answering
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.engine.handoff.checksums import checksum_of
 from trtmesh.engine.handoff.chunks import head_of
@@ -41,8 +40,6 @@ OPEN_SECONDS = 10.0
 MAX_CHUNK_BYTES = 2**20
 CHUNK_OVERHEAD_BYTES = 64
 
-Context = ServerCall
-
 PartBytes = tuple[list[list[memoryview]], int]
 """The bytes of a part in pieces, by chunk, and their checksum."""
 
@@ -55,7 +52,7 @@ class FetchServer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self._handoffs = handoffs
 
     # A coroutine, unlike the stub: a cancelled generator leaves cleanup to the garbage collector.
-    async def Fetch(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+    async def Fetch(self, request_iterator: object, context: ServedContext) -> None:  # type: ignore[override]
         async with answering(context):
             opening = await _opening(context)
             if opening is None:
@@ -72,7 +69,7 @@ class FetchServer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 sent.fetch_ended()
 
 
-async def _opening(context: Context) -> pb.OpenFetch | None:
+async def _opening(context: ServedContext) -> pb.OpenFetch | None:
     """The first message; None if the receiver is gone."""
     try:
         async with asyncio.timeout(OPEN_SECONDS):
@@ -130,7 +127,7 @@ class ServedFetch:
         self._outgoing.clear()
         self._aborted.set()
 
-    async def send(self, context: Context) -> None:
+    async def send(self, context: ServedContext) -> None:
         """Sends until the confirmation."""
         try:
             await self._send_all(context)
@@ -138,7 +135,7 @@ class ServedFetch:
             if self._ahead:
                 self._ahead.cancel()
 
-    async def receive(self, context: Context) -> None:
+    async def receive(self, context: ServedContext) -> None:
         """Reads until the receiver ends the call. Raises InvalidRequest for any message but `received`."""
         while isinstance(request := await context.read(), pb.FetchRequest):
             if request.WhichOneof("request") != "received":
@@ -150,7 +147,7 @@ class ServedFetch:
         await self._aborted.wait()
         raise HandoffFailed(f"lease {self._sent.lease_id} has ended at the sender")
 
-    async def _send_all(self, context: Context) -> None:
+    async def _send_all(self, context: ServedContext) -> None:
         while True:
             await self._filled.wait()
             self._filled.clear()
@@ -164,7 +161,7 @@ class ServedFetch:
                     case AnnouncePart(part):
                         await self._send_part(context, part)
 
-    async def _send_part(self, context: Context, number: int) -> None:
+    async def _send_part(self, context: ServedContext, number: int) -> None:
         part = self._sent.parts[number]
         reading, self._ahead = self._ahead or self._begin_reading(number), None
         chunks, checksum = await reading

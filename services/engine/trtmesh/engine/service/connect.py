@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import grpc
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, SchemaMismatch, TokenizerMismatch
 from trtmesh.chassis.fingerprint import tokenizer_fits
+from trtmesh.chassis.rpc import RpcContext
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.engine.service.loaded_engine import LoadedEngine
@@ -16,12 +16,8 @@ from trtmesh.v1 import engine_pb2 as epb
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[
-    epb.EngineServiceConnectRequest, epb.EngineServiceConnectResponse
-]
 
-
-async def serve_stream(loaded: Callable[[], LoadedEngine], context: Context) -> None:
+async def serve_stream(loaded: Callable[[], LoadedEngine], context: RpcContext) -> None:
     """Serves one router until it half-closes or disconnects. Raises the error of the stream."""
     # Read before any refusal: a failed write would hide the status from the router.
     opening = await context.read()
@@ -63,7 +59,7 @@ def _hello(engine: LoadedEngine, opening: epb.EngineServiceConnectRequest) -> ep
     return hello
 
 
-async def _read(session: RouterSession, context: Context) -> None:
+async def _read(session: RouterSession, context: RpcContext) -> None:
     while True:
         request = await context.read()
         if not isinstance(request, epb.EngineServiceConnectRequest):
@@ -72,7 +68,7 @@ async def _read(session: RouterSession, context: Context) -> None:
             session.execute(command)
 
 
-async def _write(session: RouterSession, engine: LoadedEngine, context: Context) -> None:
+async def _write(session: RouterSession, engine: LoadedEngine, context: RpcContext) -> None:
     outbox = session.outbox
     while True:
         await outbox.filled.wait()

@@ -24,7 +24,7 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
     WorkerLost,
 )
-from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.rpc import RpcContext, answering
 from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import Backend, BackendInfo, BackendStats, StateKind
 from trtmesh.engine.handoff.copying import copying_of
@@ -34,7 +34,7 @@ from trtmesh.engine.handoff.own_kv import OwnKv, OwnStates, kind_of
 from trtmesh.engine.handoff.transports.choice import KNOWN, open_transports
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.service.adapter_delivery import DeliveryMemory
-from trtmesh.engine.service.connect import Context, serve_stream
+from trtmesh.engine.service.connect import serve_stream
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.progress import Progress
@@ -169,14 +169,14 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         await self._backend.close()
 
     async def GetEngine(
-        self, request: epb.GetEngineRequest, context: grpc.aio.ServicerContext[object, object]
+        self, request: epb.GetEngineRequest, context: RpcContext
     ) -> epb.GetEngineResponse:
         async with answering(context):
             return self._loaded().description
 
     # Not a generator, unlike the stub: a cancelled generator leaves cleanup to the garbage collector.
     async def Connect(  # type: ignore[override]
-        self, request_iterator: object, context: Context
+        self, request_iterator: object, context: RpcContext
     ) -> None:
         session = asyncio.current_task()
         assert session is not None
@@ -187,7 +187,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         finally:
             self._sessions.discard(session)
 
-    async def _serve_counting_errors(self, context: Context) -> None:
+    async def _serve_counting_errors(self, context: RpcContext) -> None:
         try:
             await serve_stream(self._loaded, context)
         except TrtmeshError as error:

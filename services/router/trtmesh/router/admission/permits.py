@@ -52,13 +52,13 @@ class RequestBytes:
         self._limit = limit
         self.held = 0
 
-    def holding(self, size: int) -> AbstractContextManager[None]:
+    def counting(self, size: int) -> AbstractContextManager[None]:
         """The block in which a request of so many bytes exists, from its arrival to its end. Entering raises
         QueueFull, or InvalidField for more than ever fit."""
-        return nullcontext() if size < LARGE_BYTES else self._holding(size)
+        return nullcontext() if size < LARGE_BYTES else self._counting(size)
 
     @contextmanager
-    def _holding(self, size: int) -> Iterator[None]:
+    def _counting(self, size: int) -> Iterator[None]:
         if size > self._limit:
             raise InvalidField.of(
                 "request", f"{size} bytes", f"at most {self._limit} (admission.max_request_bytes)"

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Self
+from typing import Self
 
-import grpc
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.connection_limits import origin_of
 from trtmesh.chassis.logs import rebind_caller
+from trtmesh.chassis.rpc import RpcContext
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.callers.identity import Identity
@@ -41,7 +41,7 @@ class Caller:
     """The client's address."""
 
 
-def identity_of(callers: Callers, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
+def identity_of(callers: Callers, context: RpcContext) -> Identity:
     """Who makes a gRPC call; its log lines say so too. Raises Unauthenticated, even in a call that was admitted: keys
     expire and are revoked."""
     metadata = context.invocation_metadata() or ()
@@ -50,16 +50,16 @@ def identity_of(callers: Callers, context: grpc.aio.ServicerContext[Any, Any]) -
     return identity
 
 
-def _certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+def _certificate_of(context: RpcContext) -> str:
     """The first name of the client's certificate, or ''."""
     known = context.auth_context()
     for kind in (COMMON_NAME, SUBJECT_ALTERNATIVE_NAME) if known else ():
         for name in known[kind]:
-            return name.decode()
+            return str(name, "utf-8")
     return ""
 
 
-def caller_of(callers: Callers, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+def caller_of(callers: Callers, context: RpcContext) -> Caller:
     """The caller of a gRPC call. Raises Unauthenticated."""
     # As gRPC writes addresses: `ipv4:127.0.0.1:50051`, `ipv6:[::1]:50051`.
     host = context.peer().partition(":")[2].rpartition(":")[0].strip("[]")

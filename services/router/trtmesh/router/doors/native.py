@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
-import grpc
-from trtmesh.chassis.fair.large import LARGE_BYTES
-from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
 from trtmesh.chassis.logs import rebind_request_id
-from trtmesh.chassis.rpc import answering, holding_message, message_bytes_of, request_id_of
+from trtmesh.chassis.rpc import RpcContext, ServedContext, answering, request_id_of
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import GenerationCall, caller_of, identity_of
 from trtmesh.router.metrics import RouterMetrics
@@ -22,8 +18,6 @@ from trtmesh.router.values.resumption import parse_resumption
 from trtmesh.v1 import router_pb2 as pb
 from trtmesh.v1 import router_pb2_grpc
 
-_Context = grpc.aio.ServicerContext[Any, Any]
-
 
 class MeshService(router_pb2_grpc.MeshServiceServicer):
     """Translates native calls into requests, and their events into responses."""
@@ -33,26 +27,20 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         requests: Requests,
         callers: Callers,
         metrics: RouterMetrics,
-        parsing: LargeMessageThread,
     ) -> None:
         self._requests = requests
         self._callers = callers
         self._metrics = metrics
-        self._parsing = parsing
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
-    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
+    async def Generate(self, request: pb.GenerateRequest, context: ServedContext) -> None:  # type: ignore[override]
         with GenerationCall(self._requests.metrics_of(request.model)) as call:
             async with answering(context, request.request_id):
                 caller = caller_of(self._callers, context)
-                size = message_bytes_of(context)
-                with self._requests.holding(size):
+                message = context.message
+                with message.admitted():
                     most, own_id = self._requests.max_items_per_request, request_id_of(context)
-                    valid = await self._parsing.run(
-                        size,
-                        partial(parse_request, request, own_id, most, is_large=size >= LARGE_BYTES),
-                        held=partial(holding_message, context, size),
-                    )
+                    valid = await message.read(partial(parse_request, request, own_id, most))
                     rebind_request_id(valid.request_id)
                     opening = self._requests.open(
                         valid, caller.remaining_seconds, caller.identity, caller.origin
@@ -61,21 +49,17 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                         await self._forward(live, context.write)
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
-    async def Resume(self, request: pb.ResumeRequest, context: _Context) -> None:  # type: ignore[override]
+    async def Resume(self, request: pb.ResumeRequest, context: ServedContext) -> None:  # type: ignore[override]
         async def write(response: pb.GenerateResponse) -> None:
             await context.write(pb.ResumeResponse(events=response.events))
 
         with GenerationCall(self._requests.metrics_of(request.request.model)) as call:
             async with answering(context, request.request.request_id):
                 caller = caller_of(self._callers, context)
-                size = message_bytes_of(context)
-                with self._requests.holding(size):
+                message = context.message
+                with message.admitted():
                     most = self._requests.max_items_per_request
-                    valid, received = await self._parsing.run(
-                        size,
-                        partial(parse_resumption, request, most, is_large=size >= LARGE_BYTES),
-                        held=partial(holding_message, context, size),
-                    )
+                    valid, received = await message.read(partial(parse_resumption, request, most))
                     opening = self._requests.resume(
                         valid, received, caller.remaining_seconds, caller.identity, caller.origin
                     )
@@ -91,7 +75,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
             await write(as_response(waiting))
             self._metrics.client_messages += 1
 
-    async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopResponse:
+    async def Stop(self, request: pb.StopRequest, context: RpcContext) -> pb.StopResponse:
         async with answering(context, request.request_id):
             owner = identity_of(self._callers, context)
             items = parse_stopped(request, self._requests.max_items_per_request)

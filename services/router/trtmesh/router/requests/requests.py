@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from typing import TypeAlias
 
 from trtmesh.chassis.errors import (
@@ -82,10 +82,6 @@ class Requests:
     @property
     def max_items_per_request(self) -> int:
         return self._mesh.admission.limits.max_items_per_request
-
-    def holding(self, size: int) -> AbstractContextManager[None]:
-        """The block in which a request of so many bytes is read and runs. Entering raises QueueFull."""
-        return self._mesh.admission.request_bytes.holding(size)
 
     def open(
         self,

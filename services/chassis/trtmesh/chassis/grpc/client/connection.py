@@ -71,7 +71,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._writer.send(PREFACE + initial_settings(Setting.ENABLE_PUSH, 0, self._window_size))
+        self.writer.send(PREFACE + initial_settings(Setting.ENABLE_PUSH, 0, self._window_size))
         self.established = True
         secured: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if secured is not None:
@@ -107,22 +107,22 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
         if most is not None and len(self._streams) >= most:
             raise Unavailable(f"the server allows at most {most} concurrent calls")
         stream_id = self._last_stream_id = self._last_stream_id + 2 if self._last_stream_id else 1
-        self._rates.note_opened()
-        stream = self._writer.open_stream(stream_id)
+        self.rates.note_opened()
+        stream = self.writer.open_stream(stream_id)
         call = self._streams[stream_id] = ClientCall(
             method,
             stream,
-            self._writer,
-            partial(self._send_window_update, stream_id),
-            partial(self._forget, stream_id),
+            self.writer,
+            partial(self.send_window_update, stream_id),
+            partial(self.forget, stream_id),
             self._max_message_bytes,
-            self._queue,
-            self._account,
+            self.queue,
+            self.account,
             self._window_size,
             self._memory,
         )
         headers = request_headers(method.path, self._address, timeout_seconds)
-        self._writer.send_headers(stream, headers)
+        self.writer.send_headers(stream, headers)
         return call
 
     async def ask(
@@ -162,7 +162,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
     def _fail(self, error: Http2ConnectionError) -> None:
         self._fail_handshake(f"{self._address} is not a gRPC server: {error}")
         self._disconnect_streams(f"the server violated HTTP/2: {error}")
-        self._writer.send(goaway(0, error.code, str(error)))
+        self.writer.send(goaway(0, error.code, str(error)))
         self.close()
 
     def _fail_handshake(self, problem: str) -> None:
@@ -178,11 +178,11 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
         if block.stream_id % 2 == 0 or block.stream_id > self._last_stream_id:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "HEADERS on an idle stream")
         if (call := self._streams.get(block.stream_id)) is None:
-            self._rates.count(rates.CLOSED_STREAM)
+            self.rates.count(rates.CLOSED_STREAM)
         else:
             call.receive_header_block(block)
             if not call.headers_received and block.stream_id in self._streams:
-                self._rates.count(rates.INFORMATION)
+                self.rates.count(rates.INFORMATION)
 
     def _receive_goaway(self, last_stream_id: int, code: ErrorCode, debug_data: str) -> None:
         self._refusal = f"the server sent GOAWAY: {code.name}" + (debug_data and f": {debug_data}")

@@ -1,4 +1,4 @@
-"""A call on the server: runs the handler in a task, with the context interface of grpc.aio."""
+"""A call on the server: runs the handler in a task."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, Protocol, TypeAlias, cast
 
 import grpc
 from google.protobuf.descriptor import Descriptor
 from trtmesh.chassis.fair.backlog import Backlog
 from trtmesh.chassis.fair.budget import Account
 from trtmesh.chassis.fair.large import LARGE_BYTES
+from trtmesh.chassis.fair.message_admission import MessageAdmission, ReceivedMessage
 from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue
 from trtmesh.chassis.fair.start_scheduler import StartQueue
 from trtmesh.chassis.grpc.large_message import MessageLimits, parse_in_steps
@@ -38,7 +41,7 @@ from trtmesh.chassis.http2.send_buffer import Buffer
 from trtmesh.chassis.http2.writer import MAX_BULK_DATA_SIZE, FrameWriter, SendStream
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import request_id_of
-from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME, CertificateNames
+from trtmesh.chassis.tls.identity import CertificateNames
 
 log = logging.getLogger(__name__)
 
@@ -66,121 +69,93 @@ HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-class ServerCall(grpc.aio.ServicerContext[Any, Any]):
+@dataclass(frozen=True, slots=True)
+class CallPolicy:
+    """How a server treats its calls."""
+
+    max_message_bytes: int
+    compressor: Compressor
+    unread_seconds: float
+    backlog: Backlog
+    message_limits: MessageLimits | None
+    """None for clients that are trusted with the time of their messages."""
+    admission: MessageAdmission
+
+
+class CallConnection(Protocol):
+    """A connection, as its calls see it."""
+
+    policy: CallPolicy
+    writer: FrameWriter
+    starts: StartQueue
+    queue: ConnectionQueue
+    account: Account
+    """Bytes of requests that no handler has read."""
+    unread: Account
+    """Bytes of answers that the client has not read."""
+    idle: Account
+    """Calls that wait for the client."""
+    peer: str
+    identity: CertificateNames | None
+
+    def send_window_update(self, stream_id: int, increment: int) -> None:
+        """Lets the client send more on a stream."""
+
+    def note_served(self) -> None:
+        """A call has a response."""
+
+    def count_failure(self) -> None:
+        """A call failed by a fault of its client."""
+
+    def forget(self, stream_id: int) -> None:
+        """A call is over."""
+
+
+class ServerCall:
     """A call from headers to trailers.
 
     Its handler starts in its turn, and not before a single request is complete: a call that is reset until then costs
     no more than its headers.
     """
 
-    # More attributes than a dictionary shares between objects.
-    __slots__ = (
-        "_account",
-        "_backlog",
-        "_checking",
-        "_code",
-        "_compressing",
-        "_compressor",
-        "_content_missing",
-        "_count_failure",
-        "_deadline",
-        "_details",
-        "_encoding",
-        "_ended",
-        "_forget",
-        "_handler",
-        "_headers_sent",
-        "_identity",
-        "_loop",
-        "_max_message_bytes",
-        "_max_plain_bytes",
-        "_message_limits",
-        "_metadata",
-        "_note_served",
-        "_opened_at",
-        "_peer",
-        "_queue",
-        "_reads_since",
-        "_requests",
-        "_reset_by_peer",
-        "_starts",
-        "_task",
-        "_task_runs",
-        "_timer",
-        "_trailing",
-        "_turn",
-        "_unread",
-        "_unread_counted",
-        "_unread_seconds",
-        "_writer",
-        "message_bytes",
-        "stream",
-    )
-
     def __init__(
         self,
         headers: RequestHeaders,
         handler: Handler,
         stream: SendStream,
-        writer: FrameWriter,
-        send_window_update: Callable[[int], None],
-        starts: StartQueue,
-        forget: Callable[[], None],
-        peer: str,
-        max_message_bytes: int,
-        compressor: Compressor,
-        unread_seconds: float,
-        queue: ConnectionQueue,
-        account: Account,
-        backlog: Backlog,
-        message_limits: MessageLimits | None,
-        unread: Account,
-        idle: Account,
-        count_failure: Callable[[], None],
-        note_served: Callable[[], None],
-        identity: CertificateNames | None,
+        connection: CallConnection,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._handler = handler
         self._metadata = headers.metadata
+        self.stream = stream
+        self._connection = connection
+        self._policy = policy = connection.policy
+        self._writer = connection.writer
         self._requests = ReceivedMessages(
-            MessageReader(headers.encoding, max_message_bytes),
+            MessageReader(headers.encoding, policy.max_message_bytes),
             INITIAL_WINDOW_SIZE,
-            send_window_update,
-            queue,
-            account,
+            partial(connection.send_window_update, stream.stream_id),
+            connection.queue,
+            connection.account,
         )
-        self._queue = queue
-        self._account = account
-        self._backlog = backlog
-        self._message_limits = message_limits
         self._checking = 0
         """Bytes of messages that are being parsed, or wait to be read."""
-        self.message_bytes = 0
+        self._message_bytes = 0
         """Bytes of the message that the handler got last. To measure it takes as long as to serialise it."""
-        self._writer = writer
-        self._starts = starts
-        self._unread = unread
-        self._unread_seconds = unread_seconds
         self._unread_counted = 0
         self._only_listens = headers.path == HEALTH_WATCH
-        self._idle = idle
         self._incomplete = False
         """Whether the rest of its request is to come."""
         self._readers_awaited = 0
         """Blocks that wait for the client to read."""
         self.idle = False
         """Whether it counts among the calls that wait for their clients."""
-        self._count_failure = count_failure
-        self._note_served = note_served
-        self._forget = forget
-        self._peer = peer
-        self._identity = identity
-        self._max_message_bytes = max_message_bytes
-        self._compressor = compressor
-        self._encoding = compressor.encoding_of(headers)
+        self._encoding = policy.compressor.encoding_of(headers)
         """grpc-encoding of the answers."""
-        self._max_plain_bytes = min(max_message_bytes, compressor.most_plain_bytes(self._encoding))
+        self._max_plain_bytes = min(
+            policy.max_message_bytes, policy.compressor.most_plain_bytes(self._encoding)
+        )
         self._compressing = 0
         """Bytes of a message that is being compressed."""
         self._deadline = None if headers.timeout is None else self._loop.time() + headers.timeout
@@ -197,11 +172,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailing = b""
-        self.stream = stream
         self._timer = self._start_deadline()
         self._opened_at = self._loop.time()
         if handler.request_streaming:
-            starts.add(self)
+            connection.starts.add(self)
 
     @property
     def ended_by_peer(self) -> bool:
@@ -258,7 +232,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         idle = self._incomplete or (self._readers_awaited > 0 and self.stream.unsent.size > 0)
         if idle != self.idle:
             self.idle = idle
-            self._idle.add(1 if idle else -1)
+            self._connection.idle.add(1 if idle else -1)
 
     def receive_trailers(self, block: HeaderBlock) -> None:
         """Takes a second header block, which ends the request. Raises Http2StreamError."""
@@ -281,7 +255,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         if is_complete and not self._only_listens:
             self._be_busy()
         if self._task is None and not self._ended and requests.waiting:
-            self._starts.add(self)
+            self._connection.starts.add(self)
 
     def end_if_overdue(self) -> None:
         """Ends a call whose single request takes too long to arrive."""
@@ -365,7 +339,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     async def _write_large(self, data: bytes) -> None:
         """Sends a message that may be too large, or worth compressing."""
-        if len(data) > self._max_message_bytes:
+        if len(data) > self._policy.max_message_bytes:
             await self._refuse_size(len(data))
         pieces = await self._compressed(data)
         writer, stream = self._writer, self.stream
@@ -389,7 +363,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._compressing = len(data)
         self._count_unread()
         try:
-            return await self._compressor.compress(data, self._encoding)
+            return await self._policy.compressor.compress(data, self._encoding)
         finally:
             self._compressing = 0
             self._count_unread()
@@ -399,7 +373,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         admits. What changes in their memory before the peer has received it may arrive. Otherwise like `write`."""
         self._check_open()
         size = sum(map(len, pieces))
-        if size > self._max_message_bytes:
+        if size > self._policy.max_message_bytes:
             await self._refuse_size(size)
         writer, stream = self._writer, self.stream
         if stream.unsent.size:
@@ -415,7 +389,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     async def _refuse_size(self, size: int) -> None:
         await self.abort(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"Sent message larger than max ({size} vs. {self._max_message_bytes})",
+            f"Sent message larger than max ({size} vs. {self._policy.max_message_bytes})",
         )
 
     def _check_open(self) -> None:
@@ -427,21 +401,15 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             raise grpc.aio.UsageError("initial metadata was sent already")
         self._send_headers(tuple(initial_metadata))
 
-    async def abort(
-        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
-    ) -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
         """Ends the call with a status other than OK. Always raises AbortError."""
         if code is grpc.StatusCode.OK:
             code, details = grpc.StatusCode.UNKNOWN, f"aborted with OK: {details}"
-        if trailing_metadata:
-            self.set_trailing_metadata(trailing_metadata)
         self._end(code, details)
         raise grpc.aio.AbortError(details)
 
-    async def abort_with_status(self, status: grpc.Status) -> NoReturn:
-        await self.abort(status.code, status.details, status.trailing_metadata)
-
     def set_code(self, code: grpc.StatusCode) -> None:
+        """Sets the status of a handler that raises, as generated servicers do for methods that they lack."""
         self._code = code
 
     def set_details(self, details: str) -> None:
@@ -458,28 +426,12 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
 
     def peer(self) -> str:
-        return self._peer
-
-    def peer_identities(self) -> Iterable[bytes] | None:
-        """Names in the client's certificate; None without one."""
-        key = self.peer_identity_key()
-        return None if key is None else self.auth_context()[key]
-
-    def peer_identity_key(self) -> str | None:
-        identity = self._identity
-        if identity is None:
-            return None
-        return SUBJECT_ALTERNATIVE_NAME if identity.names else COMMON_NAME
+        return self._connection.peer
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         """Who the client is by its certificate, as grpc.aio tells it; empty without one."""
-        return {} if self._identity is None else self._identity.auth_context()
-
-    def set_compression(self, compression: grpc.Compression) -> None:
-        raise NotImplementedError("the settings of the server say what is compressed")
-
-    def disable_next_message_compression(self) -> None:
-        raise NotImplementedError("the settings of the server say what is compressed")
+        identity = self._connection.identity
+        return {} if identity is None else identity.auth_context()
 
     async def _run(self) -> None:
         """Handle → send the status → wait until the client has read it."""
@@ -487,7 +439,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             return
         self._task_runs = True
         try:
-            await self._starts.turn_if_late()
+            await self._connection.starts.turn_if_late()
             self._reads_since = perf_counter()
             await self._handle()
             self._end(self._code, self._details)
@@ -537,7 +489,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         unsent = self.stream.unsent
         while size := unsent.size:
             with suppress(TimeoutError), self._waiting_for_client():
-                async with asyncio.timeout(self._unread_seconds):
+                async with asyncio.timeout(self._policy.unread_seconds):
                     await self._writer.drain(self.stream)
             if unsent.size == size:
                 self.fail(ErrorCode.CANCEL)
@@ -546,7 +498,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         """Adjusts the account to what is unsent; to make room, it may end this call."""
         change = self.unread - self._unread_counted
         self._unread_counted += change
-        self._unread.add(change)
+        self._connection.unread.add(change)
 
     def _over(self, task: asyncio.Task[None] | None = None) -> None:
         """Neither the client nor a handler is left."""
@@ -554,7 +506,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._count_unread()
         if self._timer is not None:
             self._timer.cancel()
-        self._forget()
+        self._connection.forget(self.stream.stream_id)
 
     def _start_deadline(self) -> asyncio.TimerHandle | None:
         if self._deadline is None:
@@ -600,12 +552,12 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     async def _another_turn(self) -> None:
         self._turn = turn = self._loop.create_future()
-        self._starts.add(self)
+        self._connection.starts.add(self)
         try:
             await turn
         except asyncio.CancelledError:
             self._turn = None
-            self._starts.remove(self)
+            self._connection.starts.remove(self)
             raise
 
     async def _single_request(self) -> Any:
@@ -616,21 +568,21 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     async def _message(self, size: int) -> Any:
         """The message that has arrived. A large one waits as it came until handlers can read it, and is parsed in
         turns; until then it counts as unread. Raises BadMessage."""
-        self.message_bytes = size
+        self._message_bytes = size
         if size < LARGE_BYTES or (descriptor := self._descriptor) is None:
             return self._parsed(self._requests.take())
-        await self._backlog.enter(size)
+        await self._policy.backlog.enter(size)
         try:
             # It is gone if the call ended meanwhile.
             self._check_open()
             data = self._requests.take()
-            steps = parse_in_steps(data, descriptor, self._parsed, self._message_limits)
+            steps = parse_in_steps(data, descriptor, self._parsed, self._policy.message_limits)
             # Freed as soon as it is parsed.
             del data
             with self._holding(size):
-                return await self._queue.run(steps)
+                return await self._connection.queue.run(steps)
         finally:
-            self._backlog.leave(size)
+            self._policy.backlog.leave(size)
 
     @property
     def _descriptor(self) -> Descriptor | None:
@@ -638,25 +590,30 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         kind = getattr(self._handler.request_deserializer, "__self__", None)
         return getattr(kind, "DESCRIPTOR", None)
 
+    @property
+    def message(self) -> ReceivedMessage:
+        """The message that the handler got last."""
+        return ReceivedMessage(self._policy.admission, self._message_bytes, self._unread)
+
     @contextmanager
-    def holding_message(self, size: int) -> Iterator[None]:
+    def _unread(self, size: int) -> Iterator[None]:
         """The block in which a message of so many bytes, which the handler got, waits to be read: until then it counts
         as unread, and others wait to be parsed."""
-        self._backlog.add(size)
+        self._policy.backlog.add(size)
         try:
             with self._holding(size):
                 yield
         finally:
-            self._backlog.leave(size)
+            self._policy.backlog.leave(size)
 
     @contextmanager
     def _holding(self, size: int) -> Iterator[None]:
         self._checking += size
-        self._account.add(size)
+        self._connection.account.add(size)
         try:
             yield
         finally:
-            self._account.add(-size)
+            self._connection.account.add(-size)
             self._checking -= size
 
     def _parsed(self, data: Message) -> Any:
@@ -679,7 +636,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     def _send_headers(self, metadata: Metadata = ()) -> None:
         self._headers_sent = True
-        self._note_served()
+        self._connection.note_served()
         self._writer.send_headers(self.stream, response_headers(metadata, self._encoding))
 
     def _end(self, status: grpc.StatusCode, details: str) -> None:
@@ -693,16 +650,16 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             block = response_headers() + block
         self._writer.send_trailers(self.stream, block, reset=not self._requests.ended)
         if status in CLIENTS_FAULTS:
-            self._count_failure()
+            self._connection.count_failure()
 
     def _stop_handler(self) -> None:
         """Cancels the handler in its turn. A task before its first step will notice the end of the call: cancelling
         would leave a cycle of task, error and call."""
         if self._task is None:
-            self._starts.remove(self)
+            self._connection.starts.remove(self)
             self._over()
         elif self._task_runs:
-            self._starts.add(self)
+            self._connection.starts.add(self)
 
 
 def _wrong_length() -> Http2StreamError:

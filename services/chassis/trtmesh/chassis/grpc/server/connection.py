@@ -12,14 +12,11 @@ from time import perf_counter
 from typing import Protocol
 
 import grpc
-from trtmesh.chassis.fair.backlog import Backlog
 from trtmesh.chassis.fair.budget import Budget
 from trtmesh.chassis.fair.connection_limits import ConnectionCounts, origin_of
 from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.fair.start_scheduler import StartQueue, StartScheduler
-from trtmesh.chassis.grpc.large_message import MessageLimits
-from trtmesh.chassis.grpc.server.call import Handler, ServerCall
-from trtmesh.chassis.grpc.server.compression import Compressor
+from trtmesh.chassis.grpc.server.call import CallPolicy, Handler, ServerCall
 from trtmesh.chassis.grpc.server.headers import (
     NotGrpc,
     RequestHeaders,
@@ -71,13 +68,10 @@ _NOT_HTTP2 = (
 class Owner(Protocol):
     """The server, as its connections see it."""
 
-    max_message_bytes: int
-    compressor: Compressor
+    policy: CallPolicy
     turns: ParseScheduler
     start_scheduler: StartScheduler
     budget: Budget
-    backlog: Backlog
-    message_limits: MessageLimits | None
     answers: Budget
     """Bytes that clients have not read."""
     idle: Budget
@@ -85,7 +79,6 @@ class Owner(Protocol):
     connection_counts: ConnectionCounts
     max_age_seconds: float
     """0 without a limit."""
-    unread_seconds: float
 
     def find_handler(self, headers: RequestHeaders) -> Handler | Refusal | None:
         """The handler of a call, or why it has none; None for an unknown method."""
@@ -106,7 +99,8 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
     def __init__(self, owner: Owner) -> None:
         super().__init__(PREFACE, owner.turns, owner.budget)
         self._owner = owner
-        self._identity: CertificateNames | None = None
+        self.policy = owner.policy
+        self.identity: CertificateNames | None = None
         self._parsed_headers: dict[Fields, RequestHeaders] = {}
         """Of the latest calls: most calls of a client have the same."""
         self._draining = False
@@ -119,9 +113,9 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._starts = StartQueue(self._owner.start_scheduler, self._origin)
-        self._unread = self._owner.answers.account(self._end_least_read)
-        self._idle = self._owner.idle.account(self._end_idle)
+        self.starts = StartQueue(self._owner.start_scheduler, self._origin)
+        self.unread = self._owner.answers.account(self._end_least_read)
+        self.idle = self._owner.idle.account(self._end_idle)
         if problem := self._owner.connection_counts.admit(self._host):
             self._turn_away(problem)
             return
@@ -129,21 +123,21 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         if age := self._owner.max_age_seconds:
             # Connections of one moment must not all come back at one moment.
             self._retire_at = self._loop.time() + age * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
-        self._identity = identity_of(transport)
+        self.identity = identity_of(transport)
         self._owner.connection_opened(self)
 
     def _turn_away(self, problem: str) -> None:
         """Closes at once: clients that come too often are not waited for."""
-        occasionally("full", logging.WARNING, "connection of %s refused: %s", self._peer, problem)
+        occasionally("full", logging.WARNING, "connection of %s refused: %s", self.peer, problem)
         self._closed = True
         self._send_goaway(ErrorCode.ENHANCE_YOUR_CALM, problem)
-        self._writer.close()
+        self.writer.close()
         self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self._unread.close()
-        self._idle.close()
+        self.unread.close()
+        self.idle.close()
         if self._admitted:
             self._owner.connection_counts.leave(self._host)
             self._owner.connection_closed(self)
@@ -176,12 +170,12 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
     def _fail(self, error: Http2ConnectionError) -> None:
         if self._closed:
             return
-        occasionally(error.code.name, logging.INFO, "connection error of %s: %s", self._peer, error)
+        occasionally(error.code.name, logging.INFO, "connection error of %s: %s", self.peer, error)
         self._disconnect_streams(str(error))
         if self._opened or self._reader.greeted:
             self._send_goaway(error.code, str(error))
         else:
-            self._writer.send(_NOT_HTTP2)
+            self.writer.send(_NOT_HTTP2)
         self.close()
 
     def _disconnect_streams(self, reason: str) -> None:
@@ -194,11 +188,11 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         """Not before the client's preface: who speaks HTTP/1.1 is answered so."""
         if not self._opened:
             self._opened = True
-            self._writer.send(_OPENING)
+            self.writer.send(_OPENING)
 
     def _send_goaway(self, code: ErrorCode, debug_data: str = "") -> None:
         self._greet()
-        self._writer.send(goaway(self._last_stream_id, code, debug_data))
+        self.writer.send(goaway(self._last_stream_id, code, debug_data))
 
     def _receive_header_block(self, block: HeaderBlock) -> None:
         stream_id = block.stream_id
@@ -208,7 +202,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
                     ErrorCode.PROTOCOL_ERROR, "clients open streams with odd identifiers"
                 )
             self._last_stream_id = stream_id
-            self._rates.note_opened()
+            self.rates.note_opened()
             try:
                 self._open_call(block)
             finally:
@@ -219,19 +213,19 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         else:
             self._closed_streams.check_headers(stream_id)
             # Trailers, on their way when the call ended.
-            self._rates.count(rates.CLOSED_STREAM)
+            self.rates.count(rates.CLOSED_STREAM)
 
     def _open_call(self, block: HeaderBlock) -> None:
         stream_id = block.stream_id
         if self._draining or len(self._streams) >= MAX_CONCURRENT_STREAMS:
             raise Http2StreamError(ErrorCode.REFUSED_STREAM, "too many calls, or draining")
-        stream = self._writer.open_stream(stream_id)
+        stream = self.writer.open_stream(stream_id)
         try:
             headers = self._headers_of(block)
         except NotGrpc as error:
-            self._rates.count(rates.REFUSED_CALL)
+            self.rates.count(rates.REFUSED_CALL)
             response = http_response(error.status)
-            self._writer.send_trailers(stream, response, reset=not block.end_stream)
+            self.writer.send_trailers(stream, response, reset=not block.end_stream)
             return
         if block.size > MAX_HEADER_LIST_SIZE:
             self._refuse(
@@ -245,35 +239,14 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             self._refuse(stream, block, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             return
         if isinstance(handler, Refusal):
-            self._rates.count(rates.REFUSED_CALL)
+            self.rates.count(rates.REFUSED_CALL)
             refused = self._streams[stream_id] = RefusedCall(
-                handler, stream, self._writer, partial(self._forget, stream_id)
+                handler, stream, self.writer, partial(self.forget, stream_id)
             )
             if block.end_stream:
                 refused.receive_end_stream()
             return
-        call = self._streams[stream_id] = ServerCall(
-            headers,
-            handler,
-            stream,
-            self._writer,
-            partial(self._send_window_update, stream_id),
-            self._starts,
-            partial(self._forget, stream_id),
-            self._peer,
-            self._owner.max_message_bytes,
-            self._owner.compressor,
-            self._owner.unread_seconds,
-            self._queue,
-            self._account,
-            self._owner.backlog,
-            self._owner.message_limits,
-            self._unread,
-            self._idle,
-            self._count_failure,
-            self._rates.note_served,
-            self._identity,
-        )
+        call = self._streams[stream_id] = ServerCall(headers, handler, stream, self)
         call.wait_for_client()
         if block.end_stream:
             call.receive_end_stream()
@@ -294,14 +267,18 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self, stream: SendStream, block: HeaderBlock, status: grpc.StatusCode, details: str
     ) -> None:
         """Answers a call without a handler."""
-        self._rates.count(rates.REFUSED_CALL)
+        self.rates.count(rates.REFUSED_CALL)
         response = response_headers() + trailers(status, details)
-        self._writer.send_trailers(stream, response, reset=not block.end_stream)
+        self.writer.send_trailers(stream, response, reset=not block.end_stream)
 
-    def _count_failure(self) -> None:
+    def note_served(self) -> None:
+        """A call has a response."""
+        self.rates.note_served()
+
+    def count_failure(self) -> None:
         """A call failed by a fault of its client."""
         try:
-            self._rates.count(rates.FAILED_CALL)
+            self.rates.count(rates.FAILED_CALL)
         except Http2ConnectionError as error:
             self._fail(error)
 
@@ -316,14 +293,14 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
     def _count_buffered(self) -> None:
         """Counts what the transport holds of answers, status and metadata included; to make room, it may end the
         connection."""
-        buffered = self._transport.get_write_buffer_size() if self._writer.paused else 0
+        buffered = self._transport.get_write_buffer_size() if self.writer.paused else 0
         change, self._buffered = buffered - self._buffered, buffered
-        self._unread.add(change)
+        self.unread.add(change)
 
     def _end_least_read(self) -> None:
         """Ends the call with the largest unread answer, or the connection if its transport holds more, to make room
         for other connections."""
-        occasionally("unread", logging.WARNING, "%s reads too little of its answers", self._peer)
+        occasionally("unread", logging.WARNING, "%s reads too little of its answers", self.peer)
         call = max(self._streams.values(), key=lambda call: call.unread, default=None)
         if call is None or call.unread < self._buffered:
             self._transport.abort()
@@ -334,7 +311,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         """Ends the latest call that waits for the client, to make room for other connections."""
         for call in reversed(self._streams.values()):
             if call.idle:
-                occasionally("idle", logging.WARNING, "%s has too many idle calls", self._peer)
+                occasionally("idle", logging.WARNING, "%s has too many idle calls", self.peer)
                 if call.unread:
                     # A status would wait behind the answer.
                     call.fail(ErrorCode.ENHANCE_YOUR_CALM)
@@ -352,8 +329,8 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         for call in list(self._streams.values()):
             call.end_if_overdue()
 
-    def _forget(self, stream_id: int) -> None:
-        super()._forget(stream_id)
+    def forget(self, stream_id: int) -> None:
+        super().forget(stream_id)
         if self._draining and not self._streams:
             self._owner.calls_over()
             if self._retiring:

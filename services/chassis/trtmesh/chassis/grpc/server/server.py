@@ -16,11 +16,12 @@ from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.fair.backlog import Backlog
 from trtmesh.chassis.fair.budget import Budget
 from trtmesh.chassis.fair.connection_limits import ConnectionCounts
+from trtmesh.chassis.fair.message_admission import MessageAdmission
 from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.fair.start_scheduler import StartScheduler
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.large_message import MessageLimits
-from trtmesh.chassis.grpc.server.call import Handler
+from trtmesh.chassis.grpc.server.call import CallPolicy, Handler
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.grpc.server.headers import RequestHeaders
@@ -65,19 +66,23 @@ class GrpcServer(grpc.aio.Server):
         connections: ConnectionSettings | None = None,
         compression: CompressionSettings | None = None,
         message_limits: MessageLimits | None = None,
+        admission: MessageAdmission | None = None,
     ) -> None:
         """Without `compression` answers are sent as they are. Without `message_limits` clients are trusted with the
-        time that their messages take."""
+        time that their messages take. Without `admission` their large messages count in no sum."""
         connections = connections or ConnectionSettings()
         self.max_age_seconds = connections.max_age_seconds
-        self.unread_seconds = connections.unread_seconds
-        self.max_message_bytes = max_message_bytes
-        self.compressor = Compressor(compression or CompressionSettings(answers="never"))
+        self.policy = CallPolicy(
+            max_message_bytes,
+            Compressor(compression or CompressionSettings(answers="never")),
+            connections.unread_seconds,
+            Backlog(),
+            message_limits,
+            admission or MessageAdmission(),
+        )
         self.turns = ParseScheduler()
         self.start_scheduler = StartScheduler()
         self.budget = Budget(HELD_MESSAGES * max_message_bytes, FreePages().give_back_soon)
-        self.message_limits = message_limits
-        self.backlog = Backlog()
         self.answers = Budget(HELD_ANSWERS * max_message_bytes)
         self.idle = Budget(IDLE_CALLS * connections.max_open)
         self.connection_counts = ConnectionCounts(connections)
@@ -150,7 +155,7 @@ class GrpcServer(grpc.aio.Server):
         while self._connections:
             self._changed.clear()
             await self._changed.wait()
-        self.compressor.close()
+        self.policy.compressor.close()
         self._stopped.set()
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 - grpc.aio's own

@@ -24,7 +24,7 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
 )
 from trtmesh.chassis.json_text import load_json
-from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.rpc import ServedContext, answering
 from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import HeldAdapter
 from trtmesh.engine.gateways.trtllm.call import GenerateCall
@@ -53,8 +53,6 @@ FEATURES = {
 
 MOST_SUBSCRIBERS = 32
 """Each costs a snapshot when it starts, and keeps what its client has not read."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TrtllmService(tpb_grpc.TrtllmServiceServicer):
@@ -86,7 +84,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
         """Loads the tokenizer of the model, where there is one."""
         self._texts = await asyncio.to_thread(Texts.load, model_dir)
 
-    async def Generate(self, request: tpb.GenerateRequest, context: Context) -> None:
+    async def Generate(self, request: tpb.GenerateRequest, context: ServedContext) -> None:
         with self._session():
             async with answering(context, request.request_id, _sentence):
                 engine = self._loaded()
@@ -95,19 +93,19 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
                         for answer in answers:
                             await _write(context, answer, engine)
 
-    async def Abort(self, request: tpb.AbortRequest, context: Context) -> tpb.AbortResponse:
+    async def Abort(self, request: tpb.AbortRequest, context: ServedContext) -> tpb.AbortResponse:
         call = self._calls.get(request.request_id)
         if call is None:
             return tpb.AbortResponse(success=False, message="no such request is running")
         call.abort()
         return tpb.AbortResponse(success=True, message="stopped")
 
-    async def Embed(self, request: tpb.EmbedRequest, context: Context) -> tpb.EmbedResponse:
+    async def Embed(self, request: tpb.EmbedRequest, context: ServedContext) -> tpb.EmbedResponse:
         async with answering(context, request.request_id):
             raise UnsupportedCall("this worker generates and does not embed")
 
     async def HealthCheck(
-        self, request: tpb.HealthCheckRequest, context: Context
+        self, request: tpb.HealthCheckRequest, context: ServedContext
     ) -> tpb.HealthCheckResponse:
         async with answering(context):
             # A gateway takes any answer for a reason to ask what the model is.
@@ -117,7 +115,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
             return tpb.HealthCheckResponse(status=text or "OK")
 
     async def GetModelInfo(
-        self, request: tpb.GetModelInfoRequest, context: Context
+        self, request: tpb.GetModelInfoRequest, context: ServedContext
     ) -> tpb.GetModelInfoResponse:
         async with answering(context):
             engine = self._loaded()
@@ -138,7 +136,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
             )
 
     async def GetServerInfo(
-        self, request: tpb.GetServerInfoRequest, context: Context
+        self, request: tpb.GetServerInfoRequest, context: ServedContext
     ) -> tpb.GetServerInfoResponse:
         async with answering(context):
             # Sizes stay 0: backends spread a model over devices in ways of their own, and do not say which.
@@ -146,7 +144,9 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
                 version=version("trtmesh"), backend=self._loaded().info.backend
             )
 
-    async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Context) -> None:
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: ServedContext
+    ) -> None:
         async with answering(context):
             engine = self._loaded()
             # Packed once: calls share the archive, however slowly they read it.
@@ -159,7 +159,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
                 await _write(context, chunk, engine)
 
     async def SubscribeKvEvents(
-        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
+        self, request: common_pb2.SubscribeKvEventsRequest, context: ServedContext
     ) -> None:
         """`load_records_before_first_batch` changes nothing: the snapshot is a first batch that comes at once."""
         with self._session():
@@ -195,7 +195,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
             self._subscribers -= 1
 
     async def _feed(
-        self, subscription: KvSubscription, engine: LoadedEngine, context: Context
+        self, subscription: KvSubscription, engine: LoadedEngine, context: ServedContext
     ) -> None:
         # Clients take a subscription without headers for a dead one.
         await context.send_initial_metadata(())
@@ -280,7 +280,7 @@ def _sentence(error: TrtmeshError) -> str:
     return error.sentence(contract_name)
 
 
-async def _write(context: Context, answer: Any, engine: LoadedEngine) -> None:
+async def _write(context: ServedContext, answer: Any, engine: LoadedEngine) -> None:
     """Raises SlowClient where the client does not read it in time."""
     seconds = engine.settings.connections.unread_seconds
     try:

@@ -7,12 +7,10 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
-import grpc
 from trtmesh.chassis.adapter_content import UPLOAD_ACCEPTED
 from trtmesh.chassis.errors import AdapterNotFound, InvalidField, NotFound
-from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.registry import Entry, Registration
 from trtmesh.router.doors.admin.adapters import (
@@ -50,8 +48,6 @@ WATCH_SECONDS = 0.25
 ANSWER_SECONDS = 5.0
 """Wait for a new worker, unless the admin names another."""
 
-_Context = grpc.aio.ServicerContext[Any, Any]
-
 
 class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     def __init__(
@@ -71,7 +67,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self._requests = requests
 
     async def ListWorkers(
-        self, request: pb.ListWorkersRequest, context: _Context
+        self, request: pb.ListWorkersRequest, context: RpcContext
     ) -> pb.ListWorkersResponse:
         async with answering(context):
             return pb.ListWorkersResponse(
@@ -83,7 +79,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             )
 
     async def ListRequests(
-        self, request: pb.ListRequestsRequest, context: _Context
+        self, request: pb.ListRequestsRequest, context: RpcContext
     ) -> pb.ListRequestsResponse:
         async with answering(context):
             live = self._requests.live
@@ -96,7 +92,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             )
 
     async def StopRequest(
-        self, request: pb.StopRequestRequest, context: _Context
+        self, request: pb.StopRequestRequest, context: RpcContext
     ) -> pb.StopRequestResponse:
         async with answering(context, request.stop.request_id):
             stop = request.stop
@@ -106,18 +102,18 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             return pb.StopRequestResponse(stopped_items=stopped)
 
     async def GetPolicy(
-        self, request: pb.GetPolicyRequest, context: _Context
+        self, request: pb.GetPolicyRequest, context: RpcContext
     ) -> pb.GetPolicyResponse:
         async with answering(context):
             return pb.GetPolicyResponse(policy=self._fleet.policy, available=sorted(POLICIES))
 
     async def SetPolicy(
-        self, request: pb.SetPolicyRequest, context: _Context
+        self, request: pb.SetPolicyRequest, context: RpcContext
     ) -> pb.SetPolicyResponse:
         async with answering(context):
             return pb.SetPolicyResponse(previous=self._fleet.set_policy(request.policy))
 
-    async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
+    async def Explain(self, request: pb.ExplainRequest, context: RpcContext) -> pb.ExplainResponse:
         async with answering(context):
             wanted = request.request_id
             records = self._fleet.decisions.of_request(wanted)
@@ -155,7 +151,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         return [describe_tokenizer(t, pool.problem(t)) for t in pool.tokenizers.values()]
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
-    async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: _Context) -> None:  # type: ignore[override]
+    async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: RpcContext) -> None:  # type: ignore[override]
         async with answering(context):
             written = None
             while True:
@@ -169,7 +165,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 await asyncio.sleep(WATCH_SECONDS)
 
     async def AddWorker(
-        self, request: pb.AddWorkerRequest, context: _Context
+        self, request: pb.AddWorkerRequest, context: RpcContext
     ) -> pb.AddWorkerResponse:
         async with answering(context):
             wait = request.wait_ms / 1000 if request.HasField("wait_ms") else ANSWER_SECONDS
@@ -177,7 +173,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             return pb.AddWorkerResponse(worker=describe_worker(worker))
 
     async def DrainWorker(
-        self, request: pb.DrainWorkerRequest, context: _Context
+        self, request: pb.DrainWorkerRequest, context: RpcContext
     ) -> pb.DrainWorkerResponse:
         async with answering(context):
             finish = request.finish_ms / 1000 if request.HasField("finish_ms") else None
@@ -191,21 +187,21 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             )
 
     async def ResumeWorker(
-        self, request: pb.ResumeWorkerRequest, context: _Context
+        self, request: pb.ResumeWorkerRequest, context: RpcContext
     ) -> pb.ResumeWorkerResponse:
         async with answering(context):
             worker = await self._members.resume(request.worker)
             return pb.ResumeWorkerResponse(worker=describe_worker(worker))
 
     async def RemoveWorker(
-        self, request: pb.RemoveWorkerRequest, context: _Context
+        self, request: pb.RemoveWorkerRequest, context: RpcContext
     ) -> pb.RemoveWorkerResponse:
         async with answering(context):
             moved = await self._members.remove(request.worker)
             return pb.RemoveWorkerResponse(moved_sequences=moved)
 
     async def ListAdapters(
-        self, request: pb.ListAdaptersRequest, context: _Context
+        self, request: pb.ListAdaptersRequest, context: RpcContext
     ) -> pb.ListAdaptersResponse:
         async with answering(context):
             adapters = self._adapters
@@ -221,7 +217,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             )
 
     async def AddAdapter(
-        self, request: pb.AddAdapterRequest, context: _Context
+        self, request: pb.AddAdapterRequest, context: RpcContext
     ) -> pb.AddAdapterResponse:
         async with answering(context):
             asked = registration_of(request)
@@ -229,8 +225,9 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             entry = await self._adapters.add(asked, request.source, self._fleet.try_adapter)
             return pb.AddAdapterResponse(adapter=self._describe_adapter(entry))
 
-    async def UploadAdapter(
-        self, requests: AsyncIterator[pb.UploadAdapterRequest], context: _Context
+    # The stubs have the synchronous context of grpc.
+    async def UploadAdapter(  # type: ignore[override]
+        self, requests: AsyncIterator[pb.UploadAdapterRequest], context: ServedContext
     ) -> pb.UploadAdapterResponse:
         async with answering(context):
             self._adapters.check_owner()
@@ -244,7 +241,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             return pb.UploadAdapterResponse(adapter=self._describe_adapter(entry))
 
     # As WatchWorkers.
-    async def FetchAdapter(self, request: pb.FetchAdapterRequest, context: _Context) -> None:  # type: ignore[override]
+    async def FetchAdapter(self, request: pb.FetchAdapterRequest, context: RpcContext) -> None:  # type: ignore[override]
         async with answering(context):
             known = self._adapters.version_of(request.id, request.version)
             if known is None:
@@ -259,14 +256,14 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 await context.write(part)
 
     async def RemoveAdapter(
-        self, request: pb.RemoveAdapterRequest, context: _Context
+        self, request: pb.RemoveAdapterRequest, context: RpcContext
     ) -> pb.RemoveAdapterResponse:
         async with answering(context):
             await self._adapters.remove(request.id, request.version)
             return pb.RemoveAdapterResponse()
 
     async def PinAdapter(
-        self, request: pb.PinAdapterRequest, context: _Context
+        self, request: pb.PinAdapterRequest, context: RpcContext
     ) -> pb.PinAdapterResponse:
         async with answering(context):
             if request.pinned:
@@ -276,14 +273,14 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             return pb.PinAdapterResponse(adapter=self._describe_adapter(entry))
 
     async def SetWorkerRole(
-        self, request: pb.SetWorkerRoleRequest, context: _Context
+        self, request: pb.SetWorkerRoleRequest, context: RpcContext
     ) -> pb.SetWorkerRoleResponse:
         async with answering(context):
             worker, moved = await self._members.set_role(request.worker, request.role)
             return pb.SetWorkerRoleResponse(worker=describe_worker(worker), moved_sequences=moved)
 
     async def ListHandoffs(
-        self, request: pb.ListHandoffsRequest, context: _Context
+        self, request: pb.ListHandoffsRequest, context: RpcContext
     ) -> pb.ListHandoffsResponse:
         async with answering(context):
             live, given = self._handoffs.live.values(), self._handoffs.given.values()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from aiohttp import hdrs, web
 from trtmesh.chassis.errors import Exhausted, InvalidRequest, UnsupportedCall
 from trtmesh.chassis.fair.budget import Account, Budget
+from trtmesh.chassis.fair.message_admission import MessageAdmission, ReceivedMessage
 from trtmesh.chassis.http_server import HttpServer
 from trtmesh.chassis.quoting import cut
 from trtmesh.router.doors.http.json_bodies import parse_json
@@ -30,6 +31,8 @@ MAPPED_BYTES = 2**18
 Body: TypeAlias = "bytes | memoryview"
 """A body or a part of it: to copy the largest takes 50 ms."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
@@ -45,9 +48,27 @@ class BodyLimits:
 class Bodies:
     """Receives the bodies of all requests."""
 
-    def __init__(self, limits: BodyLimits, server: HttpServer) -> None:
+    def __init__(self, limits: BodyLimits, server: HttpServer, admission: MessageAdmission) -> None:
         self.limits = limits
         self._server = server
+        self._admission = admission
+
+    @asynccontextmanager
+    async def admitted(
+        self, request: web.Request, read: Callable[[ReceivedMessage, Body], Awaitable[T]]
+    ) -> AsyncIterator[T]:
+        """The block of the request that `read` makes of a body, which is needed no longer then. Raises TrtmeshError or
+        an HTTPException."""
+        async with self.of(request, self.limits.most_bytes) as body:
+            message = ReceivedMessage(self._admission, len(body))
+            made = await read(message, body)
+            del body
+        with message.admitted():
+            yield made
+
+    async def written(self, cost: int, write: Callable[[], T]) -> T:
+        """The result of `write`, which takes as long as to parse a message of `cost` bytes."""
+        return await self._admission.thread.run(cost, write, begun=True)
 
     @asynccontextmanager
     async def of(self, request: web.Request, most_bytes: int) -> AsyncIterator[Body]:

@@ -8,6 +8,7 @@ from typing import Annotated
 from aiohttp import web
 from pydantic import BeforeValidator, Field
 from trtmesh.chassis.connection_settings import ConnectionSettings
+from trtmesh.chassis.fair.message_admission import MessageAdmission
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
 from trtmesh.chassis.settings import OptionalPort, Settings, split_commas
 from trtmesh.chassis.tls.certificates import ServerTls
@@ -54,6 +55,7 @@ class HttpPort:
         max_body_bytes: int,
         unread_seconds: float,
         tls: ServerTls | None,
+        admission: MessageAdmission,
     ) -> None:
         """`unread_seconds` is how long a client of a request may leave its answer unread."""
         self.open_handlers = set[Handler]()
@@ -74,7 +76,7 @@ class HttpPort:
         self._http = HttpServer(self.app, limits, tls)
         json_bytes = min(settings.max_json_bytes, max_body_bytes)
         self.bodies = Bodies(
-            BodyLimits(max_body_bytes, json_bytes, settings.receive_seconds), self._http
+            BodyLimits(max_body_bytes, json_bytes, settings.receive_seconds), self._http, admission
         )
 
     def listen(self, host: str, port: int) -> str:

@@ -62,7 +62,12 @@ ONE_FOR_ALL_ROWS = frozenset(
 
 
 def read_call(
-    model: Model, request: Any, raw: Sequence[Contents] | None = None, *, unary: bool = False
+    model: Model,
+    request: Any,
+    raw: Sequence[Contents] | None = None,
+    *,
+    unary: bool = False,
+    is_large: bool = False,
 ) -> Call:
     """Reads a ModelInferRequest; `raw` are its raw contents where they lie apart, and `unary` limits it to one
     response. Raises InvalidRequest."""
@@ -81,7 +86,7 @@ def read_call(
         model.decoupled and not unary,
         _requested_outputs(model, request.outputs),
         {name: _parameter(parameter) for name, parameter in request.parameters.items()},
-        sum(map(_size, raw)) or request.ByteSize(),
+        is_large,
         arrived_ns,
     )
     if not call.stops:
@@ -296,12 +301,6 @@ def _typed(given: Any, count: int, model: str) -> Elements:
         raise InvalidRequest(
             f"input '{given.name}' for model '{model}' holds a value outside of {given.datatype}: {error}"
         ) from error
-
-
-def _size(contents: Contents) -> int:
-    if isinstance(contents, list):
-        return sum(map(len, contents))
-    return len(contents) * (contents.itemsize if isinstance(contents, array) else 1)
 
 
 def _split(data: bytes | memoryview, name: str, count: int) -> Sequence[bytes]:

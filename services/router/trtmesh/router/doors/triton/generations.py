@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
-from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
+from trtmesh.chassis.fair.message_admission import ReceivedMessage
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.doors.generation import Caller, GenerationCall
@@ -61,18 +61,12 @@ class Generations:
         texts: Texts,
         metrics: RouterMetrics,
         engines: Engines,
-        parsing: LargeMessageThread,
     ) -> None:
         self._requests = requests
         self._texts = texts
         self._metrics = metrics
         self._engines = engines
-        self._parsing = parsing
         self._named: dict[RequestKey, LiveRequest] = {}
-
-    def holding(self, size: int) -> AbstractContextManager[None]:
-        """The block in which a request of so many bytes is read and runs. Entering raises QueueFull."""
-        return self._requests.holding(size)
 
     def refused(self, model: Model) -> None:
         """Counts a request that could not be read."""
@@ -96,7 +90,11 @@ class Generations:
 
     @asynccontextmanager
     async def run(
-        self, counting: Counting, template: GenerationTemplate, caller: Caller
+        self,
+        counting: Counting,
+        message: ReceivedMessage,
+        template: GenerationTemplate,
+        caller: Caller,
     ) -> AsyncIterator[AsyncIterator[Answer]]:
         """The answers of a call, while inside. Raises TrtmeshError."""
         call = without_decoder_start(counting.call, self._engines)
@@ -107,11 +105,7 @@ class Generations:
         max_items = self._requests.max_items_per_request
         with GenerationCall(self._requests.metrics_of(call.model.mesh_model)) as generation:
             owner = caller.identity
-            call, request = await self._parsing.run(
-                call.size_bytes,
-                partial(_read, template, call, *sizes, max_items),
-                begun=True,
-            )
+            call, request = await message.run(partial(_read, template, call, *sizes, max_items))
             if name := self._mesh_name(owner, call.request_id):
                 request = replace(request, request_id=name)
             rebind_request_id(request.request_id)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -15,7 +16,7 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
     UnsupportedField,
 )
-from trtmesh.chassis.fair.large_message_thread import Held, LargeMessageThread
+from trtmesh.chassis.fair.message_admission import ReceivedMessage
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import Caller, ErrorWording
@@ -60,7 +61,6 @@ class TritonServer:
         models: Sequence[str],
         generations: Generations,
         texts: Texts,
-        parsing: LargeMessageThread,
         parameters: Parameters,
         is_ready: Callable[[], bool],
         have_roles: Callable[[Model], bool],
@@ -69,7 +69,6 @@ class TritonServer:
         self._configured = [*settings.models]
         self._generations = generations
         self._texts = texts
-        self.parsing = parsing
         self._parameters = parameters
         self._statistics = Statistics(self._models)
         self._have_roles = have_roles
@@ -103,31 +102,21 @@ class TritonServer:
             raise ModelNotFound(f"Request for unknown model: {unknown} is not found")
         return model
 
-    def holding(self, size: int) -> AbstractContextManager[None]:
-        """The block in which a request of so many bytes is read and served. Entering raises QueueFull."""
-        return self._generations.holding(size)
-
     async def read(
         self,
+        message: ReceivedMessage,
         request: Any,
-        size: int,
         wording: ErrorWording,
         model: Model | None = None,
         raw: Sequence[Contents] | None = None,
         *,
         unary: bool = False,
-        held: Held = nullcontext,
     ) -> Call:
-        """Reads a ModelInferRequest of `size` bytes, for `wording` too; `raw` are its raw contents where a door has
-        them apart, `held` is the block in which it waits. Raises ModelNotFound or InvalidRequest."""
+        """Reads the ModelInferRequest of a message, for `wording` too; `raw` are its raw contents where a door has them
+        apart. Raises ModelNotFound or InvalidRequest."""
         served = model or self.find_model(request.model_name, request.model_version)
         try:
-            call = await self.parsing.run(
-                size,
-                lambda: read_call(served, request, raw, unary=unary),
-                begun=raw is not None,
-                held=held,
-            )
+            call = await message.read(partial(read_call, served, request, raw, unary=unary))
             wording.sentence = call.sentence
             self._parameters.check(call)
         except TrtmeshError:
@@ -211,7 +200,9 @@ class TritonServer:
         return response
 
     @asynccontextmanager
-    async def serve(self, call: Call, caller: Caller) -> AsyncIterator[AsyncIterator[Answer]]:
+    async def serve(
+        self, call: Call, message: ReceivedMessage, caller: Caller
+    ) -> AsyncIterator[AsyncIterator[Answer]]:
         """The answers of a call, while inside. Raises TrtmeshError, for the door to speak."""
         with self._statistics.counting(call) as counting:
             template = call.model.template
@@ -223,7 +214,7 @@ class TritonServer:
                 template.check_stopped()
                 yield _only(Answer(final=True))
             elif isinstance(template, GenerationTemplate):
-                async with self._generations.run(counting, template, caller) as answers:
+                async with self._generations.run(counting, message, template, caller) as answers:
                     yield answers
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import grpc
-from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
 from trtmesh.chassis.service import Runtime
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.http.port import HttpPort
@@ -38,18 +37,16 @@ class Triton:
         requests: Requests,
         callers: Callers,
         metrics: RouterMetrics,
-        parsing: LargeMessageThread,
     ) -> None:
         texts = Texts(tokenizers, requests.served_model)
         engines = Engines(fleet)
-        generations = Generations(requests, texts, metrics, engines, parsing)
+        generations = Generations(requests, texts, metrics, engines)
         parameters = Parameters(metrics, refuse_unknown=settings.refuse_unknown_parameters)
         server = TritonServer(
             settings,
             models,
             generations,
             texts,
-            parsing,
             parameters,
             is_ready=lambda: not runtime.health.problems,
             have_roles=engines.have_roles,

@@ -11,9 +11,10 @@ from typing import Any
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
+from trtmesh.chassis.fair.message_admission import ReceivedMessage
 from trtmesh.chassis.logs import Occasionally, request_id_bound
 from trtmesh.chassis.quoting import cut
-from trtmesh.chassis.rpc import answering, holding_message, message_bytes_of
+from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import ErrorWording, caller_of
@@ -33,8 +34,6 @@ SERVICE_NAME = "inference.GRPCInferenceService"
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
 MOST_REQUESTS_OF_A_STREAM = 4096
 """Concurrent requests of a stream; more are read as running requests end."""
-
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 Describe = Callable[[TritonServer, Any], Any]
 DESCRIPTIONS: Mapping[str, Describe] = {
@@ -86,15 +85,15 @@ class TritonDoor:
             (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
         )
 
-    async def _describe(self, describe: Describe, request: Any, context: _Context) -> Any:
+    async def _describe(self, describe: Describe, request: Any, context: RpcContext) -> Any:
         async with answering(context):
             return describe(self._server, request)
 
-    async def _refuse(self, feature: str, _: Any, context: _Context) -> None:
+    async def _refuse(self, feature: str, _: Any, context: RpcContext) -> None:
         async with answering(context):
             raise unsupported(feature)
 
-    async def infer(self, request: Any, context: _Context) -> bytes:
+    async def infer(self, request: Any, context: ServedContext) -> bytes:
         """One request, one response."""
         wording = ErrorWording()
         async with answering(context, request.id, wording):
@@ -103,18 +102,18 @@ class TritonDoor:
                 raise UnsupportedCall(
                     "ModelInfer RPC doesn't support models with decoupled transaction policy"
                 )
-            size = message_bytes_of(context)
-            with self._server.holding(size):
-                held = partial(holding_message, context, size)
-                call = await self._server.read(request, size, wording, model, unary=True, held=held)
-                async with self._server.serve(call, caller_of(self._callers, context)) as answers:
+            message = context.message
+            with message.admitted():
+                call = await self._server.read(message, request, wording, model, unary=True)
+                caller = caller_of(self._callers, context)
+                async with self._server.serve(call, message, caller) as answers:
                     (answer,) = [answer async for answer in answers]
                     if answer.error is not None:
                         raise answer.error
             return ResponseWriter(model.name, request.id).unary(answer.outputs)
         raise AssertionError("answering ends the call")
 
-    async def stream_infer(self, requests: AsyncIterator[Any], context: _Context) -> None:
+    async def stream_infer(self, requests: AsyncIterator[Any], context: ServedContext) -> None:
         """Runs any number of requests concurrently, until all are over and the client has half-closed."""
         errors_end_it = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         stream = _InferStream(self._server, self._callers, context, errors_end_it=errors_end_it)
@@ -126,7 +125,7 @@ class _InferStream:
     """One ModelStreamInfer call."""
 
     def __init__(
-        self, server: TritonServer, callers: Callers, context: _Context, *, errors_end_it: bool
+        self, server: TritonServer, callers: Callers, context: ServedContext, *, errors_end_it: bool
     ) -> None:
         self._server = server
         self._callers = callers
@@ -166,8 +165,7 @@ class _InferStream:
         # Before a request is read: meanwhile it counts as unread bytes.
         await self._room.acquire()
         async for request in requests:
-            size = message_bytes_of(self._context)
-            task = asyncio.create_task(self._serve_one(request, size))
+            task = asyncio.create_task(self._serve_one(request, self._context.message))
             self._tasks.add(task)
             task.add_done_callback(self._on_done)
             # Its first step counts as time of this call, which then gives way to others.
@@ -186,8 +184,8 @@ class _InferStream:
             self._failure = failure
             self._reader.cancel()
 
-    async def _serve_one(self, request: Any, size: int) -> None:
-        """Serves a request of so many bytes. Errors become responses; only a slow client ends the stream."""
+    async def _serve_one(self, request: Any, message: ReceivedMessage) -> None:
+        """Serves a request and the message it came in. Errors become responses; only a slow client ends the stream."""
         # A name or an id beyond the limits is refused, and echoed up to them.
         name, own_id = cut(request.model_name), cut(request.id, MOST_ID_CHARACTERS)
         writer, wording = ResponseWriter(name, own_id), ErrorWording()
@@ -195,11 +193,10 @@ class _InferStream:
         empty_final = parameter is not None and parameter.bool_param
         with request_id_bound(request.id):
             try:
-                with self._server.holding(size):
-                    held = partial(holding_message, self._context, size)
-                    call = await self._server.read(request, size, wording, held=held)
+                with message.admitted():
+                    call = await self._server.read(message, request, wording)
                     caller = caller_of(self._callers, self._context)
-                    async with self._server.serve(call, caller) as answers:
+                    async with self._server.serve(call, message, caller) as answers:
                         async for answer in answers:
                             if answer.error is not None:
                                 await self._write_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -10,6 +11,7 @@ from http import HTTPStatus
 from aiohttp import hdrs, web
 from trtmesh.chassis.errors import InvalidRequest, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.fair.connection_limits import origin_of
+from trtmesh.chassis.fair.message_admission import ReceivedMessage
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.http.answers import compressed, to_json
@@ -37,10 +39,10 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A call, the size of its body, and the outputs that it wants as binary data."""
+    """A call, the message it came in, and the outputs that it wants as binary data."""
 
     call: Call
-    size: int
+    message: ReceivedMessage
     binary: BinaryOutputs
 
 
@@ -50,7 +52,6 @@ class Inference:
     def __init__(self, server: TritonServer, bodies: Bodies) -> None:
         self._server = server
         self._bodies = bodies
-        self._parsing = server.parsing
         self._most_json_bytes = bodies.limits.most_json_bytes
 
     async def serve(
@@ -74,15 +75,13 @@ class Inference:
             )
         length, most_json_bytes = _header_length(request, binary_type), self._most_json_bytes
         read = partial(read_infer, model, length, most_json_bytes)
-        asked = await self._read(request, model, read, unary=True)
-        outputs, binary = await self._only_response(request, asked), asked.binary
+        async with self._admitted(request, model, read, unary=True) as asked:
+            outputs = await self._only_response(request, asked)
+        call, binary = asked.call, asked.binary
         # Binary outputs are copied as they are.
         told = [output for output in outputs if output.name not in binary]
-        data, header_length = await self._parsing.run(
-            json_cost(told),
-            lambda: write_infer(model, asked.call.request_id, outputs, binary),
-            begun=True,
-        )
+        write = partial(write_infer, model, call.request_id, outputs, binary)
+        data, header_length = await self._bodies.written(json_cost(told), write)
         response = web.Response(body=data, content_type="application/json")
         if header_length is not None and binary_type:
             response.headers[hdrs.CONTENT_TYPE] = f"{binary_type}{header_length}"
@@ -94,24 +93,25 @@ class Inference:
     async def generate(self, request: web.Request, model: Model) -> web.Response:
         """A single response, as plain JSON."""
         read = partial(read_generate, model, self._most_json_bytes)
-        asked = await self._read(request, model, read, unary=not model.refuses_unary_calls)
-        outputs = await self._only_response(request, asked)
-        body = await self._written(asked, outputs)
+        unary = not model.refuses_unary_calls
+        async with self._admitted(request, model, read, unary=unary) as asked:
+            outputs = await self._only_response(request, asked)
+        body = await self._written(asked.call, outputs)
         return compressed(request, web.Response(body=body, content_type="application/json"))
 
     async def generate_stream(self, request: web.Request, model: Model) -> web.StreamResponse:
         """Responses as server-sent events."""
         read = partial(read_generate, model, self._most_json_bytes)
-        asked = await self._read(request, model, read)
         events = _EventStream(request)
         try:
-            with self._server.holding(asked.size):
-                async with self._server.serve(asked.call, _caller_of(request)) as answers:
+            async with self._admitted(request, model, read) as asked:
+                serving = self._server.serve(asked.call, asked.message, _caller_of(request))
+                async with serving as answers:
                     async for answer in answers:
                         if answer.error is not None:
                             await events.fail(answer.error)
                         elif not answer.only_end:
-                            await events.send(await self._written(asked, answer.outputs))
+                            await events.send(await self._written(asked.call, answer.outputs))
         except SlowClient:
             raise
         except TrtmeshError as error:
@@ -120,39 +120,36 @@ class Inference:
             await events.fail(error)
         return await events.end()
 
-    async def _read(
+    def _admitted(
         self,
         request: web.Request,
         model: Model,
         read: Callable[[Body], Asked],
         *,
         unary: bool = False,
-    ) -> _Read:
-        """The call of a body, which counts as unfinished until it is read and is needed no longer then."""
-        async with self._bodies.of(request, self._bodies.limits.most_bytes) as body:
-            size = len(body)
-            asked = await self._parsing.run(size * JSON_COST, partial(read, body))
+    ) -> AbstractAsyncContextManager[_Read]:
+        """The block of the call in a body."""
+
+        async def read_body(message: ReceivedMessage, body: Body) -> _Read:
+            asked = await message.run(partial(read, body), JSON_COST)
             # A large body was read in another context.
             rebind_request_id(asked.request.id)
             call = await self._server.read(
-                asked.request, size, request[WORDING], model, asked.raw, unary=unary
+                message, asked.request, request[WORDING], model, asked.raw, unary=unary
             )
-            return _Read(call, size, asked.binary)
+            return _Read(call, message, asked.binary)
 
-    async def _written(self, asked: _Read, outputs: Sequence[Output]) -> bytes:
+        return self._bodies.admitted(request, read_body)
+
+    async def _written(self, call: Call, outputs: Sequence[Output]) -> bytes:
         """A response of `generate` or `generate_stream`."""
-        call = asked.call
-        return await self._parsing.run(
-            json_cost(outputs),
-            lambda: write_generate(call.model, call.request_id, outputs),
-            begun=True,
-        )
+        write = partial(write_generate, call.model, call.request_id, outputs)
+        return await self._bodies.written(json_cost(outputs), write)
 
     async def _only_response(self, request: web.Request, asked: _Read) -> Sequence[Output]:
         """The outputs of the only response. Raises TrtmeshError."""
-        with self._server.holding(asked.size):
-            async with self._server.serve(asked.call, _caller_of(request)) as answers:
-                return await _only_outputs(answers)
+        async with self._server.serve(asked.call, asked.message, _caller_of(request)) as answers:
+            return await _only_outputs(answers)
 
 
 class _EventStream:

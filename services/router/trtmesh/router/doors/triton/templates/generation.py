@@ -18,7 +18,6 @@ from trtmesh.chassis.errors import (
     TokenOutOfVocabulary,
     TrtmeshError,
 )
-from trtmesh.chassis.fair.large import LARGE_BYTES
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.settings import LogitsDataType
@@ -83,8 +82,7 @@ class GenerationTemplate(Template, ABC):
             except TrtmeshError as error:
                 # Its frames have this one, with the inputs.
                 refused[row] = error.with_traceback(None)
-        large = call.size_bytes >= LARGE_BYTES
-        parsed = parse_request(request, request_id, max_items, refused, is_large=large)
+        parsed = parse_request(request, request_id, max_items, refused, is_large=call.is_large)
         if parsed.refused and not call.decoupled:
             # The only response is an error; the other rows need not run.
             first = parsed.refused[0]

@@ -150,7 +150,8 @@ class Call:
     requested: frozenset[str]
     """Outputs asked for; empty asks for all."""
     parameters: Mapping[str, Any]
-    size_bytes: int = 0
+    is_large: bool = False
+    """Whether it came in a large message."""
     arrived_ns: int = field(default_factory=time.monotonic_ns)
 
     def wants(self, output: str) -> bool:
