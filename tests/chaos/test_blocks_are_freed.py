@@ -17,7 +17,7 @@ from trtmesh.client import Client, FinishReason
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ROUNDS = 200
+ROUNDS = 60
 AT_ONCE = 10
 BACKGROUND = 8
 BACKGROUND_TOKENS = 150

@@ -15,7 +15,7 @@ import torch
 from compat.plain_http import PlainHttp
 from compat.test_http_client import Http
 from compat.triton import Triton, joined
-from e2e.mesh import DEMO, Mesh, decode, eventually, running_mesh
+from e2e.mesh import DEMO, Mesh, decode, eventually, router_before, running_mesh
 from tokenizers import Tokenizer
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.engine.adapters.arrays import write_arrays
@@ -132,18 +132,22 @@ async def test_number_is_served_by_a_worker_that_never_had_the_weights(
     assert len(await holders(mesh, number)) == 2
 
 
-async def test_number_brought_to_one_router_is_served_by_another(tmp_path: Path) -> None:
-    """The routers share a directory; the worker that had the weights is gone."""
+async def test_number_brought_to_one_router_is_served_by_another(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    """The routers share a directory; the worker that had the weights takes nothing more."""
     flags = ("--adapters-directory", str(tmp_path))
-    async with running_mesh(engines=2, engine_flags=FLAGS, router_flags=flags) as mesh:
-        async with Triton(mesh.router.address) as one:
-            first = await text(one, "ensemble", by_number(31) | weights("docstrings"))
-        (worker,) = await holders(mesh, 31)
-        await mesh.start_router(*flags)
-        await mesh.ready(2, 1)
-        await mesh.admin.drain_worker(worker, finish_seconds=0)
-        async with Triton(mesh.router.address) as other:
-            assert await text(other, "ensemble", by_number(31)) == first
+    async with router_before(mesh, *flags) as one:
+        async with Triton(one.router.address) as triton:
+            first = await text(triton, "ensemble", by_number(31) | weights("docstrings"))
+        (worker,) = await holders(one, 31)
+    async with router_before(mesh, *flags) as other:
+        await other.admin.drain_worker(worker, finish_seconds=0)
+        try:
+            async with Triton(other.router.address) as triton:
+                assert await text(triton, "ensemble", by_number(31)) == first
+        finally:
+            await other.admin.resume_worker(worker)
 
 
 async def test_http_clients_send_weights_then_the_number(mesh: Mesh, triton: Triton) -> None:
