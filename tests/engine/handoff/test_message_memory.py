@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from trtmesh.engine.handoff.message_memory import (
+from trtmesh.engine.handoff.messages import (
     LENT_BYTES,
     MAX_KEPT,
     MESSAGE_BYTES,

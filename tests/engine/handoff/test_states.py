@@ -322,7 +322,7 @@ class StateBackend(RecordingBackend):
     def hand_over_with(self, content: bytes) -> None:
         ((key, item),) = self.live.items()
         self.live.clear()
-        state = HandoffState(content, LIFE_MS)
+        state = HandoffState(content, LIFE_MS / 1000)
         end = SequenceEnd(key, HANDOFF, item.prompt_tokens, 0, 1, handoff_state=state)
         self._advance()
         self.deliver(StepOutput(self.stats_now.step_count, ends=[end]))

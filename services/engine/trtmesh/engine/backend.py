@@ -51,7 +51,7 @@ class HandoffState:
 
     content: bytes
     """At most MAX_STATE_BYTES, and not empty."""
-    expires_in_ms: int
+    seconds: float
     """Time from now for which the backend keeps the KV for another worker."""
 
 
@@ -409,7 +409,7 @@ class Backend(Protocol):
     * A sequence that waits for `adopt` MUST NOT be computed. The end of such a sequence leaves the blocks to the lease.
     * With a StateKind, an item with `sender_lease_id` MUST end after its first new token with FINISH_REASON_HANDOFF and
       its `handoff_state`, unless that token ends it. The KV MUST stay until a receiver's library has fetched it, `drop`
-      of the lease, or the end of `expires_in_ms`, and MUST be free after any of them. An item with `handoff_state` MUST
+      of the lease, or the end of its `seconds`, and MUST be free after any of them. An item with `handoff_state` MUST
       NOT deliver any of its `emitted_tokens` again. Where it cannot continue from the state, it MUST end with
       HandoffFailed before its first token, unless it computes the prompt itself.
     * `stats` MUST be cheap (under 50 µs) and safe while a step runs.

@@ -12,16 +12,16 @@ from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.grpc.client import ClientCall, Method, connected
 from trtmesh.chassis.grpc.client.call import CallEnded
 from trtmesh.chassis.tasks import until_first_ends
-from trtmesh.engine.handoff import chunks
-from trtmesh.engine.handoff.chunks import Chunk
+from trtmesh.engine.handoff import messages
 from trtmesh.engine.handoff.descriptor import RemoteKv
+from trtmesh.engine.handoff.messages import Chunk
 from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.v1 import kv_transfer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 FETCH: Method[pb.FetchRequest, pb.FetchResponse | Chunk] = Method(
-    "/trtmesh.v1.KvTransferService/Fetch", pb.FetchRequest.SerializeToString, chunks.parse
+    "/trtmesh.v1.KvTransferService/Fetch", pb.FetchRequest.SerializeToString, messages.parse
 )
 
 FetchCall = ClientCall[pb.FetchRequest, pb.FetchResponse | Chunk]

@@ -16,10 +16,10 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.rpc import ServedContext, answering
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.engine.handoff.checksums import checksum_of
-from trtmesh.engine.handoff.chunks import head_of
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
 from trtmesh.engine.handoff.lease import CommitMark, unknown
 from trtmesh.engine.handoff.leases import LeaseTable
+from trtmesh.engine.handoff.messages import head_of
 from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.engine.handoff.parts import Part, chunks_of, sizes_of
 from trtmesh.engine.handoff.send_machine import (

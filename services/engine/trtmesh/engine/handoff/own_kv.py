@@ -13,7 +13,7 @@ from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import MAX_STATE_BYTES, Backend, StateKind
 from trtmesh.engine.handoff.copying import Copying
 from trtmesh.engine.handoff.identity import DIGEST_BYTES, PROTOCOL_VERSION, KvKind
-from trtmesh.engine.handoff.message_memory import MessageMemory
+from trtmesh.engine.handoff.messages import MessageMemory
 from trtmesh.engine.handoff.settings import HandoffSettings
 from trtmesh.engine.handoff.transports.choice import Transports
 from trtmesh.engine.kv_memory import KvMemory

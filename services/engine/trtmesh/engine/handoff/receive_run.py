@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from trtmesh.engine.backend import Awaiting, Reserved, SequenceEnd
 from trtmesh.engine.handoff.block_plan import problem_between
-from trtmesh.engine.handoff.chunks import Chunk
 from trtmesh.engine.handoff.descriptor import Incompatible, RemoteKv, parse
 from trtmesh.engine.handoff.fetch import Fetch, ProtocolBroken
 from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem, failure, unknown
 from trtmesh.engine.handoff.leases import LeaseOwner, LeaseTable, Timer
+from trtmesh.engine.handoff.messages import Chunk
 from trtmesh.engine.handoff.metrics import HandoffMetrics, word_of
 from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.engine.handoff.parts import Part, checksum_after, copies_of, span_of

@@ -320,15 +320,14 @@ class SentState(SentLease):
         self._feed(Commit())
         if not self.awaits_receiver:
             return None
-        seconds = state.expires_in_ms / 1000
-        self._state_ends_at = asyncio.get_running_loop().time() + seconds
-        self._timer.renew(min(self._timer.remaining_seconds, seconds))
+        self._state_ends_at = asyncio.get_running_loop().time() + state.seconds
+        self._timer.renew(min(self._timer.remaining_seconds, state.seconds))
         return pb.HandoffDescriptor(
             lease_id=self.lease_id,
             worker=self._own.worker,
             computed_tokens=end.prompt_tokens + end.generated_tokens - 1,
             emitted_tokens=end.generated_tokens,
-            expires_in_ms=state.expires_in_ms,
+            expires_in_ms=round(state.seconds * 1000),
             backend_state=state.content,
             protocol_version=PROTOCOL_VERSION,
             compatibility_hash=self.hash,

@@ -63,14 +63,9 @@ class Leases:
         """Names the sender of a reservation."""
         self._send(pb.EngineCommand(attach_sender=command))
 
-    def release(self, lease_id: str) -> None:
-        """Ends a lease, whatever the worker knows of it."""
-        command = kv_pb.ReleaseLeaseCommand(lease_id=lease_id)
-        self._send(pb.EngineCommand(release_lease=command))
-
-    def confirm(self, lease_id: str) -> None:
-        """Ends a sender's lease whose KV was used."""
-        command = kv_pb.ReleaseLeaseCommand(lease_id=lease_id, consumed=True)
+    def release(self, lease_id: str, *, consumed: bool = False) -> None:
+        """Ends a lease, whatever the worker knows of it; `consumed` for a sender's whose state was used."""
+        command = kv_pb.ReleaseLeaseCommand(lease_id=lease_id, consumed=consumed)
         self._send(pb.EngineCommand(release_lease=command))
 
     def forget(self, lease_id: str) -> None:

@@ -367,12 +367,10 @@ class LiveHandoff:
                 self._attach()
             case Action.SUBMIT:
                 self._submit()
-            case Action.CONFIRM_SENDER:
+            case Action.CONFIRM_SENDER | Action.RELEASE_SENDER:
                 assert self.sender
-                self.sender.leases.confirm(self.lease_id)
-            case Action.RELEASE_SENDER:
-                assert self.sender
-                self.sender.leases.release(self.lease_id)
+                is_used = action is Action.CONFIRM_SENDER
+                self.sender.leases.release(self.lease_id, consumed=is_used)
             case Action.RELEASE_RECEIVER:
                 assert self.receiver
                 self.receiver.leases.release(self.receiver_lease_id)

@@ -263,4 +263,4 @@ class ForeignSequence:
             raise HandoffFailed(
                 f"the engine handed over a state of {len(content)} bytes, but one has from 1 to {MAX_STATE_BYTES}"
             )
-        return HandoffState(content, int(self._state_seconds * 1000))
+        return HandoffState(content, self._state_seconds)

@@ -83,7 +83,7 @@ class StateLeases(Leases):
         timer = loop.call_later(self.kept_seconds, self.drop, lease_id)
         self._holdings[lease_id], self._kept[lease_id] = holding, _Kept(content, timer)
         state = RemoteState(self.port, lease_id).write()
-        self._ending[sequence.key] = HandoffState(state, round(self.kept_seconds * 1000))
+        self._ending[sequence.key] = HandoffState(state, self.kept_seconds)
 
     def state_of(self, sequence: Sequence) -> HandoffState | None:
         return self._ending.pop(sequence.key, None)

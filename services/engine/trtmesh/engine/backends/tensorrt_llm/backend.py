@@ -221,8 +221,7 @@ class TensorRtLlmBackend:
         self._names.expect(item.token_ids, _root(item, live.call))
 
     def _state_of(self, params: Any) -> HandoffState:
-        expires_in_ms = int(self._settings.transceiver.timeout_seconds * 1000)
-        return state_of(params, self._library, expires_in_ms)
+        return state_of(params, self._library, self._settings.transceiver.timeout_seconds)
 
     @property
     def _items(self) -> list[LiveItem]:

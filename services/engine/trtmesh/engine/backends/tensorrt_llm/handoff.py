@@ -52,7 +52,7 @@ def context_params(lease_id: str, library: Library) -> Any:
     return library.handoff(**values)
 
 
-def state_of(params: Any, library: Library, expires_in_ms: int) -> HandoffState:
+def state_of(params: Any, library: Library, seconds: float) -> HandoffState:
     """What the other worker needs, from the result of the prompt. Raises HandoffFailed."""
     if params is None or params.opaque_state is None:
         raise HandoffFailed("the library returned no state of the prompt's KV")
@@ -68,7 +68,7 @@ def state_of(params: Any, library: Library, expires_in_ms: int) -> HandoffState:
         raise HandoffFailed(
             f"the library's state takes {len(content)} bytes, more than {MAX_STATE_BYTES}"
         )
-    return HandoffState(content, expires_in_ms)
+    return HandoffState(content, seconds)
 
 
 def generation_params(content: bytes, first_token: int, library: Library) -> Any:
