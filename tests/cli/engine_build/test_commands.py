@@ -248,7 +248,9 @@ def test_experts_and_ranks_are_split(tmp_path: Path) -> None:
     ]
     assert step.ranks == 8
     assert step.command()[-2:] == ["--workers", "3"]
-    assert mesh["engine"]["tensorrt_llm"]["parallel"] == sizes
+    backend = mesh["engine"]["tensorrt_llm"]
+    assert backend["parallel"] == {"tensor": 4, "pipeline": 2}
+    assert backend["options"] == {"moe_expert_parallel_size": 2}
 
 
 def test_calibration_reaches_the_tools_that_have_it(tmp_path: Path) -> None:

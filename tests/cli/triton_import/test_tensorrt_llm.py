@@ -109,8 +109,8 @@ def test_arguments_of_the_library_have_the_sizes(tmp_path: Path) -> None:
         "kv_cache_config: {free_gpu_memory_fraction: 0.8, dtype: fp8, enable_block_reuse: false}\n"
     )
     backend = backend_of(convert(directory, **{"": DEMO}))
-    sizes = {"tensor": 4, "pipeline": 2, "expert": 4, "gpus_per_node": 8}
-    assert backend["parallel"] == sizes
+    assert backend["parallel"] == {"tensor": 4, "pipeline": 2}
+    assert backend["options"] == {"moe_expert_parallel_size": 4, "gpus_per_node": 8}
     assert backend["kv_cache"] == {
         "free_memory_fraction": 0.8,
         "dtype": "fp8",

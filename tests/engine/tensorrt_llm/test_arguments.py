@@ -16,7 +16,19 @@ from trtmesh.engine.settings import EngineSettings
 KEPT: dict[str, tuple[dict[str, Any], str, str, Any]] = {
     "parallel.tensor": ({"parallel": {"tensor": 2}}, "", "tensor_parallel_size", 2),
     "parallel.pipeline": ({"parallel": {"pipeline": 2}}, "", "pipeline_parallel_size", 2),
-    "parallel.expert": ({"parallel": {"expert": 4}}, "", "moe_expert_parallel_size", 4),
+    "options.moe_expert_parallel_size": (
+        {"options": {"moe_expert_parallel_size": 4}},
+        "",
+        "moe_expert_parallel_size",
+        4,
+    ),
+    "options.kv_cache_config": (
+        {"options": {"kv_cache_config": {"event_buffer_max_size": 7}}},
+        "kv_cache_config",
+        "event_buffer_max_size",
+        7,
+    ),
+    "options.stream_interval": ({"options": {"stream_interval": 4}}, "", "stream_interval", 4),
     "kv_cache.tokens": ({"kv_cache": {"tokens": 6400}}, "kv_cache_config", "max_tokens", 6400),
     "kv_cache.dtype": ({"kv_cache": {"dtype": "fp8"}}, "kv_cache_config", "dtype", "fp8"),
     "kv_cache.prefix_reuse": (
@@ -32,7 +44,12 @@ KEPT: dict[str, tuple[dict[str, Any], str, str, Any]] = {
         "MAX_UTILIZATION",
     ),
     "batching.overlap": ({"batching": {"overlap": False}}, "", "disable_overlap_scheduler", True),
-    "batching.cuda_graphs": ({"batching": {"cuda_graphs": False}}, "", "cuda_graph_config", None),
+    "options.cuda_graph_config": (
+        {"options": {"cuda_graph_config": None}},
+        "",
+        "cuda_graph_config",
+        None,
+    ),
     "batching.max_step_tokens": ({"batching": {"max_step_tokens": 512}}, "", "max_num_tokens", 512),
     "limits.max_batch_size": ({"limits": {"max_batch_size": 7}}, "", "max_batch_size", 7),
     "adapters.max_rank": (
@@ -47,7 +64,7 @@ KEPT: dict[str, tuple[dict[str, Any], str, str, Any]] = {
         "kv_transfer_timeout_ms",
         7000,
     ),
-    "transceiver.max_tokens_in_buffer": (
+    "the longest sequence": (
         {"transceiver": {"backend": "UCX"}},
         "cache_transceiver_config",
         "max_tokens_in_buffer",
@@ -73,7 +90,10 @@ async def test_a_setting_arrives_at_the_constructor(name: str, release: str) -> 
 
 
 NEEDS: dict[str, dict[str, Any]] = {
-    "transceiver.runtime": {"transceiver": {"backend": "UCX", "runtime": "CPP"}},
+    "options.cache_transceiver_config.transceiver_runtime": {
+        "transceiver": {"backend": "UCX"},
+        "options": {"cache_transceiver_config": {"transceiver_runtime": "CPP"}},
+    },
     "batching.waiting_queue_policy": {"batching": {"waiting_queue_policy": "priority"}},
     "options.telemetry_config": {"options": {"telemetry_config": {"disabled": True}}},
 }
@@ -95,9 +115,20 @@ async def test_newer_settings_work_on_the_newer_release(newer: str) -> None:
             await tokens(on, max_tokens=2)
 
 
-async def test_an_option_that_a_setting_covers_is_refused(target: str) -> None:
-    with pytest.raises(SettingsError, match="max_batch_size"):
-        async with lab(backend(options={"max_batch_size": 3})):
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"max_batch_size": 3}, "max_batch_size"),
+        ({"kv_cache_config": {"max_tokens": 3, "enable_block_reuse": False}}, "enable_block_reuse"),
+        ({"speculative_config": {"max_draft_len": 3}}, "speculative_config"),
+        ({"tokenizer": "gpt2"}, "tokenizer"),
+    ],
+)
+async def test_an_option_that_a_setting_covers_is_refused(
+    options: dict[str, Any], name: str, target: str
+) -> None:
+    with pytest.raises(SettingsError, match=name):
+        async with lab(backend(options=options)):
             pass
 
 

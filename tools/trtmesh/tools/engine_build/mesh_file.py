@@ -45,8 +45,9 @@ def _backend(plan: BuildPlan, variant: Variant, last: Step | None) -> dict[str, 
         if not reuses_kv(precision):
             kv_cache["prefix_reuse"] = False
             batching["chunked_context"] = False
-    expert = {"expert": split.expert} if split.expert > 1 else {}
-    backend["parallel"] = {"tensor": split.tensor, "pipeline": split.pipeline, **expert}
+    backend["parallel"] = {"tensor": split.tensor, "pipeline": split.pipeline}
+    if split.expert > 1:
+        backend["options"] = {"moe_expert_parallel_size": split.expert}
     backend |= {"kv_cache": kv_cache} if kv_cache else {}
     backend["batching"] = batching
     backend["limits"] = {

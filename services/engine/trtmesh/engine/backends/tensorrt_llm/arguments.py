@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trtmesh.chassis.errors import SettingsError
@@ -16,8 +16,25 @@ from trtmesh.engine.backends.tensorrt_llm.library import (
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 
 TARGET_MODULES = "lora_target_modules"
-OWN = frozenset({"model", "skip_tokenizer_init", "tokenizer", *NESTED.values()})
-"""Arguments that no option may change: other settings give them."""
+OWN = frozenset({"model", "skip_tokenizer_init", "tokenizer"})
+"""Arguments that no option may change."""
+
+EVENT_BUFFER = 65536
+"""Changes of blocks that may wait in the library to be read."""
+
+HOST_ADAPTERS = 64
+"""Adapters in the library's host memory."""
+
+DEFAULTS = frozenset(
+    {
+        (CONSTRUCTOR, "stream_interval"),
+        ("KvCacheConfig", "event_buffer_max_size"),
+        ("LoraConfig", "max_cpu_loras"),
+        ("NGramDecodingConfig", "max_matching_ngram_size"),
+        ("CacheTransceiverConfig", "max_tokens_in_buffer"),
+    }
+)
+"""Arguments that no setting gives but this module; an option may give another value."""
 
 
 def arguments(
@@ -37,15 +54,15 @@ def arguments(
         given.append(Given(CONSTRUCTOR, "iter_stats_max_iterations", 1000, "flow"))
     if settings.hands_over:
         given += _transceiver(settings, max_sequence_tokens)
-    return given + list(_options(settings, {each.name for each in given if each.of == CONSTRUCTOR}))
+    options = list(_options(settings, given))
+    chosen = {(each.of, each.name) for each in options}
+    return [each for each in given if (each.of, each.name) not in chosen] + options
 
 
 def _model(settings: TensorRtLlmSettings) -> Iterator[Given]:
     yield Given(CONSTRUCTOR, "dtype", settings.dtype, "dtype")
     yield Given(CONSTRUCTOR, "trust_remote_code", settings.trust_remote_code, "trust_remote_code")
     yield Given(CONSTRUCTOR, "return_perf_metrics", True, "flow")  # noqa: FBT003 - a row
-    if settings.load_format != "auto":
-        yield Given(CONSTRUCTOR, "load_format", settings.load_format, "load_format")
     if settings.guided_decoding != "none":
         backend = settings.guided_decoding
         yield Given(CONSTRUCTOR, "guided_decoding_backend", backend, "guided_decoding")
@@ -54,22 +71,9 @@ def _model(settings: TensorRtLlmSettings) -> Iterator[Given]:
 
 
 def _parallel(settings: TensorRtLlmSettings) -> Iterator[Given]:
-    parallel = settings.parallel
-    names = {
-        "tensor": "tensor_parallel_size",
-        "pipeline": "pipeline_parallel_size",
-        "expert": "moe_expert_parallel_size",
-        "expert_tensor": "moe_tensor_parallel_size",
-        "gpus_per_node": "gpus_per_node",
-    }
-    for setting, name in names.items():
-        if (value := getattr(parallel, setting)) is not None:
-            yield Given(CONSTRUCTOR, name, value, f"parallel.{setting}")
-    if parallel.attention_data:
-        yield Given(CONSTRUCTOR, "enable_attention_dp", True, "parallel.attention_data")  # noqa: FBT003 - a row
-    if parallel.orchestrator != "mpi":
-        kind = parallel.orchestrator
-        yield Given(CONSTRUCTOR, "orchestrator_type", kind, "parallel.orchestrator")
+    sizes = settings.parallel
+    yield Given(CONSTRUCTOR, "tensor_parallel_size", sizes.tensor, "parallel.tensor")
+    yield Given(CONSTRUCTOR, "pipeline_parallel_size", sizes.pipeline, "parallel.pipeline")
 
 
 def _kv_cache(settings: TensorRtLlmSettings) -> Iterator[Given]:
@@ -88,13 +92,9 @@ def _kv_cache(settings: TensorRtLlmSettings) -> Iterator[Given]:
     if cache.bytes:
         rows.append(("max_gpu_total_bytes", cache.bytes, "bytes"))
     if settings.reports_blocks:
-        rows.append(("event_buffer_max_size", cache.event_buffer, "event_buffer"))
+        rows.append(("event_buffer_max_size", EVENT_BUFFER, "events"))
     if cache.host_bytes:
         rows.append(("host_cache_size", cache.host_bytes, "host_bytes"))
-    if cache.host_min_priority is not None:
-        rows.append(
-            ("secondary_offload_min_priority", cache.host_min_priority, "host_min_priority")
-        )
     for name, value, setting in rows:
         yield Given("KvCacheConfig", name, value, f"kv_cache.{setting}")
 
@@ -103,10 +103,6 @@ def _batching(settings: TensorRtLlmSettings) -> Iterator[Given]:
     batching, limits = settings.batching, settings.limits
     policy = batching.policy.upper()
     yield Given("SchedulerConfig", "capacity_scheduler_policy", policy, "batching.policy")
-    if batching.chunking_policy:
-        chunking = batching.chunking_policy.upper()
-        name = "context_chunking_policy"
-        yield Given("SchedulerConfig", name, chunking, "batching.chunking_policy")
     if batching.waiting_queue_policy.upper() != "FCFS":
         order, name = batching.waiting_queue_policy, "waiting_queue_policy"
         yield Given("SchedulerConfig", name, order, "batching.waiting_queue_policy")
@@ -125,13 +121,11 @@ def _pytorch(settings: TensorRtLlmSettings, max_sequence_tokens: int) -> Iterato
         ("max_seq_len", max_sequence_tokens, "limits.max_sequence_tokens"),
         ("max_beam_width", limits.max_beam_width, "limits.max_beam_width"),
         ("disable_overlap_scheduler", not batching.overlap, "batching.overlap"),
-        ("stream_interval", batching.stream_interval, "batching.stream_interval"),
+        ("stream_interval", 1, "flow"),
         ("enable_iter_perf_stats", True, "flow"),
     )
     for name, value, setting in rows:
         yield Given(CONSTRUCTOR, name, value, setting)
-    if not batching.cuda_graphs:
-        yield Given(CONSTRUCTOR, "cuda_graph_config", None, "batching.cuda_graphs")
 
 
 def target_modules(settings: TensorRtLlmSettings, library: Library) -> tuple[str, ...] | None:
@@ -150,11 +144,7 @@ def _adapters(settings: TensorRtLlmSettings, library: Library) -> Iterator[Given
     rows: list[tuple[str, object, str]] = [
         ("max_lora_rank", adapters.max_rank, "max_rank"),
         ("max_loras", adapters.max_batch_adapters, "max_batch_adapters"),
-        (
-            "max_cpu_loras",
-            max(adapters.max_batch_adapters, adapters.max_host_adapters),
-            "max_host_adapters",
-        ),
+        ("max_cpu_loras", max(adapters.max_batch_adapters, HOST_ADAPTERS), "disk_bytes"),
     ]
     if (modules := target_modules(settings, library)) is not None:
         rows.append((TARGET_MODULES, list(modules), "target_modules"))
@@ -183,8 +173,7 @@ def _speculation(settings: TensorRtLlmSettings, library: Library) -> Iterator[Gi
     length = "num_nextn_predict_layers" if speculation.method == "mtp" else "max_draft_len"
     yield Given(kind, length, most, "speculation.max_draft_tokens")
     if speculation.method == "ngram":
-        name = "max_matching_ngram_size"
-        yield Given(kind, name, speculation.max_ngram_size, "speculation.max_ngram_size")
+        yield Given(kind, "max_matching_ngram_size", 2, "speculation.method")
     if speculation.model_dir is not None:
         head = str(speculation.model_dir)
         yield Given(kind, "speculative_model", head, "speculation.model_dir")
@@ -192,23 +181,30 @@ def _speculation(settings: TensorRtLlmSettings, library: Library) -> Iterator[Gi
 
 def _transceiver(settings: TensorRtLlmSettings, max_sequence_tokens: int) -> Iterator[Given]:
     transceiver, kind = settings.transceiver, "CacheTransceiverConfig"
-    tokens = transceiver.max_tokens_in_buffer or max_sequence_tokens
     milliseconds = int(transceiver.timeout_seconds * 1000)
     yield Given(kind, "backend", transceiver.backend, "transceiver.backend")
-    yield Given(kind, "max_tokens_in_buffer", tokens, "transceiver.max_tokens_in_buffer")
+    yield Given(kind, "max_tokens_in_buffer", max_sequence_tokens, "transceiver.backend")
     # Without one, 1.2 keeps the KV that nobody fetches for ever.
     yield Given(kind, "kv_transfer_timeout_ms", milliseconds, "transceiver.timeout_seconds")
-    if transceiver.runtime:
-        yield Given(kind, "transceiver_runtime", transceiver.runtime, "transceiver.runtime")
 
 
-def _options(settings: TensorRtLlmSettings, covered: set[str]) -> Iterator[Given]:
+def _options(settings: TensorRtLlmSettings, given: Sequence[Given]) -> Iterator[Given]:
+    covered = {(each.of, each.name) for each in given} - DEFAULTS
+    homes = {NESTED[each.of]: each.of for each in given if each.of in NESTED}
     for name, value in settings.options.items():
-        if name in covered | OWN:
-            raise SettingsError(
-                f"has {name}, which other settings give; use those", setting=f"{SECTION}.options"
-            )
-        yield Given(CONSTRUCTOR, name, value, f"options.{name}")
+        home = homes.get(name)
+        if home is not None and isinstance(value, Mapping):
+            inner = [(home, key, content, f"{name}.{key}") for key, content in value.items()]
+        else:
+            inner = [(CONSTRUCTOR, name, value, name)]
+        for of, argument, content, path in inner:
+            is_ours = of == CONSTRUCTOR and argument in {*OWN, *NESTED.values()}
+            if is_ours or (of, argument) in covered:
+                raise SettingsError(
+                    f"has {path}, which other settings give; use those",
+                    setting=f"{SECTION}.options",
+                )
+            yield Given(of, argument, content, f"options.{path}")
 
 
 def model_of(settings: TensorRtLlmSettings, model_dir: Path) -> Path:

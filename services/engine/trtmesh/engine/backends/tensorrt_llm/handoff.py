@@ -33,13 +33,13 @@ def kind_of(settings: TensorRtLlmSettings, library: Library) -> StateKind | None
         "release": library.release,
         "flow": settings.flow,
         "backend": transceiver.backend,
-        "runtime": transceiver.runtime,
+        "runtime": settings.option("cache_transceiver_config", "transceiver_runtime") or "",
         "dtype": settings.dtype,
         "kv_dtype": cache.dtype,
         "tokens_per_block": cache.tokens_per_block,
         "tensor": parallel.tensor,
         "pipeline": parallel.pipeline,
-        "attention_data": parallel.attention_data,
+        "attention_data": settings.options.get("enable_attention_dp", False),
     }
     return StateKind("trtllm", json.dumps(same, sort_keys=True))
 

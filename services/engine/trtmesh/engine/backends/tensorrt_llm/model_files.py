@@ -96,7 +96,8 @@ def _end_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 def _fingerprint(model_dir: Path, settings: TensorRtLlmSettings) -> str:
     """Another backend, flow or number of GPUs rounds otherwise, so its fingerprint is another."""
     parallel, engine_dir = settings.parallel, settings.engine_dir
-    kind = f"tensorrt_llm {settings.flow} {parallel.tensor} {settings.dtype} {settings.load_format}"
+    weights = settings.options.get("load_format", "auto")
+    kind = f"tensorrt_llm {settings.flow} {parallel.tensor} {settings.dtype} {weights}"
     directory = engine_dir or model_dir
     pattern = "*.engine" if engine_dir else "*.safetensors"
     return model_fingerprint(directory, sorted(directory.glob(pattern)), kind)

@@ -39,16 +39,6 @@ class ParallelSettings(Settings):
     """GPUs that share every layer."""
     pipeline: Size = 1
     """Groups of GPUs that have a part of the layers each."""
-    expert: Size | None = None
-    """GPUs among which the experts of a mixture are divided; unset leaves it to the library."""
-    expert_tensor: Size | None = None
-    """GPUs that share every expert; unset leaves it to the library."""
-    attention_data: bool = False
-    """Whether each GPU computes the attention of sequences of its own."""
-    gpus_per_node: Size | None = None
-    """GPUs of a node, where that is not the number that this process sees."""
-    orchestrator: Literal["mpi", "rpc", "ray"] = "mpi"
-    """What starts the processes of the GPUs."""
 
 
 class TensorRtLlmKvCacheSettings(KvCacheSettings):
@@ -60,12 +50,8 @@ class TensorRtLlmKvCacheSettings(KvCacheSettings):
     """Tokens per KV block; a TensorRT engine has its own."""
     dtype: str = "auto"
     """Type of the KV, such as fp8; auto is that of the checkpoint."""
-    event_buffer: Count = 65536
-    """Most changes that wait in the library to be read."""
     host_bytes: Annotated[int, Field(ge=0)] = 0
     """Host memory in bytes for blocks evicted from the device; 0 keeps none."""
-    host_min_priority: Annotated[int, Field(ge=0, le=100)] | None = None
-    """Lowest retention priority of the blocks kept there; unset leaves it to the library."""
 
 
 class TensorRtLlmBatchingSettings(Settings):
@@ -80,19 +66,11 @@ class TensorRtLlmBatchingSettings(Settings):
     """Most tokens in a step."""
     chunked_context: bool = True
     """Whether a prompt may take several steps; if not, prompts longer than max_step_tokens are refused."""
-    chunking_policy: Literal["first_come_first_served", "equal_progress", "force_chunk"] | None = (
-        None
-    )
-    """Which prompts get the tokens of a step; unset leaves it to the library."""
     waiting_queue_policy: str = "FCFS"
     """Order of the waiting queue, in the library's words. Requests may have a priority where the release has
     priorities and this is not FCFS."""
     overlap: bool = True
     """Whether a step is launched before the previous one is read. Prefill workers need it off."""
-    cuda_graphs: bool = True
-    """Whether steps of decoding are captured as CUDA graphs."""
-    stream_interval: Count = 1
-    """Steps between two deliveries of a sequence."""
 
 
 class TensorRtLlmLimitSettings(LimitSettings):
@@ -110,8 +88,6 @@ class TensorRtLlmAdapterSettings(AdapterSettings):
     directory: Path | None = None
     """Directory for these files; unset makes one below the system's directory for temporary files. The worker empties
     what it made when it stops."""
-    max_host_adapters: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Most adapters in the library's host memory."""
     target_modules: CommaList = ("attn_q", "attn_k", "attn_v", "attn_dense")
     """Layers that adapters may update, in the library's words; each takes memory."""
 
@@ -123,8 +99,6 @@ class SpeculationSettings(Settings):
     """Who proposes: a search in the sequence, layers of the model, an EAGLE 3 head, or a smaller model."""
     max_draft_tokens: Size = 4
     """Most tokens proposed at once."""
-    max_ngram_size: Size = 2
-    """Longest n-gram that is searched, with the method ngram."""
     model_dir: Path | None = None
     """Directory of the head or of the smaller model."""
 
@@ -143,10 +117,6 @@ class TransceiverSettings(Settings):
 
     backend: Literal["none", "DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"] = "none"
     """What moves the KV; none hands nothing over."""
-    runtime: Literal["", "CPP", "PYTHON"] = ""
-    """Implementation, where the release has a choice; empty leaves it to the library."""
-    max_tokens_in_buffer: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Tokens of the longest prompt that is handed over; 0 takes the longest sequence."""
     timeout_seconds: Seconds = 60.0
     """Time after which KV that nobody fetched is given up."""
 
@@ -160,8 +130,6 @@ class TensorRtLlmSettings(Settings):
     """Directory of the built engine; the model directory then has the configuration and the tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the activations; auto is the checkpoint's own."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """dummy computes with random weights, to try a machine."""
     trust_remote_code: bool = False
     """Whether code of the model directory may run."""
     guided_decoding: Literal["none", "xgrammar", "llguidance"] = "none"
@@ -169,8 +137,8 @@ class TensorRtLlmSettings(Settings):
     generation_logits: bool = False
     """Whether requests may ask for the logits of generated tokens; on a single GPU this slows down streams."""
     options: Options = {}  # noqa: RUF012 - frozen with the model
-    """Further arguments of the library's constructor by their names there, such as telemetry_config of releases that
-    send usage data unless told not to."""
+    """Further arguments of the library's constructor by their names there, and of the configurations within it:
+    moe_expert_parallel_size: 4, or scheduler_config: {context_chunking_policy: EQUAL_PROGRESS}."""
     stuck_seconds: Annotated[float, Field(ge=0, le=86400)] = 300.0
     """How long sequences may wait without a step before the worker gives up and exits, in seconds; 0 waits for ever."""
     parallel: ParallelSettings = ParallelSettings()
@@ -194,6 +162,11 @@ class TensorRtLlmSettings(Settings):
                 "transceiver.backend hands nothing over with beams; lower limits.max_beam_width to 1"
             )
         return self
+
+    def option(self, of: str, name: str) -> Any:
+        """An argument of a configuration in `options`, or None."""
+        options = self.options.get(of)
+        return options.get(name) if isinstance(options, Mapping) else None
 
     @property
     def hands_over(self) -> bool:
