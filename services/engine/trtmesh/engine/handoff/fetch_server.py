@@ -70,7 +70,7 @@ class FetchServer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
 
 async def _opening(context: ServedContext) -> pb.OpenFetch | None:
-    """The first message; None if the receiver is gone."""
+    """Returns the first message, or None if the receiver has left."""
     try:
         async with asyncio.timeout(OPEN_SECONDS):
             request = await context.read()

@@ -89,7 +89,7 @@ class Handoffs(ABC, Generic[S, R]):
         return any(lease.awaits_receiver for lease in self.sent.of(owner))
 
     def relieve(self) -> bool:
-        """Releases the oldest parked lease, because others wait for blocks; False without any."""
+        """Releases the oldest parked lease, because others wait for blocks. Returns whether there was one."""
         parked = next((lease for lease in self.sent.all() if lease.is_parked), None)
         if parked is None:
             return False

@@ -1,4 +1,4 @@
-"""What must be equal on both sides of a handoff: the kind of KV, and the tokens."""
+"""The kind of KV and the tokens: they must be equal on both sides of a handoff."""
 
 from __future__ import annotations
 

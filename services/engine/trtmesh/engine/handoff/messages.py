@@ -17,7 +17,7 @@ LENT_BYTES = range(MESSAGE_BYTES // 2, MESSAGE_BYTES + 1)
 """Sizes that memory is lent for: at least half of it is used. Others get memory of their own."""
 
 MAX_KEPT = 32
-"""Messages whose memory is kept: as many as may wait to be copied."""
+"""Number of messages to keep memory for: as many as may wait to be copied."""
 
 _LENGTH_DELIMITED = 2
 
@@ -31,7 +31,7 @@ _DATA = _tag(pb.KvChunk.DATA_FIELD_NUMBER)
 
 
 def head_of(size: int) -> bytes:
-    """What precedes `size` bytes in the FetchResponse with their chunk."""
+    """Returns the bytes before a chunk's data of `size` bytes in its FetchResponse."""
     head = _DATA + _varint(size)
     return _CHUNK + _varint(len(head) + size) + head
 
@@ -47,7 +47,8 @@ def parse(message: bytes | memoryview) -> pb.FetchResponse | Chunk:
 
 
 def _data_of(message: memoryview) -> Chunk | None:
-    """The bytes of a chunk; None for all else, also for a chunk in another form, which protobuf must parse."""
+    """Returns the bytes of a chunk. Returns None for a message that protobuf must parse, such as a chunk in another
+    form."""
     chunk = _last_field(message, _CHUNK)
     return None if chunk is None else _last_field(chunk, _DATA)
 

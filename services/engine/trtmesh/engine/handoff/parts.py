@@ -40,7 +40,7 @@ class Part:
 
 
 def span_of(shard: Shard, layers: range) -> Span:
-    """The bytes of a shard's block with `layers`; empty where the shard has none of them."""
+    """Returns the bytes of a shard's block with `layers`, or an empty span for a shard without them."""
     first, last = max(layers.start, shard.layers.start), min(layers.stop, shard.layers.stop)
     if first >= last:
         return 0, 0
@@ -79,8 +79,8 @@ def checksum_after(
     blocks: Sequence[int],
     copies: Sequence[ShardCopy],
 ) -> int | None:
-    """The checksum of a part, read back from where `copies` brought it; None if they brought less.
-    `blocks` are the numbers of the part's wanted blocks in the sender's pool."""
+    """Returns the checksum of a part as `copies` wrote it, or None if they wrote less than the part. `blocks` are the
+    numbers of the wanted blocks in the sender's pool."""
     spans = [span_of(shard, part.layer_range) for shard in sources]
     size = len(blocks) * sum(last - first for first, last in spans)
     if sum(copy.size for copy in copies) != size:

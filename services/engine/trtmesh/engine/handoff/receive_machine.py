@@ -19,7 +19,7 @@ from trtmesh.engine.kv_memory import Content
 
 
 class ReceiverPhase(Enum):
-    """What the blocks of the lease are for."""
+    """The use of the lease's blocks."""
 
     RESERVED = "reserved"
     FETCHING = "fetching"
@@ -58,7 +58,7 @@ class ReceiverLease:
 
 
 class ReceiverEvent(Enum):
-    """What happened to a receiver's lease, besides the events with content."""
+    """Events of a receiver's lease. Those with content are classes."""
 
     REFUSED = "refused"
     """The router names a sender whose KV this worker cannot use."""
@@ -109,7 +109,7 @@ class Bind:
 
 
 class ReceiverAction(Enum):
-    """What a worker does for a receiver's lease, besides the actions with content."""
+    """Actions for a receiver's lease. Those with content are classes."""
 
     OPEN_FETCH = "open_fetch"
     """Opens the fetch at the sender."""

@@ -382,7 +382,7 @@ class Transfer:
 
     @property
     def missing_positions(self) -> Sequence[int]:
-        """The blocks to ask for; the last if there are none, because an empty list asks for all."""
+        """The blocks to ask for. An empty list would ask for all, so the last stands for none."""
         last = len(self.remote.blocks) - 1
         return self._positions or (last,)
 
@@ -477,7 +477,7 @@ class Transfer:
 
     @property
     def _streaming(self) -> StreamedPart | None:
-        """The part whose bytes arrive."""
+        """The part that is arriving."""
         return self._parts[-1][1] if self._parts else None
 
     def _checked(self, message: pb.KvPart) -> Part:

@@ -21,7 +21,7 @@ from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
 
 
 class SenderPhase(Enum):
-    """Who has the KV."""
+    """The owner of the KV: the sequence, the lease, or neither."""
 
     COMPUTING = "computing"
     COMMITTED = "committed"
@@ -47,7 +47,7 @@ class SenderLease:
 
 
 class SenderEvent(Enum):
-    """What happened to a sender's lease, besides `Commit`."""
+    """Events of a sender's lease. `Commit` is another."""
 
     FETCH_OPENED = "fetch_opened"
     PART_COMPUTED = "part_computed"
@@ -75,7 +75,7 @@ class Commit:
 
 
 class SenderAction(Enum):
-    """What a worker does for a sender's lease, besides the actions with content."""
+    """Actions for a sender's lease. Those with content are classes."""
 
     SEND_CONFIRMED = "send_confirmed"
     """Confirms that the blocks were held until the receiver's last read had ended; ends the fetch."""

@@ -57,7 +57,7 @@ Transferred = tuple[pb.KvTransport.ValueType | None, int, float]
 
 @dataclass(frozen=True, slots=True)
 class SenderRequest:
-    """What a router asks for: a lease of the KV of sequences that the backend has."""
+    """A router's request for a lease: the KV of sequences that the backend runs."""
 
     owner: LeaseOwner
     lease_id: str
@@ -138,11 +138,11 @@ class SentLease(ABC):
 
     @abstractmethod
     def _descriptor_after(self, end: SequenceEnd) -> pb.HandoffDescriptor | None:
-        """What a receiver needs after a sequence's handoff; None if the lease has no KV."""
+        """Returns the descriptor of a sequence's KV after its handoff, or None if the lease has no KV."""
 
     @abstractmethod
     def _transferred(self) -> Transferred:
-        """What was sent."""
+        """Returns the transport and the amount of the transfer so far."""
 
     def _expire(self) -> None:
         self._feed(SenderEvent.EXPIRED)

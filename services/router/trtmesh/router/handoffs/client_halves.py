@@ -24,7 +24,7 @@ COMPLETE = frozenset(
 
 
 def state_of(run: SequenceRun, prompt: EncodedPrompt, worker: str) -> bytes | None:
-    """The state for the client after the first half of a sequence; None for one that was stopped."""
+    """Returns the state for the client after the first half of a sequence, or None if it was stopped."""
     if run.reason not in COMPLETE:
         return None
     descriptor = run.ending.handoff if run.ending is not None else None
@@ -43,7 +43,8 @@ class SecondHalf:
 def second_half(
     table: HandoffTable, model: str, item: ItemRequest, state: HandoffState, prompt: EncodedPrompt
 ) -> SecondHalf | None:
-    """The KV of `state`; None if the prompt must be computed again. Raises InvalidField for another prompt's."""
+    """Returns the KV of `state`, or None if the prompt must be computed again. Raises InvalidField for the state of
+    another prompt."""
     if state.is_readable:
         state.check(_digest(prompt))
     sender = _worker_named(table, model, state.descriptor.worker) if state.has_kv else None

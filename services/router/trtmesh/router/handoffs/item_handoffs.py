@@ -64,7 +64,7 @@ class LiveItem(Protocol):
 
 
 class Refusals(Protocol):
-    """What the item's placements learn from its handoffs."""
+    """The item's placements, as its handoffs inform them."""
 
     may_hand_over: bool
     """Whether handoffs are tried: the first failure is the last."""
@@ -168,7 +168,7 @@ class ItemHandoffs:
             run.charge.up_to(len(run.token_ids), now)
 
     def resume(self, waiting: Sequence[SequenceRun]) -> bool:
-        """Reserves for parked sequences, preferably where their KV is; False without any."""
+        """Reserves for parked sequences, preferably on the worker with their KV. Returns whether there are any."""
         parked = [(run, handoff) for run in waiting if (handoff := self._of(run)) is not None]
         for run, handoff in parked:
             self._resume(run, handoff)

@@ -214,7 +214,7 @@ class LiveHandoff:
 
     @property
     def backend_state(self) -> kv_pb.HandoffDescriptor | None:
-        """The descriptor that the receiver gets with its sequence; None where it has a lease."""
+        """The descriptor that travels to the receiver with its sequence, or None if the receiver has a lease."""
         return self._descriptor if self.state.by_state else None
 
     @property

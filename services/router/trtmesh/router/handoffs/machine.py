@@ -69,7 +69,7 @@ class Handoff:
 
 
 class Event(Enum):
-    """What happened to a handoff."""
+    """Events of a handoff."""
 
     RESERVED = "reserved"
     """The receiver reserved the blocks."""
@@ -96,7 +96,7 @@ class Event(Enum):
 
 
 class Action(Enum):
-    """What the router does for a handoff."""
+    """Actions of the router for a handoff."""
 
     RESERVE = "reserve"
     """Asks the receiver for blocks."""

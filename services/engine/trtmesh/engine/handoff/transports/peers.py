@@ -40,7 +40,7 @@ class Peer(ABC):
         """A read in steps. Raises ReadFailed."""
 
     def next_step(self, remaining: Iterator[None]) -> asyncio.Future[bool]:
-        """Continues a read; False at its end."""
+        """Continues a read. Returns whether it goes on."""
         return asyncio.get_running_loop().run_in_executor(self._thread, _has_next, remaining)
 
     @abstractmethod

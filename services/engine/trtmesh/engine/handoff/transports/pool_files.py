@@ -54,7 +54,7 @@ class PoolFiles:
 
 @dataclass(frozen=True, slots=True)
 class PoolOffer:
-    """Where a sender listens, what it wants to hear, and its pools: their blocks, and the bytes of a block."""
+    """The socket of a sender, the token it expects, and its pools: their blocks, and the bytes of a block."""
 
     name: bytes
     token: bytes

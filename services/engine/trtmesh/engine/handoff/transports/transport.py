@@ -1,4 +1,4 @@
-"""What a transport does: it offers a worker's KV memory, and reads another worker's.
+"""A transport offers a worker's KV memory, and reads that of another worker.
 
 Only the receiver moves data into its memory. `read` returns, or raises ReadFailed, once nothing of it can write any
 more; cancelling it does not end it earlier. So a lease leaves quarantine when its reads have returned.
