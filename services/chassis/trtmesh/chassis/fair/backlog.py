@@ -1,5 +1,5 @@
-"""Lets few large messages exist in parsed form until their handlers have read them: the others wait as they came, which
-takes a fraction of the memory."""
+"""Limits the large messages in parsed form that their handlers have not read. The others wait serialized, in a fraction
+of the memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Backlog:
         self._held += COST * size
 
     def leave(self, size: int) -> None:
-        """A message is read, or handed to its handler, which has until after a rest to count it again."""
+        """Counts a message no more: it is read, or handed to its handler. That has until after a rest to count it
+        again."""
         self._held -= COST * size
         self._plan()
 

@@ -1,7 +1,7 @@
-"""What waits for its peers, or for this process to read it: bounded for all connections together.
+"""Limits what is buffered for all connections together.
 
-Waiting for room would let those who never finish a message keep everyone else out. Beyond the limit, the connection
-that holds most gives way instead.
+If others waited for room, a peer that never finishes a message would keep them out. Beyond the limit, the connection
+that holds most sheds some instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Budget:
         self.held = 0
 
     def account(self, shed: Callable[[], None]) -> Account:
-        """The account of a new connection or client. `shed` makes it hold less."""
+        """Opens the account of a connection or client. `shed` makes it hold less."""
         account = Account(self, shed)
         self._accounts.add(account)
         return account
@@ -30,7 +30,7 @@ class Budget:
         self._accounts.discard(account)
 
     def check(self) -> None:
-        """Called while a quarter of the limit is held. Beyond the limit the largest connection gives way."""
+        """Has the largest connection shed, beyond the limit. Called while a quarter of the limit is held."""
         if self.held > self.limit:
             max(self._accounts, key=lambda account: account.held).shed()
         if self._on_much is not None:
@@ -57,7 +57,7 @@ class Account:
             budget.check()
 
     def close(self) -> None:
-        """The connection or client is lost: what is held for it counts no longer, and is freed with its calls."""
+        """Counts no more: the connection or client is lost, and its calls free what they hold."""
         if not self._closed:
             self._closed = True
             self._budget.forget(self)

@@ -1,4 +1,4 @@
-"""Which connections a server takes: so many in all, and so many of one address."""
+"""Limits the open connections of a server, in all and of one address."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ConnectionCounts:
         self._open: Counter[str] = Counter()
 
     def admit(self, host: str) -> str:
-        """Counts a connection, for `leave` to forget; '' or why it may not stay, which counts nothing."""
+        """Counts a connection until `leave`. Returns '', or why it may not stay; then it does not count."""
         limits, origin = self._limits, origin_of(host)
         if self._open.total() >= limits.max_open:
             return f"the server has {limits.max_open} connections, its limit"
@@ -40,7 +40,7 @@ class ConnectionCounts:
         return ""
 
     def leave(self, host: str) -> None:
-        """An admitted connection is lost."""
+        """Forgets an admitted connection."""
         origin = origin_of(host)
         self._open[origin] -= 1
         if not self._open[origin]:
@@ -48,7 +48,7 @@ class ConnectionCounts:
 
 
 def origin_of(host: str) -> str:
-    """What shares a limit: an IPv4 address, or the network of an IPv6 address."""
+    """Returns the owner of a limit: an IPv4 address, or the network of an IPv6 address."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

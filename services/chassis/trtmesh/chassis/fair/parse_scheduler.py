@@ -30,10 +30,10 @@ class Work(Protocol):
     """What a peer sent and what must be parsed, in turns."""
 
     def go_on(self, until: float) -> bool:
-        """Works until the time `until` of `perf_counter`, or to the end; whether something may be left."""
+        """Works until the time `until` of `perf_counter`, or to the end. Returns whether something may be left."""
 
     def completed(self) -> None:
-        """Nothing is left. Not called for work that `ParseScheduler.take` has done at once."""
+        """Called when nothing is left, unless `ParseScheduler.take` has done the work at once."""
 
 
 class ParseScheduler:
@@ -49,8 +49,10 @@ class ParseScheduler:
         self._planned = False
 
     def take(self, work: Work, origin: Hashable = "") -> bool:
-        """A turn now if this slice has time left; whether the work waits for another. `origin` is the address, or what
-        else has one share of the turns."""
+        """Gives the work a turn now, if this slice has time left. Returns whether the work waits for another.
+
+        `origin` has one share of the turns: the address, for clients.
+        """
         if self._spent < SLICE_SECONDS and not self._fresh:
             waits = self._turn(work)
             if waits:
@@ -64,7 +66,7 @@ class ParseScheduler:
         return waits
 
     def charge(self, seconds: float) -> None:
-        """Takes time that input cost outside of its turn from the next slices."""
+        """Shortens the next slices by time that input took outside of its turn."""
         self._spent += seconds
         if self._spent >= TURN_SECONDS:
             self._plan()
@@ -77,7 +79,7 @@ class ParseScheduler:
             self._spent += perf_counter() - began
 
     def _next(self) -> tuple[Hashable, Work] | None:
-        """Whose turn it is."""
+        """Returns the work whose turn it is, and its origin."""
         first, second = self._fresh, self._waiting
         if not self._fresh_is_next:
             first, second = second, first

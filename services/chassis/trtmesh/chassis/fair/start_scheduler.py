@@ -122,7 +122,7 @@ class StartScheduler:
             self.wait(queue, call)
 
     def enter(self) -> bool:
-        """Whether a call may proceed at once; then it counts."""
+        """Returns whether a call may proceed at once, and counts it then."""
         if self._queues:
             return False
         if self._is_another_pass and not self._planned:
@@ -144,11 +144,11 @@ class StartScheduler:
 
     @property
     def is_late(self) -> bool:
-        """Whether what proceeds in this pass has taken a slice."""
+        """Whether the calls of this pass have taken a slice."""
         return perf_counter() - self._began > SLICE_SECONDS
 
     def enter_before_rest(self) -> bool:
-        """Whether a call may proceed at once, as the only one until a rest is over."""
+        """Returns whether a call may proceed at once, as the only one until a rest is over."""
         if self._planned:
             return False
         self._plan()
@@ -208,5 +208,5 @@ class StartScheduler:
 
 
 def _room(mean: float) -> int:
-    """Calls of a slice."""
+    """Returns the calls of a slice."""
     return max(1, min(MAX_IN_SLICE, int(SLICE_SECONDS / mean)))

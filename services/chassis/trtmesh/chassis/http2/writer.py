@@ -178,7 +178,7 @@ class FrameWriter:
         return self._granted - self._window
 
     def increment_window(self, increment: int) -> bool:
-        """Applies a WINDOW_UPDATE of the connection; whether DATA was sent since the one before. Raises
+        """Applies the connection's WINDOW_UPDATE. Returns whether DATA was sent since the previous one. Raises
         Http2ConnectionError."""
         needed = self._window < self._full_window
         self._window += increment
@@ -190,7 +190,7 @@ class FrameWriter:
         return needed
 
     def increment_stream_window(self, stream: SendStream, increment: int) -> bool:
-        """Applies a WINDOW_UPDATE of a stream; whether DATA was sent since the one before. Raises
+        """Applies a stream's WINDOW_UPDATE. Returns whether DATA was sent since the previous one. Raises
         Http2StreamError."""
         needed = stream.window < stream.full_window
         stream.window += increment

@@ -566,8 +566,8 @@ class ServerCall:
         return await self._message(size)
 
     async def _message(self, size: int) -> Any:
-        """The message that has arrived. A large one waits as it came until handlers can read it, and is parsed in
-        turns; until then it counts as unread. Raises BadMessage."""
+        """Returns the message that has arrived. A large one stays serialized, and counts as unread, until a handler can
+        take it; it is parsed in turns. Raises BadMessage."""
         self._message_bytes = size
         if size < LARGE_BYTES or (descriptor := self._descriptor) is None:
             return self._parsed(self._requests.take())
