@@ -20,10 +20,11 @@ import pytest_asyncio
 from aiohttp import web
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.large import LARGE_BYTES
 from trtmesh.chassis.fair.message_admission import MessageAdmission
 from trtmesh.chassis.fair.start_scheduler import MAX_IN_SLICE
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
-from trtmesh.router.doors.http.answers import PIECE_ELEMENTS, coding_of, to_json, to_json_in_pieces
+from trtmesh.router.doors.http.answers import PIECE_ELEMENTS, coding_of, to_json
 from trtmesh.router.doors.http.bodies import COMPRESSED_PIECE, Bodies, Body, BodyLimits
 from yarl import URL
 
@@ -220,7 +221,7 @@ def test_pieces_of_json_are_the_whole(length: int) -> None:
         "empty": {"a": {}, "b": [], "c": [[]], "d": ""},
     }
     for each in (value, numbers, {}, [], "x", [[1], 2, {"a": 1}]):
-        assert to_json_in_pieces(each) == to_json(each)
+        assert to_json(each, LARGE_BYTES) == to_json(each)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import hdrs, web
+from trtmesh.chassis.fair.large import LARGE_BYTES
 
 PIECE_ELEMENTS = 2**12
 """Elements of a list that are encoded at once, in 3 ms."""
@@ -17,13 +18,14 @@ COMPRESSIONS = {
 }
 
 
-def to_json(value: Any) -> bytes:
-    """Compact JSON, with NaN and infinities as Triton writes them."""
-    return _compact(value).encode()
+def to_json(value: Any, cost: int = 0) -> bytes:
+    """Returns compact JSON, with NaN and infinities as Triton writes them.
 
-
-def to_json_in_pieces(value: Any) -> bytes:
-    """As `to_json`, whose encoder holds the interpreter for a whole value. Other threads run between the pieces."""
+    The encoder holds the interpreter for a whole value. One that takes as long as to parse a large message, of `cost`
+    bytes, is encoded in pieces: other threads run in between.
+    """
+    if cost < LARGE_BYTES:
+        return _compact(value).encode()
     return b"".join(piece.encode() for piece in _pieces(value))
 
 

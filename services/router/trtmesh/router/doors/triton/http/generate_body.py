@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.chassis.fair.large import LARGE_BYTES
-from trtmesh.router.doors.http.answers import to_json, to_json_in_pieces
+from trtmesh.router.doors.http.answers import to_json
 from trtmesh.router.doors.http.bodies import Body
 from trtmesh.router.doors.http.json_bodies import parse_json
 from trtmesh.router.doors.triton.http.infer_body import (
@@ -51,8 +50,7 @@ def read_generate(model: Model, most_bytes: int, body: Body) -> Asked:
 
 def write_generate(model: Model, request_id: str, outputs: Sequence[Output]) -> bytes:
     """A response: each output's value, as a list unless there is exactly one."""
-    encode = to_json if json_cost(outputs) < LARGE_BYTES else to_json_in_pieces
-    return encode(_response(model, request_id, outputs))
+    return to_json(_response(model, request_id, outputs), json_cost(outputs))
 
 
 def _response(model: Model, request_id: str, outputs: Sequence[Output]) -> dict[str, Any]:

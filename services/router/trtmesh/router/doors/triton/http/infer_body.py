@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.chassis.fair.large import LARGE_BYTES
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.parsing import MAX_DIMENSIONS
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
-from trtmesh.router.doors.http.answers import to_json, to_json_in_pieces
+from trtmesh.router.doors.http.answers import to_json
 from trtmesh.router.doors.http.bodies import Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
 from trtmesh.router.doors.triton.http.json_tensors import flatten, read_elements, values
@@ -101,8 +100,7 @@ def write_infer(
     message |= {"model_name": model.name, "model_version": MODEL_VERSION}
     if parameters := response_parameters(model):
         message["parameters"] = parameters
-    encode = to_json if json_cost(outputs) < LARGE_BYTES else to_json_in_pieces
-    head = encode(message | {"outputs": told})
+    head = to_json(message | {"outputs": told}, json_cost(outputs))
     return b"".join((head, *data)), len(head) if data else None
 
 
