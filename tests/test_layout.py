@@ -249,14 +249,7 @@ ROOMS = {
 }
 """Files and folders of a package from the top down: imports go to the same entry or to later ones."""
 
-STILL_TWICE = {
-    "engine": {
-        *("AdapterSettings", "BatchingSettings", "HandoffSettings", "KvCacheSettings"),
-        *("LimitSettings", "Batch", "BlockPool", "Scheduler", "Sequence", "Offer", "Phase"),
-        *("Release", "ServedFetch", "HandedOver", "SequenceEnded", "EndSequence", "Expire"),
-        *("FetchLost", "FreeBlocks"),
-    },
-}
+STILL_TWICE = {"engine": {"Batch", "BlockPool", "Scheduler", "Sequence"}}
 """Names of classes that two modules of a package still have."""
 
 SMALL_LINES = 80

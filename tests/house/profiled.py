@@ -2,13 +2,15 @@
 
     python profiled.py SOCKET ROOT trtmesh.router [flags]
 
-ROOT is the folder of the services. A connection to SOCKET, a path, answers each line with the entries of files since
-the line before: those of the event loop's thread, and those of all others. Control enters a file when it comes from
-another file below ROOT, by a call or by a return; libraries between the two are not seen.
+ROOT is the folder of the services. A connection to SOCKET, a path, sends `begin` and later `end`; each is answered by a
+line with the entries of files since the line before: those of the event loop's thread, and those of all others. Control
+enters a file when it comes from another file below ROOT, by a call or by a return; libraries between the two are not
+seen. From `begin` to `end` no sleep of the event loop ends, so that nothing periodic is counted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import runpy
 import socket
@@ -70,21 +72,68 @@ class Threads:
         return {"loop": loop, "others": others}
 
 
-def answer(listener: socket.socket, threads: Threads) -> None:
+class Sleeps:
+    """Takes the place of `asyncio.sleep`."""
+
+    def __init__(self) -> None:
+        self._sleep = asyncio.sleep
+        self._held = False
+        self._due: list[asyncio.Future[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def sleep(self, delay: float, result: Any = None) -> Any:
+        if delay <= 0:
+            return await self._sleep(delay, result)
+        self._loop = loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        timer = loop.call_later(delay, self._on_due, future)
+        try:
+            await future
+        finally:
+            timer.cancel()
+        return result
+
+    def _on_due(self, future: asyncio.Future[None]) -> None:
+        if self._held:
+            self._due.append(future)
+        elif not future.done():
+            future.set_result(None)
+
+    def hold(self) -> None:
+        """Lets no sleep end until `release`."""
+        self._held = True
+
+    def release(self) -> None:
+        self._held = False
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end_due)
+
+    def _end_due(self) -> None:
+        due, self._due = self._due, []
+        for future in due:
+            self._on_due(future)
+
+
+def answer(listener: socket.socket, threads: Threads, sleeps: Sleeps) -> None:
     """Answers each line with the entries since the one before."""
     while True:
         connection, _ = listener.accept()
         with connection, connection.makefile("rw") as lines:
-            for _ in lines:
+            for line in lines:
+                if line == "begin\n":
+                    sleeps.hold()
                 print(json.dumps(threads.take()), file=lines, flush=True)
+                if line == "end\n":
+                    sleeps.release()
 
 
 def main(path: str, root: str, module: str, flags: list[str]) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
-    threads = Threads(root)
-    threading.Thread(target=answer, args=(listener, threads), daemon=True).start()
+    threads, sleeps = Threads(root), Sleeps()
+    asyncio.sleep = sleeps.sleep
+    threading.Thread(target=answer, args=(listener, threads, sleeps), daemon=True).start()
     threads.watch()
     sys.argv = [module, *flags]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

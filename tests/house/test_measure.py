@@ -34,7 +34,7 @@ def test_every_room_of_the_product_is_measured() -> None:
     assert all(
         size.lines > size.code > 0 for room, size in found.items() if room != "engine/backends"
     )
-    assert set(settings_of(ROOT)) == {"mesh", "router", "engine", "tokenizer"}
+    assert {"mesh", "router", "engine", "tokenizer"} <= set(settings_of(ROOT))
 
 
 def test_class_names_are_compared_within_a_service(tmp_path: Path) -> None:

@@ -66,14 +66,21 @@ class Process:
             raise SystemExit(f"{name} ended before it announced itself")
         self.address: str = json.loads(line)["address"]
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._child.terminate()
         self._child.wait()
 
-    async def take(self) -> tuple[Entries, Entries]:
-        """The entries since the last call: of the event loop, and of other threads."""
+    async def begin(self) -> None:
+        """Counts from now on, and lets nothing periodic happen."""
+        await self._tell("begin")
+
+    async def end(self) -> tuple[Entries, Entries]:
+        """The entries since `begin`: of the event loop, and of other threads."""
+        return await self._tell("end")
+
+    async def _tell(self, word: str) -> tuple[Entries, Entries]:
         reader, writer = await asyncio.open_unix_connection(self._control, limit=2**20)
-        writer.write(b"\n")
+        writer.write(f"{word}\n".encode())
         found = json.loads(await reader.readline())
         writer.close()
         return self._named(found["loop"]), self._named(found["others"])
@@ -92,7 +99,7 @@ def mesh(root: Path) -> Iterator[list[Process]]:
         def start(name: str, *flags: str) -> Process:
             control = f"{folder}/{name}"
             process = Process(name, root, control, ("--port", "0", *flags))
-            processes.callback(process.end)
+            processes.callback(process.stop)
             return process
 
         tokenizer = start("tokenizer", "--model-dir", model)
@@ -129,7 +136,7 @@ def ensemble(tokens: int) -> tuple[str, bytes]:
 async def measure(root: Path, repeats: int) -> tuple[Way, Way]:
     """The ways of a native prompt and of an `ensemble` stream, each sent several times.
 
-    The fewest entries of a file count, so that timers count only if they always run.
+    The fewest entries of a file count, since messages arrive together or one by one.
     """
     with mesh(root) as processes:
         async with grpc.aio.insecure_channel(processes[0].address) as channel:
@@ -160,12 +167,12 @@ async def _way(
     for _ in range(repeats):
         await asyncio.sleep(0.3)
         for process in processes:
-            await process.take()
+            await process.begin()
         await _ask(channel, *request)
         # The engine's last word comes after the client's.
         await asyncio.sleep(0.05)
         for process in processes:
-            loop, others = await process.take()
+            loop, others = await process.end()
             loops[process.name].append(loop)
             if process.name == "engine":
                 threads.append(others)

@@ -140,7 +140,7 @@ async def test_part_waits_until_the_former_was_written() -> None:
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(sent) == count
-        deliveries.on_written()
+        deliveries.written.set()
     assert [each.load_adapter.adapter.id for each in sent] == [1, 1, 1, 2, 2, 2]
     deliveries.lost(WorkerLost("it died"))
     ends = await asyncio.gather(*waiting, return_exceptions=True)

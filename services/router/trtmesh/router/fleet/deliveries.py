@@ -84,7 +84,8 @@ class Deliveries:
         self._metrics = metrics
         self._underway: dict[VersionKey, _Delivery] = {}
         self._sending = asyncio.Lock()
-        self._written = asyncio.Event()
+        self.written = asyncio.Event()
+        """Set when a message to the worker was written."""
 
     async def deliver(self, adapter: Adapter, load: Load, *, pinned: bool = False) -> None:
         """Has the worker load a version. Raises the worker's error, the error of `load`, or WorkerLost."""
@@ -96,10 +97,6 @@ class Deliveries:
             await asyncio.shield(delivery.done)
         finally:
             delivery.leave()
-
-    def on_written(self) -> None:
-        """A message to the worker was written."""
-        self._written.set()
 
     def on_states(self, states: Iterable[pb.AdapterState]) -> None:
         """Ends the deliveries that the worker answers."""
@@ -173,8 +170,8 @@ class Deliveries:
                 command.offset = offset
                 command.data = data
                 self._metrics.delivered_bytes += len(data)
-                self._written.clear()
-                await self._written.wait()
+                self.written.clear()
+                await self.written.wait()
 
 
 def parts(content: AdapterContent) -> Iterator[tuple[int, bytes]]:

@@ -360,7 +360,7 @@ class Worker(Replica):
         await call.write(pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
         while (request := await self._outbox.next_message()) is not None:
             await call.write(request)
-            self.deliveries.on_written()
+            self.deliveries.written.set()
 
     async def _read(self, call: _Call) -> None:
         async for response in call:

@@ -248,9 +248,10 @@ class Requests:
         account = self._mesh.rate_limiter.account_of(owner, now)
         leaving = former.permits if former else ()
         try:
-            rest = received.rest_of(request)
+            finished = received.finished_items
+            rest = [item for item in request.items if item.batch_index not in finished]
             items = len(rest)
-            if former is None and not received.anything:
+            if former is None and not (received.sequences or finished):
                 account.check_rates(items, now)
             else:
                 # Who lost a router continues everything at once, in debt if need be.

@@ -34,10 +34,6 @@ class Received:
     sequences: Mapping[tuple[int, int], ReceivedSequence] = field(default_factory=dict)
     finished_items: frozenset[int] = frozenset()
 
-    @property
-    def anything(self) -> bool:
-        return bool(self.sequences or self.finished_items)
-
     def has(self, batch_index: int) -> bool:
         """Whether the client has part of an unfinished item."""
         return any(index == batch_index for index, _ in self.sequences)
@@ -51,10 +47,6 @@ class Received:
             if index == batch_index
         )
         return max(lengths, default=0)
-
-    def rest_of(self, request: GenerationRequest) -> list[ItemRequest]:
-        """The items without a received terminal event."""
-        return [item for item in request.items if item.batch_index not in self.finished_items]
 
 
 NOTHING = Received()
