@@ -29,7 +29,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backend import BackendInfo, BlocksStored, StepOutput, Submission
-from trtmesh.engine.backends.foreign.backend import ForeignBackend
+from trtmesh.engine.backends.foreign.backend import ForeignBackend, Patience
 from trtmesh.engine.backends.foreign.settings import ForeignSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -91,11 +91,11 @@ class ForeignLab(Lab):
 
 @asynccontextmanager
 async def foreign(
-    contract: str, *, step_seconds: float = 0.0, settings: Any = None, **options: Any
+    contract: str, *, step_seconds: float = 0.0, patience: Any = None, **options: Any
 ) -> AsyncIterator[ForeignLab]:
     async with stand_in(contract, step_seconds=step_seconds, **options) as engine:
-        asked = {"poll_seconds": 0.02, "answer_seconds": 2.0, **(settings or {})}
-        backend = ForeignBackend(ForeignSettings(address=engine.url, **asked), 2**26)
+        times = Patience(**{"poll_seconds": 0.02, "answer_seconds": 2.0, **(patience or {})})
+        backend = ForeignBackend(ForeignSettings(address=engine.url), 2**26, times)
         started = ForeignLab(backend, engine)
         try:
             started.info = await backend.start(started.deliver, started.fail)
@@ -166,7 +166,7 @@ async def test_stop_sequence_ends_here_and_aborts_there(contract: str) -> None:
 
 @pytest.mark.parametrize("contract", CONTRACTS)
 async def test_stopped_sequence_frees_the_engine_before_its_end(contract: str) -> None:
-    async with foreign(contract, step_seconds=0.005, settings=PATIENT) as lab:
+    async with foreign(contract, step_seconds=0.005, patience=PATIENT) as lab:
         keys = lab.put(PROMPT, max_tokens=3000, ignore_end_id=True)
         await lab.until(lambda: len(lab.outcomes[keys[0]].token_ids) > 3)
         lab.backend.stop(keys, pb.FINISH_REASON_STOPPED)
@@ -179,7 +179,7 @@ async def test_stopped_sequence_frees_the_engine_before_its_end(contract: str) -
 
 
 async def test_stop_of_a_frozen_engine_does_not_hang() -> None:
-    async with foreign("vllm", step_seconds=0.005, settings={"abort_seconds": 0.1}) as lab:
+    async with foreign("vllm", step_seconds=0.005, patience={"abort_seconds": 0.1}) as lab:
         keys = lab.put(PROMPT, max_tokens=3000, ignore_end_id=True)
         await lab.until(lambda: bool(lab.outcomes[keys[0]].token_ids))
         lab.stand_in.engine.frozen = True
@@ -192,7 +192,7 @@ async def test_stop_of_a_frozen_engine_does_not_hang() -> None:
 @asynccontextmanager
 async def unconfirmed_end(contract: str) -> AsyncIterator[tuple[ForeignLab, int]]:
     """A sequence with all of its tokens, before an engine that never says so."""
-    async with foreign(contract, settings={"abort_seconds": 0.1}) as lab:
+    async with foreign(contract, patience={"abort_seconds": 0.1}) as lab:
         lab.stand_in.engine.keeps_ends = True
         (key,) = lab.put(PROMPT, max_tokens=3, ignore_end_id=True)
         await lab.until(lambda: len(lab.outcomes[key].token_ids) == 3)
@@ -587,8 +587,8 @@ async def test_refusal_of_the_engine_reaches_the_item() -> None:
 
 
 async def test_absent_engine_is_named() -> None:
-    settings = ForeignSettings(address="vllm://127.0.0.1:1", connect_seconds=0.1)
-    backend = ForeignBackend(settings, 2**26)
+    settings = ForeignSettings(address="vllm://127.0.0.1:1")
+    backend = ForeignBackend(settings, 2**26, Patience(connect_seconds=0.1))
     try:
         with pytest.raises(ModelUnusable, match=r"vllm://127\.0\.0\.1:1:"):
             await backend.start(lambda _: None, lambda _: None)
@@ -599,7 +599,7 @@ async def test_absent_engine_is_named() -> None:
 @pytest.mark.parametrize("contract", CONTRACTS)
 async def test_close_ends_and_aborts_everything(contract: str) -> None:
     async with stand_in(contract, step_seconds=0.005) as engine:
-        backend = ForeignBackend(ForeignSettings(address=engine.url, **PATIENT), 2**26)
+        backend = ForeignBackend(ForeignSettings(address=engine.url), 2**26, Patience(**PATIENT))
         lab = ForeignLab(backend, engine)
         await backend.start(lab.deliver, lab.fail)
         keys = [key for _ in range(3) for key in lab.put(PROMPT, max_tokens=3000)]

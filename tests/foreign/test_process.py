@@ -48,7 +48,7 @@ async def test_wrong_address_is_a_wrong_setting() -> None:
 
 
 async def test_absent_engine_ends_the_bridge() -> None:
-    flags = ("--foreign-address", "vllm://127.0.0.1:1", "--foreign-connect-seconds", "0.1")
+    flags = ("--foreign-address", "vllm://127.0.0.1:1")
     ended = await run_to_exit("engine", "--backend", "foreign", "--port", "0", *flags)
     assert ended.status == 4
     assert "cannot use vllm://127.0.0.1:1" in ended.stderr

@@ -2,7 +2,7 @@
 
 Every sequence is a call with an id of its own, so one of several can be stopped alone. What arrives within a turn of
 the event loop is one step. Blocks of a stopped sequence are free once the engine confirms its abort, for which the end
-waits `foreign.abort_seconds`.
+waits `Patience.abort_seconds`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -67,13 +67,32 @@ RETRY_SECONDS = 0.2
 """Pause between two attempts to reach an engine, and between two subscriptions to KV events."""
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Times for an engine to answer."""
+
+    connect_seconds: float = 10.0
+    """At the start; afterwards the process exits."""
+    poll_seconds: float = 0.25
+    """Interval at which the load is read, or the health of an engine without load reports."""
+    answer_seconds: float = 5.0
+    """For such a read; after MISSED_ANSWERS reads without an answer the engine counts as dead."""
+    abort_seconds: float = 1.0
+    """To end a stopped sequence; afterwards the sequence ends without it."""
+    state_seconds: float = 25.0
+    """For which a prefill engine keeps KV for another one; vLLM's own limit is 30 s by default."""
+
+
 class ForeignBackend:
     """Implements Backend. Everything happens on the event loop's thread."""
 
-    def __init__(self, settings: ForeignSettings, max_message_bytes: int) -> None:
+    def __init__(
+        self, settings: ForeignSettings, max_message_bytes: int, patience: Patience = Patience()
+    ) -> None:
         address = _parsed(settings.address)
         self._settings = settings
-        self._connection = Connection(address, max_message_bytes, settings.answer_seconds)
+        self._patience = patience
+        self._connection = Connection(address, max_message_bytes, patience.answer_seconds)
         self._contract: Contract = CONTRACTS[address.engine](self._connection)
         self._ledger = Ledger[ForeignSequence]()
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -113,7 +132,7 @@ class ForeignBackend:
         for index, key in enumerate(item.keys):
             call_id = f"{item.request_id or 'item'}-{item.batch_index}-{secrets.token_hex(8)}"
             sequence = ForeignSequence(
-                item, index, rule, call_id, self._figures, self._settings.state_seconds
+                item, index, rule, call_id, self._figures, self._patience.state_seconds
             )
             self._ledger.add(key, sequence)
             if sequence.over:
@@ -189,7 +208,7 @@ class ForeignBackend:
     async def _reach(self) -> EngineFacts:
         """Waits for the engine to describe itself. Raises ModelUnusable."""
         loop = asyncio.get_running_loop()
-        ends_at = loop.time() + self._settings.connect_seconds
+        ends_at = loop.time() + self._patience.connect_seconds
         while True:
             try:
                 facts = await self._contract.describe()
@@ -297,7 +316,7 @@ class ForeignBackend:
         """Has the engine end a sequence; after `abort_seconds` its call is cancelled, which ends it, too."""
         call = self._calls.get(sequence.key)
         try:
-            async with asyncio.timeout(self._settings.abort_seconds):
+            async with asyncio.timeout(self._patience.abort_seconds):
                 await self._contract.abort(sequence.call_id)
                 if call is not None:
                     await asyncio.wait((call,))
@@ -356,7 +375,7 @@ class ForeignBackend:
                     self._load.take(record)
                 if illness:
                     raise BackendFailed(f"{self._connection.address} is unwell: {illness}")
-            await asyncio.sleep(self._settings.poll_seconds)
+            await asyncio.sleep(self._patience.poll_seconds)
 
     async def _follow_kv_events(self) -> None:
         """Relays KV events. After a gap everything is forgotten, because no contract tells the present content."""
