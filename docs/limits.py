@@ -14,7 +14,7 @@ from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE
 from trtmesh.chassis.http2 import connection, frames, headers
 from trtmesh.chassis.http2.rates import RATES
 from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
-from trtmesh.router.doors.http import json_parser
+from trtmesh.router.doors.http import json_bodies
 from trtmesh.router.doors.http.port import IDLE_SECONDS, UNREAD_MARGIN_SECONDS
 from trtmesh.router.doors.triton import calls, tensors
 from trtmesh.router.doors.triton.http.door import HttpSettings
@@ -145,11 +145,11 @@ TABLES: dict[str, list[Row]] = {
             "429 for the largest body, or the connection with more ends",
         ),
         ("bytes of JSON (`http.max_json_bytes`)", _HTTP.max_json_bytes, "400"),
-        ("nested lists and objects of JSON", json_parser.MAX_DEPTH, "400"),
-        ("keys of an object", json_parser.MAX_KEYS, "400"),
-        ("characters of a key", json_parser.MAX_KEY_CHARACTERS, "400"),
-        ("numbers in lists", json_parser.MAX_NUMBERS, "400"),
-        ("other values", json_parser.MAX_VALUES, "400"),
+        ("nested lists and objects of JSON", json_bodies.MAX_DEPTH, "400"),
+        ("keys of an object", json_bodies.MAX_KEYS, "400"),
+        ("characters of a key", json_bodies.MAX_KEY_CHARACTERS, "400"),
+        ("numbers in lists", json_bodies.MAX_NUMBERS, "400"),
+        ("other values", json_bodies.MAX_VALUES, "400"),
     ],
     "A gRPC connection": [
         ("connections (`connections.max_open`)", _ROUTER.connections.max_open, REFUSED),
