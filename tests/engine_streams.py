@@ -17,6 +17,7 @@ from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.engine.backend import Backend
 from trtmesh.engine.gateways.choice import open_gateways
+from trtmesh.engine.handoff.settings import HANDOFF_LIMITS
 from trtmesh.engine.service.engine_service import EngineService
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
@@ -54,11 +55,11 @@ class RunningEngine:
 @asynccontextmanager
 async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEngine]:
     """Serves `backend` inside the block, then stops as the chassis does."""
-    runtime = Runtime()
+    runtime, limits = Runtime(), settings.pop("handoff_limits", HANDOFF_LIMITS)
     chosen = EngineSettings.model_validate(
         {"backend": "simulated", "load_interval_seconds": 0.01} | settings
     )
-    service = EngineService(chosen, runtime, backend)
+    service = EngineService(chosen, runtime, backend, limits)
     open_gateways(service, chosen)
     runtime.health = Health(service.service_names)
     server = GrpcServer(MESSAGE_BYTES, message_limits=runtime.message_limits)

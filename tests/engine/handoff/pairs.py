@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.short_names import by_short_names
@@ -27,6 +27,7 @@ from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
 from trtmesh.engine.handoff.leases import Timer
 from trtmesh.engine.handoff.receive_run import ReceivedBlocks, Transfer
 from trtmesh.engine.handoff.send_run import SentBlocks
+from trtmesh.engine.handoff.settings import HandoffLimits
 from trtmesh.engine.service.router_session import RouterSession
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -168,11 +169,13 @@ class Pair:
 
 @asynccontextmanager
 async def side(handoff: dict[str, Any] | None = None, **simulated: Any) -> AsyncIterator[Side]:
-    """A worker with a stream."""
+    """A worker with a stream; `handoff` has settings, and limits too."""
+    settings = dict(handoff or {})
+    limits = {f.name: settings.pop(f.name) for f in fields(HandoffLimits) if f.name in settings}
     given = {"step_ms": 0} | simulated
     backend = SimulatedBackend(by_short_names(SimulatedSettings, **given))
     async with (
-        serving(backend, handoff=handoff or {}) as engine,
+        serving(backend, handoff_limits=HandoffLimits(**limits), handoff=settings) as engine,
         router_stream(engine.address) as stream,
     ):
         yield Side(engine, backend, stream)

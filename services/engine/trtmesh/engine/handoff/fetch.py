@@ -89,7 +89,7 @@ class Fetch:
         async with connected(
             self._remote.address,
             MAX_MESSAGE_BYTES,
-            self._own.settings.dial_seconds,
+            self._own.limits.dial_seconds,
             self._own.tls_of_peers(),
             self._own.message_memory.take,
         ) as connection:

@@ -45,7 +45,7 @@ class Handoffs(ABC, Generic[S, R]):
     """The leases of both sides. Used on the event loop's thread."""
 
     def __init__(self, own: OwnKv | OwnStates, metrics: HandoffMetrics) -> None:
-        limits = own.settings.max_leases, own.settings.max_leases_per_stream
+        limits = own.limits.max_leases, own.limits.max_leases_per_stream
         self.sent = LeaseTable[S](*limits)
         self.received = LeaseTable[R](*limits)
         self._metrics = metrics
@@ -314,7 +314,7 @@ class HandoffsByBlocks(Handoffs[SentBlocks, ReceivedBlocks]):
         if held > most:
             raise QueueFull(
                 f"{held} blocks of worker {self.own.worker} wait for reads of ended leases, more than"
-                f" {most} (handoff.max_quarantined_fraction); use another worker",
+                f" {most}; use another worker",
                 value=str(held),
                 limit=f"at most {most}",
             )

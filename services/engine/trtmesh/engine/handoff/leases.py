@@ -125,12 +125,12 @@ class LeaseTable(Generic[L]):
             )
         of_all = len(self._leases) + self._expected.total()
         of_owner = len(self._of_owner.get(owner, ())) + self._expected[owner]
-        for held, most, name in (
-            (of_all, self._max_leases, "max_leases"),
-            (of_owner, self._max_leases_per_stream, "max_leases_per_stream"),
+        for held, most, whose in (
+            (of_all, self._max_leases, "of all routers"),
+            (of_owner, self._max_leases_per_stream, "of this router"),
         ):
             if held >= most:
-                raise QueueFull.of(most, f"{held} leases are held (handoff.{name})")
+                raise QueueFull.of(most, f"{held} leases {whose} are held")
         self._used_ids[lease_id] = None
         while len(self._used_ids) > REMEMBERED_IDS + len(self._leases):
             oldest = next(iter(self._used_ids))

@@ -14,7 +14,7 @@ from trtmesh.engine.backend import MAX_STATE_BYTES, Backend, StateKind
 from trtmesh.engine.handoff.copying import Copying
 from trtmesh.engine.handoff.identity import DIGEST_BYTES, PROTOCOL_VERSION, KvKind
 from trtmesh.engine.handoff.messages import MessageMemory
-from trtmesh.engine.handoff.settings import HandoffSettings
+from trtmesh.engine.handoff.settings import HANDOFF_LIMITS, HandoffLimits, HandoffSettings
 from trtmesh.engine.handoff.transports.choice import Transports
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.v1 import kv_transfer_pb2 as pb
@@ -41,11 +41,12 @@ class OwnKv:
     tls_of_peers: TlsOfPeers = plain_text
     """For connections to senders."""
     message_memory: MessageMemory = field(default_factory=MessageMemory)
+    limits: HandoffLimits = HANDOFF_LIMITS
 
     @property
     def max_quarantined_blocks(self) -> int:
         """Most blocks in quarantine with which the worker reserves blocks."""
-        return int(self.settings.max_quarantined_fraction * self.total_blocks)
+        return int(self.limits.max_quarantined_fraction * self.total_blocks)
 
     def hash(self, adapter: Adapter | None) -> bytes:
         """The compatibility hash of an item."""
@@ -75,6 +76,7 @@ class OwnStates:
     model_fingerprint: str
     tokenizer_fingerprint: str
     max_message_bytes: int
+    limits: HandoffLimits = HANDOFF_LIMITS
 
     @property
     def max_state_bytes(self) -> int:

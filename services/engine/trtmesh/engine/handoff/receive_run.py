@@ -226,7 +226,7 @@ class ReceivedBlocks:
             source: Source | None = None
             try:
                 if transport:
-                    async with asyncio.timeout(self._own.settings.dial_seconds):
+                    async with asyncio.timeout(self._own.limits.dial_seconds):
                         source = await transport.open(offers[kind])
             except (TransportUnusable, TimeoutError) as error:
                 log.info(

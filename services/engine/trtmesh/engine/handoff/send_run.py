@@ -221,7 +221,7 @@ class SentBlocks(SentLease):
             self._table.disown(self)
             self._timer.renew(self._asked.seconds)
         self._feed(Commit(CommitMark(len(self.parts), news.content)))
-        self._dial_timer = Timer(self._own.settings.dial_seconds, self._park)
+        self._dial_timer = Timer(self._own.limits.dial_seconds, self._park)
 
     def _descriptor_after(self, end: SequenceEnd) -> pb.HandoffDescriptor | None:
         return self._descriptor() if self._handed_over else None

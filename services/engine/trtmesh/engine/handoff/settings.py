@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -22,11 +23,20 @@ class HandoffSettings(Settings):
     checked where the blocks of both workers have one size."""
     max_lease_seconds: Annotated[float, Field(ge=0.3, le=86400)] = 600.0
     """Longest life of a lease that is not renewed, in seconds; routers ask for no longer one."""
-    max_leases: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffLimits:
+    """Bounds that no operator has to choose."""
+
+    max_leases: int = 8192
     """Most leases of each side."""
-    max_leases_per_stream: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
+    max_leases_per_stream: int = 4096
     """Most leases of each side that one router may hold."""
-    max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
+    max_quarantined_fraction: float = 0.25
     """Fraction of the pool; with more blocks in quarantine, the worker refuses reservations."""
-    dial_seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
-    """Time to connect to a sender, in seconds."""
+    dial_seconds: float = 2.0
+    """Time to connect to a sender."""
+
+
+HANDOFF_LIMITS = HandoffLimits()

@@ -31,6 +31,7 @@ from trtmesh.engine.handoff.copying import copying_of
 from trtmesh.engine.handoff.fetch_server import FetchServer
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks, HandoffsByState
 from trtmesh.engine.handoff.own_kv import OwnKv, OwnStates, kind_of
+from trtmesh.engine.handoff.settings import HANDOFF_LIMITS, HandoffLimits
 from trtmesh.engine.handoff.transports.choice import KNOWN, open_transports
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.service.adapter_delivery import DeliveryMemory
@@ -71,7 +72,14 @@ class Gateway(Protocol):
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Implements chassis.service.Service and EngineService around one backend."""
 
-    def __init__(self, settings: EngineSettings, runtime: Runtime, backend: Backend) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        runtime: Runtime,
+        backend: Backend,
+        handoff_limits: HandoffLimits = HANDOFF_LIMITS,
+    ) -> None:
+        self._handoff_limits = handoff_limits
         self.service_names: Sequence[str] = (
             "trtmesh.v1.EngineService",
             "trtmesh.v1.KvTransferService",
@@ -211,6 +219,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             max_message_bytes=settings.max_message_bytes,
             is_draining=lambda: self._engine is None or self._engine.draining,
             tls_of_peers=lambda: self._runtime.certificates.peers,
+            limits=self._handoff_limits,
         )
         handoffs = HandoffsByBlocks(own, self.metrics.handoffs)
         self._streams.take_handoff = handoffs.take
@@ -225,6 +234,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             model_fingerprint=info.model_fingerprint,
             tokenizer_fingerprint=info.tokenizer_fingerprint,
             max_message_bytes=self._settings.max_message_bytes,
+            limits=self._handoff_limits,
         )
         return HandoffsByState(own, self.metrics.handoffs)
 
