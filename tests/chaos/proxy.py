@@ -231,5 +231,6 @@ async def proxy_to(target: str, dialer_of: DialerOf = nobody) -> AsyncIterator[P
             asyncio.get_running_loop().remove_reader(listening.fileno())
         await asyncio.sleep(0)
         server.close()
-        await server.wait_closed()
         await proxy.close()
+        # Since Python 3.12 it waits for the connections too.
+        await server.wait_closed()

@@ -85,10 +85,10 @@ BROKEN: dict[str, tuple[PromptLike, TrtmeshError]] = {
     "empty text": ("", PromptEmpty()),
     "no ids": ([], PromptEmpty()),
     "over-long": ([9] * 9000, PromptTooLong(field="prompt", value="9000", limit="below 8192")),
-    # Only a beginning is encoded, of two characters for each token that a worker takes.
+    # Only a beginning is encoded, of five characters for eight tokens that a worker takes.
     "over-long text": (
         "\U0001f600" * 20_000,
-        PromptTooLong(field="prompt", value=str(4 * 2 * 8191), limit="below 8192"),
+        PromptTooLong(field="prompt", value=str(4 * (8191 * 5 // 8)), limit="below 8192"),
     ),
     "outside the vocabulary": (
         [9, DEMO_VOCABULARY],
