@@ -1,4 +1,7 @@
-"""The `trtmesh` command for tests, as a user runs it."""
+"""The `trtmesh` command for tests, as a user runs it.
+
+A command that runs to its end is forked; one that keeps running, or that a test interrupts, is started by its script.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,10 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import psutil
+from forks import Forked, fork_server
 
 TRTMESH = str(Path(sys.executable).with_name("trtmesh"))
+IMPORTS = ("trtmesh.cli.__main__", "trtmesh.cli.app")
 STOP_SECONDS = 60.0
 """Upper bound of a wait for an end; no test depends on the actual time."""
 
@@ -35,17 +40,26 @@ T = TypeVar("T")
 
 
 def trtmesh(
-    *arguments: str, stdin: str = "", env: Mapping[str, str] | None = None
+    *arguments: str,
+    stdin: str = "",
+    env: Mapping[str, str] | None = None,
+    directory: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to the end."""
-    return subprocess.run(
-        [TRTMESH, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
+    """Runs a command to the end, in a process forked from one that has the imports."""
+    pipe = subprocess.PIPE
+    with Forked(
+        fork_server(IMPORTS),
+        "trtmesh.cli",
+        arguments,
+        cwd=directory,
         env={**os.environ, **(env or {})},
-        check=False,
-    )
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    ) as process:
+        out, err = process.communicate(stdin)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cli.commands import TRTMESH
+from cli.commands import TRTMESH, trtmesh
 
 FAKE = Path(__file__).with_name("fake_tools.py")
 
@@ -94,9 +94,9 @@ class Workshop:
         )
 
     def run(self, *options: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*options)
-        out, err = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return trtmesh(
+            "build", "plan.yaml", *options, env=self.environment, directory=self.directory
+        )
 
     def switch(self, name: str) -> Path:
         """Turns on a switch of the tools; the returned file turns it off when removed."""

@@ -9,4 +9,4 @@ def main() -> None:
         from trtmesh.cli.app import app
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    app()
+    app(prog_name="trtmesh")
