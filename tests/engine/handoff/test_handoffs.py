@@ -146,17 +146,24 @@ class TestWholeHandoffs:
             assert all(len(each.token_ids) == 20 for each in outputs.values())
 
     async def test_two_hundred_at_once(self) -> None:
-        # All dial at once, on whatever machine.
+        # All dial at once, and nobody renews a lease, on whatever machine.
+        long_ms = 600_000
         prompts = {handle: tuple(range(40, 90 + handle % 30)) for handle in range(200)}
         async with pair(handoff={"dial_seconds": 60}) as both:
             streams = both.sender.stream, both.receiver.stream
             leases = {handle: (lease(), lease()) for handle in prompts}
             await streams[1].send(
-                *(reserve(leases[each][1], len(prompts[each])) for each in prompts)
+                *(
+                    reserve(leases[each][1], len(prompts[each]), expires_in_ms=long_ms)
+                    for each in prompts
+                )
             )
             await streams[1].until(lambda: len(streams[1].blocks_reserved) == len(prompts))
             await streams[0].send(
-                *(prefill(each, leases[each][0], prompts[each]) for each in prompts)
+                *(
+                    prefill(each, leases[each][0], prompts[each], lease_expires_in_ms=long_ms)
+                    for each in prompts
+                )
             )
             await streams[0].until(lambda: len(streams[0].handoffs_offered) == len(prompts))
             for handle, descriptor in streams[0].handoffs_offered.items():
