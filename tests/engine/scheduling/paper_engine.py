@@ -197,7 +197,7 @@ class PaperEngine:
         for block in filter(None, chain.from_iterable(holders)):
             held[block] = held.get(block, 0) + 1
         assert len({sequence.slot for sequence in running}) == len(running)
-        assert {block: count for block, count in enumerate(self.pool._references) if count} == held
+        assert self.pool._references == held
         assert self.pool.used_blocks == len(held)
         waiting = [each for each in self.scheduler.sequences if each.slot < 0]
         assert self.scheduler.waiting_sequences == len(waiting)

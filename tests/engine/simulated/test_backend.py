@@ -238,7 +238,14 @@ class TestScheduling:
                 metrics.last_token_time_ns,
             )
             assert sorted(times) == list(times)
-            assert run.starts == {2: replace(metrics, last_token_time_ns=0)}
+            # The blocks of generated tokens come later.
+            (at_start,) = run.starts.values()
+            assert at_start.kv_cache_alloc_total_blocks == 1
+            at_end = replace(metrics, last_token_time_ns=0)
+            new = at_end.kv_cache_alloc_new_blocks
+            assert at_end == replace(
+                at_start, kv_cache_alloc_new_blocks=new, kv_cache_alloc_total_blocks=new
+            )
             assert metrics.kv_cache_reused_blocks == 1
             assert metrics.kv_cache_alloc_total_blocks == 3
 

@@ -23,12 +23,12 @@ from hypothesis.stateful import (
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.chassis.vocabulary import KvCache
 from trtmesh.engine.backend import Awaiting, HandedOver, PartFinal, Reserved, SequenceEnd
+from trtmesh.engine.backends.simulated.engine import SimulatedEngine
 from trtmesh.engine.backends.simulated.kv_content import LAYERS, states_of
-from trtmesh.engine.backends.simulated.scheduler import Scheduler
-from trtmesh.engine.backends.simulated.sequence import Sequence
+from trtmesh.engine.backends.simulated.sequence import SimulatedSequence, sequences_of
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
-from trtmesh.engine.backends.simulated.tokens import TokenSource
 from trtmesh.engine.handoff.identity import content_of
+from trtmesh.engine.kv_blocks import extend_names
 from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -41,7 +41,6 @@ SETTINGS = by_short_names(
     prefill_tokens_per_step=6,
     max_batch_size=3,
 )
-SOURCE = TokenSource(32, 126, 2, 0.0)
 
 
 @dataclass
@@ -72,13 +71,14 @@ class Handoffs(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(SETTINGS)
+        self.engine = SimulatedEngine(SETTINGS)
         self.names = 0
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, SimulatedSequence] = {}
         self.ends: dict[int, SequenceEnd] = {}
         self.news: list[object] = []
-        self.prompt_tokens: int | None = None
-        """Of the step under way."""
+        self.handed_over: dict[str, HandedOver] = {}
+        self.is_under_way = False
+        """Whether a step is."""
 
     def submit(
         self,
@@ -102,14 +102,14 @@ class Handoffs(RuleBasedStateMachine):
         )
         limit = min(len(prompt) + new, BLOCKS * SIZE + 1)
         end_rule = EndRule(submission.config.stopping, (2,), len(prompt) - emitted, limit)
-        sequences = [Sequence(submission, index, end_rule, SOURCE, SIZE) for index in range(count)]
-        self.sequences |= zip(keys, sequences, strict=True)
-        self.scheduler.add(sequences)
+        sequences = sequences_of(submission, end_rule, None)
+        self.sequences |= {key: each for each in sequences for key in each.keys}
+        self.engine.add(sequences)
         self.collect()
         return keys
 
     def collect(self) -> None:
-        output = self.scheduler.leftover()
+        output = self.engine.leftover()
         if output:
             self.note(output.ends, output.handoffs)
 
@@ -125,8 +125,13 @@ class Handoffs(RuleBasedStateMachine):
         self.news += news
         for each in news:
             if isinstance(each, HandedOver):
-                tokens = self.sequences[each.key].tokens[: each.content.tokens]
-                assert self.scheduler.content.damaged(each.blocks, states_of(0, tokens)) is None
+                self.handed_over[each.lease_id] = each
+
+    def check_empty(self, blocks: SequenceOf[int]) -> None:
+        """Nothing is left of what the blocks held before."""
+        memory = self.engine.content.memory
+        for shard in range(2):
+            assert np.isin(memory.memory(shard).rows[list(blocks)], (0, 0xFD)).all()
 
     def name(self) -> str:
         self.names += 1
@@ -147,7 +152,7 @@ class Handoffs(RuleBasedStateMachine):
         if key is None:
             return multiple()
         lease = self.name()
-        self.scheduler.hand_over(key, lease)
+        self.engine.hand_over(key, lease)
         self.collect()
         return lease, (key,)
 
@@ -155,21 +160,22 @@ class Handoffs(RuleBasedStateMachine):
     def reserve(self, prompt: tuple[int, ...], is_right: bool, surplus: int) -> object:
         lease, tokens = self.name(), len(prompt) - 1
         names = (self.sequences and next(reversed(self.sequences.values())).hashes) or []
-        mine = Sequence(item(prompt=prompt), 0, _rule(prompt), SOURCE, SIZE).names(tokens)
+        mine = extend_names([], 0, prompt, SIZE, tokens // SIZE)
         shared = [name for name, other in zip(mine, names, strict=False) if name == other]
-        self.scheduler.reserve(lease, tokens + surplus, shared)
+        self.engine.reserve(lease, tokens + surplus, shared)
         self.collect()
         reserved = self.news[-1]
         assert isinstance(reserved, Reserved)
         if reserved.error:
             return multiple()
         present = reserved.present_tokens // SIZE
+        self.check_empty(reserved.blocks[present:])
         states = states_of(0, prompt[:-1])[reserved.present_tokens :]
         blocks = reserved.blocks[present : -(-tokens // SIZE)]
         if not blocks:
             is_right = True
         elif is_right:
-            content = self.scheduler.content
+            content = self.engine.content
             content.write(blocks, content.by_block(states, len(blocks)), range(LAYERS))
         return Kept(lease, prompt, reserved, is_right)
 
@@ -186,26 +192,26 @@ class Handoffs(RuleBasedStateMachine):
     @rule(kept=consumes(kept))
     def adopt(self, kept: Kept) -> None:
         waits = bool(kept.keys) and kept.keys[0] not in self.ends
-        self.scheduler.adopt(kept.lease)
+        self.engine.adopt(kept.lease)
         self.collect()
         if waits:
             end = self.ends.get(kept.keys[0])
             assert (end is None) == kept.is_right
             assert end is None or isinstance(end.error, BackendFailed)
         else:
-            self.scheduler.leases.drop(kept.lease)
+            self.engine.drop(kept.lease)
 
     @rule(kept=consumes(kept))
     def drop_received(self, kept: Kept) -> None:
-        self.scheduler.stop(list(kept.keys), pb.FINISH_REASON_CANCELLED)
-        self.scheduler.leases.drop(kept.lease)
+        self.engine.stop(list(kept.keys), pb.FINISH_REASON_CANCELLED)
+        self.engine.drop(kept.lease)
         self.collect()
 
     @rule(sent=consumes(sent))
     def drop_sent(self, sent: tuple[str, tuple[int, ...]]) -> None:
         lease, keys = sent
-        self.scheduler.stop(list(keys), pb.FINISH_REASON_CANCELLED)
-        self.scheduler.leases.drop(lease)
+        self.engine.stop(list(keys), pb.FINISH_REASON_CANCELLED)
+        self.engine.drop(lease)
         self.collect()
         assert set(keys) <= set(self.ends)
 
@@ -213,7 +219,7 @@ class Handoffs(RuleBasedStateMachine):
     def stop(self, number: int) -> None:
         key = self.pick(number)
         if key is not None:
-            self.scheduler.stop([key], pb.FINISH_REASON_CANCELLED)
+            self.engine.stop([key], pb.FINISH_REASON_CANCELLED)
             self.collect()
             assert key in self.ends
 
@@ -223,68 +229,64 @@ class Handoffs(RuleBasedStateMachine):
             self.begin()
             self.finish()
 
-    @precondition(lambda self: self.prompt_tokens is None)
+    @precondition(lambda self: not self.is_under_way)
     @rule()
     def begin(self) -> None:
-        if self.prompt_tokens is None:
-            self.prompt_tokens = self.scheduler.begin()
-            if self.scheduler.leases.computes:
-                self.scheduler.leases.finish_layer()
+        if not self.is_under_way:
+            self.is_under_way = True
+            self.engine.begin()
+            if self.engine.computes_sent_kv:
+                self.engine.finish_layer()
 
-    @precondition(lambda self: self.prompt_tokens is not None)
+    @precondition(lambda self: self.is_under_way)
     @rule()
     def finish(self) -> None:
-        assert self.prompt_tokens is not None
-        output = self.scheduler.finish(self.prompt_tokens)
-        self.prompt_tokens = None
+        assert self.is_under_way
+        output = self.engine.finish()
+        self.is_under_way = False
         self.note(output.ends, output.handoffs)
 
     @invariant()
     def every_block_has_the_owners_that_hold_it(self) -> None:
-        pool, leases = self.scheduler.pool, self.scheduler.leases
-        live = [each for key, each in self.sequences.items() if key not in self.ends]
-        holdings = [(each.hashes[: each.shared_blocks], each.private) for each in live]
-        holdings += [(each.shared, each.private) for each in leases._holdings.values()]
-        private = [block for _, blocks in holdings for block in blocks]
-        published = list(pool._numbers.values())
-        fresh = range(pool._next, BLOCKS + 1)
-        assert sorted([*private, *published, *pool._free, *fresh]) == list(range(1, BLOCKS + 1))
-        held = Counter(name for names, _ in holdings for name in names)
-        assert held == +Counter(pool._references)
-        assert set(pool._idle) == {name for name, count in pool._references.items() if not count}
+        scheduler, leases = self.engine.scheduler, self.engine.handoffs._leases
+        holders = [each.blocks for each in scheduler.sequences]
+        holders += [each.blocks for each in leases.values()]
+        held = Counter(block for blocks in holders for block in blocks)
+        assert held == Counter(scheduler.pool._references)
+        assert scheduler.pool.used_blocks == len(held)
+
+    @invariant()
+    def blocks_of_leases_keep_their_content(self) -> None:
+        for lease in self.handed_over.keys() & self.engine.handoffs._leases.keys():
+            each = self.handed_over[lease]
+            tokens = self.sequences[each.key].tokens[: each.content.tokens]
+            assert self.engine.content.damaged(each.blocks, states_of(0, tokens)) is None
 
     @invariant()
     def pending_tokens_are_computed_here(self) -> None:
         """Those whose KV a sequence waits for are not among them."""
-        live = [each for key, each in self.sequences.items() if key not in self.ends]
-        pending = sum(each.prefill_left for each in live if not each.waits)
-        assert self.scheduler.pending_prompt_tokens == pending
-
-    @invariant()
-    def free_blocks_have_no_content(self) -> None:
-        memory = self.scheduler.content.memory
-        for shard in range(2):
-            rows = memory.memory(shard).rows[self.scheduler.pool._free]
-            assert np.isin(rows, (0, 0xFD)).all()
+        scheduler = self.engine.scheduler
+        pending = sum(each.pending_prompt_tokens for each in scheduler.sequences)
+        assert scheduler.pending_prompt_tokens == pending
 
     def teardown(self) -> None:
         """Once no lease is held, every sequence ends by itself, and nothing is left."""
-        scheduler = self.scheduler
-        waiting = [key for key, each in self.sequences.items() if each.waits]
-        scheduler.stop(waiting, pb.FINISH_REASON_CANCELLED)
+        engine = self.engine
+        waiting = [each.key for each in engine.scheduler.sequences if each.receiver_lease]
+        engine.stop(waiting, pb.FINISH_REASON_CANCELLED)
         for number in range(self.names + 1):
-            scheduler.leases.drop(f"lease-{number}")
+            engine.drop(f"lease-{number}")
         for _ in range(len(self.sequences) * 40):
-            if not scheduler.has_work:
+            if not engine.has_work:
                 break
             self.step(1)
             for each in self.news:
                 if isinstance(each, HandedOver):
-                    scheduler.leases.drop(each.lease_id)
+                    engine.drop(each.lease_id)
         self.collect()
         assert set(self.ends) == set(self.sequences)
-        assert scheduler.pool.used_blocks == scheduler.waiting_sequences == 0
-        assert scheduler.running_sequences == scheduler.awaiting_sequences == 0
+        scheduler = engine.scheduler
+        assert scheduler.pool.used_blocks == scheduler.present_sequences == 0
         assert scheduler.pending_prompt_tokens == 0
         self.parts_are_complete()
 
@@ -303,10 +305,6 @@ class Handoffs(RuleBasedStateMachine):
                     for layer in range(part.first_layer, part.first_layer + part.layers)
                 ]
                 assert len(covered) == len(set(covered)) == len(each.blocks) * LAYERS
-
-
-def _rule(prompt: tuple[int, ...]) -> EndRule:
-    return EndRule(item().config.stopping, (2,), len(prompt), len(prompt) + 1)
 
 
 TestHandoffs = Handoffs.TestCase

@@ -312,7 +312,7 @@ async def test_a_sequence_that_its_full_worker_refuses_migrates_to_another() -> 
         migrated = next(each for each in explained.placements if each.cause == "migration")
         assert migrated.worker == other
         (left,) = (each for each in migrated.candidates if each.worker == live.sender)
-        assert "KV blocks are needed" in left.excluded_by
+        assert "has no room for the KV" in left.excluded_by
         assert on.handoffs(cause="paused", result="migrated")
         await on.quiet()
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,8 +73,11 @@ class BlockPool:
         self.host_blocks = host_blocks
         self.published = Published(events=events)
         self._offload_min_priority = offload_min_priority
-        self._references = [0] * (total_blocks + 1)
-        self._empty = list(range(total_blocks, 0, -1))
+        # Of held blocks.
+        self._references: dict[int, int] = {}
+        # Those from `_unused` on were never allocated.
+        self._empty: list[int] = []
+        self._unused = 1
         self._idle = EvictionOrder(clock)
         self._host_empty = list(range(total_blocks + host_blocks, total_blocks, -1))
         self._host = EvictionOrder(clock)
@@ -82,7 +86,7 @@ class BlockPool:
     @property
     def free_blocks(self) -> int:
         """Device blocks without references."""
-        return len(self._empty) + len(self._idle)
+        return len(self._empty) + self.total_blocks + 1 - self._unused + len(self._idle)
 
     @property
     def used_blocks(self) -> int:
@@ -129,9 +133,10 @@ class BlockPool:
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
-            if not self._references[block]:
+            held = self._references.get(block, 0)
+            if not held:
                 self.published.retain(block, self._idle.discard(block))
-            self._references[block] += 1
+            self._references[block] = held + 1
 
     def allocate(self, count: int) -> list[int]:
         """Returns cleared blocks with one reference; check `can_allocate` first."""
@@ -152,6 +157,7 @@ class BlockPool:
                 continue
             self._references[block] -= 1
             if not self._references[block]:
+                del self._references[block]
                 if block in self.published:
                     self._idle.add(block, self.published.retention(block))
                 else:
@@ -189,7 +195,7 @@ class BlockPool:
 
     def is_shared(self, block: int) -> bool:
         """Whether a held block may have other readers."""
-        return block in self.published or self._references[block] > 1
+        return block in self.published or self._references.get(block, 0) > 1
 
     def retract(self, blocks: Iterable[int]) -> None:
         """Unpublishes held blocks with bad content."""
@@ -216,7 +222,10 @@ class BlockPool:
     def _allocate(self, count: int) -> list[int]:
         empty = min(count, len(self._empty))
         blocks = [self._empty.pop() for _ in range(empty)]
-        blocks += [self._evict() for _ in range(count - empty)]
+        unused = range(self._unused, min(self._unused + count - empty, self.total_blocks + 1))
+        self._unused = unused.stop
+        blocks += unused
+        blocks += [self._evict() for _ in range(count - len(blocks))]
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -325,8 +334,27 @@ class Published:
             entry.retention = retention
 
 
+class Tables(Protocol):
+    """The places of a batch, each with the blocks of its sequence."""
+
+    @property
+    def free_slots(self) -> int: ...
+
+    def take(self) -> int:
+        """Returns a free place; check `free_slots` first."""
+
+    def put(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        """Sets the blocks of a place from the `first` on."""
+
+    def replace(self, slot: int, blocks: Sequence[int]) -> None:
+        """Sets all blocks of a place."""
+
+    def give_back(self, slot: int) -> None: ...
+
+
 class BlockTables:
-    """The blocks of all sequences in the batch as one array, so that a step gathers rows instead of walking lists.
+    """Implements Tables by one array for all sequences in the batch, so that a step gathers rows instead of walking
+    lists.
 
     `rows` is [max_batch_size, blocks of the longest sequence], padded with NULL_BLOCK.
 

@@ -21,13 +21,13 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from typing import Any, Generic
 
 from trtmesh.engine.scheduling.adapter_slots import AdapterDevice, AdapterSlots
-from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, BlockTables, Prefix
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, Prefix, Tables
 from trtmesh.engine.scheduling.leases import LeasedBlocks
 from trtmesh.engine.scheduling.prefill_order import patience_steps
 from trtmesh.engine.scheduling.prefixes import Prefixes
@@ -44,7 +44,7 @@ class Scheduler(Generic[S]):
     def __init__(
         self,
         pool: BlockPool,
-        tables: BlockTables,
+        tables: Tables,
         rules: SchedulingRules,
         device: AdapterDevice[Any],
     ) -> None:
@@ -81,6 +81,11 @@ class Scheduler(Generic[S]):
     def present_sequences(self) -> int:
         """Waiting and running together."""
         return len(self._by_key)
+
+    @property
+    def unready_sequences(self) -> int:
+        """Waiting sequences that cannot start yet."""
+        return len(self._unready)
 
     @property
     def lacks_blocks(self) -> bool:
@@ -365,6 +370,11 @@ class Scheduler(Generic[S]):
 
     def _admit(self, *, closed: bool = False) -> None:
         self._blocked = None
+        if self._waiting.first() is None:
+            return
+        # Of all that run, and of each that starts below.
+        growth = sum(map(self.rules.growth, self.running))
+        awaited = {each.key: each for mate in self.running for each in _missing(mate)}
         while sequence := self._waiting.first():
             leader = self._awaited(sequence)
             if leader:
@@ -373,31 +383,31 @@ class Scheduler(Generic[S]):
                 continue
             if closed and not (sequence.leader and sequence.leader.slot >= 0):
                 return
+            with_it = awaited | {each.key: each for each in _missing(sequence)}
+            with_it.pop(sequence.key, None)
             prefix = self._prefixes.find(sequence)
-            if prefix.partial and not self._has_room(sequence, prefix):
+            if prefix.partial and not self._has_room(sequence, prefix, growth, with_it.values()):
                 # The block to copy from may be the missing block.
                 prefix = Prefix(prefix.blocks, len(prefix.blocks) * self.rules.tokens_per_block)
-            if not self._has_room(sequence, prefix):
+            if not self._has_room(sequence, prefix, growth, with_it.values()):
                 return
             self._waiting.pop()
             self.waiting_sequences -= 1
             self._start(sequence, prefix)
+            awaited = with_it
+            growth += self.rules.growth(sequence)
 
-    def _has_room(self, sequence: S, prefix: Prefix) -> bool:
-        """Whether a waiting sequence that begins with `prefix` can start together with its mates, and all running
-        sequences can still continue."""
-        awaited = {each.key: each for mate in self.running for each in _missing(mate)}
-        awaited |= {each.key: each for each in _missing(sequence)}
-        awaited.pop(sequence.key, None)
+    def _has_room(self, sequence: S, prefix: Prefix, growth: int, awaited: Collection[S]) -> bool:
+        """Whether a waiting sequence that begins with `prefix` can start together with the `awaited` mates, its own and
+        those of running sequences, and all running sequences can still continue, which takes `growth` blocks."""
         if 1 + len(awaited) > self.tables.free_slots:
             return False
         needed = self._needs(sequence, len(prefix.blocks))
-        for each in awaited.values():
+        for each in awaited:
             # A mate computes the prompt.
             shared = min(each.prompt_tokens, each.most_reusable)
             needed += self._needs(each, shared // self.rules.tokens_per_block)
-        needed += sum(map(self.rules.growth, self.running))
-        has_blocks = self.pool.can_allocate(needed, beside=prefix)
+        has_blocks = self.pool.can_allocate(needed + growth, beside=prefix)
         self._blocked = None if has_blocks else sequence
         return has_blocks
 
@@ -414,8 +424,7 @@ class Scheduler(Generic[S]):
         self.tables.put(sequence.slot, 0, sequence.blocks)
         shared = len(prefix.blocks)
         self._count_new(sequence, len(sequence.blocks) - shared)
-        missing = self.rules.blocks(len(sequence.tokens)) - len(sequence.blocks)
-        self._append(sequence, self.pool.allocate(missing))
+        self.grow(sequence, len(sequence.tokens))
         sequence.num_published = shared
         sequence.num_dropped = prefix.blocks.count(NULL_BLOCK)
         self._prefixes.retain(sequence, 0, shared)
@@ -426,6 +435,12 @@ class Scheduler(Generic[S]):
             sequence.cached_prompt_tokens = min(sequence.num_computed, sequence.prompt_tokens)
             self.reused_prompt_tokens += sequence.cached_prompt_tokens
         insort(self.running, sequence, key=lambda running: running.rank)
+
+    def grow(self, sequence: S, tokens: int) -> None:
+        """Gives a running sequence blocks for `tokens` tokens. There is room for what the rules promise it."""
+        missing = self.rules.blocks(tokens) - len(sequence.blocks)
+        if missing > 0:
+            self._append(sequence, self.pool.allocate(missing))
 
     def _append(self, sequence: S, blocks: list[int]) -> None:
         self.tables.put(sequence.slot, len(sequence.blocks), blocks)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from trtmesh.chassis.adapter_content import AdapterContent, rank_of
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Lora
 from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, content_of
 from trtmesh.engine.backend import AdapterLoad
-from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import SimulatedAdapterSettings
 from trtmesh.engine.scheduling.adapter_slots import AdapterSlots
 
@@ -22,10 +22,10 @@ ADAPTER_BYTES = 2**20
 class SimulatedAdapters:
     """Both tiers, and the loads, one after another. Implements AdapterDevice: a copy takes no time."""
 
-    def __init__(
-        self, settings: SimulatedAdapterSettings, start: Callable[[Sequence], None]
-    ) -> None:
-        """`start` queues a sequence."""
+    slots: AdapterSlots[StoredAdapter, Any]
+    """The scheduler's."""
+
+    def __init__(self, settings: SimulatedAdapterSettings) -> None:
         self._settings = settings
         limits = StoreLimits(
             settings.host_adapters * ADAPTER_BYTES,
@@ -34,7 +34,6 @@ class SimulatedAdapters:
             slots_setting="adapters.slots",
         )
         self.store = AdapterStore[StoredAdapter](limits)
-        self.slots = AdapterSlots[StoredAdapter, Sequence](settings.slots, self, start)
         self.load_seconds = 0.0
         self._loading: deque[AdapterLoad] = deque()
         self._timer: asyncio.TimerHandle | None = None

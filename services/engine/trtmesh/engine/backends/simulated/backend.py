@@ -29,13 +29,13 @@ from trtmesh.engine.backend import (
     StateKind,
     Submission,
 )
+from trtmesh.engine.backends.simulated.engine import SimulatedEngine
 from trtmesh.engine.backends.simulated.kv_content import LAYERS
-from trtmesh.engine.backends.simulated.scheduler import Scheduler
-from trtmesh.engine.backends.simulated.sequence import Sequence
+from trtmesh.engine.backends.simulated.sequence import sequences_of
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 from trtmesh.engine.backends.simulated.side_channel import SideChannel
-from trtmesh.engine.backends.simulated.states import RemoteState, StateLeases, UnusableState
-from trtmesh.engine.backends.simulated.tokens import DRAWS, PENALTIES, TokenSource
+from trtmesh.engine.backends.simulated.states import KeptStates, RemoteState, UnusableState
+from trtmesh.engine.backends.simulated.tokens import DRAWS, PENALTIES
 from trtmesh.engine.kv_memory import Content, KvMemory
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -66,11 +66,7 @@ class SimulatedBackend:
     def __init__(self, settings: SimulatedSettings) -> None:
         self._settings = settings
         self._info = _info(settings)
-        self._scheduler = Scheduler(settings)
-        ids = settings.vocabulary
-        self._source = TokenSource(
-            ids.first_token_id, ids.last_token_id, ids.end_id, ids.end_probability
-        )
+        self._engine = SimulatedEngine(settings)
         self._items = 0
         self._step_ends_at = 0.0
         self._timer: asyncio.Handle | None = None
@@ -82,27 +78,25 @@ class SimulatedBackend:
         self._deliver, self._fail = deliver, fail
         self._loop = asyncio.get_running_loop()
         await asyncio.sleep(self._settings.timing.load_ms / 1000)
-        if isinstance(self._scheduler.leases, StateLeases):
-            self._scheduler.leases.port = await self._side_channel.start()
+        if isinstance(self._engine.handoffs, KeptStates):
+            self._engine.handoffs.port = await self._side_channel.start()
         return self._info
 
     def submit(self, item: Submission) -> None:
-        scheduler, block_size = self._scheduler, self._info.tokens_per_block
+        engine = self._engine
         rule = admit(item, self._info)
         self._check_refusal()
         state = _state_in(item)
-        check_queue(item, self._info, scheduler.present_sequences, scheduler.running_sequences)
+        running = len(engine.scheduler.running)
+        check_queue(item, self._info, engine.present_sequences, running)
         lora = item.config.lora
-        adapter = scheduler.adapters.hold(lora, len(item.keys)) if lora else None
+        adapter = engine.adapters.hold(lora, len(item.keys)) if lora else None
         self._items += 1
-        sequences = [
-            Sequence(item, index, rule, self._source, block_size, adapter)
-            for index in range(len(item.keys))
-        ]
+        sequences = sequences_of(item, rule, adapter)
         for sequence in sequences:
             sequence.fails = self._items == self._settings.faults.fail_item
-        scheduler.add(sequences)
-        if state and not sequences[0].ended:
+        engine.add(sequences)
+        if state and engine.scheduler.lives(sequences[0]):
             seconds = self._settings.handoff.transfer_ms / 1000
             self._side_channel.fetch(state, seconds, partial(self._pulled, item.keys[0]))
         self._go_on()
@@ -110,16 +104,16 @@ class SimulatedBackend:
     def stop(self, keys: SequenceOf[int], reason: int) -> None:
         if self._frozen:
             return
-        self._scheduler.stop(list(keys), reason)
+        self._engine.stop(list(keys), reason)
         self._go_on()
 
     def stats(self) -> BackendStats:
-        scheduler = self._scheduler
-        store, slots = scheduler.adapters.store, scheduler.adapters.slots
+        engine, scheduler = self._engine, self._engine.scheduler
+        store, slots = engine.adapters.store, scheduler.adapters
         return BackendStats(
-            step_count=scheduler.step_count,
-            running_sequences=scheduler.running_sequences,
-            waiting_sequences=scheduler.waiting_sequences,
+            step_count=engine.step_count,
+            running_sequences=len(scheduler.running),
+            waiting_sequences=engine.waiting_sequences,
             pending_prompt_tokens=scheduler.pending_prompt_tokens,
             total_blocks=scheduler.pool.total_blocks,
             used_blocks=scheduler.pool.used_blocks,
@@ -127,7 +121,7 @@ class SimulatedBackend:
             lacks_blocks=scheduler.lacks_blocks,
             computed_prompt_tokens=scheduler.computed_prompt_tokens,
             reused_prompt_tokens=scheduler.reused_prompt_tokens,
-            generated_tokens=scheduler.generated_tokens,
+            generated_tokens=engine.generated_tokens,
             adapter_slots=slots.slots,
             free_adapter_slots=slots.free,
             evictable_adapter_slots=slots.evictable,
@@ -136,63 +130,63 @@ class SimulatedBackend:
             adapter_loads=store.loads,
             adapter_evictions=store.evictions,
             adapter_hits=slots.hits,
-            adapter_load_seconds=scheduler.adapters.load_seconds,
+            adapter_load_seconds=engine.adapters.load_seconds,
         )
 
     def adapters(self) -> SequenceOf[HeldAdapter]:
-        return self._scheduler.adapters.store.states
+        return self._engine.adapters.store.states
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        self._scheduler.adapters.load(load, self._go_on)
+        self._engine.adapters.load(load, self._go_on)
 
     def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
-        self._scheduler.adapters.unload(number, version, unpin=unpin)
+        self._engine.adapters.unload(number, version, unpin=unpin)
         self._go_on()
 
     def kv_memory(self) -> KvMemory | None:
-        by_state = isinstance(self._scheduler.leases, StateLeases)
-        return None if by_state else self._scheduler.content.memory
+        by_state = isinstance(self._engine.handoffs, KeptStates)
+        return None if by_state else self._engine.content.memory
 
     def reserve(self, lease_id: str, tokens: int, block_hashes: SequenceOf[int]) -> None:
-        self._scheduler.reserve(lease_id, tokens, block_hashes)
+        self._engine.reserve(lease_id, tokens, block_hashes)
         self._go_on()
 
     def hand_over(self, key: int, lease_id: str) -> None:
         if self._frozen:
             return
-        self._scheduler.hand_over(key, lease_id)
+        self._engine.hand_over(key, lease_id)
         self._go_on()
 
     def adopt(self, lease_id: str) -> None:
-        self._scheduler.adopt(lease_id)
+        self._engine.adopt(lease_id)
         self._go_on()
 
     def drop(self, lease_id: str) -> None:
-        self._scheduler.leases.drop(lease_id)
+        self._engine.drop(lease_id)
         self._go_on()
 
     def _give_away(self, lease_id: str) -> Content | None:
         """Another process pulls KV."""
-        if self._frozen or not isinstance(self._scheduler.leases, StateLeases):
+        if self._frozen or not isinstance(self._engine.handoffs, KeptStates):
             return None
-        content = self._scheduler.leases.pull(lease_id)
+        content = self._engine.handoffs.pull(lease_id)
         self._go_on()
         return content
 
     def _pulled(self, key: int, found: Content | UnusableState) -> None:
         """The library has the KV of a sequence, or cannot have it."""
         if not self._frozen:
-            self._scheduler.pulled(key, found)
+            self._engine.pulled(key, found)
             self._go_on()
 
     async def close(self) -> None:
         await self._side_channel.close()
-        self._scheduler.leases.close()
+        self._engine.handoffs.close()
         for handle in (self._timer, self._flush):
             if handle:
                 handle.cancel()
-        self._scheduler.adapters.close()
-        self._scheduler.stop_all(pb.FINISH_REASON_CANCELLED)
+        self._engine.adapters.close()
+        self._engine.stop_all(pb.FINISH_REASON_CANCELLED)
         self._deliver_leftover()
 
     def _check_refusal(self) -> None:
@@ -204,9 +198,10 @@ class SimulatedBackend:
         """Starts stepping if there is work; delivers ends between steps in the next turn."""
         if self._frozen:
             return
+        self._engine.changed = True
         if self._flush is None:
             self._flush = self._loop.call_soon(self._flush_leftover)
-        if self._timer is None and self._scheduler.has_work:
+        if self._timer is None and self._engine.has_work:
             # In the next turn, so that items of one message start together.
             self._step_ends_at = time.monotonic()
             self._timer = self._loop.call_soon(self._begin_step)
@@ -216,50 +211,50 @@ class SimulatedBackend:
         self._deliver_leftover()
 
     def _deliver_leftover(self) -> None:
-        output = self._scheduler.leftover()
+        output = self._engine.leftover()
         if output:
             self._deliver(output)
 
     def _begin_step(self) -> None:
-        timing, faults, scheduler = self._settings.timing, self._settings.faults, self._scheduler
-        prompt_tokens = scheduler.begin()
-        seconds = (timing.step_ms + timing.step_ms_per_sequence * len(scheduler.batch)) / 1000
+        timing, faults, engine = self._settings.timing, self._settings.faults, self._engine
+        prompt_tokens = engine.begin()
+        seconds = (timing.step_ms + timing.step_ms_per_sequence * len(engine.batch)) / 1000
         if timing.prefill_tokens_per_second:
             seconds += prompt_tokens / timing.prefill_tokens_per_second
         if rank_ms := self._settings.adapters.rank_step_ms:
-            seconds += rank_ms * scheduler.largest_rank / 1000
-        if faults.slow_after_steps and scheduler.step_count >= faults.slow_after_steps:
+            seconds += rank_ms * engine.largest_rank / 1000
+        if faults.slow_after_steps and engine.step_count >= faults.slow_after_steps:
             seconds *= faults.slow_factor
         now = time.monotonic()
         # Delays beyond a step are lost, not made up in a burst.
         self._step_ends_at = max(self._step_ends_at, now - seconds) + seconds
         delay = self._step_ends_at - now
         if delay < 0.0005:
-            self._timer = self._loop.call_soon(self._finish_step, prompt_tokens)
-        elif scheduler.leases.computes:
-            self._timer = self._loop.call_later(delay / LAYERS, self._finish_layer, prompt_tokens)
+            self._timer = self._loop.call_soon(self._finish_step)
+        elif engine.computes_sent_kv:
+            self._timer = self._loop.call_later(delay / LAYERS, self._finish_layer)
         else:
-            self._timer = self._loop.call_later(delay, self._finish_step, prompt_tokens)
+            self._timer = self._loop.call_later(delay, self._finish_step)
 
-    def _finish_layer(self, prompt_tokens: int) -> None:
+    def _finish_layer(self) -> None:
         """Announces the KV of a layer while the others are computed."""
-        left = self._scheduler.leases.finish_layer()
+        left = self._engine.finish_layer()
         self._deliver_leftover()
         delay = max(0.0, self._step_ends_at - time.monotonic()) / left
         then = self._finish_layer if left > 1 else self._finish_step
-        self._timer = self._loop.call_later(delay, then, prompt_tokens)
+        self._timer = self._loop.call_later(delay, then)
 
-    def _finish_step(self, prompt_tokens: int) -> None:
+    def _finish_step(self) -> None:
         self._timer = None
-        self._deliver(self._scheduler.finish(prompt_tokens))
+        self._deliver(self._engine.finish())
         if self._strike():
             return
-        if self._scheduler.has_work:
+        if self._engine.has_work:
             self._begin_step()
 
     def _strike(self) -> bool:
         """Executes the fault of this step, if any; returns whether stepping is over."""
-        faults, step = self._settings.faults, self._scheduler.step_count
+        faults, step = self._settings.faults, self._engine.step_count
         if step == faults.crash_after_steps:
             log.critical("dying because simulated.faults.crash_after_steps says so")
             os._exit(CRASH_EXIT_STATUS)

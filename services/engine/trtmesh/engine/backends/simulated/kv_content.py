@@ -1,7 +1,7 @@
 """KV of a simulated worker: real bytes that identify token, tokens before it, layer and head.
 
-Bytes are written only for leases, and overwritten when their block is freed. So a sequence that adopts KV of other
-tokens, of an earlier use of a block, or incomplete KV, is found.
+Bytes are written only for leases, and overwritten when their block is allocated anew. So a sequence that adopts KV of
+other tokens, of an earlier use of a block, or incomplete KV, is found.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from trtmesh.engine.backends.simulated.settings import SimulatedKvCacheSettings
 from trtmesh.engine.kv_memory import HostKvMemory, Shard, host_memory
+from trtmesh.engine.scheduling.blocks import Move
 from trtmesh.v1 import generation_pb2 as pb
 
 LAYERS = 4
@@ -20,7 +21,7 @@ ROWS = LAYERS * 2 * KV_HEADS
 """Keys and values of a token."""
 
 FREED = 0xFD
-"""Every byte of a freed block."""
+"""Every byte of a block that was allocated anew."""
 
 States = NDArray[np.uint64]
 """A state for each token, of it and all tokens before it."""
@@ -105,11 +106,10 @@ class KvContent:
         padded[: len(states)] = states[: len(padded)]
         return padded.reshape(blocks, self.tokens_per_block)
 
-    def freed(self, blocks: list[int]) -> None:
-        """Overwrites the content of blocks."""
-        if not self._written:
-            return
-        written = [block for block in blocks if block in self._written]
+    def carry_out(self, moves: Sequence[Move]) -> None:
+        """Overwrites the content of blocks that are allocated anew. One that begins as a copy is written where it is
+        handed over."""
+        written = list(self._written.keys() & {move.target for move in moves})
         for block in written:
             del self._written[block]
         if written:

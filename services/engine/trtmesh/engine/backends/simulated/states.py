@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from trtmesh.chassis.json_text import load_json
 from trtmesh.engine.backend import HandoffState
-from trtmesh.engine.backends.simulated.leases import Holding, Leases
-from trtmesh.engine.backends.simulated.sequence import Sequence
+from trtmesh.engine.backends.simulated.handoffs import WrittenHandoffs
+from trtmesh.engine.backends.simulated.kv_content import KvContent
+from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
 from trtmesh.engine.handoff.identity import content_of
 from trtmesh.engine.kv_memory import Content
+from trtmesh.engine.scheduling.handoffs import Sending
+from trtmesh.engine.scheduling.leases import LeasedBlocks
+from trtmesh.engine.scheduling.scheduler import Scheduler
+from trtmesh.engine.scheduling.sequence import Chunk
 
 PULL_BYTES = 256
 """Most bytes of a line between two libraries."""
@@ -53,39 +59,41 @@ class _Kept:
     timer: asyncio.TimerHandle
 
 
-@dataclass
-class StateLeases(Leases):
+class KeptStates(WrittenHandoffs):
     """The KV of context-only halves by lease, until another process pulls it. Nothing is announced: the library moves
     the KV after the prefill."""
 
-    port: int = 0
-    """Where other processes pull; 0 before the start."""
-    kept_seconds: float = 0.0
-    _kept: dict[str, _Kept] = field(default_factory=dict)
-    _ending: dict[int, HandoffState] = field(default_factory=dict)
-    """States of sequences that end now, by key."""
+    def __init__(
+        self, scheduler: Scheduler[SimulatedSequence], content: KvContent, kept_seconds: float
+    ) -> None:
+        super().__init__(scheduler, content)
+        self.port = 0
+        """Where other processes pull; 0 before the start."""
+        self._kept_seconds = kept_seconds
+        self._kept: dict[str, _Kept] = {}
+        self._ending: dict[int, HandoffState] = {}
+        """States of sequences that end now, by key."""
 
-    def offer(self, lease_id: str, sequence: Sequence, tokens: int) -> None:
-        pass
+    def sending(
+        self, chunks: Iterable[Chunk[SimulatedSequence]]
+    ) -> list[Sending[SimulatedSequence]]:
+        return []
 
-    def announce(self, sequence: Sequence, tokens: int) -> None:
-        pass
-
-    def compute(self, sequence: Sequence, tokens: int) -> None:
-        pass
-
-    def commit(self, sequence: Sequence, holding: Holding, emitted_tokens: int) -> None:
+    def leave(self, sequence: SimulatedSequence, *, with_kv: bool) -> None:
         """Keeps the KV of all tokens but the last for whoever has the state."""
-        lease_id = sequence.sender_lease_id
-        length = sequence.rule.prompt_tokens + emitted_tokens
-        content = content_of(sequence.root, sequence.tokens[: length - 1])
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self.kept_seconds, self.drop, lease_id)
-        self._holdings[lease_id], self._kept[lease_id] = holding, _Kept(content, timer)
+        outgoing = self.outgoing.pop(sequence.key, None)
+        if outgoing is None or not with_kv:
+            return
+        lease_id, tokens = outgoing.lease_id, sequence.tokens[:-1]
+        blocks = sequence.blocks[: self._scheduler.rules.blocks(len(tokens))]
+        self._scheduler.pool.hold(blocks)
+        self._leases[lease_id] = LeasedBlocks(blocks)
+        timer = asyncio.get_running_loop().call_later(self._kept_seconds, self.drop, lease_id)
+        self._kept[lease_id] = _Kept(content_of(sequence.root, tokens), timer)
         state = RemoteState(self.port, lease_id).write()
-        self._ending[sequence.key] = HandoffState(state, self.kept_seconds)
+        self._ending[sequence.key] = HandoffState(state, self._kept_seconds)
 
-    def state_of(self, sequence: Sequence) -> HandoffState | None:
+    def state_of(self, sequence: SimulatedSequence) -> HandoffState | None:
         return self._ending.pop(sequence.key, None)
 
     def pull(self, lease_id: str) -> Content | None:
@@ -94,10 +102,10 @@ class StateLeases(Leases):
         self.drop(lease_id)
         return kept.content if kept else None
 
-    def drop(self, lease_id: str) -> None:
+    def drop(self, lease_id: str) -> list[SimulatedSequence]:
         if kept := self._kept.pop(lease_id, None):
             kept.timer.cancel()
-        super().drop(lease_id)
+        return super().drop(lease_id)
 
     def close(self) -> None:
         for lease_id in [*self._kept]:

@@ -206,17 +206,19 @@ def _engine(
         layers_per_part=min(settings.kv_cache.layers_per_part, model.kv_shape.layers),
     )
     adapters = _adapters(settings.adapters, model)
-    scheduler = _scheduler(settings, model, sizes, adapters)
+    block_tables = _tables(settings, sizes)
+    rules = _rules(settings, model)
+    scheduler = Scheduler[Sequence](_pool(settings, sizes), block_tables, rules, adapters)
     handoffs = BlockHandoffs(
         scheduler, layers=model.kv_shape.layers, layers_per_part=info.layers_per_part
     )
     tell_progress("prepares its steps")
     with fitting("what steps need beside the KV cache", f"{LESS_CACHE}, or {LESS_STEP}"):
-        compute = device.compute(model, cache, scheduler.tables, _most_step_tokens(settings))
+        compute = device.compute(model, cache, block_tables, _most_step_tokens(settings))
     if ranks:
         ranks.group.wait()
         tokens_per_block = settings.kv_cache.tokens_per_block
-        compute = LeadingCompute(compute, scheduler.tables, tokens_per_block, ranks)
+        compute = LeadingCompute(compute, block_tables, tokens_per_block, ranks)
     engine = Engine(compute, scheduler, adapters, handoffs)
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     kv_memory = kv_memory_of(cache) if hands_over else None
@@ -392,16 +394,13 @@ def _cache(settings: TorchKvCacheSettings, model: Model, sizes: Sizes, device: D
     )
 
 
-def _scheduler(
-    settings: TorchSettings, model: Model, sizes: Sizes, adapters: AdapterCache
-) -> Scheduler[Sequence]:
-    pool = BlockPool(
+def _pool(settings: TorchSettings, sizes: Sizes) -> BlockPool:
+    return BlockPool(
         sizes.blocks,
         host_blocks=sizes.host_blocks,
         offload_min_priority=settings.host_cache.min_priority,
         events=settings.kv_cache.events,
     )
-    return Scheduler(pool, _tables(settings, sizes), _rules(settings, model), adapters)
 
 
 def _tables(settings: TorchSettings, sizes: Sizes) -> BlockTables:
