@@ -29,7 +29,8 @@ help:  ## Print this list
 demo: $(INSTALLED)  ## Start the stack, stream three prompts, serve until Ctrl-C; EXIT=1 ends after the prompts
 	@$(BIN)/trtmesh demo $(if $(EXIT),--exit)
 
-check: lint types  ## Run lint, types and the tests that start no process and load no model
+check: lint  ## Run lint, types of the services and the tests that start no process and load no model
+	$(BIN)/mypy services tools
 	$(BIN)/pytest -n 2 --dist worksteal -m fast
 
 # Tests wait for processes half of their time, so two cores carry four at once.

@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from log_lines import LogLine, log_lines
-from tiers import ProcessGuard, is_fast
+from tiers import ProcessGuard, is_fast, is_left_out
 from trtmesh.chassis.logs import set_up_logs
 
 FOREIGN = (
@@ -56,6 +57,12 @@ settings.register_profile(
 settings.load_profile("same examples every time")
 
 guard = ProcessGuard()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Keeps `make check` from importing what it does not run. Paths named on the command line are not asked about."""
+    is_check = config.getoption("markexpr") == "fast"
+    return True if is_check and is_left_out(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)

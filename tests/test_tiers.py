@@ -5,11 +5,12 @@ import importlib
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from engine.torch import harness
 from processes import service_process
-from tiers import reaches_slow
+from tiers import TESTS, is_left_out, reaches_slow
 
 
 @asynccontextmanager
@@ -61,3 +62,10 @@ def test_process_in_the_fast_tier_is_refused(request: pytest.FixtureRequest) -> 
     subprocess = importlib.import_module("subprocess")
     with pytest.raises(RuntimeError, match="mark it slow"):
         subprocess.run([sys.executable, "--version"], check=True)
+
+
+def test_left_out_are_folders_with_what_is_in_them_and_files() -> None:
+    assert is_left_out(Path(TESTS, "e2e", "test_output.py"))
+    assert is_left_out(Path(TESTS, "test_forks.py"))
+    assert not is_left_out(Path(TESTS, "chassis", "test_settings.py"))
+    assert not is_left_out(Path(TESTS))

@@ -26,8 +26,22 @@ SLOW = {
     *("TorchBackend", "load_engine", "AutoModelForCausalLM"),
 }
 
+LEFT_OUT = Path(TESTS, "left_out.txt")
+"""Files and folders, one a line."""
+
 STARTS_OF_PROCESSES = {"subprocess.Popen", "os.exec", "os.fork", "os.posix_spawn", "os.system"}
 """Audit events raised before a process starts."""
+
+
+@cache
+def left_out() -> frozenset[Path]:
+    """Files and folders that `make check` leaves out."""
+    lines = LEFT_OUT.read_text(encoding="utf-8").splitlines()
+    return frozenset(Path(TESTS, line) for line in lines if line and not line.startswith("#"))
+
+
+def is_left_out(path: Path) -> bool:
+    return not left_out().isdisjoint({path, *path.parents})
 
 
 def is_fast(test: pytest.Function) -> bool:
