@@ -21,7 +21,7 @@ INSTALLED_DEV := .venv/installed-dev
 FOREIGN := .foreign
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test conformance compat-clients gateway-test foreign-test lint types protos bench chaos images compose-up compose-test attack gpu-test tensorrt-llm-test
+.PHONY: help demo check test conformance compat-clients gateway-test foreign-test lint types protos bench chaos soak images compose-up compose-test attack gpu-test tensorrt-llm-test
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,17 @@ chaos: $(INSTALLED_DEV)  ## Run random faults, name servers and drains, SEEDS=0-
 	$(BIN)/pytest -s tests/chaos/test_bad_adapters.py
 	$(BIN)/pytest -s tests/chaos/test_handoffs.py tests/chaos/test_torch_handoffs.py --every-transport
 	$(BIN)/pytest -s --timeout=0 tests/chaos/test_handoff_soak.py --handoffs=$(or $(HANDOFFS),2000)
+
+# The first of the seeds: by default one that no run had.
+ifndef SEED
+SEED := $(shell date +%s)
+endif
+soak: $(INSTALLED_DEV)  ## Run searches and rounds of faults with fresh examples and seeds; SEED=7 repeats a run's rounds
+	@echo "SEED=$(SEED)"
+	$(BIN)/pytest -n 2 --timeout=0 --hypothesis-profile=default \
+	    $$(git grep -l 'hypothesis' -- 'tests/**/test_*.py')
+	$(BIN)/pytest -s tests/oracle/test_handoffs.py --forms=$(SEED)
+	$(MAKE) chaos SEEDS=$(SEED)-$$(($(SEED) + 19))
 
 attack: $(INSTALLED_DEV)  ## Run every flood against a router, from 1 and from 20 connections, SECONDS=1 each
 	$(BIN)/pytest -s --timeout=0 -m measured tests/attack --attack-seconds=$(or $(SECONDS),1)
