@@ -249,9 +249,6 @@ ROOMS = {
 }
 """Files and folders of a package from the top down: imports go to the same entry or to later ones."""
 
-STILL_TWICE = {"engine": {"Batch", "BlockPool", "Scheduler", "Sequence"}}
-"""Names of classes that two modules of a package still have."""
-
 SMALL_LINES = 80
 SMALL_IDEAS = {
     "adapters.writing": "a queue with a life of its own",
@@ -336,8 +333,7 @@ def test_every_room_has_its_place(package: str) -> None:
 
 @pytest.mark.parametrize("package", sorted(PACKAGES.keys() - {"v1", "kserve"}))
 def test_no_two_public_classes_of_a_package_share_a_name(package: str) -> None:
-    twice = class_names_twice(ROOT)[package].keys()
-    assert twice - STILL_TWICE.get(package, set()) == set()
+    assert class_names_twice(ROOT)[package].keys() == set()
 
 
 @pytest.mark.parametrize("package", ["client", "router"])

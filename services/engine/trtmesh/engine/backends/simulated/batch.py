@@ -9,7 +9,7 @@ from trtmesh.engine.backend import StepOutput
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
 
 
-class Batch:
+class GeneratingBatch:
     """Parallel lists: a step costs a few list operations and no Python loop.
 
     Every member gets one token per step and is visited only at the end of its run.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from trtmesh.chassis.errors import BackendFailed, HandoffFailed, TrtmeshError
 from trtmesh.engine.backend import SequenceStart, StepOutput
 from trtmesh.engine.backends.simulated.adapters import SimulatedAdapters
-from trtmesh.engine.backends.simulated.batch import Batch
+from trtmesh.engine.backends.simulated.batch import GeneratingBatch
 from trtmesh.engine.backends.simulated.handoffs import WrittenHandoffs
 from trtmesh.engine.backends.simulated.kv_content import LAYERS, KvContent
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
@@ -74,7 +74,7 @@ class SimulatedEngine:
         )
         self.adapters.slots = self.scheduler.adapters
         self.handoffs = _handoffs(settings.handoff, self.scheduler, self.content)
-        self.batch = Batch()
+        self.batch = GeneratingBatch()
         self.step_count = 0
         self.generated_tokens = 0
         self._source = TokenSource(
