@@ -54,6 +54,8 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
             )
         self._asking = threading.Lock()
+        self.is_fit = True
+        """Whether it forks: not where an import has started a thread. Known when it is ready."""
         self._is_ready = False
         atexit.register(self._end)
 
@@ -66,7 +68,7 @@ class ForkServer:
         """Waits for the end of the imports."""
         with self._asking:
             if not self._is_ready:
-                self._answer()
+                self.is_fit = self._answer() == b"ready"
                 self._is_ready = True
 
     def fork(self, job: Job, files: Sequence[int]) -> int:
@@ -103,9 +105,11 @@ def fork_server(imports: tuple[str, ...]) -> ForkServer:
 def start_module(
     server: ForkServer, module: str, arguments: Sequence[str], env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts `python -m MODULE ARGUMENTS` with pipes: forked, unless a variable must be there when it imports."""
+    """Starts `python -m MODULE ARGUMENTS` with pipes: forked, unless a variable must be there when it imports or the
+    imports start threads."""
     pipe = subprocess.PIPE
-    if early(env) == EARLY:
+    server.wait_ready()
+    if server.is_fit and early(env) == EARLY:
         return Forked(
             server, module, arguments, env=env, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe
         )

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forks
 import psutil
 import pytest
 from forks import Forked, ForkServer, fork_server, start_module
@@ -263,6 +264,20 @@ def test_process_is_executed_where_its_imports_read_the_environment(
     stdout, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert json.loads(stdout)["env"][name] == "3"
     assert isinstance(process, Forked) is forked
+
+
+def test_process_is_executed_where_an_import_starts_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "busy.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.setattr(forks, "EARLY", {**forks.EARLY, "PYTHONPATH": str(tmp_path)})
+    server = ForkServer(("busy",))
+    process = start_module(server, "timeit", ["-n1", "-r1", "0"], forks.EARLY)
+    assert process.wait(PATIENCE_SECONDS) == 0
+    process.communicate()
+    assert not isinstance(process, Forked)
 
 
 async def test_service_is_forked() -> None:

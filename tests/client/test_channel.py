@@ -35,8 +35,8 @@ async def test_failed_call_raises_the_error_of_its_reason(
     async def refuses(
         request: router_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        trailing = ((REASON_METADATA_KEY, row.reason),)
-        await context.abort(row.status, "top_k is -1", trailing_metadata=trailing)
+        context.set_trailing_metadata(((REASON_METADATA_KEY, row.reason),))
+        await context.abort(row.status, "top_k is -1")
         yield response()
 
     router.script = refuses
