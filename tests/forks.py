@@ -26,7 +26,9 @@ from fork_server import LONGEST_MESSAGE, Job
 
 SERVER = Path(__file__).with_name("fork_server.py")
 
-LATE = ("TRTMESH_", "TRTLLM_STAND_IN_", "AIP_", "SAGEMAKER_", "PYTEST_")
+OF_IMPORTS = ("GRPC_", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR")
+"""Set in this process by what tests import, and alike by the same imports elsewhere."""
+LATE = ("TRTMESH_", "TRTLLM_STAND_IN_", "AIP_", "SAGEMAKER_", "PYTEST_", *OF_IMPORTS)
 """Prefixes of variables that nothing reads before a service runs. The interpreter and libraries read others when they
 start."""
 

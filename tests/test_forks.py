@@ -253,7 +253,11 @@ def test_import_that_fails_is_told(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "forked"), [("TRTMESH_X", True), ("OMP_NUM_THREADS", False), ("PYTHONPATH", False)]
+    ("name", "forked"),
+    [
+        *(("TRTMESH_X", True), ("TOKENIZERS_PARALLELISM", True)),
+        *(("OMP_NUM_THREADS", False), ("PYTHONPATH", False)),
+    ],
 )
 def test_process_is_executed_where_its_imports_read_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, forked: bool
