@@ -285,7 +285,7 @@ def test_process_is_executed_where_an_import_starts_a_thread(
 
 
 async def test_service_is_forked() -> None:
-    async with service_process("router", "--engines", "127.0.0.1:1") as router:
+    async with service_process("router", "--port", "0", "--engines", "127.0.0.1:1") as router:
         assert "fork_server.py" in " ".join(psutil.Process(router.pid).cmdline())
         assert router.exit_status is None
         assert await router.stop() == 0
