@@ -105,18 +105,19 @@ def fork_server(imports: tuple[str, ...]) -> ForkServer:
 
 
 def start_module(
-    server: ForkServer, module: str, arguments: Sequence[str], env: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+    server: ForkServer,
+    module: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    **options: Any,
+) -> subprocess.Popen[Any]:
     """Starts `python -m MODULE ARGUMENTS` with pipes: forked, unless a variable must be there when it imports or the
     imports start threads."""
-    pipe = subprocess.PIPE
     server.wait_ready()
+    options |= {"env": env} | dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     if server.is_fit and early(env) == EARLY:
-        return Forked(
-            server, module, arguments, env=env, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe
-        )
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(command, env=env, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe)
+        return Forked(server, module, arguments, **options)
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
 
 
 class Forked(subprocess.Popen[Any]):

@@ -173,6 +173,7 @@ async def _start(
             "TRTMESH_ROUTER_HTTP_PORT": "0",
             **(env or {}),
         },
+        bufsize=0,
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import psutil
-from forks import Forked, fork_server
+from forks import fork_server, start_module
 
 TRTMESH = str(Path(sys.executable).with_name("trtmesh"))
 IMPORTS = ("trtmesh.cli.__main__", "trtmesh.cli.app")
@@ -46,19 +46,12 @@ def trtmesh(
     directory: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command to the end, in a process forked from one that has the imports."""
-    pipe = subprocess.PIPE
-    with Forked(
-        fork_server(IMPORTS),
-        "trtmesh.cli",
-        arguments,
-        cwd=directory,
-        env={**os.environ, **(env or {})},
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-    ) as process:
-        out, err = process.communicate(stdin)
+    server, given = fork_server(IMPORTS), {**os.environ, **(env or {})}
+    with start_module(server, "trtmesh.cli", arguments, given, cwd=directory, text=True) as process:
+        try:
+            out, err = process.communicate(stdin)
+        finally:
+            process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
