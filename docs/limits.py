@@ -123,8 +123,8 @@ TABLES: dict[str, list[Row]] = {
         ("headers", http_server.MAX_HEADERS, "400, closed"),
         ("parts of a path", http_server.MAX_SEGMENTS, "404"),
         (
-            "bytes of trailers, or of extensions of chunks, in a row",
-            http_input.MAX_BARREN_BYTES,
+            "bytes of sizes of chunks, extensions and trailers beyond as many of the body",
+            http_input.MAX_FRAMING_BYTES,
             "closed",
         ),
         ("seconds to send a body (`http.receive_seconds`)", _HTTP.receive_seconds, "408"),

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from leaks import gone, without_collector
 from trtmesh.chassis.fair.start_scheduler import FIRST_GUESS_SECONDS, SLICE_SECONDS
-from trtmesh.chassis.http_input import MAX_BARREN_BYTES, InputTransport
+from trtmesh.chassis.http_input import MAX_FRAMING_BYTES, InputTransport
 from trtmesh.chassis.http_server import (
     MAX_HEADERS,
     MAX_LINE_BYTES,
@@ -173,13 +173,14 @@ async def test_no_answer_tells_versions(sent: bytes) -> None:
         pytest.param(b"0\r\na: ", b"b" * 1000, id="trailer"),
         pytest.param(b"1", b";a=b", id="extension"),
         pytest.param(b"", b"0", id="size"),
+        pytest.param(b"", b"1\r\nx\r\n", id="small chunks"),
     ],
 )
 async def test_what_surrounds_a_body_is_limited(begin: bytes, more: bytes) -> None:
     async with server_of(length) as (server, port), connected(port) as (reader, writer):
         writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + begin)
         with suppress(ConnectionError):
-            for _ in range(3 * MAX_BARREN_BYTES // len(more)):
+            for _ in range(3 * MAX_FRAMING_BYTES // len(more)):
                 writer.write(more)
                 await writer.drain()
             async with asyncio.timeout(60):
