@@ -190,6 +190,11 @@ def test_larger_configuration_is_refused(tmp_path: Path) -> None:
     assert unread.value.limit == f"at most {MOST_CONFIG_BYTES} bytes"
 
 
+def test_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="there is no directory"):
+        format_of(tmp_path / "nowhere")
+
+
 PEFT, ARRAYS = (list(names) for names in FILE_NAMES.values())
 
 

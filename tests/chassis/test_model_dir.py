@@ -22,8 +22,12 @@ def test_name_of_the_hub_is_downloaded_first() -> None:
     assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B" in said
 
 
-@pytest.mark.parametrize("path", ["/nowhere/at", "../nowhere", "nowhere", "a/b/c"])
-def test_missing_paths_are_no_names_of_the_hub(path: str) -> None:
+@pytest.mark.parametrize("path", ["/nowhere/at", "../nowhere", "nowhere", "a/b/c", "here/nowhere"])
+def test_missing_paths_are_no_names_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
     said = refusal(Path(path))
     assert "does not exist" in said
     assert "hf download" not in said

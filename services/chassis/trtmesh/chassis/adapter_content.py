@@ -105,6 +105,8 @@ class AdapterContent:
 
 def format_of(directory: Path) -> int:
     """The format of an adapter's directory. Raises NotFound without all files of a format, InvalidRequest with two."""
+    if not directory.is_dir():
+        raise NotFound(f"there is no directory {directory}")
     present = {
         kind: [name for name in names if (directory / name).is_file()]
         for kind, names in FILE_NAMES.items()

@@ -39,7 +39,7 @@ def _of_llama_cpp(name: str) -> str:
 def _no_directory(path: Path) -> str:
     if path.exists():
         return f"{path} is a file, not a model directory"
-    if HUB_NAME.fullmatch(str(path)):
+    if HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
         return (
             f"model directory {path} does not exist; a model of the Hugging Face Hub is downloaded first:"
             f" hf download {path} --local-dir {path.name}, then give the directory {path.name}"
