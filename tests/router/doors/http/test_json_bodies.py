@@ -158,6 +158,11 @@ def test_repeated_keys_are_refused() -> None:
         parsed('[{"a": 1, "b": 2, "a": 3}]')
     with pytest.raises(InvalidRequest, match="key 'a' is repeated"):
         parsed('{"a": [{}], "a": []}')
+    with pytest.raises(InvalidRequest, match="key 'a' is repeated"):
+        parsed('{"b": {"a": 1}, "a": "b", "c": {"x": "a:{"}, "\\u0061": 2}')
+    # Parsed again, what only stands behind the first value would end the recursion of json.
+    with pytest.raises(InvalidRequest, match="key 'a' is repeated"):
+        parsed(f'{{"a": {of_depth(1000)}, "a": 1}}')
 
 
 async def test_loop_runs_while_a_large_body_is_parsed() -> None:

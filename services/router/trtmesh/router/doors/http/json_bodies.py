@@ -6,7 +6,6 @@ objects. So values are counted before, by regular expressions that pass over a p
 
 from __future__ import annotations
 
-import json
 import re
 from codecs import BOM_UTF8 as BOM
 from collections.abc import Callable
@@ -34,6 +33,8 @@ JSON_COST = 16
 
 _OUTSIDE = re.compile(rb'[^"]*+')
 _INSIDE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_TOKENS = re.compile(rb'[{}:]|"(?:[^"\\]++|\\.)*+"')
+"""Braces, colons and texts."""
 
 Repeated = Callable[[str], str]
 """Makes the sentence about a repeated key."""
@@ -67,7 +68,7 @@ def parse_json(
         raise _refusal("it is not a JSON object")
     if _check_containers(parsed, counts.containers) != counts.members:
         # orjson keeps the last of several values.
-        json.loads(bytes(body), object_pairs_hook=lambda pairs: _refuse_repeated(pairs, repeated))
+        raise InvalidRequest(repeated(cut(_repeated_key(body))))
     return parsed
 
 
@@ -146,13 +147,21 @@ def _check_keys(members: dict[str, Any]) -> None:
         )
 
 
-def _refuse_repeated(pairs: list[tuple[str, Any]], repeated: Repeated) -> None:
-    """Raises InvalidRequest for the first repeated key of an object."""
-    keys = set[str]()
-    for key, _ in pairs:
-        if key in keys:
-            raise InvalidRequest(repeated(cut(key)))
-        keys.add(key)
+def _repeated_key(body: bytes | memoryview) -> str:
+    """Returns the first key that stands twice in an object of well-formed JSON."""
+    objects, text = list[set[str]](), ""
+    for token in map(bytes, (match[0] for match in _TOKENS.finditer(body))):
+        if token == b"{":
+            objects.append(set())
+        elif token == b"}":
+            objects.pop()
+        elif token != b":":
+            text = orjson.loads(token)
+        elif text in objects[-1]:
+            break
+        else:
+            objects[-1].add(text)
+    return text
 
 
 def _refusal(problem: str) -> InvalidRequest:
