@@ -91,7 +91,9 @@ soak: $(INSTALLED_DEV)  ## Run searches and rounds of faults with fresh examples
 	@echo "SEED=$(SEED)"
 	$(BIN)/pytest -n 2 --timeout=0 --hypothesis-profile=default \
 	    $$(git grep -l 'hypothesis' -- 'tests/**/test_*.py')
+	$(BIN)/pytest -n 2 --timeout=0 -m soak
 	$(BIN)/pytest -s tests/oracle/test_handoffs.py --forms=$(SEED)
+	DIFFERENTIAL=$(SEED):0:300 $(BIN)/pytest -s --timeout=0 tests/compat/differential
 	$(MAKE) chaos SEEDS=$(SEED)-$$(($(SEED) + 19))
 
 attack: $(INSTALLED_DEV)  ## Run every flood against a router, from 1 and from 20 connections, SECONDS=1 each

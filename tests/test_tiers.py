@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from engine.torch import harness
 from processes import service_process
-from tiers import TESTS, is_left_out, reaches_slow
+from tiers import TESTS, is_left_out, left_out, reaches_slow
 
 
 @asynccontextmanager
@@ -54,6 +54,10 @@ async def waits() -> None:
 def test_tier_follows_from_what_code_reaches(name: str, slow: bool) -> None:
     # By name: a test given the function itself would reach the function's code.
     assert reaches_slow(globals()[name]) is slow
+
+
+def test_what_is_left_out_exists() -> None:
+    assert [path for path in left_out() if not path.exists()] == []
 
 
 def test_process_in_the_fast_tier_is_refused(request: pytest.FixtureRequest) -> None:
