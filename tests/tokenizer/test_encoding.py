@@ -323,6 +323,18 @@ async def test_no_more_of_a_text_is_encoded_than_shows_that_it_is_too_long(chara
     assert sum(tokenizer.sizes) <= 10 * 1000
 
 
+async def test_text_of_an_ordinary_length_is_encoded_once() -> None:
+    tokenizer = ByteTokenizer()
+    async with encoder_over(tokenizer) as encoder:
+        for size, omitted in ((900, 0), (1800, 1800)):
+            outcome = await encoder.submit(
+                EncodeRequest("x" * size, add_special_tokens=True, max_token_ids=1000)
+            )
+            assert isinstance(outcome, EncodedTexts)
+            assert outcome.omitted == omitted
+    assert tokenizer.sizes == [900, 1800]
+
+
 @dataclass
 class CountingTokenizer:
     """A tokenizer of the library that counts texts."""

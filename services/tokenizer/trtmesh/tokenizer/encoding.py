@@ -30,6 +30,9 @@ ON_THE_SPOT_BYTES = 4096
 """Largest text encoded on the spot, in about a millisecond; one in a pass of the event loop. A thread costs a lone
 text more than its encoding. Under load threads gather texts meanwhile, and so the batches of all that follows grow."""
 
+BEGINNINGS = 3
+"""A beginning is encoded on its own only of a text so many times as long, as routers do."""
+
 HUGE_TO_LONG = 16
 """A text is huge from this multiple of `long_text_bytes`."""
 
@@ -404,7 +407,8 @@ def _surplus(tokenizer: Tokenizer, request: EncodeRequest) -> int:
     if text is None or not most:
         return 0
     size = most * 5 // 8 + 1
-    while size < len(text):
+    # A text of an ordinary length for its tokens is encoded once.
+    while size < len(text) // BEGINNINGS:
         count = len(_encodings(tokenizer, [text[:size]], special=False)[0])
         if count > 2 * most:
             return count
