@@ -90,7 +90,7 @@ async def held_at(mesh: HandoffMesh, case: Case, scene_type: type[Prefill]) -> A
             scene = scene_type(held)
             try:
                 if await scene.begin():
-                    prepare(held, case.step, scene.messages_before)
+                    prepare(held, case.step, scene.receivers, scene.messages_before)
                     if case.step != PARKED:
                         await scene.trigger()
                     if await reach(held, case.step):

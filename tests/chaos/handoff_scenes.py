@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar
 
-from chaos.handoff_mesh import ROLES, ROUTERS
+from chaos.handoff_mesh import RECEIVERS, ROLES, ROUTERS
 from chaos.handoff_steps import MESSAGES_BEFORE, MOVING, PARKED, STEPS, Held
 from e2e.mesh import eventually
 from trtmesh.chassis.errors import TrtmeshError
@@ -25,6 +25,11 @@ class Prefill:
 
     def __init__(self, held: Held) -> None:
         self.held = held
+
+    @property
+    def receivers(self) -> Sequence[str]:
+        """Workers that the KV may move to."""
+        return RECEIVERS
 
     async def begin(self) -> bool:
         """Lets the request come close to its handoff; False if it ended before."""
@@ -49,6 +54,11 @@ class Drain(Prefill):
     def __init__(self, held: Held) -> None:
         super().__init__(held)
         self._leaving: asyncio.Task[None] | None = None
+
+    @property
+    def receivers(self) -> Sequence[str]:
+        # The link of the worker that leaves carries the command.
+        return [name for name in RECEIVERS if name != self.held.sender]
 
     async def begin(self) -> bool:
         held = self.held

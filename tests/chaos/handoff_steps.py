@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos.handoff_mesh import ROLES, ROUTERS, SENDER, HandoffMesh
+from chaos.handoff_mesh import ROUTERS, SENDER, HandoffMesh
 from chaos.proxy import Lane, Proxy
 from e2e.mesh import StreamReader, eventually
 from trtmesh.client import Client
@@ -114,14 +114,13 @@ def fetch_lanes(mesh: HandoffMesh, *, to_sender: bool = False) -> list[Lane]:
     return [link.to_target if to_sender else link.from_target for link in links]
 
 
-def prepare(held: Held, step: str, messages_before: int) -> None:
+def prepare(held: Held, step: str, receivers: Sequence[str], messages_before: int) -> None:
     """Prepares links, before the router hears of the handoff. A fetch is held after so many messages."""
     mesh = held.mesh
     match step:
         case "reserving":
-            for name, role in ROLES.items():
-                if role == "decode":
-                    held.silence(mesh.workers[name].router_link.to_target)
+            for name in receivers:
+                held.silence(mesh.workers[name].router_link.to_target)
         case "starting":
             held.silence(mesh.workers[held.sender].router_link.to_target)
         case "prefilling" | "transferring" | "first token":
