@@ -269,13 +269,10 @@ class OpenFetch(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     COMPATIBILITY_HASH_FIELD_NUMBER: builtins.int
     TRANSPORT_FIELD_NUMBER: builtins.int
-    TRANSPORT_STATE_FIELD_NUMBER: builtins.int
     compatibility_hash: builtins.bytes
     """The receiver's hash; the sender refuses another than its own."""
     transport: Global___KvTransport.ValueType
     """Chosen transport."""
-    transport_state: builtins.bytes
-    """Connection data of the receiver, opaque to all but the transport."""
     @property
     def blocks(self) -> Global___WantedBlocks:
         """The lease, and the blocks and heads that the receiver lacks."""
@@ -286,10 +283,9 @@ class OpenFetch(google.protobuf.message.Message):
         blocks: Global___WantedBlocks | None = ...,
         compatibility_hash: builtins.bytes = ...,
         transport: Global___KvTransport.ValueType = ...,
-        transport_state: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["blocks", b"blocks"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "compatibility_hash", b"compatibility_hash", "transport", b"transport", "transport_state", b"transport_state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "compatibility_hash", b"compatibility_hash", "transport", b"transport"]) -> None: ...
 
 Global___OpenFetch: typing_extensions.TypeAlias = OpenFetch
 
