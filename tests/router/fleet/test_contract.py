@@ -21,7 +21,7 @@ from router.scripted import (
 from router.scripted_fleet import FIELDS
 from trtmesh.chassis.errors import WorkerLost
 from trtmesh.router.doors.triton.metrics import engine_figures
-from trtmesh.router.fleet.steps import LARGE_STEP_TOKENS
+from trtmesh.router.fleet.assignments import LARGE_STEP_TOKENS
 from trtmesh.router.fleet.worker_capabilities import MOST_BLOCKS
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb

@@ -22,7 +22,7 @@ from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.fleet.fleet import LONG_TOKENS
 from trtmesh.router.fleet.fleet import Fleet as RouterFleet
-from trtmesh.router.kv_index import index, prompt_blocks
+from trtmesh.router.kv_index import index
 from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Residency, load_guard
@@ -138,7 +138,7 @@ async def test_a_prompt_that_no_worker_takes_is_not_hashed(monkeypatch: pytest.M
         hashed.append(len(token_ids))
         return []
 
-    monkeypatch.setattr(prompt_blocks, "chain", chain)
+    monkeypatch.setattr(index, "chain", chain)
     some = engines("one", tokens_per_block=4, max_sequence_tokens=LONG_TOKENS + 1)
     async with fleet(*some, placement={"policy": "prefix_aware"}) as on:
         (told,) = await on.client.complete([[5] * (LONG_TOKENS + 1)], text=False, max_tokens=1)

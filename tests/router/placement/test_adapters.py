@@ -22,9 +22,9 @@ from trtmesh.router.placement import (
     place,
 )
 from trtmesh.router.placement.adapters import adapter_seconds, bound, takers_of
-from trtmesh.router.placement.decision import CandidateAdapter, DecisionRecord
 from trtmesh.router.placement.filters import SLOTS_TAKEN
 from trtmesh.router.placement.homes import order_of
+from trtmesh.router.placement.place import CandidateAdapter, DecisionRecord
 from trtmesh.router.placement.residency import AdapterOutlook, Use
 from trtmesh.v1 import engine_pb2 as epb
 

@@ -11,7 +11,7 @@ from router.scripted import READY, ScriptedEngine, eventually, until_states
 from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
 from trtmesh.chassis.errors import BackendFailed, Draining, InvalidField, QueueFull, TrtmeshError
 from trtmesh.cli.tables import workers_table
-from trtmesh.router.placement import breaker
+from trtmesh.router.placement import load_guard
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 CLOSED = admin_pb.BREAKER_STATE_CLOSED
@@ -27,8 +27,8 @@ MOST_TRIED = 10
 @pytest.fixture
 def long_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open breakers stay open until the end of the test."""
-    monkeypatch.setattr(breaker, "FIRST_REST_SECONDS", 3600.0)
-    monkeypatch.setattr(breaker, "LONGEST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(load_guard, "FIRST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(load_guard, "LONGEST_REST_SECONDS", 3600.0)
 
 
 async def rests(on: Fleet, engine: ScriptedEngine) -> str:
@@ -139,9 +139,9 @@ async def test_where_all_rest_all_are_used_and_a_first_token_ends_it(
     monkeypatch: pytest.MonkeyPatch, rest_seconds: float, state: admin_pb.BreakerState.ValueType
 ) -> None:
     # Each of these errors counts, despite their pace.
-    monkeypatch.setattr(breaker, "INCIDENT_SECONDS", 0.0)
-    monkeypatch.setattr(breaker, "FIRST_REST_SECONDS", rest_seconds)
-    monkeypatch.setattr(breaker, "LONGEST_REST_SECONDS", rest_seconds)
+    monkeypatch.setattr(load_guard, "INCIDENT_SECONDS", 0.0)
+    monkeypatch.setattr(load_guard, "FIRST_REST_SECONDS", rest_seconds)
+    monkeypatch.setattr(load_guard, "LONGEST_REST_SECONDS", rest_seconds)
     async with fleet(placement={"policy": "round_robin"}) as on:
         for number in range(6):
             asked = on.ask([5])

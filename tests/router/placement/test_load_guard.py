@@ -17,8 +17,14 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.placement import AdapterNeed, Residency
-from trtmesh.router.placement.breaker import FIRST_REST_SECONDS, LONGEST_REST_SECONDS, Breaker
-from trtmesh.router.placement.load_guard import Booking, LoadGuard, Reservation
+from trtmesh.router.placement.load_guard import (
+    FIRST_REST_SECONDS,
+    LONGEST_REST_SECONDS,
+    Booking,
+    Breaker,
+    LoadGuard,
+    Reservation,
+)
 from trtmesh.router.placement.rates import (
     FALLBACK_HANDOFF_SECONDS,
     MOST_HANDOFF_SECONDS,

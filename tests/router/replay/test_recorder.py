@@ -25,7 +25,7 @@ from trtmesh.chassis.service import run
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.cli.app import app
 from trtmesh.router.placement import AdapterNeed, PlacementQuery, WorkerSnapshot, place
-from trtmesh.router.placement.decision import DecisionRecord
+from trtmesh.router.placement.place import DecisionRecord
 from trtmesh.router.replay import FleetModel, Recorder, read_trace, replay
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings

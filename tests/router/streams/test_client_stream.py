@@ -16,6 +16,7 @@ from trtmesh.router.streams.client_stream import (
     TOKEN_BYTES,
     ClientStream,
     Credit,
+    Pace,
     WriteScheduler,
     as_response,
 )
@@ -265,8 +266,8 @@ async def test_tokens_merge_no_further_than_one_message_holds() -> None:
     assert [token for ids in tokens for token in ids] == put.sent[0, 0]
 
 
-class Heard:
-    """A watcher with a record of calls."""
+class Heard(Pace):
+    """Records what it is told, and does nothing."""
 
     def __init__(self) -> None:
         self.words: list[str] = []

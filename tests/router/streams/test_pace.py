@@ -23,8 +23,7 @@ from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import SlowClient
 from trtmesh.chassis.fair.budget import Budget
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.streams.client_stream import ClientStream, WriteScheduler
-from trtmesh.router.streams.pace import ClientLimits, Pace
+from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Pace, WriteScheduler
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 

@@ -19,7 +19,7 @@ from trtmesh.router.fleet.bridge import ForeignWorkerSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.replay import RecordSettings
-from trtmesh.router.streams.pace import ClientLimits
+from trtmesh.router.streams.client_stream import ClientLimits
 
 
 class RouterSettings(SecuredSettings):

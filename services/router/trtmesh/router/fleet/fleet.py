@@ -35,9 +35,9 @@ from trtmesh.router.placement import (
     place_split,
 )
 from trtmesh.router.placement.adapters import takers_of
-from trtmesh.router.placement.decision import Decision, DecisionLog
 from trtmesh.router.placement.filters import FULL, has_room, receiver_exclusions
 from trtmesh.router.placement.load_guard import NOTHING, Booking, Reservation
+from trtmesh.router.placement.place import Decision, DecisionLog
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.placement.shares import AdapterShares

@@ -25,12 +25,11 @@ from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
-from trtmesh.router.fleet.assignments import Assignments
+from trtmesh.router.fleet.assignments import UNACKNOWLEDGED_STEPS, Assignments, Steps
 from trtmesh.router.fleet.bridge import Bridge
 from trtmesh.router.fleet.deliveries import Deliveries
 from trtmesh.router.fleet.leases import Leases
 from trtmesh.router.fleet.liveness import TICK_SECONDS, LivenessMonitor
-from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.router.fleet.worker_capabilities import (
     WorkerCapabilities,
     check_engine,

@@ -127,7 +127,7 @@ class ItemHandoffs:
             self._table.may_park
             and plan.first.worker.capabilities.has_leases
             and self._placer.may_hand_over
-            and has_kv_to_share(self._request, self._item.encoded)
+            and self._request.has_kv_to_share(len(self._item.encoded.token_ids))
         ):
             self._open("context_only").give(plan.first)
         else:
@@ -353,8 +353,3 @@ class ItemHandoffs:
     def _tokens_of(self, run: SequenceRun) -> int:
         """Tokens of a sequence with its prompt."""
         return len(self._item.encoded.token_ids) + len(run.token_ids)
-
-
-def has_kv_to_share(request: ItemRequest, prompt: EncodedPrompt) -> bool:
-    """Whether a prefill has KV to hand over: that of all prompt tokens but the last for several sequences."""
-    return request.config.sequences == 1 or len(prompt.token_ids) > 1

@@ -1,7 +1,8 @@
 """Chooses workers: pure functions over an immutable snapshot, fed by load guard, rates and breaker."""
 
-from trtmesh.router.placement.decision import Candidate, Decision
 from trtmesh.router.placement.place import (
+    Candidate,
+    Decision,
     check_fields,
     check_length,
     longest_sequence,

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from trtmesh.chassis.errors import SettingsError, TrtmeshError
 from trtmesh.chassis.logs import Occasionally
 from trtmesh.chassis.settings import Settings
-from trtmesh.router.placement.decision import DecisionRecord
+from trtmesh.router.placement.place import DecisionRecord
 from trtmesh.router.values.request import GenerationRequest
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.replay import Recorder
 from trtmesh.router.requests.siblings import Siblings
-from trtmesh.router.streams.client_stream import ClientStream, WriteScheduler
-from trtmesh.router.streams.pace import Pace
+from trtmesh.router.streams.client_stream import ClientStream, Pace, WriteScheduler
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.values.resumption import Received
 

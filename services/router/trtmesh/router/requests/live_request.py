@@ -19,8 +19,7 @@ from trtmesh.router.requests.context import Mesh, RequestContext
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.siblings import Siblings
-from trtmesh.router.streams.client_stream import ClientStream
-from trtmesh.router.streams.pace import ClientLimits, Pace
+from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Pace
 from trtmesh.router.values.request import GenerationRequest, ItemRequest
 from trtmesh.router.values.resumption import Received
 from trtmesh.v1 import generation_pb2 as pb

@@ -1,4 +1,4 @@
-"""Finds workers for an item: builds the query, waits for siblings and for workers, counts attempts."""
+"""Finds workers for an item and submits its sequences to them; waits for siblings and workers, and counts attempts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.fleet.worker_capabilities import Fingerprints
-from trtmesh.router.handoffs.item_handoffs import has_kv_to_share
-from trtmesh.router.handoffs.live_handoff import Lease
+from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
 from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
-from trtmesh.router.placement.decision import DecisionRecord
+from trtmesh.router.placement.place import DecisionRecord
 from trtmesh.router.placement.snapshot import PREFILL_PHASE
 from trtmesh.router.replay import RecordedItem
 from trtmesh.router.requests.context import RequestContext
-from trtmesh.router.requests.dispatch import dispatch, starts
 from trtmesh.router.requests.encoding import EncodedItem
 from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, GroupMember
 from trtmesh.router.streams.sequence import SequenceRun
-from trtmesh.router.values.request import ItemRequest
+from trtmesh.router.values.request import ItemRequest, worker_config
+from trtmesh.v1 import engine_pb2 as engine_pb
+from trtmesh.v1 import generation_pb2 as pb
 
 REPEAT_SECONDS, LONGEST_REPEAT_SECONDS = 0.1, 1.6
 """First pause before another attempt at workers that refused, and the longest; each pause doubles."""
@@ -393,7 +393,8 @@ class Placer:
             return len(waiting) == 1
         with_prompt_data = config.output.prompt_log_probs or config.output.context_logits
         several = config.sequences > 1
-        return has_kv_to_share(self._item, encoded) and not (several and with_prompt_data)
+        shares = self._item.has_kv_to_share(len(encoded.token_ids))
+        return shares and not (several and with_prompt_data)
 
     def _excluded(self, failures: Failures) -> dict[str, str]:
         exclude = {address: error.message for address, error in failures.items()}
@@ -402,3 +403,96 @@ class Placer:
             for address in self._fleet.others_than(self._identity):
                 exclude[address] = "its model or tokenizer is not the one that the item began with"
         return exclude
+
+
+Submit = tuple[list[SequenceRun], engine_pb.SubmitCommand]
+
+
+def dispatch(
+    leg: Leg,
+    context: RequestContext,
+    item: ItemRequest,
+    encoded: EncodedItem,
+    waiting: Sequence[SequenceRun],
+    lease: Lease = NO_LEASE,
+) -> None:
+    """Submits the sequences without a worker."""
+    config = worker_config(
+        item,
+        len(encoded.token_ids),
+        encoded.word_ids,
+        encoded.spelled_ids,
+        context.drawn_seed,
+        encoded.identity,
+    )
+    if item.is_context_only:
+        _end_after_first_token(config, is_handed_over=bool(lease.sender))
+    for runs, command in _submits(context, item, waiting, encoded, config):
+        if lease is not NO_LEASE:
+            command.sender_lease_id, command.receiver_lease_id = lease.sender, lease.receiver
+            command.lease_expires_in_ms = round(lease.seconds * 1000)
+        if lease.state is not None:
+            command.handoff.CopyFrom(lease.state)
+        leg.worker.submit(runs, command, leg.booking)
+
+
+def _end_after_first_token(config: pb.GenerationConfig, *, is_handed_over: bool) -> None:
+    """Makes the item end with its handoff, whatever its limit; or after a token, where nothing can be handed over."""
+    if is_handed_over:
+        config.handoff.phase = pb.GENERATION_PHASE_CONTEXT_ONLY
+        if config.stopping.HasField("max_tokens"):
+            config.stopping.max_tokens = max(2, config.stopping.max_tokens)
+    else:
+        config.stopping.max_tokens = 1
+
+
+def _submits(
+    context: RequestContext,
+    item: ItemRequest,
+    runs: Sequence[SequenceRun],
+    encoded: EncodedItem,
+    config: pb.GenerationConfig,
+) -> list[Submit]:
+    """A single command for sequences at the start, else a command per sequence with the emitted tokens.
+
+    Beams depend on each other, so they restart together.
+    """
+    command = engine_pb.SubmitCommand(
+        request_id=context.request_id,
+        batch_index=item.batch_index,
+        timeout_ms=context.remaining_ms(),
+        config=config,
+        draw_index=item.draw_index,
+        stop_vocabulary=encoded.stop_vocabulary,
+        end_ids=encoded.end_ids,
+    )
+    prompt = encoded.token_ids
+    if starts(item, runs):
+        command.token_ids.extend(prompt)
+        return [(list(runs), command)]
+    return [([run], _resumed(run, prompt, command)) for run in runs]
+
+
+def starts(item: ItemRequest, runs: Sequence[SequenceRun]) -> bool:
+    """Whether a worker gets all sequences together, from their start."""
+    whole = len(runs) == item.config.sequences
+    return item.config.beam_search.beam_width > 1 or (
+        whole and not any(run.token_ids for run in runs)
+    )
+
+
+def _resumed(
+    run: SequenceRun, prompt: Sequence[int], whole: engine_pb.SubmitCommand
+) -> engine_pb.SubmitCommand:
+    command = engine_pb.SubmitCommand()
+    command.CopyFrom(whole)
+    command.token_ids.extend(prompt)
+    command.token_ids.extend(run.token_ids)
+    command.emitted_tokens = len(run.token_ids)
+    command.sequence_index = run.sequence_index
+    command.config.sampling.ClearField("num_return_sequences")
+    if run.token_ids:
+        # The former worker reported the prompt's data before the first token.
+        command.config.output.ClearField("prompt_log_probs")
+        command.config.output.ClearField("context_logits")
+    return command

@@ -21,7 +21,7 @@ from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.live_request import Admitted, ItemTasks, LiveRequest
-from trtmesh.router.streams.pace import ClientLimits
+from trtmesh.router.streams.client_stream import ClientLimits
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.router.values.resumption import NOTHING, Received
 

@@ -108,6 +108,10 @@ class ItemRequest:
         fields = self.config.fields_set - UNSENT_FIELDS
         return fields | {PHASE} if self.is_context_only else fields
 
+    def has_kv_to_share(self, prompt_tokens: int) -> bool:
+        """Whether a prefill has KV to hand over: that of all prompt tokens but the last for several sequences."""
+        return self.config.sequences == 1 or prompt_tokens > 1
+
 
 @dataclass(frozen=True, slots=True)
 class RefusedItem:

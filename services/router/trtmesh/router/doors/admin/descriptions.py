@@ -13,7 +13,7 @@ from trtmesh.router.handoffs.live_handoff import LiveHandoff
 from trtmesh.router.handoffs.table import GivenKv
 from trtmesh.router.links.replica import Replica, ReplicaState
 from trtmesh.router.placement import AdapterNeed
-from trtmesh.router.placement.decision import (
+from trtmesh.router.placement.place import (
     Candidate,
     CandidateAdapter,
     Decision,
