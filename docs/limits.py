@@ -63,11 +63,7 @@ _MESSAGE = MessageLimits()
 TABLES: dict[str, list[Row]] = {
     "A request, on every door": [
         ("bytes of a message (`max_message_bytes`)", _ROUTER.max_message_bytes, "refused"),
-        (
-            "prompts (`admission.max_items_per_request`)",
-            _ROUTER.admission.max_items_per_request,
-            INVALID,
-        ),
+        ("prompts", request.MAX_ITEMS, INVALID),
         (
             "bytes of all requests of 128 KiB or more (`admission.max_request_bytes`)",
             _ROUTER.admission.max_request_bytes,

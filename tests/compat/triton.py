@@ -32,7 +32,7 @@ TYPES = {
 def asked(call: Call) -> GenerationRequest:
     """The request of a call."""
     assert isinstance(call.model.template, GenerationTemplate)
-    return call.model.template.request(call, "name", 8)
+    return call.model.template.request(call, "name")
 
 
 def array(value: Any, dtype: Any = None) -> Any:

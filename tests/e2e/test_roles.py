@@ -96,7 +96,7 @@ async def test_short_prompt_stays_on_one_worker(mesh: Mesh) -> None:
     (placement,) = await placements(mesh, "short")
     assert placement.worker[0] == "d"
     assert placement.prefill_worker == ""
-    assert "router.handoff.min_prompt_tokens" in placement.split_reason
+    assert "are fewer than 16" in placement.split_reason
     assert placement.split_seconds == 0 < placement.whole_seconds
 
 

@@ -135,7 +135,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secure
         router = await stack.enter_async_context(
             service_process(
                 *("router", "--port", "0", "--metrics-port", "0", "--handoff-enabled", "always"),
-                *("--handoff-min-prompt-tokens", "16", "--engines", addresses, *own, *PATIENT),
+                *("--engines", addresses, *own, *PATIENT),
                 *("--tokenizers", tokenizer.address),
             )
         )

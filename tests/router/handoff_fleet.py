@@ -22,6 +22,7 @@ from router.scripted import (
 from trtmesh.client import ItemResult
 from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.handoff.settings import HANDOFF_LIMITS, HandoffLimits
 from trtmesh.v1 import engine_pb2 as epb
 
 PROMPT = list(range(100, 220))
@@ -125,13 +126,13 @@ async def workers(
     settings: dict[str, Any] | None = None,
     grace_seconds: float = 30.0,
     tokenizers: Sequence[str] = (),
-    handoff: Mapping[str, Any] = NO_LIMITS,
+    handoff_limits: Mapping[str, HandoffLimits] = NO_LIMITS,
     of_worker: Mapping[str, Mapping[str, Any]] = NO_LIMITS,
     by_state: bool = False,
     **simulated: Any,
 ) -> AsyncIterator[Workers]:
-    """Workers named by role and number, such as prefill-0; `handoff` has their settings of handoffs, `of_worker` their
-    own settings of the backend."""
+    """Workers named by role and number, such as prefill-0; `handoff_limits` has their bounds of handoffs, `of_worker`
+    their own settings of the backend."""
     backend = merged(merged(SIMULATED, simulated), BY_STATE if by_state else {})
     async with AsyncExitStack() as stack:
         engines, proxies = {}, {}
@@ -146,7 +147,7 @@ async def workers(
                     role=role,
                     load_interval_seconds=0.02,
                     grace_seconds=grace_seconds,
-                    handoff=handoff.get(name, {}),
+                    handoff_limits=handoff_limits.get(name, HANDOFF_LIMITS),
                 )
             )
             proxies[name] = await stack.enter_async_context(proxy_to(engines[name].address))

@@ -11,7 +11,6 @@ from trtmesh.engine.settings import EngineSettings
     [
         ("--handoff-transports", "pigeon", "pigeon"),
         ("--handoff-transports", "", "at least 1"),
-        ("--handoff-max-lease-seconds", "0", "must be at least 0.3"),
     ],
 )
 def test_wrong_settings_are_refused(flag: str, value: str, words: str) -> None:

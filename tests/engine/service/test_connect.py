@@ -314,18 +314,18 @@ class TestRefusedItems:
             await stream.until(lambda: len(backend.items) == 2)
             assert [len(item.keys) for item in backend.items] == [3, 1]
 
-    async def test_handles_of_stream_are_bounded(self) -> None:
+    async def test_handles_of_stream_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("trtmesh.engine.service.router_session.MAX_HANDLES", 2)
         backend = RecordingBackend()
         async with (
-            serving(backend, max_handles_per_stream=2) as engine,
+            serving(backend) as engine,
             router_stream(engine.address) as stream,
         ):
             await stream.send(submit(1), submit(2), submit(3))
             end = (await stream.end(3)).end
             assert end is not None
             error = end.error
-            assert (error.reason, error.limit_field) == ("QUEUE_FULL", "max_handles_per_stream")
-            assert (error.value, error.limit) == ("3", "at most 2")
+            assert (error.reason, error.value, error.limit) == ("QUEUE_FULL", "3", "at most 2")
             config = pb.GenerationConfig(sampling=pb.SamplingConfig(num_return_sequences=3))
             await stream.send(submit(4, config=config))
             end = (await stream.end(6)).end
@@ -333,9 +333,10 @@ class TestRefusedItems:
             assert (end.error.reason, end.error.value) == ("INVALID_FIELD", "3")
             assert len(backend.items) == 2
 
-    async def test_unread_refusals_end_stream(self) -> None:
+    async def test_unread_refusals_end_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("trtmesh.engine.service.router_session.MAX_HANDLES", 2)
         async with (
-            serving(RecordingBackend(), max_handles_per_stream=2) as engine,
+            serving(RecordingBackend()) as engine,
             router_stream(engine.address, credit=1, acknowledging=False) as stream,
         ):
             # Without acknowledgement only the first end goes out.

@@ -30,6 +30,7 @@ from trtmesh.router.placement.split import (
     BOUND,
     FASTER,
     INCOMPATIBLE,
+    MIN_PROMPT_TOKENS,
     NEVER,
     NO_DECODE,
     NO_PREFILL,
@@ -127,11 +128,10 @@ def test_item_stays_whole_where_that_is_faster(
 
 
 def test_few_uncached_tokens_are_not_compared() -> None:
-    asked = query(cached_tokens={"d:1": 1950})
-    rules = HandoffSettings(min_prompt_tokens=51)
-    decision = place_split("auto", [prefill(), decode(**BUSY)], asked, rules)
+    asked = query(cached_tokens={"d:1": 1985})
+    decision = place_split("auto", [prefill(), decode(**BUSY)], asked, AUTO)
     assert chosen(decision) == ("d", "d")
-    assert "50 prompt tokens" in reason(decision)
+    assert "15 prompt tokens" in reason(decision)
     assert decision.split is not None
     assert decision.split.split_seconds == 0
 
@@ -345,18 +345,14 @@ def test_legs_are_healthy_and_compatible(
 @given(
     WORKERS,
     st.sampled_from(PREDICTING),
-    st.integers(1, 10_000),
+    st.integers(MIN_PROMPT_TOKENS, 10_000),
     st.integers(0, 2**32 - 1),
 )
 def test_prediction_is_never_above_that_of_a_fixed_choice(
     fleet: list[WorkerSnapshot], policy: str, tokens: int, draw: int
 ) -> None:
     asked = query(tokens, draw=draw)
-    rules = HandoffSettings(min_prompt_tokens=0)
-    auto, always, never = (
-        place_split(policy, fleet, asked, rules.model_copy(update={"enabled": how}))
-        for how in ("auto", "always", "never")
-    )
+    auto, always, never = (place_split(policy, fleet, asked, rules) for rules in (AUTO, ALL, NONE))
 
     def predicted(decision: Decision) -> float:
         pair = decision.split.pair if decision.split else None

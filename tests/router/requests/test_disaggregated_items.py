@@ -22,6 +22,7 @@ from tokenizer.serving import served
 from tokenizer.tokenizers_zoo import byte_level_bpe, save_model_dir
 from trtmesh.chassis.errors import DeadlineExceeded
 from trtmesh.client import FinishReason, GenerationPhase, HandoffConfig, ItemResult
+from trtmesh.engine.handoff.settings import HandoffLimits
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -362,9 +363,9 @@ async def test_leases_are_renewed_while_a_prefill_lasts(by_state: bool) -> None:
 @pytest.mark.parametrize("name", ["prefill-0", "decode-1"])
 async def test_a_worker_s_longest_lease_bounds_the_lives_of_leases(name: str) -> None:
     settings = {"handoff": {"client_lease_seconds": 1.0}}
-    limits = {name: {"max_lease_seconds": 0.5}}
+    limits = {name: HandoffLimits(max_lease_seconds=0.5)}
     async with workers(
-        "prefill", "decode", settings=settings, handoff=limits, **SLOW_PREFILL
+        "prefill", "decode", settings=settings, handoff_limits=limits, **SLOW_PREFILL
     ) as on:
         items = await on.ask(PROMPT)
         assert on.handoffs(result="moved") == 1

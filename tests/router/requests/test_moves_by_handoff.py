@@ -117,10 +117,10 @@ async def test_a_stopping_worker_hands_its_sequences_over() -> None:
         await on.quiet()
 
 
-async def test_moves_beyond_the_limit_wait_for_each_other() -> None:
+async def test_moves_beyond_the_limit_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtmesh.router.handoffs.item_handoffs.MAX_MOVES", 2)
     prompts = [list(range(start, start + 40)) for start in range(100, 112)]
-    settings = {"handoff": {"max_moves": 2}}
-    async with workers("mixed", "mixed", settings=settings) as on:
+    async with workers("mixed", "mixed") as on:
         asked = on.ask(*prompts, max_tokens=400)
         await eventually(lambda: on.client.gauge("worker_sequences") == len(prompts))
         await eventually(lambda: len(busy(on)) == 2)
@@ -129,17 +129,6 @@ async def test_moves_beyond_the_limit_wait_for_each_other() -> None:
         assert not on.load(name).running_sequences
         assert tokens_of(await asked) == await expected(*prompts, max_tokens=400)
         assert on.handoffs(result="migrated") == 0
-        await on.quiet()
-
-
-async def test_without_moves_by_handoff_a_drain_computes_prompts_again() -> None:
-    async with workers("mixed", "mixed", settings={"handoff": {"max_moves": 0}}) as on:
-        asked = on.ask(PROMPT, max_tokens=300)
-        name = await running(on)
-        drained = await on.client.admin.drain_worker(name, finish_seconds=0)
-        assert drained.moved_sequences == 1
-        assert on.handoffs() == 0
-        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=300)
         await on.quiet()
 
 

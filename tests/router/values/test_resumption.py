@@ -41,7 +41,7 @@ def test_received_beams_restart_unless_all_are_finished(finished: int) -> None:
         for index in range(finished)
     ]
     message = router_pb.ResumeRequest(request=request, received=received)
-    known = parse_received(message, parse_request(request, "", 10)).sequences
+    known = parse_received(message, parse_request(request, "")).sequences
     assert len(known) == (3 if finished == 3 else 0)
 
 
@@ -66,7 +66,7 @@ def test_impossible_offsets_are_refused(offset: router_pb.SequenceOffset, field:
     request.config.stopping.max_tokens = 3
     resume = router_pb.ResumeRequest(request=request, received=[offset])
     with pytest.raises(InvalidField) as refused:
-        parse_received(resume, parse_request(request, "", 10))
+        parse_received(resume, parse_request(request, ""))
     assert refused.value.field == f"received[0].{field}"
 
 
@@ -75,10 +75,10 @@ def test_offset_of_an_invalid_item_is_refused() -> None:
     request.items.add().prompt.token_ids.ids.append(1)
     resume = router_pb.ResumeRequest(request=request, received=[router_pb.SequenceOffset()])
     with pytest.raises(InvalidField) as refused:
-        parse_received(resume, parse_request(request, "", 10))
+        parse_received(resume, parse_request(request, ""))
     assert refused.value.field == "received[0].batch_index"
     resume = router_pb.ResumeRequest(request=request, finished_items=[0])
-    assert parse_received(resume, parse_request(request, "", 10)).finished_items == {0}
+    assert parse_received(resume, parse_request(request, "")).finished_items == {0}
 
 
 def test_repeated_sequence_is_refused() -> None:
@@ -89,10 +89,10 @@ def test_repeated_sequence_is_refused() -> None:
     # Greedy sequences resume without a seed.
     offset = router_pb.SequenceOffset(token_ids=[5] * 3)
     resume = router_pb.ResumeRequest(request=request, received=[offset])
-    assert parse_received(resume, parse_request(request, "", 10)).has(0)
+    assert parse_received(resume, parse_request(request, "")).has(0)
     resume = router_pb.ResumeRequest(request=request, received=[offset, offset])
     with pytest.raises(InvalidField) as refused:
-        parse_received(resume, parse_request(request, "", 10))
+        parse_received(resume, parse_request(request, ""))
     assert refused.value.field == "received[1]"
 
 
@@ -140,7 +140,7 @@ async def test_stop_before_resumption_ends_at_the_received_tokens() -> None:
 def test_what_was_received_is_counted_before_it_is_copied(more: Any, field: str) -> None:
     request = router_pb.GenerateRequest(request_id="r")
     request.items.add().prompt.text = "x"
-    valid = parse_request(request, "", 9)
+    valid = parse_request(request, "")
     with pytest.raises(InvalidField, match="entries but must have at most") as refused:
         parse_received(router_pb.ResumeRequest(request=request, **more), valid)
     assert refused.value.field == field

@@ -103,8 +103,6 @@ class MeshSettings(ServiceSettings):
     """Directory for one log file per process; unset logs to standard error."""
     start_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """Longest start of the stack, until all processes serve."""
-    max_restarts_per_minute: Annotated[int, Field(ge=1, le=1000)] = 5
-    """Most restarts of a process within a minute."""
     output: Literal["text", "json"] = "text"
     """Form of standard output: text, or one JSON object per line."""
 
@@ -142,10 +140,7 @@ def config_file_of(flags: Flags) -> str | None:
 
 
 PANELS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("start_seconds", "grace_seconds", "max_restarts_per_minute", "stop_on_stdin_eof"),
-        "Start and end",
-    ),
+    **dict.fromkeys(("start_seconds", "grace_seconds", "stop_on_stdin_eof"), "Start and end"),
     **dict.fromkeys(("log_level", "log_format", "log_dir", "output"), "Logs and output"),
     **dict.fromkeys(
         (

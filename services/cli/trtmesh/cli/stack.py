@@ -25,6 +25,8 @@ FIRST_RESTART_SECONDS, LONGEST_RESTART_SECONDS = 0.5, 8.0
 """Delay of a first restart, and of the restarts after many of the last minute."""
 
 RESTART_WINDOW_SECONDS = 60.0
+RESTARTS_PER_MINUTE = 5
+"""Most restarts of a process within the window: one that fails at once would keep a core busy."""
 
 KILL_AFTER_SECONDS = 5.0
 """Time between the end of a process's grace period and SIGKILL."""
@@ -213,7 +215,7 @@ class Stack:
         raise AssertionError("processes are kept alive for ever")
 
     async def _keep_alive(self, child: Child) -> None:
-        budget = RestartBudget(self.settings.max_restarts_per_minute)
+        budget = RestartBudget()
         while True:
             status = await child.wait()
             delay = budget.take(time.monotonic())
@@ -277,7 +279,7 @@ class Stack:
 class RestartBudget:
     """Doubles the delay with each restart of the last minute and bounds their number."""
 
-    most_per_minute: int
+    most_per_minute: int = RESTARTS_PER_MINUTE
     _times: list[float] = field(default_factory=list)
 
     def take(self, now: float) -> float:

@@ -37,8 +37,6 @@ class EngineSettings(SecuredSettings):
     """Time between two Load events, in seconds."""
     step_gap_seconds: Seconds = 10.0
     """Time without a step while sequences wait for one; afterwards the worker's health is NOT_SERVING."""
-    max_handles_per_stream: Annotated[int, Field(ge=1, le=1_000_000)] = 16384
-    """Most sequences of one router."""
     trtllm_service: bool = False
     """Whether gateways may call trtllm.TrtllmService on the same port; needs the extra `gateways`."""
     handoff: HandoffSettings = HandoffSettings()

@@ -359,9 +359,10 @@ async def test_a_lora_that_names_no_single_version_is_refused(
     assert "lora_config.task_id" in (error.details() or "")
 
 
-async def test_open_calls_are_bounded() -> None:
+async def test_open_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtmesh.engine.gateways.trtllm.servicer.MAX_HANDLES", 2)
     backend = RecordingBackend(EVERYTHING)
-    async with offering(backend, max_handles_per_stream=2) as stub:
+    async with offering(backend) as stub:
         calls = [stub.Generate(request(name)) for name in "ab"]
         await first_item(backend, calls[-1], 2)
         error = await refusal(stub.Generate(request("c")))

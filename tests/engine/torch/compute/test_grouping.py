@@ -98,12 +98,15 @@ def test_copies_beyond_the_limit_are_not_made() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-async def test_copies_change_no_token(family: str, tmp_path: Path) -> None:
+async def test_copies_change_no_token(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sequences join and end continually, and a search exchanges the KV of the beams."""
     model = tiny_models.build(tmp_path, family)
     results = []
     for copies in (0, PLENTY):
-        async with running(model, decode_copy_bytes=copies, max_batch_size=5) as engine:
+        monkeypatch.setattr("trtmesh.engine.backends.torch.cpu.device.DECODE_COPY_BYTES", copies)
+        async with running(model, max_batch_size=5) as engine:
             keys: list[int] = []
             for number, prompt in enumerate(tiny_models.prompts(7)):
                 width = 3 if number == 2 else 1

@@ -80,7 +80,7 @@ def streaming_call(model: Model) -> Call:
 @pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls"])
 def test_plain_text_gives_the_responses_of_answers(name: str) -> None:
     model, call = MODELS[name], streaming_call(MODELS[name])
-    request = template_of(model).request(call, "", 1)
+    request = template_of(model).request(call, "")
     builder = template_of(model).output_builder(call, request)
     assert builder.only_new_text
     seen = set()
@@ -109,7 +109,7 @@ def test_item_cancelled_by_a_worker_fails_with_deadline_exceeded(decoupled: bool
     """Workers cancel items only at the deadline."""
     call = streaming_call(MODELS["ensemble"])
     template = template_of(call.model)
-    request = template.request(call, "", 1)
+    request = template.request(call, "")
     call = replace(call, decoupled=decoupled)
     reason = pb.FINISH_REASON_CANCELLED
     news: list[Waiting] = [
@@ -160,5 +160,5 @@ def test_plain_text_serves_only_requests_without_other_outputs(
         sent.outputs.add(name=name)
     call = read_call(MODELS["ensemble"], sent)
     template = template_of(call.model)
-    builder = template.output_builder(call, template.request(call, "", 1))
+    builder = template.output_builder(call, template.request(call, ""))
     assert builder.only_new_text is only

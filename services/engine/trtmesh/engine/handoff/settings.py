@@ -21,14 +21,14 @@ class HandoffSettings(Settings):
     checksums: Literal["none", "grpc", "all"] = "grpc"
     """KV that a sender protects by CRC-32: none, the KV in gRPC messages, or all. KV that another transport reads is
     checked where the blocks of both workers have one size."""
-    max_lease_seconds: Annotated[float, Field(ge=0.3, le=86400)] = 600.0
-    """Longest life of a lease that is not renewed, in seconds; routers ask for no longer one."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffLimits:
     """Bounds that no operator has to choose."""
 
+    max_lease_seconds: float = 600.0
+    """Longest life of a lease that is not renewed; routers ask for no longer one."""
     max_leases: int = 8192
     """Most leases of each side."""
     max_leases_per_stream: int = 4096

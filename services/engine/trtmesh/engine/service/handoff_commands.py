@@ -185,6 +185,5 @@ class HandoffCommands:
         return handoffs
 
     def _seconds(self, command: str, milliseconds: int) -> float:
-        return lease_seconds(
-            f"{command}.expires_in_ms", milliseconds, self._engine.settings.handoff
-        )
+        most = self._engine.description.max_lease_ms
+        return lease_seconds(f"{command}.expires_in_ms", milliseconds, most)

@@ -6,7 +6,6 @@ import re
 
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig
-from trtmesh.engine.handoff.settings import HandoffSettings
 
 _LEASE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -17,12 +16,11 @@ def check_lease_id(field: str, value: str) -> None:
         raise InvalidField.of(field, value, "32 digits of 0 to 9 and a to f")
 
 
-def lease_seconds(field: str, milliseconds: int, settings: HandoffSettings) -> float:
-    """The life of a lease. Raises InvalidField outside its limits."""
-    most = settings.max_lease_seconds
-    if not 0 < milliseconds <= most * 1000:
-        limit = f"above 0 and at most {most * 1000:g}"
-        raise InvalidField.of(field, milliseconds, limit, "handoff.max_lease_seconds")
+def lease_seconds(field: str, milliseconds: int, most: int) -> float:
+    """The life of a lease. Raises InvalidField for more than `most` milliseconds, or none."""
+    if not 0 < milliseconds <= most:
+        limit = f"above 0 and at most {most}"
+        raise InvalidField.of(field, milliseconds, limit, "max_lease_ms")
     return milliseconds / 1000
 
 

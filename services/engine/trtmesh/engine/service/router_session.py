@@ -30,7 +30,7 @@ from trtmesh.engine.service.lease_fields import adapter_of
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.step_part import StepPart
 from trtmesh.engine.service.streams import HANDLE_BITS, HANDLE_MASK
-from trtmesh.engine.service.submission import handles_of, never_fits, parse_submit
+from trtmesh.engine.service.submission import MAX_HANDLES, handles_of, never_fits, parse_submit
 from trtmesh.engine.service.wire import end_message, kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -269,7 +269,7 @@ class RouterSession:
 
     def _check_handles(self, handles: range) -> None:
         # Refusals exist in the outbox only, so this bounds them.
-        if len(self.outbox.ending) >= 2 * self._engine.settings.max_handles_per_stream:
+        if len(self.outbox.ending) >= 2 * MAX_HANDLES:
             raise SlowClient(
                 f"{len(self.outbox.ending)} ends wait to be read; acknowledge steps before submitting more"
             )
@@ -285,17 +285,16 @@ class RouterSession:
                 )
 
     def _check_room(self, sequences: int) -> None:
-        limit = self._engine.settings.max_handles_per_stream
+        limit = MAX_HANDLES
         if sequences > limit:
             raise never_fits(sequences, limit)
         live, ending = len(self._live), len(self.outbox.ending)
         if live + ending + sequences > limit:
             raise QueueFull(
-                f"the stream has {live} sequences and {ending} unread ends of at most {limit} (max_handles_per_stream);"
+                f"the stream has {live} sequences and {ending} unread ends of at most {limit};"
                 " try again later or elsewhere",
                 value=str(live + ending + sequences),
                 limit=f"at most {limit}",
-                limit_field="max_handles_per_stream",
             )
 
     def _refuse(self, handles: range, command: epb.SubmitCommand, error: TrtmeshError) -> None:

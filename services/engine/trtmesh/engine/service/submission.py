@@ -13,6 +13,8 @@ from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 MAX_SEQUENCES = int(LIMITS["sampling.num_return_sequences"][1])
+MAX_HANDLES = 16384
+"""Most sequences of one router, unread ends included, and of all calls of gateways."""
 LEASE_IDS = ("sender_lease_id", "receiver_lease_id")
 ROUTERS_SEED = "sampling.seed"
 """Routers send a seed with every item. They draw it unless the client names one, and such an item they only place on
@@ -31,7 +33,7 @@ def handles_of(command: epb.SubmitCommand) -> range:
 
 def never_fits(sequences: int, most: int) -> InvalidField:
     """The error of an item with more sequences than its stream, or all calls, may ever have."""
-    limit = f"at most {most} (max_handles_per_stream)"
+    limit = f"at most {most}"
     return InvalidField.of("sampling.num_return_sequences", sequences, limit)
 
 
@@ -87,8 +89,8 @@ def _check_leases(
         if value := getattr(command, name):
             check_lease_id(f"submit.{name}", value)
     if command.sender_lease_id:
-        settings = engine.settings.handoff
-        lease_seconds("submit.lease_expires_in_ms", command.lease_expires_in_ms, settings)
+        most = engine.description.max_lease_ms
+        lease_seconds("submit.lease_expires_in_ms", command.lease_expires_in_ms, most)
     elif command.lease_expires_in_ms:
         raise InvalidField(
             "is set without the lease", field=leases[-1], limit_field="submit.sender_lease_id"

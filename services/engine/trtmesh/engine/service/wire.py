@@ -72,7 +72,7 @@ def _describe_kv(engine: epb.GetEngineResponse, own: OwnKv) -> None:
     engine.kv_shapes.extend(map(shape_of, own.memory.shards))
     engine.kv_compatibility_hash = own.hash(None)
     engine.kv_transports.extend(own.transports)
-    engine.max_lease_ms = int(own.settings.max_lease_seconds * 1000)
+    engine.max_lease_ms = int(own.limits.max_lease_seconds * 1000)
     engine.max_quarantined_blocks = own.max_quarantined_blocks
 
 
@@ -80,7 +80,7 @@ def _describe_states(engine: epb.GetEngineResponse, own: OwnStates) -> None:
     engine.handoff_kind = own.kind.kind
     engine.kv_compatibility_hash = own.hash(None)
     engine.kv_transports.append(transfer.KV_TRANSPORT_BACKEND)
-    engine.max_lease_ms = int(own.settings.max_lease_seconds * 1000)
+    engine.max_lease_ms = int(own.limits.max_lease_seconds * 1000)
 
 
 def fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) -> None:

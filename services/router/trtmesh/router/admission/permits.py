@@ -38,8 +38,6 @@ class AdmissionLimits(Settings):
     """Most waiting items of one model; a request over the limit is refused with QUEUE_FULL."""
     queue_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """Longest wait of an item in its model's queue, then QUEUE_TIMEOUT."""
-    max_items_per_request: Annotated[int, Field(ge=1, le=65536)] = 1024
-    """Most prompts of one request."""
     max_request_bytes: Annotated[int, Field(ge=1)] = 2**30
     """Most bytes of all requests of 128 KiB or more, from their arrival to their end; a request over the limit is
     refused with QUEUE_FULL, or with INVALID_FIELD if it alone has more."""

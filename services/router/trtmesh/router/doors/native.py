@@ -39,8 +39,8 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                 caller = caller_of(self._callers, context)
                 message = context.message
                 with message.admitted():
-                    most, own_id = self._requests.max_items_per_request, request_id_of(context)
-                    valid = await message.read(partial(parse_request, request, own_id, most))
+                    own_id = request_id_of(context)
+                    valid = await message.read(partial(parse_request, request, own_id))
                     rebind_request_id(valid.request_id)
                     opening = self._requests.open(
                         valid, caller.remaining_seconds, caller.identity, caller.origin
@@ -58,8 +58,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                 caller = caller_of(self._callers, context)
                 message = context.message
                 with message.admitted():
-                    most = self._requests.max_items_per_request
-                    valid, received = await message.read(partial(parse_resumption, request, most))
+                    valid, received = await message.read(partial(parse_resumption, request))
                     opening = self._requests.resume(
                         valid, received, caller.remaining_seconds, caller.identity, caller.origin
                     )
@@ -78,6 +77,6 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
     async def Stop(self, request: pb.StopRequest, context: RpcContext) -> pb.StopResponse:
         async with answering(context, request.request_id):
             owner = identity_of(self._callers, context)
-            items = parse_stopped(request, self._requests.max_items_per_request)
+            items = parse_stopped(request)
             stopped = self._requests.stop(owner, request.request_id, items)
             return pb.StopResponse(stopped_items=stopped)

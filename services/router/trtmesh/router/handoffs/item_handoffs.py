@@ -28,6 +28,10 @@ from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
+MAX_MOVES = 8
+"""Most running sequences that a worker hands over at once while it drains or changes its role: each copies its KV, and
+more would only make all of them slower."""
+
 SLACK_TOKENS = 64
 """Tokens that a running sequence may gain before it stops for its handoff."""
 
@@ -229,9 +233,8 @@ class ItemHandoffs:
         sender = self._table.fleet.workers.get(address)
         if sender is None or not self._keeps_kv(run, sender):
             return False
-        most = self._table.settings.max_moves
-        if sender.leases.moves >= most:
-            return most > 0
+        if sender.leases.moves >= MAX_MOVES:
+            return True
         try:
             leg = self._item.place_receiver([run], sender, stays=False)
         except TrtmeshError:

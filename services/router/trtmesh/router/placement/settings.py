@@ -30,17 +30,12 @@ class HandoffSettings(Settings):
     enabled: Literal["auto", "always", "never"] = "auto"
     """Prefill and decode on two workers: `auto` where that is predicted faster, `always` wherever both roles have a
     worker, or `never`."""
-    min_prompt_tokens: Annotated[int, Field(ge=0, le=2**31)] = 16
-    """Fewest prompt tokens to compute for `auto` to use two workers; reused ones do not count."""
     lease_seconds: Annotated[float, Field(ge=0.3, le=3600)] = 10.0
     """Life of a lease unless it is renewed; leases are renewed every third of it."""
     prefill_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """Time from the reservation to the end of the prefill; afterwards the item migrates."""
     transfer_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
     """Time from the end of the prefill to the next token; afterwards the item migrates."""
-    max_moves: Annotated[int, Field(ge=0, le=100_000)] = 8
-    """Most running sequences that a worker hands over at once while it drains or changes its role; 0 moves them without
-    their KV."""
     client_lease_seconds: Annotated[float, Field(ge=0.3, le=600)] = 60.0
     """Time for a client to bring back the state of a context_only item with generation_only."""
     max_parked: Annotated[int, Field(ge=0, le=1_000_000)] = 256

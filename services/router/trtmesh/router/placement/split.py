@@ -57,6 +57,10 @@ FOLLOWERS = 2.0
 as wait now (Little, 1961), and all until the queue is empty wait for it: twice as many on a worker that is half
 busy."""
 
+MIN_PROMPT_TOKENS = 16
+"""Fewest prompt tokens to compute for `auto` to compare two workers with one: a handoff takes longer than so few.
+Reused ones do not count."""
+
 FASTER = "two workers are predicted to be faster"
 SLOWER = "one worker is predicted to be faster"
 ALWAYS = "router.handoff.enabled is always"
@@ -126,11 +130,8 @@ def _ruled_out(whole: WorkerSnapshot, query: PlacementQuery, rules: HandoffSetti
     if rules.enabled == "never":
         return NEVER
     tokens = _uncached(whole, query)
-    if rules.enabled == "auto" and tokens < rules.min_prompt_tokens:
-        return (
-            f"{tokens} prompt tokens to compute are fewer than router.handoff.min_prompt_tokens,"
-            f" {rules.min_prompt_tokens}"
-        )
+    if rules.enabled == "auto" and tokens < MIN_PROMPT_TOKENS:
+        return f"{tokens} prompt tokens to compute are fewer than {MIN_PROMPT_TOKENS}"
     return ""
 
 

@@ -79,10 +79,6 @@ class Requests:
         self._empty.set()
         self.live: dict[RequestKey, LiveRequest] = {}
 
-    @property
-    def max_items_per_request(self) -> int:
-        return self._mesh.admission.limits.max_items_per_request
-
     def open(
         self,
         request: GenerationRequest,

@@ -17,6 +17,8 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 MAX_REQUEST_ID_LENGTH = 256
 MAX_MODEL_CHARACTERS = 1024
+MAX_ITEMS = 1024
+"""Most prompts of one request."""
 MAX_REQUEST_TOKENS = 2**21
 """Limit for the token ids of all prompts of a request together."""
 MEMO_ENTRIES, MEMO_BYTES = 256, 256
@@ -151,7 +153,6 @@ class GenerationRequest:
 def parse_request(
     message: router_pb.GenerateRequest,
     metadata_request_id: str,
-    max_items: int,
     refused: Mapping[int, TrtmeshError] = NONE_REFUSED,
     *,
     is_large: bool = False,
@@ -166,12 +167,12 @@ def parse_request(
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
         limit = f"printable and have at most {MAX_REQUEST_ID_LENGTH} characters"
         raise InvalidField.of("request_id", request_id, limit)
-    if not 1 <= len(message.items) <= max_items:
+    if not 1 <= len(message.items) <= MAX_ITEMS:
         raise InvalidField(
-            f"has {len(message.items)} prompts but must have 1 to {max_items}",
+            f"has {len(message.items)} prompts but must have 1 to {MAX_ITEMS}",
             field="items",
             value=str(len(message.items)),
-            limit=f"1 to {max_items}",
+            limit=f"1 to {MAX_ITEMS}",
         )
     if len(message.items) > 1:
         _check_tokens(message.items)
@@ -215,14 +216,14 @@ def _check_tokens(items: Sequence[router_pb.GenerateItem]) -> None:
         )
 
 
-def parse_stopped(message: router_pb.StopRequest, max_items: int) -> frozenset[int]:
+def parse_stopped(message: router_pb.StopRequest) -> frozenset[int]:
     """The named items of a stop, counted before they are copied. Raises InvalidField."""
-    if len(message.batch_indexes) > max_items:
+    if len(message.batch_indexes) > MAX_ITEMS:
         raise InvalidField(
-            f"has {len(message.batch_indexes)} entries but must have at most {max_items}",
+            f"has {len(message.batch_indexes)} entries but must have at most {MAX_ITEMS}",
             field="batch_indexes",
             value=f"{len(message.batch_indexes)} entries",
-            limit=f"at most {max_items}",
+            limit=f"at most {MAX_ITEMS}",
         )
     return frozenset(message.batch_indexes)
 

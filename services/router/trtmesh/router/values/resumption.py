@@ -53,10 +53,10 @@ NOTHING = Received()
 
 
 def parse_resumption(
-    message: router_pb.ResumeRequest, max_items: int, *, is_large: bool = False
+    message: router_pb.ResumeRequest, *, is_large: bool = False
 ) -> tuple[GenerationRequest, Received]:
     """The request to resume, and what was received of it. Raises InvalidRequest."""
-    request = parse_request(message.request, "", max_items, is_large=is_large)
+    request = parse_request(message.request, "", is_large=is_large)
     return request, parse_received(message, request)
 
 

@@ -27,7 +27,7 @@ def builder() -> OutputBuilder:
         sent.raw_input_contents.append(data)
     call = read_call(model, sent)
     assert isinstance(model.template, GenerationTemplate)
-    return model.template.output_builder(call, model.template.request(call, "name", 8))
+    return model.template.output_builder(call, model.template.request(call, "name"))
 
 
 def test_logits_of_a_response_without_new_tokens_have_the_columns_of_the_others() -> None:

@@ -63,6 +63,15 @@ CONTRACTS: dict[str, type[VllmContract | SglangContract | TrtllmContract]] = {
 MISSED_ANSWERS = 3
 """Reads of the load without an answer, after which the engine counts as dead."""
 
+MAX_BATCH_SIZE = 256
+"""Sequences computed at once, where the engine does not tell."""
+
+MAX_QUEUE_SIZE = 1024
+"""Sequences of all routers together that may wait in the engine."""
+
+MAX_SEQUENCES_PER_ITEM = 16
+"""Most sequences of one item; each is a call of its own."""
+
 RETRY_SECONDS = 0.2
 """Pause between two attempts to reach an engine, and between two subscriptions to KV events."""
 
@@ -235,7 +244,7 @@ class ForeignBackend:
                 f"{self._connection.address} tells neither the size of its vocabulary nor the longest sequence, against"
                 " which every id and prompt is checked"
             )
-        settings, size = self._settings, facts.tokens_per_block
+        size = facts.tokens_per_block
         return BackendInfo(
             backend=self._contract.engine,
             model=name_of(facts),
@@ -243,9 +252,9 @@ class ForeignBackend:
             tokenizer_fingerprint=identity.tokenizer,
             vocabulary_size=facts.vocabulary_size,
             max_sequence_tokens=facts.max_sequence_tokens,
-            max_batch_size=facts.max_batch_size or settings.max_batch_size,
-            max_sequences_per_item=settings.max_sequences_per_item,
-            max_queue_size=settings.max_queue_size,
+            max_batch_size=facts.max_batch_size or MAX_BATCH_SIZE,
+            max_sequences_per_item=MAX_SEQUENCES_PER_ITEM,
+            max_queue_size=MAX_QUEUE_SIZE,
             tokens_per_block=size,
             total_blocks=facts.cache_tokens // size if size else 0,
             supported_fields=self._contract.supported_fields,

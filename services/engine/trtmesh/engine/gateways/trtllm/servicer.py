@@ -38,7 +38,7 @@ from trtmesh.engine.gateways.trtllm.request import AskedGeneration, contract_nam
 from trtmesh.engine.gateways.trtllm.texts import Texts
 from trtmesh.engine.gateways.trtllm.tokenizer_files import chunks, tokenizer_archive
 from trtmesh.engine.service.loaded_engine import LoadedEngine
-from trtmesh.engine.service.submission import never_fits
+from trtmesh.engine.service.submission import MAX_HANDLES, never_fits
 
 FEATURES = {
     "beam_search": "beam_search.beam_width",
@@ -246,18 +246,17 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
                 field="request_id",
                 value=asked.request_id,
             )
-        self._check_room(asked.sequences, engine.settings.max_handles_per_stream)
+        self._check_room(asked.sequences)
         return asked
 
-    def _check_room(self, sequences: int, most: int) -> None:
+    def _check_room(self, sequences: int) -> None:
         """Calls of which the engine is done may wait for slow clients, so its queue does not bound them."""
+        most = MAX_HANDLES
         if sequences > most:
             raise never_fits(sequences, most)
         present = sum(call.sequences for call in self._calls.values())
         if present + sequences > most:
-            raise QueueFull.of(
-                most, f"the open calls have {present} sequences (max_handles_per_stream)"
-            )
+            raise QueueFull.of(most, f"the open calls have {present} sequences")
 
     def _submit(self, call: GenerateCall, engine: LoadedEngine) -> None:
         try:

@@ -96,7 +96,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.StopRequestResponse:
         async with answering(context, request.stop.request_id):
             stop = request.stop
-            items = parse_stopped(stop, self._requests.max_items_per_request)
+            items = parse_stopped(stop)
             live = self._only_live(stop.request_id, request.owner)
             stopped = live.stop(items) if live else 0
             return pb.StopRequestResponse(stopped_items=stopped)

@@ -40,11 +40,11 @@ T = TypeVar("T")
 
 
 def _read(
-    template: GenerationTemplate, call: Call, vocabulary_size: int, bias_size: int, max_items: int
+    template: GenerationTemplate, call: Call, vocabulary_size: int, bias_size: int
 ) -> tuple[Call, GenerationRequest]:
     """The call with its prompt wrapped and its bias fitted, and its request."""
     fitted = with_fitted_bias(with_wrapped_prompt(call, vocabulary_size), bias_size)
-    return fitted, template.request(fitted, "", max_items)
+    return fitted, template.request(fitted, "")
 
 
 def has_beams(request: GenerationRequest) -> bool:
@@ -102,10 +102,9 @@ class Generations:
             wrap_size(call, self._engines),
             bias_size(call, self._engines, self._texts),
         )
-        max_items = self._requests.max_items_per_request
         with GenerationCall(self._requests.metrics_of(call.model.mesh_model)) as generation:
             owner = caller.identity
-            call, request = await message.run(partial(_read, template, call, *sizes, max_items))
+            call, request = await message.run(partial(_read, template, call, *sizes))
             if name := self._mesh_name(owner, call.request_id):
                 request = replace(request, request_id=name)
             rebind_request_id(request.request_id)

@@ -33,6 +33,8 @@ from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.engine.scheduling.blocks import BlockTables
 
 CACHE_BYTES = 2**30
+DECODE_COPY_BYTES = 2**30
+"""Most memory for contiguous copies of the KV of decoding sequences, instead of gathering blocks in every step."""
 TOP_BLOCK = 32
 TOP_SHARE = 500
 """Numbers of a row for each of its top, above which blocks are compared by their maxima first."""
@@ -86,7 +88,7 @@ class Cpu(Device):
             cache,
             tables,
             model.compute_dtype,
-            decode_copy_bytes=self._settings.kv_cache.decode_copy_bytes,
+            decode_copy_bytes=DECODE_COPY_BYTES,
             uses_fused=fused_is_faster,
         )
 

@@ -62,7 +62,7 @@ class GenerationTemplate(Template, ABC):
     def output_builder(self, call: Call, request: GenerationRequest) -> OutputBuilder:
         """Makes the outputs of the call's responses."""
 
-    def request(self, call: Call, request_id: str, max_items: int) -> GenerationRequest:
+    def request(self, call: Call, request_id: str) -> GenerationRequest:
         """Translates a call. Raises InvalidRequest or Quoted."""
         self.check(call)
         request = router_pb.GenerateRequest(model=call.model.mesh_model)
@@ -82,7 +82,7 @@ class GenerationTemplate(Template, ABC):
             except TrtmeshError as error:
                 # Its frames have this one, with the inputs.
                 refused[row] = error.with_traceback(None)
-        parsed = parse_request(request, request_id, max_items, refused, is_large=call.is_large)
+        parsed = parse_request(request, request_id, refused, is_large=call.is_large)
         if parsed.refused and not call.decoupled:
             # The only response is an error; the other rows need not run.
             first = parsed.refused[0]
@@ -156,9 +156,9 @@ class ExecutorTemplate(GenerationTemplate):
     def output_builder(self, call: Call, request: GenerationRequest) -> OutputBuilder:
         return DetailedOutputs(call, request, text=self.text)
 
-    def request(self, call: Call, request_id: str, max_items: int) -> GenerationRequest:
+    def request(self, call: Call, request_id: str) -> GenerationRequest:
         # The executor's generators start from the seed alone, and from 0 without one.
-        request = super().request(call, request_id, max_items)
+        request = super().request(call, request_id)
         return request.drawing_by_seed(call.model.default_seed)
 
     def settle(self, item: router_pb.GenerateItem, call: Call) -> None:
