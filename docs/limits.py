@@ -22,6 +22,7 @@ from trtmesh.router.settings import RouterSettings
 from trtmesh.router.values import request
 from trtmesh.router.values.handoff_state import MAX_STATE_BYTES
 from trtmesh.tokenizer.encoding import EncodingSettings
+from trtmesh.v1.generation_fields import LIMITS, MOST_CHARACTERS, MOST_ENTRIES
 
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """\
@@ -79,24 +80,28 @@ TABLES: dict[str, list[Row]] = {
         ("characters of a request id", request.MAX_REQUEST_ID_LENGTH, INVALID),
         ("characters of a model's name", request.MAX_MODEL_CHARACTERS, INVALID),
         ("words in a list of words", parsing.MAX_WORDS, INVALID),
-        ("words of `stop_token_ids` and `bad_token_ids`", parsing.MAX_ID_WORDS, INVALID),
-        ("tokens or characters of a word", parsing.MAX_WORD_LENGTH, INVALID),
-        ("characters of all stop texts", parsing.MAX_STOP_TEXT_CHARACTERS, INVALID),
-        ("entries of `embedding_bias`", parsing.MAX_VOCABULARY, INVALID),
-        ("retention ranges", parsing.MAX_TOKEN_RANGES, INVALID),
-        ("dimensions of a tensor", parsing.MAX_DIMENSIONS, INVALID),
-        ("images", parsing.MAX_IMAGES, INVALID),
-        ("inputs of a multimodal model", parsing.MAX_MODEL_INPUTS, INVALID),
         (
-            "characters of an adapter's name, a salt or a URL",
-            parsing.MAX_NAME_CHARACTERS,
+            "words of `stop_token_ids` and `bad_token_ids`",
+            MOST_ENTRIES["stopping.stop_token_ids"],
             INVALID,
         ),
-        ("characters of a guide", parsing.MAX_GUIDE_CHARACTERS, INVALID),
+        ("tokens or characters of a word", parsing.MAX_WORD_LENGTH, INVALID),
+        ("characters of all stop texts", parsing.MAX_STOP_TEXT_CHARACTERS, INVALID),
+        ("entries of `embedding_bias`", MOST_ENTRIES["sampling.embedding_bias"], INVALID),
+        ("retention ranges", MOST_ENTRIES["kv_cache.token_ranges"], INVALID),
+        ("dimensions of a tensor", parsing.MAX_DIMENSIONS, INVALID),
+        ("images", MOST_ENTRIES["multimodal.images"], INVALID),
+        ("inputs of a multimodal model", MOST_ENTRIES["multimodal.model_inputs"], INVALID),
+        (
+            "characters of an adapter's name, a salt or a URL",
+            MOST_CHARACTERS["lora.name"],
+            INVALID,
+        ),
+        ("characters of a guide", MOST_CHARACTERS["guided_decoding.guide"], INVALID),
         ("bytes of a handoff state", MAX_STATE_BYTES, INVALID),
         (
             "`top_k`, ids, lengths and other counts",
-            int(parsing.LIMITS["sampling.top_k"][1]),
+            int(LIMITS["sampling.top_k"][1]),
             INVALID,
         ),
     ],

@@ -1,4 +1,4 @@
-"""Generates the stubs; `--check` fails if the committed stubs are stale."""
+"""Generates the stubs and generation_fields.py; `--check` fails if the committed files are stale."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import fields_module
+import grpc_tools
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_tools import protoc
 
 ROOT = Path(__file__).parent
@@ -14,7 +17,7 @@ MESSAGES = {"python": "", "mypy": "protoc-gen-mypy"}
 SERVICES = {"grpc_python": "", "mypy_grpc": "protoc-gen-mypy_grpc"}
 OUTPUTS = {"trtmesh/v1": MESSAGES | SERVICES, "trtmesh/kserve": MESSAGES}
 """protoc's outputs by package, each with its plugin."""
-GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
+GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi", "generation_fields.py")
 DEFAULT_POOL = "_descriptor_pool.Default()"
 
 
@@ -24,6 +27,15 @@ def generate(target: Path) -> None:
         _run_protoc(package, outputs, target)
     for stub in (target / "trtmesh/kserve").glob("*_pb2.py"):
         _use_own_pool(stub)
+    _write_fields(target)
+
+
+def _write_fields(target: Path) -> None:
+    with tempfile.NamedTemporaryFile() as described:
+        arguments = [f"-I{ROOT}", "--include_imports", f"--descriptor_set_out={described.name}"]
+        _protoc([*arguments, "trtmesh/v1/generation.proto"])
+        files = FileDescriptorSet.FromString(Path(described.name).read_bytes())
+    (target / fields_module.NAME).write_text(fields_module.render(files), encoding="utf-8")
 
 
 def _run_protoc(package: str, outputs: dict[str, str], target: Path) -> None:
@@ -35,7 +47,13 @@ def _run_protoc(package: str, outputs: dict[str, str], target: Path) -> None:
         *(f"--{name}_out={target}" for name in outputs),
         *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"{package}/*.proto")),
     ]
-    if protoc.main(["protoc", *arguments]) != 0:
+    _protoc(arguments)
+
+
+def _protoc(arguments: list[str]) -> None:
+    # The descriptors of google.protobuf, which options extend.
+    include = Path(grpc_tools.__file__).parent / "_proto"
+    if protoc.main(["protoc", f"-I{include}", *arguments]) != 0:
         raise SystemExit("protoc failed")
 
 

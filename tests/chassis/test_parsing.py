@@ -12,16 +12,14 @@ from google.protobuf.descriptor import FieldDescriptor
 from trtmesh.chassis import parsing
 from trtmesh.chassis.errors import InvalidField, UnsupportedField
 from trtmesh.chassis.parsing import (
-    LIMITS,
     MAX_DIMENSIONS,
-    MOST_CHARACTERS,
-    MOST_ENTRIES,
     parse_config,
     parse_prompt,
     refuse_unsupported,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig, Prompt, Tensor
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1.generation_fields import LIMITS, MOST_CHARACTERS, MOST_ENTRIES
 
 
 def config_with(path: str, value: Any) -> pb.GenerationConfig:

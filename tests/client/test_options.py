@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.client import GenerationConfig, LoraConfig, Options
-from trtmesh.client.options import FLAT_GROUPS, GROUP_OF, build_config, build_items
+from trtmesh.client.options import GROUP_OF, build_config, build_items
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1.generation_fields import FLAT_GROUPS
 
 
 def test_keywords_are_the_fields_of_the_proto() -> None:

@@ -421,7 +421,7 @@ class StoppingConfig(google.protobuf.message.Message):
     BAD_TEXTS_FIELD_NUMBER: builtins.int
     BAD_TOKEN_IDS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
-    """Most new tokens of each sequence, at least 1. Unset means as many as the model's length allows."""
+    """Most new tokens of each sequence. Unset means as many as the model's length allows."""
     min_tokens: builtins.int
     """Fewest new tokens before an end id, or before the token that completes a stop text or a stop_token_ids sequence.
     Earlier end ids are banned, earlier stop texts and sequences passed over. max_tokens ends a sequence even before.
@@ -514,23 +514,23 @@ class SamplingConfig(google.protobuf.message.Message):
     LOGITS_POST_PROCESSOR_FIELD_NUMBER: builtins.int
     EMBEDDING_BIAS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
-    """Divides the logits, at least 0. Unset means 1 if another field requests sampling."""
+    """Divides the logits. Unset means 1 if another field requests sampling."""
     top_k: builtins.int
     """Keeps the k most likely tokens; 0 means no limit."""
     top_p: builtins.float
-    """Keeps the smallest set of tokens with a total probability of at least p, in [0, 1]."""
+    """Keeps the smallest set of tokens with a total probability of at least p."""
     min_p: builtins.float
-    """Drops tokens below this fraction of the highest probability, in [0, 1]."""
+    """Drops tokens below this fraction of the highest probability."""
     top_p_min: builtins.float
-    """Lower bound of top_p from the second token on, in (0, 1]. Unset means 1e-6."""
+    """Lower bound of top_p from the second token on. Unset means 1e-6."""
     top_p_decay: builtins.float
-    """Factor applied to top_p after each token, in (0, 1]; an unset top_p starts at 1."""
+    """Factor applied to top_p after each token; an unset top_p starts at 1."""
     top_p_reset_id: builtins.int
     """Token id; generating it resets top_p to the initial value."""
     seed: builtins.int
     """Seed of the draws. Unset: the router chooses and reports a seed."""
     repetition_penalty: builtins.float
-    """Divides the logits of tokens of the prompt and of those generated, above 0; 1 means off."""
+    """Divides the logits of tokens of the prompt and of those generated; 1 means off."""
     presence_penalty: builtins.float
     """Subtracted once from the logits of tokens that prompt_ignore_length lets count; 0 means off."""
     frequency_penalty: builtins.float
@@ -542,7 +542,7 @@ class SamplingConfig(google.protobuf.message.Message):
     no_repeat_ngram_size: builtins.int
     """No n-gram of this length occurs twice; 0 means off."""
     num_return_sequences: builtins.int
-    """Returned sequences, at least 1. Unset means 1, and with beam search all beams. Those of a greedy item are equal."""
+    """Returned sequences. Unset means 1, and with beam search all beams. Those of a greedy item are equal."""
     best_of: builtins.int
     """Sampled sequences; the best num_return_sequences are returned."""
     logits_post_processor: builtins.str
@@ -637,7 +637,7 @@ class BeamSearchConfig(google.protobuf.message.Message):
     EARLY_STOPPING_FIELD_NUMBER: builtins.int
     DIVERSITY_RATE_FIELD_NUMBER: builtins.int
     beam_width: builtins.int
-    """Beams kept, at least 1."""
+    """Beams kept."""
     length_penalty: builtins.float
     """Exponent of the length; the power divides a complete sequence's log-probability. Unset means 0: no effect."""
     early_stopping: Global___EarlyStopping.ValueType
@@ -851,7 +851,7 @@ class DraftConfig(google.protobuf.message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     USE_DRAFT_LOGITS_FIELD_NUMBER: builtins.int
     acceptance_threshold: builtins.float
-    """Minimal probability of an accepted draft token, in [0, 1]."""
+    """Minimal probability of an accepted draft token."""
     num_draft_tokens: builtins.int
     """Tokens proposed by a draft model of the mesh in each round."""
     use_draft_logits: builtins.bool
@@ -992,7 +992,7 @@ class KvCacheConfig(google.protobuf.message.Message):
     salt: builtins.str
     """Blocks are shared only between equal salts."""
     decode_priority: builtins.int
-    """Priority of blocks filled while decoding, 0 to 100."""
+    """Eviction priority of blocks filled while decoding."""
     decode_duration_ms: builtins.int
     """Duration of the decode priority in milliseconds."""
     @property

@@ -1,13 +1,12 @@
 """Parses `generation_pb2.GenerationConfig` to `vocabulary.GenerationConfig` and checks all limits.
 
-The parser is generic: messages and dataclasses have equal field names, so a new field needs no code here. A test fails
-for a field missing in the dataclass.
+The parser is generic: messages and dataclasses have equal field names, and limits stand in the proto, so a new field
+needs no code here.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -18,6 +17,7 @@ from trtmesh.chassis import vocabulary as v
 from trtmesh.chassis.errors import InvalidField, UnsupportedField
 from trtmesh.chassis.number_lists import ids_of, tuple_of
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1.generation_fields import LIMITS, MOST_CHARACTERS, MOST_ENTRIES, WORD_LISTS
 
 DATACLASSES: dict[str, type] = {
     "Tensor": v.Tensor,
@@ -45,100 +45,14 @@ _DEFAULTS = {
     for name, kind in DATACLASSES.items()
 }
 
-# Inclusive limits by path.
-LIMITS: Mapping[str, tuple[float, float]] = {
-    "stopping.max_tokens": (1, 2**31 - 1),
-    "stopping.min_tokens": (0, 2**31 - 1),
-    "sampling.temperature": (0, 1e6),
-    "sampling.top_p": (0, 1),
-    "sampling.min_p": (0, 1),
-    "sampling.top_p_min": (math.ulp(0.0), 1),
-    "sampling.top_p_decay": (math.ulp(0.0), 1),
-    "sampling.repetition_penalty": (0.01, 100),
-    "sampling.presence_penalty": (-1e6, 1e6),
-    "sampling.frequency_penalty": (-1e6, 1e6),
-    "sampling.embedding_bias": (-math.inf, sys.float_info.max),
-    "sampling.embedding_bias_weights": (-math.inf, sys.float_info.max),
-    **dict.fromkeys(
-        (
-            *("stopping.end_id", "stopping.pad_id", "sampling.top_k", "sampling.top_p_reset_id"),
-            *("sampling.prompt_ignore_length", "sampling.no_repeat_ngram_size"),
-            *("prompt_tuning.vocabulary_size", "draft.num_draft_tokens"),
-            *("lookahead.window_size", "lookahead.ngram_size", "lookahead.verification_set_size"),
-            *("encoder_decoder.encoder_output_length", "kv_cache.token_ranges.token_start"),
-            "kv_cache.token_ranges.token_end",
-        ),
-        (0, 2**31 - 1),
-    ),
-    "sampling.num_return_sequences": (1, 256),
-    "sampling.best_of": (1, 256),
-    "beam_search.beam_width": (1, 256),
-    "beam_search.length_penalty": (-1e6, 1e6),
-    "beam_search.diversity_rate": (0, 1e6),
-    "output.top_log_probs": (0, 256),
-    "draft.acceptance_threshold": (0, 1),
-    "kv_cache.token_ranges.priority": (0, 100),
-    "kv_cache.decode_priority": (0, 100),
-}
-
 RETURNED = "sampling.num_return_sequences"
 
-MAX_WORDS = 256
-MAX_ID_WORDS = 3 * MAX_WORDS
-"""Limit for words that are ids: those of the client, and two spellings of each of its texts."""
+MAX_PROMPT_TOKENS = MOST_ENTRIES["prompt.token_ids"]
+MAX_WORDS = MOST_ENTRIES["stopping.stop_texts"]
 MAX_WORD_LENGTH = 4096
-MAX_TOKEN_RANGES = 256
-MAX_PROMPT_TOKENS = 2**20
-"""Limit for the token ids of a prompt, and for lists with an entry per token."""
-MAX_VOCABULARY = 2**20
-"""Limit for lists with an entry per token of the vocabulary."""
 MAX_DIMENSIONS = 16
-MAX_IMAGES = 256
-MAX_MODEL_INPUTS = 64
-MAX_NAME_CHARACTERS = 1024
-MAX_GUIDE_CHARACTERS = 2**20
 MAX_STOP_TEXT_CHARACTERS = 16_384
 """Limit for all stop texts together, which determine the time and memory of the automaton."""
-WORD_LISTS = frozenset(
-    {
-        "stopping.stop_texts",
-        "stopping.stop_token_ids",
-        "stopping.bad_texts",
-        "stopping.bad_token_ids",
-        "sampling.embedding_bias_texts",
-        "sampling.embedding_bias_token_ids",
-    }
-)
-
-MOST_ENTRIES: Mapping[str, int] = {
-    **dict.fromkeys(WORD_LISTS, MAX_WORDS),
-    **dict.fromkeys(("stopping.bad_token_ids", "stopping.stop_token_ids"), MAX_ID_WORDS),
-    "sampling.embedding_bias_weights": 2 * MAX_WORDS,
-    "kv_cache.token_ranges": MAX_TOKEN_RANGES,
-    "sampling.embedding_bias": MAX_VOCABULARY,
-    **dict.fromkeys(
-        (
-            *("prompt.token_ids", "encoder_decoder.decoder_prompt.token_ids"),
-            *("prompt_tuning.extra_ids", "draft.token_ids"),
-        ),
-        MAX_PROMPT_TOKENS,
-    ),
-    "multimodal.images": MAX_IMAGES,
-    "multimodal.model_inputs": MAX_MODEL_INPUTS,
-}
-"""Limits of lists, counted before they are copied. Words and ranges are checked at every token."""
-
-MOST_CHARACTERS: Mapping[str, int] = {
-    **dict.fromkeys(
-        (
-            *("lora.name", "lora.version", "kv_cache.salt", "sampling.logits_post_processor"),
-            "multimodal.images.url",
-        ),
-        MAX_NAME_CHARACTERS,
-    ),
-    "guided_decoding.guide": MAX_GUIDE_CHARACTERS,
-}
-"""Limits of texts."""
 
 ELEMENT_BYTES: Mapping[int, int] = {
     pb.DATA_TYPE_FP32: 4,
@@ -192,7 +106,7 @@ def _message(message: Message, prefix: str, paths: set[str]) -> Any:
     """Converts `message` to its dataclass and adds the paths of non-default leaves to `paths`."""
     values = _values(message, prefix, paths)
     if isinstance(message, pb.Tensor):
-        tensor = v.Tensor(**{"data_type": 0, "shape": (), "data": b"", **values})
+        tensor = v.Tensor(**values)
         _check_tensor(prefix.rstrip("."), tensor)
         return tensor
     return DATACLASSES[message.DESCRIPTOR.name](**values)

@@ -20,8 +20,9 @@ from trtmesh.client.events import (
     Tokens,
     Usage,
 )
-from trtmesh.client.options import Options, PromptLike
+from trtmesh.client.options import PromptLike
 from trtmesh.client.results import ItemResult, SequenceResult
+from trtmesh.v1.generation_fields import Options
 from trtmesh.v1.generation_pb2 import (
     DraftConfig,
     EncoderDecoderConfig,

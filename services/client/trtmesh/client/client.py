@@ -16,11 +16,12 @@ from trtmesh.chassis.errors import DeadlineExceeded, StreamIncomplete, TrtmeshEr
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.client.channel import CONNECT_SECONDS, ServerChannel, typed_errors
 from trtmesh.client.events import Event, events_of
-from trtmesh.client.options import Options, PromptLike, build_config, build_items, encodable
+from trtmesh.client.options import PromptLike, build_config, build_items, encodable
 from trtmesh.client.results import ItemResult, Results
 from trtmesh.client.resumption import Progress
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
+from trtmesh.v1.generation_fields import Options
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 

@@ -9,84 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any
 
 from google.protobuf.message import Message
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2
+from trtmesh.v1.generation_fields import FLAT_GROUPS, NEGATIVE_IS_UNSET
 
 PromptLike = str | Sequence[int] | pb.Prompt | router_pb2.GenerateItem
 """One prompt: a text, token ids, or a message."""
-
-
-class Options(TypedDict, total=False):
-    """Keywords; generation.proto documents each under the same name."""
-
-    # StoppingConfig
-    max_tokens: int
-    min_tokens: int
-    end_id: int
-    ignore_end_id: bool
-    pad_id: int
-    stop_texts: Sequence[str]
-    stop_token_ids: Sequence[Sequence[int]]
-    include_stop_text: bool
-    bad_texts: Sequence[str]
-    bad_token_ids: Sequence[Sequence[int]]
-    # SamplingConfig
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    top_p_min: float
-    top_p_decay: float
-    top_p_reset_id: int
-    seed: int
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    prompt_ignore_length: int
-    no_repeat_ngram_size: int
-    embedding_bias: Sequence[float]
-    embedding_bias_texts: Sequence[str]
-    embedding_bias_weights: Sequence[float]
-    embedding_bias_token_ids: Sequence[Sequence[int]]
-    num_return_sequences: int
-    best_of: int
-    logits_post_processor: str
-    # BeamSearchConfig
-    beam_width: int
-    length_penalty: float
-    early_stopping: pb.EarlyStopping.ValueType
-    diversity_rate: float
-    # OutputConfig
-    text: bool
-    skip_special_tokens: bool
-    exclude_prompt: bool
-    log_probs: bool
-    top_log_probs: int
-    prompt_log_probs: bool
-    context_logits: bool
-    generation_logits: bool
-    logits_data_type: pb.DataType.ValueType
-    perf_metrics: bool
-    stream: bool
-    normalize_log_probs: bool
-    # Messages and numbers of GenerationConfig itself
-    adapter: str | int | pb.LoraConfig
-    prompt_tuning: pb.PromptTuningConfig
-    draft: pb.DraftConfig
-    lookahead: pb.LookaheadConfig
-    guided_decoding: pb.GuidedDecodingConfig
-    kv_cache: pb.KvCacheConfig
-    encoder_decoder: pb.EncoderDecoderConfig
-    multimodal: pb.MultimodalConfig
-    handoff: pb.HandoffConfig
-    priority: int
-
-
-FLAT_GROUPS = ("stopping", "sampling", "beam_search", "output")
 
 
 def _groups_by_option() -> dict[str, str]:
@@ -101,10 +33,6 @@ GROUP_OF: Mapping[str, str] = _groups_by_option()
 """Group of each keyword; '' for the fields of GenerationConfig itself."""
 
 
-OFF_BELOW_ZERO = ("top_k", "top_p")
-"""Keywords that a value below 0 leaves unset, as in other clients."""
-
-
 def build_config(
     base: pb.GenerationConfig | None, options: Mapping[str, object]
 ) -> pb.GenerationConfig:
@@ -116,7 +44,7 @@ def build_config(
         if name not in GROUP_OF:
             raise TypeError(f"{name!r} is no option of generate; Options lists them")
         group = GROUP_OF[name]
-        if name in OFF_BELOW_ZERO and isinstance(value, int | float) and value < 0:
+        if name in NEGATIVE_IS_UNSET and isinstance(value, int | float) and value < 0:
             _clear(config.sampling, name)
             continue
         with encodable(f"{group}.{name}" if group else name):

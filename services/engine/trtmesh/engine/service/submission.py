@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trtmesh.chassis.errors import Draining, InvalidField, UnsupportedField
-from trtmesh.chassis.parsing import ELEMENT_BYTES, LIMITS, parse_config, refuse_unsupported
+from trtmesh.chassis.parsing import ELEMENT_BYTES, parse_config, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.service.lease_fields import adapter_of, check_lease_id, lease_seconds
@@ -11,6 +11,7 @@ from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.stopping import StopVocabulary
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1.generation_fields import LIMITS
 
 MAX_SEQUENCES = int(LIMITS["sampling.num_return_sequences"][1])
 MAX_HANDLES = 16384

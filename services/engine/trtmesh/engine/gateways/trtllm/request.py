@@ -13,11 +13,12 @@ from typing import Any, cast
 
 from smg_grpc_proto.generated import trtllm_service_pb2 as tpb
 from trtmesh.chassis.errors import AdapterNotFound, InvalidField, UnsupportedField
-from trtmesh.chassis.parsing import LIMITS, MAX_STOP_TEXT_CHARACTERS, MAX_WORD_LENGTH, MAX_WORDS
+from trtmesh.chassis.parsing import MAX_STOP_TEXT_CHARACTERS, MAX_WORD_LENGTH, MAX_WORDS
 from trtmesh.engine.backend import BackendInfo
 from trtmesh.engine.gateways.trtllm.texts import Texts
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1.generation_fields import LIMITS
 
 MAX_REQUEST_ID_CHARACTERS = 256
 MOST_LOGPROBS = int(LIMITS["output.top_log_probs"][1])

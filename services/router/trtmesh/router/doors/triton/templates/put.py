@@ -8,16 +8,11 @@ from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
 from trtmesh.chassis.number_lists import fill
-from trtmesh.chassis.parsing import (
-    MAX_TOKEN_RANGES,
-    MAX_WORD_LENGTH,
-    MAX_WORDS,
-    MOST_ENTRIES,
-    WORD_LISTS,
-)
+from trtmesh.chassis.parsing import MAX_WORD_LENGTH, MAX_WORDS
 from trtmesh.router.doors.triton.tensors import InputTensor
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
+from trtmesh.v1.generation_fields import MOST_ENTRIES, WORD_LISTS
 
 PutRow = Callable[[router_pb.GenerateItem, InputTensor, int], None]
 """Puts a row of an input into an item. Raises InvalidRequest."""
@@ -231,9 +226,10 @@ def state(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
 
 @sets("kv_cache.token_ranges", "kv_cache.token_ranges.token_start")
 def range_starts(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    if tensor.row_length > MAX_TOKEN_RANGES:
+    most = MOST_ENTRIES["kv_cache.token_ranges"]
+    if tensor.row_length > most:
         raise InvalidRequest(
-            f"has {tensor.row_length} ranges but must have at most {MAX_TOKEN_RANGES}",
+            f"has {tensor.row_length} ranges but must have at most {most}",
             field=tensor.name,
         )
     for start in tensor.row(row):
