@@ -147,6 +147,15 @@ def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] 
     return _validate(cls, layers)
 
 
+def load_beside(cls: type[S], argv: Sequence[str]) -> S:
+    """Reads the settings of another service in the process, from its section of the file that `argv` names and from its
+    variables. Raises SettingsError."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    file = parser.parse_known_args(argv)[0].config
+    return load_settings(cls, ["--config", file] if file else [])
+
+
 def iterate_groups(
     model: type[Settings], prefix: LeafPath = ()
 ) -> Iterator[tuple[LeafPath, type[Settings]]]:

@@ -5,15 +5,35 @@ import trtmesh.chassis.environment  # noqa: F401, I001 - gRPC reads the environm
 import sys
 
 from trtmesh.chassis.allocator import give_back_large_blocks
-from trtmesh.chassis.service import run
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.settings import load_beside
+from trtmesh.chassis.service import Runtime, run
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings
+from trtmesh.router.tokenizers.local import LOCAL
 
 SWITCH_SECONDS = 0.0001
 """Longest wait of the event loop for the thread that parses a large message: once for each callback of a socket, and a
 pass under attack has a hundred."""
 
+
+def build(settings: RouterSettings, runtime: Runtime) -> Router:
+    """A router, with a tokenizer in the same process if the settings say so. Raises SettingsError."""
+    if LOCAL not in settings.tokenizers:
+        return Router(settings, runtime)
+    try:
+        from trtmesh.tokenizer.service import TokenizerService
+        from trtmesh.tokenizer.settings import TokenizerSettings
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"names {LOCAL}, which needs {error.name}: pip install 'trtmesh[tokenizer]'",
+            setting="router.tokenizers",
+        ) from error
+    own = load_beside(TokenizerSettings, sys.argv[1:])
+    return Router(settings, runtime, TokenizerService(own, Runtime(registry=runtime.registry)))
+
+
 if __name__ == "__main__":
     give_back_large_blocks()
     sys.setswitchinterval(SWITCH_SECONDS)
-    sys.exit(run(RouterSettings, Router, sys.argv[1:]))
+    sys.exit(run(RouterSettings, build, sys.argv[1:]))

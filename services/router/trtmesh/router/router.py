@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
+from typing import Any
 
 import grpc
 from trtmesh.chassis.addresses import Address
@@ -20,7 +21,7 @@ from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.foreign_address import ForeignAddress, is_foreign, parse_engine
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.reflection import reflection_pool
-from trtmesh.chassis.service import Runtime
+from trtmesh.chassis.service import Runtime, Service
 from trtmesh.chassis.tls.certificates import HTTP_1_1
 from trtmesh.chassis.tls.client import H2, PeerTls, plain_text
 from trtmesh.kserve import grpc_service_pb2
@@ -49,6 +50,7 @@ from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.streams.client_stream import WriteScheduler
+from trtmesh.router.tokenizers.local import LocalTokenizer
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.tokenizers.tokenizer import Tokenizer
 from trtmesh.v1 import router_pb2, router_pb2_grpc
@@ -60,9 +62,12 @@ WATCH_SECONDS = 0.1
 class Router:
     """A router as a service of the chassis."""
 
-    def __init__(self, settings: RouterSettings, runtime: Runtime) -> None:
+    def __init__(
+        self, settings: RouterSettings, runtime: Runtime, tokenizer: Service | None = None
+    ) -> None:
+        """`tokenizer` serves in this process, if `router.tokenizers` says so."""
         check_engines("router.engines", settings.engines)
-        check_entries("router.tokenizers", settings.tokenizers)
+        check_entries("router.tokenizers", settings.other_tokenizers)
         self._settings = settings
         self._runtime = runtime
         names = ("trtmesh.v1.MeshService",)
@@ -80,9 +85,12 @@ class Router:
         self._followed = self._followed_router() if settings.adapters.follow else None
         fetch = self._followed.fetch if self._followed else None
         self._adapters = Adapters(settings.adapters, self._metrics, fetch)
+        self._link_turns = ParseScheduler()
+        """Of all workers and tokenizers: many bad ones take no more time than one."""
         self._tokenizers = TokenizerPool(
             settings.retries, self._metrics, expected=bool(settings.tokenizers)
         )
+        self._local = None if tokenizer is None else self._make_local(tokenizer)
         self._admission = Admission(settings.admission)
         runtime.admission = MessageAdmission(self._admission.request_bytes.counting)
         self._recorder = Recorder(settings.record.file) if settings.record.file else None
@@ -101,8 +109,6 @@ class Router:
         )
         self._requests = Requests(mesh, settings.client)
         self._links: dict[Replica, asyncio.Task[None]] = {}
-        self._link_turns = ParseScheduler()
-        """Of all workers and tokenizers: many bad ones take no more time than one."""
         self._keepers: list[asyncio.Task[None]] = []
         self._discoveries: list[Discovery] = []
         self._members = Membership(
@@ -192,10 +198,12 @@ class Router:
         await self._adapters.refresh()
         await self._tell_health()
         settings = self._settings
+        if self._local is not None:
+            self._add_tokenizer(self._local)
         # Tokenizers first: a connecting worker is told the mesh's tokenizer.
         self._discoveries += [
             Discovery(
-                settings.tokenizers,
+                settings.other_tokenizers,
                 settings.resolve_seconds,
                 self._join_tokenizer,
                 self._leave_tokenizer,
@@ -230,6 +238,8 @@ class Router:
             self._keepers.append(asyncio.create_task(self._recorder.run()))
         for keeper in self._keepers:
             keeper.add_done_callback(self._on_keeper_done)
+        if self._local is not None:
+            await self._local.start()
 
     async def drain(self) -> None:
         self._retire_connections()
@@ -257,6 +267,8 @@ class Router:
             await self._http.close()
         await self._admin_door.close()
         await self._adapters.close()
+        if self._local is not None:
+            await self._local.stop()
 
     def _join_tokenizer(self, address: str) -> None:
         if (known := self._tokenizers.tokenizers.get(address)) is not None:
@@ -264,15 +276,23 @@ class Router:
             if known.ready:
                 self._tokenizers.on_ready(known)
             return
-        tokenizer = Tokenizer(
-            address,
-            silence_seconds=self._settings.deadlines.silence_seconds,
-            max_message_bytes=self._settings.max_message_bytes,
-            turns=self._link_turns,
-            tls_of_peers=self._tls_of_peers,
-            pool=self._tokenizers,
+        self._add_tokenizer(
+            Tokenizer(address, tls_of_peers=self._tls_of_peers, **self._link_of_tokenizer())
         )
-        self._tokenizers.tokenizers[address] = tokenizer
+
+    def _make_local(self, service: Service) -> LocalTokenizer:
+        return LocalTokenizer(service, **self._link_of_tokenizer())
+
+    def _link_of_tokenizer(self) -> dict[str, Any]:
+        return {
+            "silence_seconds": self._settings.deadlines.silence_seconds,
+            "max_message_bytes": self._settings.max_message_bytes,
+            "turns": self._link_turns,
+            "pool": self._tokenizers,
+        }
+
+    def _add_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self._tokenizers.tokenizers[tokenizer.address] = tokenizer
         self._link(tokenizer)
 
     def _leave_tokenizer(self, address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -20,6 +21,7 @@ from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.replay import RecordSettings
 from trtmesh.router.streams.client_stream import ClientLimits
+from trtmesh.router.tokenizers.local import LOCAL
 
 
 class RouterSettings(SecuredSettings):
@@ -34,7 +36,8 @@ class RouterSettings(SecuredSettings):
     contract of their own. A host name with several addresses means several engines; file:PATH names a file with one
     address a line, read again every `resolve_seconds`."""
     tokenizers: CommaList = ()
-    """Addresses of tokenizers as host:port or file:PATH, likewise."""
+    """Addresses of tokenizers as host:port or file:PATH, likewise. `local` means one in this process, set up by the
+    section `tokenizer` of the same file and by TRTMESH_TOKENIZER_MODEL_DIR: on one machine it saves the hop."""
     models: CommaList = ()
     """Models of the mesh by name, the default one first: requests without a model mean it. Each of several has Triton
     models of its own, such as NAME_ensemble. Empty means the only one."""
@@ -58,6 +61,11 @@ class RouterSettings(SecuredSettings):
     client: ClientLimits = ClientLimits()
     compression: CompressionSettings = CompressionSettings()
     record: RecordSettings = RecordSettings()
+
+    @property
+    def other_tokenizers(self) -> Sequence[str]:
+        """The tokenizers outside this process."""
+        return [entry for entry in self.tokenizers if entry != LOCAL]
 
     @model_validator(mode="after")
     def _grace_is_longer(self) -> Self:

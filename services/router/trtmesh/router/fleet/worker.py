@@ -17,7 +17,7 @@ from trtmesh.chassis.errors import (
     WorkerLost,
 )
 from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
-from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
+from trtmesh.chassis.grpc.client import Call, Connection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tasks import until_first_ends
@@ -80,7 +80,7 @@ CONNECT: Method[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
     pb.EngineServiceConnectResponse.FromString,
 )
 
-_Call = ClientCall[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
+_Call = Call[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
 
 
 class Worker(Replica):
@@ -339,7 +339,7 @@ class Worker(Replica):
     def _ask_for_kv_snapshot(self) -> None:
         self._outbox.add().kv_snapshot.SetInParent()
 
-    async def serve_stream(self, connection: ClientConnection) -> None:
+    async def serve_stream(self, connection: Connection) -> None:
         await self._first_tokenizer()
         self._outbox = _new_outbox()
         self._steps.opened()

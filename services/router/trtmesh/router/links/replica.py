@@ -6,6 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
 from enum import Enum
 from typing import Any
 
@@ -15,7 +16,7 @@ from trtmesh.chassis.channels import GREETING_SECONDS
 from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
-from trtmesh.chassis.grpc.client import ClientConnection, connected
+from trtmesh.chassis.grpc.client import Connection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
@@ -143,6 +144,17 @@ class Replica(ABC):
         finally:
             self._become(ReplicaState.GONE, "removed")
 
+    def connect(self) -> AbstractAsyncContextManager[Connection]:
+        """A block with a connection to the replica. Raises Unavailable."""
+        return connected(
+            self._dialled(),
+            self._max_message_bytes,
+            GREETING_SECONDS,
+            self._tls_of_peers(),
+            check=self.check_dialled,
+            turns=self._turns,
+        )
+
     def _dialled(self) -> str:
         """The address to connect to. Raises a TrtmeshError while there is none."""
         return self.address
@@ -152,14 +164,7 @@ class Replica(ABC):
         rested, self._rest_seconds = self._rest_seconds, 0.0
         began = asyncio.get_running_loop().time()
         try:
-            async with connected(
-                self._dialled(),
-                self._max_message_bytes,
-                GREETING_SECONDS,
-                self._tls_of_peers(),
-                check=self.check_dialled,
-                turns=self._turns,
-            ) as connection:
+            async with self.connect() as connection:
                 await self.serve_stream(connection)
         except ContractBroken as error:
             log.warning("%s broke the contract and is left: %s", self.address, error.message)
@@ -215,7 +220,7 @@ class Replica(ABC):
         self.touch()
 
     @abstractmethod
-    async def serve_stream(self, connection: ClientConnection) -> None:
+    async def serve_stream(self, connection: Connection) -> None:
         """Opens the stream and serves until the end. Calls `_become` once the replica is ready."""
 
     @abstractmethod

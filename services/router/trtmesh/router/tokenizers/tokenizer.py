@@ -13,7 +13,7 @@ from typing import Protocol
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Draining, Mismatch, SchemaMismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
-from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
+from trtmesh.chassis.grpc.client import Call, Connection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
@@ -69,7 +69,7 @@ CONNECT: Method[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectRes
     pb.TokenizerServiceConnectResponse.FromString,
 )
 
-_Call = ClientCall[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse]
+_Call = Call[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse]
 
 LOOKS = 10
 """Looks at the same unanswered command until the tokenizer counts as frozen."""
@@ -368,7 +368,7 @@ class Tokenizer(Replica):
         command.prompt_is_cut = options.prompt_is_cut
         command.delivered_token_ids.extend(delivered)
 
-    async def serve_stream(self, connection: ClientConnection) -> None:
+    async def serve_stream(self, connection: Connection) -> None:
         self._outbox = _new_outbox()
         self.description = await connection.ask(
             GET_TOKENIZER, pb.GetTokenizerRequest(), DESCRIBE_SECONDS

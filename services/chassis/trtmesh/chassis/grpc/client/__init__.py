@@ -5,7 +5,7 @@ and the thread the event loop (`bench/README.md`). Large messages can be receive
 or reconnects use grpc.aio.
 """
 
-from trtmesh.chassis.grpc.client.call import ClientCall, Method
+from trtmesh.chassis.grpc.client.call import Call, ClientCall, Connection, Method
 from trtmesh.chassis.grpc.client.connection import ClientConnection, connected
 
-__all__ = ["ClientCall", "ClientConnection", "Method", "connected"]
+__all__ = ["Call", "ClientCall", "ClientConnection", "Connection", "Method", "connected"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -52,8 +55,70 @@ class Method(Generic[Request, Response]):
     """Takes a Message."""
 
 
-class ClientCall(Generic[Request, Response]):
-    """A call, open until the status arrives, the connection is lost, or the caller cancels."""
+class Call(ABC, Generic[Request, Response]):
+    """A call to a service. Its caller ends it by `cancel`."""
+
+    @abstractmethod
+    async def write(self, request: Request) -> None:
+        """Sends a message; returns when flow control has admitted all of it. Raises AioRpcError, or CallEnded if the
+        call has ended with OK."""
+
+    @abstractmethod
+    def half_close(self) -> None:
+        """Ends the request; no message follows."""
+
+    @abstractmethod
+    async def read(self) -> Response | None:
+        """The next message; None if the call ended with OK. Raises AioRpcError for any other status."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ends the call unless it has ended, and forgets what was not read."""
+
+    def __aiter__(self) -> Call[Request, Response]:
+        return self
+
+    async def __anext__(self) -> Response:
+        if (response := await self.read()) is None:
+            raise StopAsyncIteration
+        return response
+
+
+class Connection(ABC):
+    """Opens calls on one server."""
+
+    @abstractmethod
+    def open(
+        self, method: Method[Request, Response], timeout_seconds: float | None = None
+    ) -> Call[Request, Response]:
+        """Opens a call; the caller cancels it in `finally`. Its handler learns `timeout_seconds`. Raises
+        Unavailable."""
+
+    async def ask(
+        self, method: Method[Request, Response], request: Request, timeout_seconds: float
+    ) -> Response:
+        """Makes a unary call. Raises AioRpcError and Unavailable."""
+        call = self.open(method, timeout_seconds)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                # A server may respond before it has received the whole request.
+                with suppress(CallEnded):
+                    await call.write(request)
+                call.half_close()
+                response = await call.read()
+                if response is None or await call.read() is not None:
+                    raise Unavailable(f"{method.path} did not return exactly one message")
+                return response
+        except TimeoutError:
+            raise Unavailable(
+                f"{method.path} did not respond within {timeout_seconds:g} s"
+            ) from None
+        finally:
+            call.cancel()
+
+
+class ClientCall(Call[Request, Response]):
+    """A call over a connection, open until the status arrives, the connection is lost, or the caller cancels."""
 
     def __init__(
         self,
@@ -83,11 +148,9 @@ class ClientCall(Generic[Request, Response]):
         self.stream = stream
 
     async def write(self, request: Request) -> None:
-        """Sends a message; returns when flow control has admitted all of it. Raises AioRpcError, or CallEnded if the
-        call has ended with OK."""
         data = self._method.serialize(request)
         if len(data) > self._max_message_bytes:
-            raise _as_error(
+            raise as_error(
                 Status(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     f"the message has {len(data)} bytes but must have at most {self._max_message_bytes}",
@@ -103,13 +166,11 @@ class ClientCall(Generic[Request, Response]):
             self._check_open()
 
     def half_close(self) -> None:
-        """Ends the request; no message follows."""
         if self._status is None and not self._half_closed:
             self._half_closed = True
             self._writer.end_stream(self.stream)
 
     async def read(self) -> Response | None:
-        """The next message; None if the call ended with OK. Raises AioRpcError for any other status."""
         try:
             data = await self._responses.next()
         except BadMessage as error:
@@ -117,7 +178,7 @@ class ClientCall(Generic[Request, Response]):
             bad = Status(error.status, str(error))
             if self._status is None:
                 self._reset(ErrorCode.CANCEL, bad)
-            raise _as_error(bad) from error
+            raise as_error(bad) from error
         if data is None:
             self._check_status()
             return None
@@ -125,20 +186,11 @@ class ClientCall(Generic[Request, Response]):
             return self._method.parse(data)
         except Exception as error:
             # Parsers raise anything.
-            raise _as_error(
+            raise as_error(
                 Status(grpc.StatusCode.INTERNAL, f"a message cannot be parsed: {error}")
             ) from error
 
-    def __aiter__(self) -> ClientCall[Request, Response]:
-        return self
-
-    async def __anext__(self) -> Response:
-        if (response := await self.read()) is None:
-            raise StopAsyncIteration
-        return response
-
     def cancel(self) -> None:
-        """Resets the stream unless the call has ended, and forgets what was not read."""
         if self._status is None:
             cancelled = Status(grpc.StatusCode.CANCELLED, "the call was cancelled")
             self._reset(ErrorCode.CANCEL, cancelled)
@@ -241,10 +293,11 @@ class ClientCall(Generic[Request, Response]):
     def _check_status(self) -> None:
         """Raises the status of the call unless it is OK or still missing."""
         if self._status is not None and self._status.code is not grpc.StatusCode.OK:
-            raise _as_error(self._status)
+            raise as_error(self._status)
 
 
-def _as_error(status: Status) -> grpc.aio.AioRpcError:
+def as_error(status: Status) -> grpc.aio.AioRpcError:
+    """The error that grpc.aio raises for a status."""
     return grpc.aio.AioRpcError(
         status.code,
         grpc.aio.Metadata(),

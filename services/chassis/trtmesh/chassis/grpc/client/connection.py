@@ -7,7 +7,7 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,8 @@ from trtmesh.chassis.fair.budget import Budget
 from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.grpc.client.call import (
     WINDOW_SIZE,
-    CallEnded,
     ClientCall,
+    Connection,
     Method,
     Request,
     Response,
@@ -49,7 +49,7 @@ BULK_WINDOW_SIZE = 2**22
 """Flow-control window of a call with large messages: while one is copied, others arrive."""
 
 
-class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
+class ClientConnection(Http2Connection[ClientCall[Any, Any]], Connection):
     """Opens calls on one server until either side closes the connection."""
 
     _memory: Memory | None = None
@@ -99,8 +99,6 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
     def open(
         self, method: Method[Request, Response], timeout_seconds: float | None = None
     ) -> ClientCall[Request, Response]:
-        """Opens a call; the caller cancels it in `finally`. `timeout_seconds` becomes its grpc-timeout. Raises
-        Unavailable."""
         if self._refusal:
             raise Unavailable(self._refusal)
         most = self._max_concurrent_streams
@@ -124,28 +122,6 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
         headers = request_headers(method.path, self._address, timeout_seconds)
         self.writer.send_headers(stream, headers)
         return call
-
-    async def ask(
-        self, method: Method[Request, Response], request: Request, timeout_seconds: float
-    ) -> Response:
-        """A unary call. Raises AioRpcError and Unavailable."""
-        call = self.open(method, timeout_seconds)
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                # A server may respond before it has received the whole request.
-                with suppress(CallEnded):
-                    await call.write(request)
-                call.half_close()
-                response = await call.read()
-                if response is None or await call.read() is not None:
-                    raise Unavailable(f"{method.path} did not return exactly one message")
-                return response
-        except TimeoutError:
-            raise Unavailable(
-                f"{method.path} did not respond within {timeout_seconds:g} s"
-            ) from None
-        finally:
-            call.cancel()
 
     def abort(self) -> None:
         """Closes the connection at once, also while it connects. The server cancels its calls."""

@@ -517,7 +517,7 @@ class ServerCall:
     async def _handle(self) -> None:
         handler = self._handler
         given = self._iterate() if handler.request_streaming else await self._single_request()
-        answer = _function_of(handler)(given, self)
+        answer = function_of(handler)(given, self)
         if not hasattr(answer, "__aiter__"):
             response = await answer
             if not handler.response_streaming and self._code is grpc.StatusCode.OK:
@@ -666,9 +666,10 @@ def _wrong_length() -> Http2StreamError:
     return Http2StreamError(ErrorCode.PROTOCOL_ERROR, "content-length is not the request's size")
 
 
-def _function_of(handler: Handler) -> Callable[[Any, ServerCall], Any]:
+def function_of(handler: Handler) -> Callable[[Any, Any], Any]:
+    """The function of a handler, which takes the request, or an iterator over requests, and the context."""
     found: Any = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
-    function: Callable[[Any, ServerCall], Any] = found
+    function: Callable[[Any, Any], Any] = found
     return function

@@ -21,6 +21,7 @@ from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
 from trtmesh.chassis.fair.start_scheduler import StartScheduler
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.large_message import MessageLimits
+from trtmesh.chassis.grpc.metadata import Metadata
 from trtmesh.chassis.grpc.server.call import CallPolicy, Handler
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.connection import ServerConnection
@@ -172,12 +173,15 @@ class GrpcServer(grpc.aio.Server):
         details = CallDetails(headers.path, headers.metadata)
         if self._guard is not None and (refusal := self._guard(details)) is not None:
             return refusal
-        if (handler := self._handlers.get(headers.path)) is not None:
+        return self.handler_of(headers.path, headers.metadata)
+
+    def handler_of(self, path: str, metadata: Metadata = ()) -> Handler | None:
+        """The handler of a method; None for an unknown one."""
+        if (handler := self._handlers.get(path)) is not None:
             return handler
-        for generic in self._generic:
-            if (handler := generic.service(details)) is not None:
-                return handler
-        return None
+        details = CallDetails(path, metadata)
+        found = (generic.service(details) for generic in self._generic)
+        return next(filter(None, found), None)
 
     def connection_opened(self, connection: ServerConnection) -> None:
         self._connections.add(connection)

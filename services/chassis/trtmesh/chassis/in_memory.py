@@ -1,0 +1,221 @@
+"""Calls between services of one process: gRPC's handlers, messages and statuses without a connection.
+
+A message is handed over as it is, neither copied nor serialized, so the sender must not change it afterwards. Flow
+control counts messages: a sender waits while UNREAD_MESSAGES wait for their reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Generic, NoReturn, TypeVar
+
+import grpc
+from trtmesh.chassis.errors import Unavailable
+from trtmesh.chassis.grpc.client.call import (
+    Call,
+    CallEnded,
+    Connection,
+    Method,
+    Request,
+    Response,
+    as_error,
+)
+from trtmesh.chassis.grpc.client.headers import Status
+from trtmesh.chassis.grpc.server.call import Handler, function_of
+from trtmesh.chassis.grpc.server.server import GrpcServer
+from trtmesh.chassis.panics import is_failure
+
+log = logging.getLogger(__name__)
+
+UNREAD_MESSAGES = 2
+"""Messages of a call in flight each way. More would only wait: senders merge what follows meanwhile."""
+
+PEER = "in-memory:"
+"""The peer of every call."""
+
+Message = TypeVar("Message")
+
+
+class Pipe(Generic[Message]):
+    """Messages from one sender to one reader, in order."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Message] = deque()
+        self._closed = False
+        self._change: asyncio.Future[None] | None = None
+        """Of the end that waits: never both do."""
+
+    async def put(self, message: Message) -> None:
+        """Returns when the message may be read. It is dropped if the pipe closes before."""
+        while len(self._messages) >= UNREAD_MESSAGES and not self._closed:
+            await self._changed()
+        if not self._closed:
+            self._messages.append(message)
+            self._wake()
+
+    async def get(self) -> Message | None:
+        """Returns the next message; None at the end."""
+        while not self._messages:
+            if self._closed:
+                return None
+            await self._changed()
+        message = self._messages.popleft()
+        self._wake()
+        return message
+
+    def close(self) -> None:
+        """Ends the messages; those that wait can be read."""
+        self._closed = True
+        self._wake()
+
+    def drop(self) -> None:
+        """Ends and forgets them."""
+        self._messages.clear()
+        self.close()
+
+    async def _changed(self) -> None:
+        self._change = change = asyncio.get_running_loop().create_future()
+        try:
+            await change
+        finally:
+            if self._change is change:
+                self._change = None
+
+    def _wake(self) -> None:
+        change, self._change = self._change, None
+        if change is not None and not change.done():
+            change.set_result(None)
+
+
+class InMemoryCall(Call[Request, Response]):
+    """A call as its client sees it, and the task of its handler."""
+
+    def __init__(self, handler: Handler, timeout_seconds: float | None) -> None:
+        self._requests = Pipe[Request]()
+        self._responses = Pipe[Response]()
+        self._half_closed = False
+        self._status: Status | None = None
+        self._context = _Context(self._requests, self._responses, timeout_seconds)
+        self._task = asyncio.create_task(self._run(handler))
+
+    async def write(self, request: Request) -> None:
+        self._check_open()
+        await self._requests.put(request)
+        self._check_open()
+
+    def half_close(self) -> None:
+        self._half_closed = True
+        self._requests.close()
+
+    async def read(self) -> Response | None:
+        if (response := await self._responses.get()) is None:
+            self._check_status()
+        return response
+
+    def cancel(self) -> None:
+        if self._status is None:
+            self._end(Status(grpc.StatusCode.CANCELLED, "the call was cancelled"))
+            self._task.cancel()
+        self._responses.drop()
+
+    async def _run(self, handler: Handler) -> None:
+        context = self._context
+        try:
+            await _handle(handler, context)
+            status = Status(grpc.StatusCode.OK, "")
+        except grpc.aio.AbortError:
+            status = Status(context.code, context.details, context.trailing)
+        except asyncio.CancelledError:
+            status = Status(grpc.StatusCode.CANCELLED, "the handler was cancelled")
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            log.exception("unexpected error in a call")
+            status = Status(grpc.StatusCode.UNKNOWN, f"{type(error).__name__}: {error}")
+        self._end(status)
+
+    def _end(self, status: Status) -> None:
+        if self._status is None:
+            self._status = status
+        self._requests.drop()
+        self._responses.close()
+
+    def _check_open(self) -> None:
+        self._check_status()
+        if self._status is not None:
+            raise CallEnded("the stream ended")
+        if self._half_closed:
+            raise grpc.aio.UsageError("the call was half-closed")
+
+    def _check_status(self) -> None:
+        if self._status is not None and self._status.code is not grpc.StatusCode.OK:
+            raise as_error(self._status)
+
+
+class _Context:
+    """A call as its handler sees it: an RpcContext."""
+
+    def __init__(
+        self, requests: Pipe[Any], responses: Pipe[Any], timeout_seconds: float | None
+    ) -> None:
+        self._requests, self._responses = requests, responses
+        self._loop = asyncio.get_running_loop()
+        self._deadline = None if timeout_seconds is None else self._loop.time() + timeout_seconds
+        self.code, self.details = grpc.StatusCode.UNKNOWN, ""
+        self.trailing: Any = ()
+
+    def invocation_metadata(self) -> Any:
+        return ()
+
+    def peer(self) -> str:
+        return PEER
+
+    def auth_context(self) -> Mapping[str, Any]:
+        return {}
+
+    def time_remaining(self) -> Any:
+        return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
+
+    async def read(self) -> Any:
+        request = await self._requests.get()
+        return grpc.aio.EOF if request is None else request
+
+    async def write(self, message: Any) -> None:
+        await self._responses.put(message)
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        self.trailing = tuple(trailing_metadata)
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        self.code, self.details = code, details
+        raise grpc.aio.AbortError(details)
+
+    async def requests(self) -> AsyncIterator[Any]:
+        while (request := await self._requests.get()) is not None:
+            yield request
+
+
+async def _handle(handler: Handler, context: _Context) -> None:
+    """Runs a handler of the kinds that services of the mesh have: coroutines, for one message or a stream of them."""
+    given = context.requests() if handler.request_streaming else await context.read()
+    response = await function_of(handler)(given, context)
+    if not handler.response_streaming:
+        await context.write(response)
+
+
+class InMemoryConnection(Connection):
+    """Opens calls on a server of this process, which need not listen anywhere."""
+
+    def __init__(self, server: GrpcServer) -> None:
+        self._server = server
+
+    def open(
+        self, method: Method[Request, Response], timeout_seconds: float | None = None
+    ) -> InMemoryCall[Request, Response]:
+        handler = self._server.handler_of(method.path)
+        if handler is None:
+            raise Unavailable(f"no service of this process has {method.path}")
+        return InMemoryCall(handler, timeout_seconds)
