@@ -54,7 +54,7 @@ SAID_OTHERWISE = {
     ("vllm", "sampling.prompt_ignore_length"),
     ("sglang", "sampling.prompt_ignore_length"),
 }
-"""Fields whose only possible value needs no word, while others are refused: see test_backend.py."""
+"""Fields whose only possible value needs no word, while others are refused: see tests/engine/torch/test_fields.py."""
 
 
 @pytest.mark.parametrize(
