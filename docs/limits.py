@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtmesh.chassis import errors, http_input, http_server, logs, metrics_endpoint, parsing
-from trtmesh.chassis.fair.rate import Rate
+from trtmesh.chassis.fair.limits import Rate
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS
 from trtmesh.chassis.grpc.server.connection import MAX_CONCURRENT_STREAMS

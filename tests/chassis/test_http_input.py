@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import cast
 
 from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.parse_scheduler import SLICE_SECONDS, TURN_SECONDS, ParseScheduler
+from trtmesh.chassis.fair.turns import PARSE_SLICE_SECONDS, TURN_SECONDS, ParseScheduler
 from trtmesh.chassis.http_input import PIECE_BYTES, InputTransport
 
 MOST_BYTES = 2**30
@@ -82,7 +82,7 @@ async def test_other_callbacks_run_between_the_pieces_of_many_connections() -> N
     while sum(in_passes) < 50:
         await asyncio.sleep(0)
         in_passes.append(sum(client.pieces for client in clients) - sum(in_passes))
-    assert max(in_passes) <= SLICE_SECONDS / TURN_SECONDS + 1
+    assert max(in_passes) <= PARSE_SLICE_SECONDS / TURN_SECONDS + 1
     assert all(client.parsed == data(5) for client in clients)
 
 

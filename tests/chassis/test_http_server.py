@@ -14,7 +14,7 @@ from time import perf_counter
 import pytest
 from aiohttp import web
 from leaks import gone, without_collector
-from trtmesh.chassis.fair.start_scheduler import FIRST_GUESS_SECONDS, SLICE_SECONDS
+from trtmesh.chassis.fair.turns import FIRST_GUESS_SECONDS, START_SLICE_SECONDS
 from trtmesh.chassis.http_input import MAX_FRAMING_BYTES, InputTransport
 from trtmesh.chassis.http_server import (
     MAX_HEADERS,
@@ -405,7 +405,7 @@ async def test_few_of_many_requests_begin_in_a_pass() -> None:
             before = len(begun)
             await asyncio.sleep(0)
             in_passes.append(len(begun) - before)
-        assert max(in_passes) <= SLICE_SECONDS / FIRST_GUESS_SECONDS
+        assert max(in_passes) <= START_SLICE_SECONDS / FIRST_GUESS_SECONDS
         for reader, _ in clients:
             await reader.readuntil(b"!")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler, Work
+from trtmesh.chassis.fair.turns import ParseScheduler, Work
 
 
 class WithheldTurns(ParseScheduler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from trtmesh.chassis.fair.backlog import COST, MOST_BYTES, Backlog
+from trtmesh.chassis.fair.messages import COST, MOST_BYTES, Backlog
 
 HALF = MOST_BYTES // COST // 2
 PASSES = 20

@@ -10,7 +10,7 @@ import pytest
 from chassis.grpc.server.conftest import MOST_BYTES, Example, serving
 from chassis.grpc.server.wire import message, wired
 from trtmesh.chassis.connection_settings import ConnectionSettings
-from trtmesh.chassis.fair.connection_limits import ConnectionCounts, origin_of
+from trtmesh.chassis.fair.limits import ConnectionCounts, origin_of
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.http2 import connection as http2_connection
 from trtmesh.chassis.http2.frames import ErrorCode, FrameType

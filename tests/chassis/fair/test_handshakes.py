@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from trtmesh.chassis.fair.handshakes import Handshakes
+from trtmesh.chassis.fair.turns import Handshakes
 
 
 async def test_handshakes_begin_one_after_the_other() -> None:

@@ -13,8 +13,7 @@ from weakref import ref
 
 import pytest
 from leaks import gone, without_collector
-from trtmesh.chassis.fair.large import LARGE_BYTES
-from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
+from trtmesh.chassis.fair.messages import LARGE_BYTES, LargeMessageThread
 
 SECONDS = 0.05
 

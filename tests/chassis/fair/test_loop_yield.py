@@ -6,7 +6,7 @@ import asyncio
 from time import perf_counter
 
 from leaks import alive, gone, without_collector
-from trtmesh.chassis.fair.loop_yield import MOST_SECONDS, REST_PASSES, after_rest
+from trtmesh.chassis.fair.turns import MAX_REST_SECONDS, REST_PASSES, after_rest
 
 
 async def test_a_chain_of_callbacks_advances_during_a_rest() -> None:
@@ -39,7 +39,7 @@ async def test_a_long_pass_ends_a_rest() -> None:
     log: list[str] = []
     after_rest(lambda: log.append("rested"))
     await asyncio.sleep(0)
-    until = perf_counter() + MOST_SECONDS
+    until = perf_counter() + MAX_REST_SECONDS
     while perf_counter() < until:
         pass
     await asyncio.sleep(0)

@@ -10,8 +10,7 @@ from threading import get_ident
 
 import pytest
 from trtmesh.chassis.errors import QueueFull
-from trtmesh.chassis.fair.large import LARGE_BYTES
-from trtmesh.chassis.fair.message_admission import MessageAdmission, ReceivedMessage
+from trtmesh.chassis.fair.messages import LARGE_BYTES, MessageAdmission, ReceivedMessage
 
 
 class Counted:

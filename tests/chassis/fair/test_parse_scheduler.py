@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from time import perf_counter
 
-from trtmesh.chassis.fair.parse_scheduler import (
-    SLICE_SECONDS,
+from trtmesh.chassis.fair.turns import (
+    PARSE_SLICE_SECONDS,
     TURN_SECONDS,
     ConnectionQueue,
     ParseScheduler,
@@ -43,7 +43,7 @@ async def test_light_work_is_done_at_once() -> None:
 async def test_time_spent_outside_of_turns_is_taken_from_the_next() -> None:
     turns, log = ParseScheduler(), list[Heavy]()
     light = Heavy(1, log)
-    turns.charge(10 * SLICE_SECONDS)
+    turns.charge(10 * PARSE_SLICE_SECONDS)
     assert turns.take(light)
     assert not log
     await light.done.wait()
@@ -74,7 +74,7 @@ async def test_new_work_comes_before_the_rest_of_old_work() -> None:
     before, new = len(log), Heavy(1, log)
     if turns.take(new):
         await new.done.wait()
-    assert log.index(new) - before <= SLICE_SECONDS / TURN_SECONDS + 1
+    assert log.index(new) - before <= PARSE_SLICE_SECONDS / TURN_SECONDS + 1
     assert all(work.parts for work in old)
 
 
@@ -123,7 +123,7 @@ async def test_other_callbacks_run_between_passes() -> None:
         before = len(log)
         await asyncio.sleep(0)
         turns_between.append(len(log) - before)
-    assert max(turns_between) <= SLICE_SECONDS / TURN_SECONDS + 1
+    assert max(turns_between) <= PARSE_SLICE_SECONDS / TURN_SECONDS + 1
 
 
 async def test_other_callbacks_run_although_works_bring_others() -> None:
@@ -144,7 +144,7 @@ async def test_other_callbacks_run_although_works_bring_others() -> None:
         before = len(log)
         await asyncio.sleep(0)
         turns_between.append(len(log) - before)
-    assert max(turns_between) <= SLICE_SECONDS / TURN_SECONDS + 2
+    assert max(turns_between) <= PARSE_SLICE_SECONDS / TURN_SECONDS + 2
 
 
 async def test_a_failing_work_does_not_stop_others() -> None:

@@ -6,12 +6,12 @@ import asyncio
 from time import perf_counter
 
 import pytest
-from trtmesh.chassis.fair import start_scheduler
-from trtmesh.chassis.fair.loop_yield import MOST_SECONDS
-from trtmesh.chassis.fair.start_scheduler import (
+from trtmesh.chassis.fair import turns
+from trtmesh.chassis.fair.turns import (
     FIRST_GUESS_SECONDS,
     MAX_IN_SLICE,
-    SLICE_SECONDS,
+    MAX_REST_SECONDS,
+    START_SLICE_SECONDS,
     StartQueue,
     StartScheduler,
 )
@@ -115,7 +115,7 @@ class Handler:
 async def test_dear_tasks_wait_though_cheap_ones_came_before() -> None:
     """The mean of cheap tasks lets many proceed at once."""
     scheduler, log = StartScheduler(), list[str]()
-    for seconds, most in ((0.0, MAX_IN_SLICE), (SLICE_SECONDS, 4)):
+    for seconds, most in ((0.0, MAX_IN_SLICE), (START_SLICE_SECONDS, 4)):
         log.clear()
         handlers = [Handler(StartQueue(scheduler), seconds, log) for _ in range(200)]
         for handler in handlers:
@@ -177,7 +177,7 @@ async def test_few_of_many_long_tasks_go_on_in_a_pass() -> None:
     async def go_on() -> None:
         await StartQueue(scheduler).turn_before_rest()
         log.append("long")
-        _work(MOST_SECONDS)
+        _work(MAX_REST_SECONDS)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(30):
@@ -185,7 +185,7 @@ async def test_few_of_many_long_tasks_go_on_in_a_pass() -> None:
         in_passes = await _until(log, 30)
     # All at once would be 30; the second pass guesses how long they take.
     assert in_passes[0] == 1
-    assert max(in_passes) <= SLICE_SECONDS / FIRST_GUESS_SECONDS
+    assert max(in_passes) <= START_SLICE_SECONDS / FIRST_GUESS_SECONDS
     assert in_passes[-1] == 1
 
 
@@ -207,7 +207,7 @@ async def test_a_cancelled_task_leaves_its_lane() -> None:
 
 async def test_a_rest_is_planned_only_for_calls_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     planned, log = list[object](), list[str]()
-    monkeypatch.setattr(start_scheduler, "after_rest", planned.append)
+    monkeypatch.setattr(turns, "after_rest", planned.append)
     scheduler = StartScheduler()
     queue = StartQueue(scheduler)
     queue.add(Recorded("first", log))
@@ -230,7 +230,7 @@ async def test_a_slice_without_waiting_calls_is_over_after_a_rest() -> None:
     queue = StartQueue(scheduler)
     while scheduler.enter():
         pass
-    _work(MOST_SECONDS)
+    _work(MAX_REST_SECONDS)
     await asyncio.sleep(0)
     queue.add(Recorded("later", log))
     assert log == ["later"]
@@ -242,6 +242,6 @@ async def test_slow_calls_of_one_pass_are_one_slice() -> None:
     while scheduler.enter():
         entered += 1
         assert entered <= MAX_IN_SLICE
-        _work(MOST_SECONDS / 4)
+        _work(MAX_REST_SECONDS / 4)
     await asyncio.sleep(0)
     assert scheduler.enter()

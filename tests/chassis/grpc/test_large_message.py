@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import DecodeError
-from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue, ParseScheduler
+from trtmesh.chassis.fair.turns import ConnectionQueue, ParseScheduler
 from trtmesh.chassis.grpc.large_message import MessageLimits, parse_in_steps
 from trtmesh.chassis.grpc.messages import BadMessage
 from trtmesh.chassis.grpc.server import GrpcServer

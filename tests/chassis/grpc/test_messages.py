@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 from trtmesh.chassis.fair.budget import Account, Budget
-from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue, ParseScheduler
+from trtmesh.chassis.fair.turns import ConnectionQueue, ParseScheduler
 from trtmesh.chassis.grpc.messages import (
     INFLATED_BYTES,
     BadMessage,

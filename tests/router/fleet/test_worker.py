@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.settings import AdapterSettings

@@ -15,7 +15,7 @@ from router.scripted import (
     until_states,
 )
 from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.grpc.client import connected
 from trtmesh.router.links import replica

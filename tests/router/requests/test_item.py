@@ -28,7 +28,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     WorkerLost,
 )
-from trtmesh.chassis.fair.start_scheduler import MAX_IN_SLICE
+from trtmesh.chassis.fair.turns import MAX_IN_SLICE
 from trtmesh.router.requests.placer import Placer
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb

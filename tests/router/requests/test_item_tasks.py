@@ -13,7 +13,7 @@ from router.requests.test_live_request import Asked, router_of
 from router.scene import scene
 from router.scripted import ScriptedEngine, eventually
 from trtmesh.chassis.errors import QueueFull
-from trtmesh.chassis.fair.start_scheduler import MAX_IN_SLICE
+from trtmesh.chassis.fair.turns import MAX_IN_SLICE
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.item_events import ItemEvents
 

@@ -19,7 +19,7 @@ from trtmesh.chassis.errors import (
     QueueTimeout,
     TokenizerLost,
 )
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.client import FinishReason
 from trtmesh.router.links import replica
 from trtmesh.router.links.deadlines import Retries

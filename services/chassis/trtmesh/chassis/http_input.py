@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.http2.send_buffer import SendBuffer
 from trtmesh.chassis.logs import Occasionally
 

@@ -15,9 +15,8 @@ from aiohttp import HttpVersion10, HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from trtmesh.chassis.addresses import bind
 from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.connection_limits import ConnectionCounts, origin_of
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
-from trtmesh.chassis.fair.start_scheduler import StartQueue, StartScheduler
+from trtmesh.chassis.fair.limits import ConnectionCounts, origin_of
+from trtmesh.chassis.fair.turns import ParseScheduler, StartQueue, StartScheduler
 from trtmesh.chassis.http_input import InputTransport
 from trtmesh.chassis.logs import Occasionally
 from trtmesh.chassis.quoting import cut

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 import grpc
 from trtmesh.chassis.error_wire import to_metadata
 from trtmesh.chassis.errors import InternalError, TrtmeshError, Unavailable
-from trtmesh.chassis.fair.message_admission import ReceivedMessage
+from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.logs import Occasionally, request_id_bound
 from trtmesh.chassis.panics import is_failure
 

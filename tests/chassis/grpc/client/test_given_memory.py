@@ -21,7 +21,7 @@ from chassis.grpc.client.scripted_server import (
 )
 from chassis.grpc.server.conftest import MOST_BYTES, Example
 from chassis.grpc.server.wire import Wire, message
-from trtmesh.chassis.fair.large import LARGE_BYTES
+from trtmesh.chassis.fair.messages import LARGE_BYTES
 from trtmesh.chassis.grpc.client import ClientCall, Method, connected
 from trtmesh.chassis.grpc.client.connection import BULK_WINDOW_SIZE
 from trtmesh.chassis.grpc.messages import Message

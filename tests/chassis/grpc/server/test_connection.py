@@ -16,9 +16,8 @@ import grpc
 import pytest
 from chassis.grpc.server.conftest import Example
 from chassis.grpc.server.wire import OPEN, Breach, Wire, message, raw_settings, wired
-from trtmesh.chassis.fair import parse_scheduler
-from trtmesh.chassis.fair import rate as rate_module
-from trtmesh.chassis.fair.rate import Rate
+from trtmesh.chassis.fair import limits, turns
+from trtmesh.chassis.fair.limits import Rate
 from trtmesh.chassis.grpc.server import connection as server_connection
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.http2 import connection as http2_connection
@@ -269,7 +268,7 @@ async def test_connection_error_sends_goaway_and_closes(
 ) -> None:
     """Cancels its calls; other connections continue."""
     # A slow machine floods too slowly for the limits.
-    monkeypatch.setattr(rate_module, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(limits, "monotonic", lambda: 0.0)
     send, code = ENDS_CONNECTION[breach]
     async with wired(example) as wire, wired(example) as other:
         wire.send(wire.call(OPEN, "Wait"), frame(FrameType.DATA, 0, OPEN, message(b"")))
@@ -286,7 +285,7 @@ async def test_calls_of_a_lost_connection_end_in_turns(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand ends at once would hold the streams of other connections up."""
-    monkeypatch.setattr(parse_scheduler, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
     left: list[int] = []
     go_on = server_connection._Disconnection.go_on
 
@@ -313,7 +312,7 @@ async def test_calls_of_a_lost_connection_end_in_turns(
 async def test_one_read_takes_several_turns_and_waits_for_no_more(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parse_scheduler, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
     reading: list[bool] = []
     go_on = ServerConnection.go_on
 
@@ -361,7 +360,7 @@ async def test_served_calls_pay_for_cancelled_and_wrong_ones(
     example: Example, monkeypatch: pytest.MonkeyPatch, limit: str, method: str
 ) -> None:
     """At any speed: no time passes between these calls."""
-    monkeypatch.setattr(rate_module, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(limits, "monotonic", lambda: 0.0)
     rate: Rate = getattr(rates, limit)
     monkeypatch.setattr(rates, limit, replace(rate, burst=20))
     streams = count(1, 2)
@@ -390,7 +389,7 @@ async def test_a_gateway_cancels_half_of_its_calls(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one connection, by a real client, at any speed."""
-    monkeypatch.setattr(rate_module, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(limits, "monotonic", lambda: 0.0)
     for rate in ("RST_STREAM", "CLOSED_STREAM", "WINDOW_UPDATE"):
         monkeypatch.setattr(rates, rate, replace(getattr(rates, rate), burst=300))
     async with grpc.aio.insecure_channel(example.address) as channel:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from chassis.grpc.server.conftest import Example
 from chassis.grpc.server.wire import message, wired
-from trtmesh.chassis.fair.start_scheduler import StartScheduler
+from trtmesh.chassis.fair.turns import StartScheduler
 from trtmesh.chassis.grpc.server import call as server_call
 from trtmesh.chassis.http2.frames import END_STREAM, ErrorCode, FrameType, frame, rst_stream
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from chassis.grpc.server.conftest import GUEST, Example
 from chassis.grpc.server.wire import wired
-from trtmesh.chassis.fair.rate import Rate
+from trtmesh.chassis.fair.limits import Rate
 from trtmesh.chassis.grpc.server import refusals
 from trtmesh.chassis.http2 import rates
 from trtmesh.chassis.http2.frames import END_STREAM, ErrorCode, rst_stream

@@ -20,9 +20,8 @@ import pytest_asyncio
 from aiohttp import web
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.large import LARGE_BYTES
-from trtmesh.chassis.fair.message_admission import MessageAdmission
-from trtmesh.chassis.fair.start_scheduler import MAX_IN_SLICE
+from trtmesh.chassis.fair.messages import LARGE_BYTES, MessageAdmission
+from trtmesh.chassis.fair.turns import MAX_IN_SLICE
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
 from trtmesh.router.doors.http.answers import PIECE_ELEMENTS, coding_of, to_json
 from trtmesh.router.doors.http.bodies import COMPRESSED_PIECE, Bodies, Body, BodyLimits

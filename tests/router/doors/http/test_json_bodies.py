@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.chassis.fair.large import LARGE_BYTES
-from trtmesh.chassis.fair.large_message_thread import LargeMessageThread
+from trtmesh.chassis.fair.messages import LARGE_BYTES, LargeMessageThread
 from trtmesh.router.doors.http.json_bodies import (
     MAX_DEPTH,
     MAX_KEY_CHARACTERS,

@@ -1,7 +1,7 @@
-"""Limits what is buffered for all connections together.
+"""Limits the memory held for all connections together.
 
-If others waited for room, a peer that never finishes a message would keep them out. Beyond the limit, the connection
-that holds most sheds some instead.
+Nobody waits for room, because a peer that never finishes a message would keep the others waiting. Instead, beyond the
+limit, the connection that holds most must shed some.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Callable
 
 
 class Budget:
-    """The bytes, or calls, held for all connections of a server, or for all clients of a router."""
+    """The bytes or calls held for all connections of a server, or for all clients of a router."""
 
     def __init__(self, limit: int, on_much: Callable[[], None] | None = None) -> None:
-        """Calls `on_much` whenever something is added beyond a quarter of the limit."""
+        """Calls `on_much` after each addition beyond a quarter of the limit."""
         self.limit = limit
         self._on_much = on_much
         self._accounts: set[Account] = set()
         self.held = 0
 
     def account(self, shed: Callable[[], None]) -> Account:
-        """Opens the account of a connection or client. `shed` makes it hold less."""
+        """Opens the account of a connection or client, which must hold less after `shed`."""
         account = Account(self, shed)
         self._accounts.add(account)
         return account
@@ -30,7 +30,7 @@ class Budget:
         self._accounts.discard(account)
 
     def check(self) -> None:
-        """Has the largest connection shed, beyond the limit. Called while a quarter of the limit is held."""
+        """Beyond the limit, has the largest account shed. Called for additions beyond a quarter of the limit."""
         if self.held > self.limit:
             max(self._accounts, key=lambda account: account.held).shed()
         if self._on_much is not None:
@@ -38,7 +38,7 @@ class Budget:
 
 
 class Account:
-    """What is held for one connection or client."""
+    """The bytes or calls held for one connection or client."""
 
     def __init__(self, budget: Budget, shed: Callable[[], None]) -> None:
         self._budget = budget
@@ -47,7 +47,7 @@ class Account:
         self.held = 0
 
     def add(self, size: int) -> None:
-        """Counts what is held from now on, or no longer if `size` is negative."""
+        """Counts an addition, or a release if `size` is negative."""
         if self._closed:
             return
         budget = self._budget
@@ -57,11 +57,11 @@ class Account:
             budget.check()
 
     def close(self) -> None:
-        """Counts no more: the connection or client is lost, and its calls free what they hold."""
+        """Stops counting: the connection or client is lost, and its calls free their memory."""
         if not self._closed:
             self._closed = True
             self._budget.forget(self)
-            # It names the owner, which names this account.
+            # A cycle: the method belongs to the owner of this account.
             self.shed = _nothing_to_give
 
 

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import grpc
 from trtmesh.chassis.fair.budget import Account
-from trtmesh.chassis.fair.large import LARGE_BYTES
-from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue
+from trtmesh.chassis.fair.messages import LARGE_BYTES
+from trtmesh.chassis.fair.turns import ConnectionQueue
 from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError
 from trtmesh.chassis.http2.send_buffer import Buffer
 

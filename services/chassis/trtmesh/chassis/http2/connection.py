@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from trtmesh.chassis.fair.budget import Account, Budget
-from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue, ParseScheduler
+from trtmesh.chassis.fair.turns import ConnectionQueue, ParseScheduler
 from trtmesh.chassis.http2 import rates
 from trtmesh.chassis.http2.closed_streams import ClosedStreams
 from trtmesh.chassis.http2.frames import (

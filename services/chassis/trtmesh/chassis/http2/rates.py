@@ -7,7 +7,7 @@ as to serve a small one; a frame on a closed stream takes 4 us.
 
 from __future__ import annotations
 
-from trtmesh.chassis.fair.rate import Rate, RateCounts
+from trtmesh.chassis.fair.limits import Rate, RateCounts
 from trtmesh.chassis.http2.frames import ErrorCode, Http2ConnectionError
 
 SETTINGS = Rate("SETTINGS", 100, 10)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.chassis.fair.handshakes import Handshakes
+from trtmesh.chassis.fair.turns import Handshakes
 from trtmesh.chassis.tls.client import H2, ClientTls, PeerTls
 from trtmesh.chassis.tls.pem import OwnCertificate, PemFile, server_context
 from trtmesh.chassis.tls.settings import TlsSettings

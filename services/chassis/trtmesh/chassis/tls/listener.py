@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from trtmesh.chassis.fair.connection_limits import origin_of
+from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.chassis.tls.client import H2
 from trtmesh.chassis.tls.identity import has_expired, identity_of

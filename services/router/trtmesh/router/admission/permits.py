@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import Field
 from trtmesh.chassis.errors import InvalidField, QueueFull, QueueTimeout
-from trtmesh.chassis.fair.large import LARGE_BYTES
+from trtmesh.chassis.fair.messages import LARGE_BYTES
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.placement.rates import Ewma
 

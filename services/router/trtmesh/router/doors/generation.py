@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Self
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.chassis.fair.connection_limits import origin_of
+from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.logs import rebind_caller
 from trtmesh.chassis.rpc import RpcContext
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME

@@ -16,7 +16,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     WorkerLost,
 )
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.client import Call, Connection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION

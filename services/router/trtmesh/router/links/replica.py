@@ -15,7 +15,7 @@ from trtmesh.chassis.addresses import AddressCheck
 from trtmesh.chassis.channels import GREETING_SECONDS
 from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.client import Connection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
 from trtmesh.chassis.tasks import until_first_ends

@@ -6,7 +6,7 @@ import asyncio
 import math
 from dataclasses import dataclass, field
 
-from trtmesh.chassis.fair.start_scheduler import StartQueue, StartScheduler
+from trtmesh.chassis.fair.turns import StartQueue, StartScheduler
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.admission import Admission, Bucket, RateLimiter
 from trtmesh.router.fleet.fleet import Fleet

@@ -11,7 +11,7 @@ from functools import partial
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.start_scheduler import StartQueue
+from trtmesh.chassis.fair.turns import StartQueue
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.admission import Account, Permit
 from trtmesh.router.callers.identity import Identity

@@ -15,7 +15,7 @@ from trtmesh.chassis import addresses
 from trtmesh.chassis.addresses import Address, AddressCheck
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
+from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.client.call import (
     WINDOW_SIZE,
     ClientCall,

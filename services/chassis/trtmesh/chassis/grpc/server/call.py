@@ -13,12 +13,9 @@ from typing import Any, NoReturn, Protocol, TypeAlias, cast
 
 import grpc
 from google.protobuf.descriptor import Descriptor
-from trtmesh.chassis.fair.backlog import Backlog
 from trtmesh.chassis.fair.budget import Account
-from trtmesh.chassis.fair.large import LARGE_BYTES
-from trtmesh.chassis.fair.message_admission import MessageAdmission, ReceivedMessage
-from trtmesh.chassis.fair.parse_scheduler import ConnectionQueue
-from trtmesh.chassis.fair.start_scheduler import StartQueue
+from trtmesh.chassis.fair.messages import LARGE_BYTES, MessageAdmission, ReceivedMessage
+from trtmesh.chassis.fair.turns import ConnectionQueue, StartQueue
 from trtmesh.chassis.grpc.large_message import MessageLimits, parse_in_steps
 from trtmesh.chassis.grpc.messages import (
     BadMessage,
@@ -76,7 +73,6 @@ class CallPolicy:
     max_message_bytes: int
     compressor: Compressor
     unread_seconds: float
-    backlog: Backlog
     message_limits: MessageLimits | None
     """None for clients that are trusted with the time of their messages."""
     admission: MessageAdmission
@@ -571,7 +567,7 @@ class ServerCall:
         self._message_bytes = size
         if size < LARGE_BYTES or (descriptor := self._descriptor) is None:
             return self._parsed(self._requests.take())
-        await self._policy.backlog.enter(size)
+        await self._policy.admission.backlog.enter(size)
         try:
             # It is gone if the call ended meanwhile.
             self._check_open()
@@ -582,7 +578,7 @@ class ServerCall:
             with self._holding(size):
                 return await self._connection.queue.run(steps)
         finally:
-            self._policy.backlog.leave(size)
+            self._policy.admission.backlog.leave(size)
 
     @property
     def _descriptor(self) -> Descriptor | None:
@@ -599,12 +595,12 @@ class ServerCall:
     def _unread(self, size: int) -> Iterator[None]:
         """The block in which a message of so many bytes, which the handler got, waits to be read: until then it counts
         as unread, and others wait to be parsed."""
-        self._policy.backlog.add(size)
+        self._policy.admission.backlog.add(size)
         try:
             with self._holding(size):
                 yield
         finally:
-            self._policy.backlog.leave(size)
+            self._policy.admission.backlog.leave(size)
 
     @contextmanager
     def _holding(self, size: int) -> Iterator[None]:

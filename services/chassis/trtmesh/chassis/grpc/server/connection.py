@@ -13,9 +13,8 @@ from typing import Protocol
 
 import grpc
 from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.connection_limits import ConnectionCounts, origin_of
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
-from trtmesh.chassis.fair.start_scheduler import StartQueue, StartScheduler
+from trtmesh.chassis.fair.limits import ConnectionCounts, origin_of
+from trtmesh.chassis.fair.turns import ParseScheduler, StartQueue, StartScheduler
 from trtmesh.chassis.grpc.server.call import CallPolicy, Handler, ServerCall
 from trtmesh.chassis.grpc.server.headers import (
     NotGrpc,

@@ -13,12 +13,10 @@ import grpc
 from trtmesh.chassis.addresses import listeners
 from trtmesh.chassis.allocator import FreePages
 from trtmesh.chassis.connection_settings import ConnectionSettings
-from trtmesh.chassis.fair.backlog import Backlog
 from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.connection_limits import ConnectionCounts
-from trtmesh.chassis.fair.message_admission import MessageAdmission
-from trtmesh.chassis.fair.parse_scheduler import ParseScheduler
-from trtmesh.chassis.fair.start_scheduler import StartScheduler
+from trtmesh.chassis.fair.limits import ConnectionCounts
+from trtmesh.chassis.fair.messages import MessageAdmission
+from trtmesh.chassis.fair.turns import ParseScheduler, StartScheduler
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.metadata import Metadata
@@ -77,7 +75,6 @@ class GrpcServer(grpc.aio.Server):
             max_message_bytes,
             Compressor(compression or CompressionSettings(answers="never")),
             connections.unread_seconds,
-            Backlog(),
             message_limits,
             admission or MessageAdmission(),
         )

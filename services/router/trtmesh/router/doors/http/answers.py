@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import hdrs, web
-from trtmesh.chassis.fair.large import LARGE_BYTES
+from trtmesh.chassis.fair.messages import LARGE_BYTES
 
 PIECE_ELEMENTS = 2**12
 """Elements of a list that are encoded at once, in 3 ms."""

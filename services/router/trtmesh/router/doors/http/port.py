@@ -8,7 +8,7 @@ from typing import Annotated
 from aiohttp import web
 from pydantic import BeforeValidator, Field
 from trtmesh.chassis.connection_settings import ConnectionSettings
-from trtmesh.chassis.fair.message_admission import MessageAdmission
+from trtmesh.chassis.fair.messages import MessageAdmission
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
 from trtmesh.chassis.settings import OptionalPort, Settings, split_commas
 from trtmesh.chassis.tls.certificates import ServerTls

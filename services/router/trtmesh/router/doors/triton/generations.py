@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
-from trtmesh.chassis.fair.message_admission import ReceivedMessage
+from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.doors.generation import Caller, GenerationCall

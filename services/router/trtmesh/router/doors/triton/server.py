@@ -16,7 +16,7 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
     UnsupportedField,
 )
-from trtmesh.chassis.fair.message_admission import ReceivedMessage
+from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import Caller, ErrorWording

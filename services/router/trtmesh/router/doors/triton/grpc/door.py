@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
-from trtmesh.chassis.fair.message_admission import ReceivedMessage
+from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.logs import Occasionally, request_id_bound
 from trtmesh.chassis.quoting import cut
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering

@@ -10,8 +10,8 @@ from http import HTTPStatus
 
 from aiohttp import hdrs, web
 from trtmesh.chassis.errors import InvalidRequest, SlowClient, TrtmeshError, UnsupportedCall
-from trtmesh.chassis.fair.connection_limits import origin_of
-from trtmesh.chassis.fair.message_admission import ReceivedMessage
+from trtmesh.chassis.fair.limits import origin_of
+from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.http.answers import compressed, to_json

@@ -1,0 +1,117 @@
+"""Limits of a peer: how often it may do something, and how many connections an address may have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
+from time import monotonic
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rate:
+    """A limit: `burst` at once, then `per_second`."""
+
+    what: str
+    burst: int
+    per_second: float
+    per_served: int = 0
+    """Allowance for each call that is served. A gateway sends the calls of many clients over one connection, and some
+    of those clients always leave or make mistakes."""
+    per_opened: int = 0
+    """Allowance for each call, served or not."""
+
+
+@dataclass(slots=True)
+class _Level:
+    """The level of a leaky bucket at a time, with the numbers of calls served and opened until then."""
+
+    level: float
+    at: float
+    served: int
+    opened: int
+
+
+class RateCounts:
+    """Counts the recent actions of one peer."""
+
+    def __init__(self) -> None:
+        self._levels: dict[Rate, _Level] = {}
+        self._served = self._opened = 0
+
+    def note_opened(self) -> None:
+        """Notes that either side opened a call on the connection."""
+        self._opened += 1
+
+    def note_served(self) -> None:
+        """Notes that a call of the peer has a response."""
+        self._served += 1
+
+    def exceeds(self, rate: Rate) -> bool:
+        """Counts an action. Returns whether it is beyond the limit."""
+        now = monotonic()
+        last = self._levels.get(rate)
+        level = 1.0
+        if last is not None:
+            paid = (now - last.at) * rate.per_second
+            paid += (self._served - last.served) * rate.per_served
+            paid += (self._opened - last.opened) * rate.per_opened
+            level += max(0.0, last.level - paid)
+        self._levels[rate] = _Level(level, now, self._served, self._opened)
+        return level > rate.burst
+
+
+NETWORK_BITS = 64
+"""Leading bits of an IPv6 address that name one customer, who chooses the rest."""
+
+
+class ConnectionLimits(Protocol):
+    """Limits of the connections of a server."""
+
+    @property
+    def max_open(self) -> int:
+        """Most open connections."""
+
+    @property
+    def max_per_address(self) -> int:
+        """Most open connections of an IPv4 address or an IPv6 network."""
+
+
+class ConnectionCounts:
+    """The open connections of a server, by address."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._open: Counter[str] = Counter()
+
+    def admit(self, host: str) -> str:
+        """Counts a connection until `leave`. Returns '', or why the connection is refused; then it does not count."""
+        limits, origin = self._limits, origin_of(host)
+        if self._open.total() >= limits.max_open:
+            return f"the server has {limits.max_open} connections, its limit"
+        if self._open[origin] >= limits.max_per_address:
+            return f"{origin} has {limits.max_per_address} connections, the limit of an address"
+        self._open[origin] += 1
+        return ""
+
+    def leave(self, host: str) -> None:
+        """Stops counting an admitted connection."""
+        origin = origin_of(host)
+        self._open[origin] -= 1
+        if not self._open[origin]:
+            del self._open[origin]
+
+
+def origin_of(host: str) -> str:
+    """Returns the owner of a limit: an IPv4 address, or the network of an IPv6 address."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if not isinstance(address, IPv6Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    shift = 128 - NETWORK_BITS
+    return f"{IPv6Address(int(address) >> shift << shift)}/{NETWORK_BITS}"

@@ -1,0 +1,460 @@
+"""Shares out the time of the event loop.
+
+asyncio has no priorities. So work that can wait, for one peer among many, is done in slices, and between two slices the
+loop rests: it makes a few passes in which only streams, timers and the like advance.
+
+`ParseScheduler` gives connections turns to parse their input. One read may hold 256 KiB of the cheapest frames that a
+peer finds, and parsing them takes a second: so each connection parses for a short turn, and reads no more until it has
+parsed everything. `StartScheduler` starts handlers and items: a handler runs up to its first wait when it starts, and
+an item is placed in one go. `Handshakes` paces TLS. In all three, addresses take turns: an address with a thousand
+connections gets no more than an address with one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Hashable
+from time import perf_counter
+from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+REST_PASSES = 3
+"""Passes of a rest. A token crosses the router in about ten, since every hop (reader, sequence, outbox, writer) is a
+callback of its own. With a slice of a burst in each pass it would wait for ten slices; so it waits for three."""
+
+MAX_REST_SECONDS = 0.005
+"""Longest rest: passes full of running streams must not delay new work."""
+
+
+def after_rest(callback: Callable[[], None]) -> None:
+    """Calls `callback` in the pass after a rest."""
+    until = perf_counter() + MAX_REST_SECONDS
+    asyncio.get_running_loop().call_soon(_rest, REST_PASSES, until, callback)
+
+
+# No closure: one that names itself is a cycle.
+def _rest(passes: int, until: float, callback: Callable[[], None]) -> None:
+    if passes and perf_counter() < until:
+        asyncio.get_running_loop().call_soon(_rest, passes - 1, until, callback)
+    else:
+        callback()
+
+
+class Rotation(Generic[T]):
+    """A queue that owners take turns in: an entry of each owner in turn, and the entries of an owner in order."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Hashable, deque[T]] = OrderedDict()
+        """The next owner is in front."""
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def add(self, owner: Hashable, entry: T) -> None:
+        entries = self._entries.get(owner)
+        if entries is None:
+            entries = self._entries[owner] = deque()
+        entries.append(entry)
+
+    def take(self) -> tuple[Hashable, T]:
+        """Removes and returns the next entry with its owner. There must be an entry."""
+        owner, entries = next(iter(self._entries.items()))
+        entry = entries.popleft()
+        if entries:
+            self._entries.move_to_end(owner)
+        else:
+            del self._entries[owner]
+        return owner, entry
+
+
+TURN_SECONDS = 0.001
+"""Time of a connection in a slice of parsing. A turn ends after the frame that exceeds it; the largest frame bounds the
+excess."""
+
+PARSE_SLICE_SECONDS = 0.002
+"""Time of all connections together between two rests. An excess shortens the next slices."""
+
+
+class Work(Protocol):
+    """Input of a peer, to be parsed in turns."""
+
+    def go_on(self, until: float) -> bool:
+        """Works until `until`, a time of `perf_counter`, or to the end. Returns whether work may be left."""
+
+    def completed(self) -> None:
+        """Called when no work is left, unless `ParseScheduler.take` did all of it at once."""
+
+
+class ParseScheduler:
+    """The turns of all connections of one server, or of all links of a router."""
+
+    def __init__(self) -> None:
+        self._fresh = Rotation[Work]()
+        """Work before its first turn. It alternates with work after its first turn: so new, small work need not wait
+        for all old work, and old work advances while new work keeps arriving."""
+        self._waiting = Rotation[Work]()
+        self._fresh_is_next = True
+        self._spent = 0.0
+        self._planned = False
+
+    def take(self, work: Work, origin: Hashable = "") -> bool:
+        """Gives the work a turn now, if this slice has time left. Returns whether the work waits for another turn.
+
+        All work of an `origin`, the address of a client, shares its turns.
+        """
+        if self._spent < PARSE_SLICE_SECONDS and not self._fresh:
+            waits = self._turn(work)
+            if waits:
+                self._waiting.add(origin, work)
+        else:
+            waits = True
+            self._fresh.add(origin, work)
+        # Short turns add up over several slices: a rest after each would cost more than it saves.
+        if waits or self._spent >= TURN_SECONDS:
+            self._plan()
+        return waits
+
+    def charge(self, seconds: float) -> None:
+        """Shortens the next slices by the time that input took outside its turn."""
+        self._spent += seconds
+        if self._spent >= TURN_SECONDS:
+            self._plan()
+
+    def _turn(self, work: Work) -> bool:
+        began = perf_counter()
+        try:
+            return work.go_on(began + TURN_SECONDS)
+        finally:
+            self._spent += perf_counter() - began
+
+    def _next(self) -> tuple[Hashable, Work] | None:
+        """Removes and returns the next work with its origin, or None."""
+        first, second = self._fresh, self._waiting
+        if not self._fresh_is_next:
+            first, second = second, first
+        if not (queue := first or second):
+            return None
+        self._fresh_is_next = queue is self._waiting
+        return queue.take()
+
+    def _plan(self) -> None:
+        """Plans the next slice, unless it is planned."""
+        if not self._planned:
+            self._planned = True
+            after_rest(self._slice)
+
+    def _slice(self) -> None:
+        self._planned = False
+        self._spent = max(0.0, self._spent - PARSE_SLICE_SECONDS)
+        try:
+            while self._spent < PARSE_SLICE_SECONDS and (following := self._next()) is not None:
+                origin, work = following
+                if self._turn(work):
+                    self._waiting.add(origin, work)
+                else:
+                    work.completed()
+        finally:
+            if self._fresh or self._waiting or self._spent >= TURN_SECONDS:
+                self._plan()
+
+
+class _Steps(Generic[T]):
+    """Runs a generator that yields between its steps."""
+
+    def __init__(self, steps: Generator[None, None, T]) -> None:
+        self._steps = steps
+        self.result: T
+        self.error: Exception | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def go_on(self, until: float) -> bool:
+        try:
+            while True:
+                next(self._steps)
+                if perf_counter() >= until:
+                    return True
+        except StopIteration as end:
+            self.result = end.value
+        except Exception as error:  # noqa: BLE001 - `ConnectionQueue.run` raises it
+            self.error = error
+        return False
+
+    def completed(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class ConnectionQueue:
+    """The work of one connection, done in order: all of it together takes turns as one."""
+
+    def __init__(self, turns: ParseScheduler, origin: Hashable = "") -> None:
+        self._turns, self._origin = turns, origin
+        self._works: deque[Work] = deque()
+
+    async def run(self, steps: Generator[None, None, T]) -> T:
+        """Runs a generator that yields between its steps. Returns its result, or raises its error."""
+        work = _Steps(steps)
+        self.take(work)
+        try:
+            await work.done
+        finally:
+            steps.close()
+        if work.error is not None:
+            try:
+                raise work.error
+            finally:
+                # A cycle would keep the variables of its frames.
+                work.error = None
+        return work.result
+
+    def take(self, work: Work) -> None:
+        """Queues work. Its first turn is now, if there is time."""
+        self._works.append(work)
+        if len(self._works) == 1:
+            self._turns.take(self, self._origin)
+
+    def go_on(self, until: float) -> bool:
+        while self._works:
+            if self._works[0].go_on(until):
+                return True
+            self._works.popleft().completed()
+            if perf_counter() >= until:
+                break
+        return bool(self._works)
+
+    def completed(self) -> None:
+        """Each work was notified on its own."""
+
+
+START_SLICE_SECONDS = 0.003
+"""Time for starts between two rests. Starts run as tasks, so the slice is a number of them, by their mean time."""
+
+MAX_IN_SLICE = 32
+"""Most starts in a slice, in case the mean has suddenly become wrong."""
+
+FIRST_GUESS_SECONDS = 0.0005
+"""Mean time of a start before the first measurement."""
+
+WEIGHT = 0.2
+"""Weight of a slice in the mean."""
+
+
+class PacedCall(Protocol):
+    """A call with a handler, or a task waiting for its turn."""
+
+    def proceed(self) -> None:
+        """Starts, cancels or wakes it; it runs in the next pass."""
+
+
+class _Waiter:
+    """A task waiting for its turn."""
+
+    __slots__ = ("turn",)
+
+    def __init__(self) -> None:
+        self.turn = asyncio.get_running_loop().create_future()
+
+    def proceed(self) -> None:
+        if not self.turn.done():
+            self.turn.set_result(None)
+
+
+class StartQueue:
+    """The calls of one connection, or the items of one request, waiting for their turns in order."""
+
+    def __init__(self, scheduler: StartScheduler, origin: Hashable = "") -> None:
+        self._scheduler = scheduler
+        self.origin = origin
+        """The address of the client: its queues share its turns."""
+        self.waiting: dict[PacedCall, None] = {}
+        self.queued = False
+        """Whether the scheduler has this queue in its rotation, though it may be empty by then."""
+
+    def add(self, call: PacedCall) -> None:
+        """Has the call proceed once: now, if this slice has room, else in its turn."""
+        self._scheduler.add(self, call)
+
+    def add_later(self, call: PacedCall) -> None:
+        """Has the call proceed in its next turn. A call may ask for its next turn during a turn."""
+        self._scheduler.wait(self, call)
+
+    def remove(self, call: PacedCall) -> None:
+        """Forgets a call."""
+        self.waiting.pop(call, None)
+
+    async def turn(self) -> None:
+        """Waits for a turn of the running task. Returns at once if this slice has room and nobody else waits."""
+        if not self._scheduler.enter():
+            await self._wait()
+
+    async def turn_before_rest(self) -> None:
+        """Waits for a turn of the running task. Returns at once if no other task had a turn since the last rest.
+
+        For tasks that run for milliseconds: otherwise several of them would run in this pass.
+        """
+        if not self._scheduler.enter_before_rest():
+            await self._wait()
+
+    async def turn_if_late(self) -> None:
+        """Waits for another turn if the tasks before it in this pass took a whole slice: a mean of many cheap tasks
+        admits as many expensive ones. For a task in its turn."""
+        while self._scheduler.is_late:
+            await self._wait()
+
+    async def _wait(self) -> None:
+        waiter = _Waiter()
+        self._scheduler.wait(self, waiter)
+        try:
+            await waiter.turn
+        finally:
+            self.remove(waiter)
+
+
+class StartScheduler:
+    """The turns of all handlers of one server, or of all items of a router in one stage."""
+
+    def __init__(self) -> None:
+        self._queues = Rotation[StartQueue]()
+        self._mean = FIRST_GUESS_SECONDS
+        self._room = _room(self._mean)
+        self._proceeding = 0
+        """Calls that have proceeded in this slice."""
+        self._slice_began = 0.0
+        """When a slice began that no rest follows, since no call waits for the next slice."""
+        self._is_another_pass = True
+        """Whether a pass has ended since the last call entered."""
+        self._began = 0.0
+        self._planned = False
+
+    def add(self, queue: StartQueue, call: PacedCall) -> None:
+        """Has a call proceed now, if this slice has room and no other call waits, else in its turn."""
+        if self.enter():
+            call.proceed()
+        else:
+            self.wait(queue, call)
+
+    def enter(self) -> bool:
+        """Returns whether a call may proceed now. Counts it if so."""
+        if self._queues:
+            return False
+        if self._is_another_pass and not self._planned:
+            # Within a pass, slow calls must not have slice after slice.
+            now = perf_counter()
+            if now - self._slice_began > MAX_REST_SECONDS:
+                self._slice_began, self._proceeding = now, 0
+        if self._proceeding >= self._room:
+            return False
+        self._proceeding += 1
+        if self._is_another_pass:
+            self._is_another_pass = False
+            asyncio.get_running_loop().call_soon(self._pass)
+        return True
+
+    def _pass(self) -> None:
+        self._is_another_pass = True
+        self._begin()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the calls of this pass have taken a slice."""
+        return perf_counter() - self._began > START_SLICE_SECONDS
+
+    def enter_before_rest(self) -> bool:
+        """Returns whether a call may proceed now. No other may until the next rest is over."""
+        if self._planned:
+            return False
+        self._plan()
+        return True
+
+    def wait(self, queue: StartQueue, call: PacedCall) -> None:
+        """Has a call proceed in its turn, after a rest."""
+        queue.waiting[call] = None
+        if not queue.queued:
+            queue.queued = True
+            self._queues.add(queue.origin, queue)
+        if not self._planned:
+            self._plan()
+
+    def _plan(self) -> None:
+        self._planned = True
+        after_rest(self._slice)
+
+    def _slice(self) -> None:
+        self._proceeding = 0
+        self._planned = bool(self._queues)
+        if not self._queues:
+            return
+        loop, room = asyncio.get_running_loop(), self._room
+        # In the next pass these callbacks run in a row: begin, the tasks, end.
+        loop.call_soon(self._begin)
+        try:
+            while self._queues and self._proceeding < room:
+                self._proceed()
+        finally:
+            # If a call raises, the others still get their turns.
+            loop.call_soon(self._end, self._proceeding)
+
+    def _proceed(self) -> None:
+        """Gives the next queue a turn."""
+        _, queue = self._queues.take()
+        call = next(iter(queue.waiting), None)
+        if call is not None:
+            del queue.waiting[call]
+        if queue.waiting:
+            self._queues.add(queue.origin, queue)
+        else:
+            queue.queued = False
+        if call is not None:
+            self._proceeding += 1
+            call.proceed()
+
+    def _begin(self) -> None:
+        self._began = perf_counter()
+
+    def _end(self, proceeded: int) -> None:
+        if proceeded:
+            mean = (perf_counter() - self._began) / proceeded
+            self._mean += WEIGHT * (mean - self._mean)
+            self._room = _room(self._mean)
+        after_rest(self._slice)
+
+
+def _room(mean: float) -> int:
+    """Returns how many calls of a mean time fit into a slice."""
+    return max(1, min(MAX_IN_SLICE, int(START_SLICE_SECONDS / mean)))
+
+
+class Handshakes:
+    """Spaces the starts of TLS handshakes, in turn between addresses: each costs the event loop a millisecond, so a
+    flood of them must not delay streams."""
+
+    def __init__(self, per_second: float) -> None:
+        self._pause_seconds = 1 / per_second
+        self._waiting = Rotation[asyncio.Future[None]]()
+        self._next_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def turn(self, address: str) -> None:
+        """Waits until a client of this address may begin."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.add(address, turn)
+        self._plan()
+        await turn
+
+    def _plan(self) -> None:
+        if self._waiting and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(loop.time(), self._next_at), self._admit)
+
+    def _admit(self) -> None:
+        self._timer = None
+        while self._waiting:
+            _, turn = self._waiting.take()
+            # It is cancelled if the client has left.
+            if not turn.done():
+                turn.set_result(None)
+                self._next_at = asyncio.get_running_loop().time() + self._pause_seconds
+                break
+        self._plan()
