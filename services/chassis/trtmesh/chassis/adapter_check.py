@@ -1,4 +1,4 @@
-"""Checks the content of an adapter as far as it shows without reading a value."""
+"""Checks the content of an adapter without reading values."""
 
 from __future__ import annotations
 

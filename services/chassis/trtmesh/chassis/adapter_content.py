@@ -1,4 +1,4 @@
-"""The content of a LoRA adapter: two files as bytes, and the digest that is its version everywhere.
+"""The content of a LoRA adapter: two files as bytes, and their digest, the adapter's version.
 
 | format | configuration | weights |
 |---|---|---|
@@ -28,7 +28,7 @@ MOST_CONFIG_BYTES = 1 << 21
 """Largest configuration: room for MOST_MODULES rows of four int32 and their header."""
 
 UPLOAD_ACCEPTED = ("trtmesh-upload", "accepted")
-"""Initial metadata of an upload once the router takes its content: content on its way hides a refusal from gRPC."""
+"""Initial metadata of an upload accepted by the router: gRPC misses a refusal while sending content."""
 
 
 class FileNames(NamedTuple):
@@ -47,13 +47,13 @@ FILE_NAMES: Mapping[int, FileNames] = {
 _NPY_TYPES: dict[int, str] = {
     pb.DATA_TYPE_FP32: "<f4",
     pb.DATA_TYPE_FP16: "<f2",
-    # numpy has no bfloat16; TensorRT-LLM's files hold its bits as V2 too.
+    # numpy has no bfloat16; TensorRT-LLM's files hold the bits as V2 too.
     pb.DATA_TYPE_BF16: "|V2",
     pb.DATA_TYPE_INT32: "<i4",
 }
 
 _NPY_SIZES = {"<f4": 4, "<f2": 2, "|V2": 2}
-"""Bytes of a weight by its type in a file."""
+"""Bytes of a weight by the type in a file."""
 
 _NPY_LENGTHS = {b"\x93NUMPY\x01\x00": "<H", b"\x93NUMPY\x02\x00": "<I"}
 """Type of the header's length by the first bytes of a file."""
@@ -69,9 +69,9 @@ class AdapterContent:
 
     @classmethod
     def of_arrays(cls, weights: Tensor, config: Tensor) -> Self:
-        """The content of an adapter that a request brought as tensors of FP32, FP16, BF16 and INT32.
+        """Returns the content of an adapter from a request's tensors of FP32, FP16, BF16 and INT32.
 
-        Raises InvalidField for another type, or a configuration that is too large.
+        Raises InvalidField for another type, or for too large a configuration.
         """
         if len(file := _npy(config)) > MOST_CONFIG_BYTES:
             limit = f"at most {MOST_CONFIG_BYTES}"
@@ -91,7 +91,7 @@ class AdapterContent:
 
     @property
     def header(self) -> bytes:
-        """Format and sizes as text: the beginning of everything that the digest covers."""
+        """Format and sizes as text: the first bytes covered by the digest."""
         return f"{self.format} {len(self.config)} {len(self.weights)} ".encode()
 
     @property
@@ -150,7 +150,7 @@ _UNREADABLE = (
 
 
 def rank_of(content: AdapterContent) -> int:
-    """The largest rank in the configuration, which nobody has compared with the weights. Raises InvalidRequest."""
+    """Returns the largest rank in the configuration, not yet compared with the weights. Raises InvalidRequest."""
     reader = _peft_rank if content.format == pb.ADAPTER_FORMAT_PEFT else _array_rank
     try:
         return reader(content.config)
@@ -232,18 +232,19 @@ def _npy_header(data: bytes) -> tuple[Any, int]:
 
 
 def is_number(text: str) -> bool:
-    """Whether a reference to an adapter is its number; names have other characters too."""
+    """Returns whether a reference to an adapter is a number. Names contain other characters."""
     return text.isascii() and text.isdecimal()
 
 
 def number_of(name: str) -> int:
-    """The number of an adapter registered without one: equal in all routers, above those that clients choose."""
+    """Returns the number of an adapter registered without a number: equal in all routers, above the numbers of
+    clients."""
     digest = blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1 | 1 << 62
 
 
 def _npy(tensor: Tensor) -> bytes:
-    """A tensor as a .npy file of version 1.0, whose header ends at a multiple of 64 bytes. Raises InvalidField."""
+    """Returns a tensor as a .npy file of version 1.0, with a header padded to 64 bytes. Raises InvalidField."""
     if (kind := _NPY_TYPES.get(tensor.data_type)) is None:
         given = pb.DataType.Name(pb.DataType.ValueType(tensor.data_type))
         raise InvalidField.of("lora data_type", given, "FP32, FP16, BF16 or INT32")

@@ -49,7 +49,7 @@ def bracketed(host: str) -> str:
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, purpose: str = "listen") -> str:
-    """Binds `server` before its start; returns the address with the actual port. Raises StartupError."""
+    """Binds `server` before the start. Returns the address with the actual port. Raises StartupError."""
     try:
         return f"{bracketed(host)}:{server.add_insecure_port(f'{bracketed(host)}:{port}')}"
     except RuntimeError as error:
@@ -57,7 +57,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, purpose: str = "listen
 
 
 def bind(host: str, port: int, purpose: str = "listen") -> tuple[socket.socket, str]:
-    """Opens a listening socket; returns the socket and its address with the actual port. Raises StartupError."""
+    """Opens a listening socket. Returns the socket, and the address with the actual port. Raises StartupError."""
     try:
         listener = _bind(host.strip("[]"), port)
     except OSError as error:
@@ -113,7 +113,7 @@ def why_not_bound(purpose: str, host: str, port: int) -> StartupError:
 
 
 def why_not_address(text: str) -> str:
-    """What is wrong with a text that is no address, and the remedy."""
+    """Returns the problem with an invalid address, and the remedy."""
     if not text:
         return "it is empty"
     if "://" in text:

@@ -1,8 +1,8 @@
-"""Has the C library's allocator give the memory of large blocks back.
+"""Has the C library's allocator return the memory of large blocks.
 
-glibc maps a block apart above a threshold that grows with each such block that is freed, up to 32 MiB: after the first
-large messages all others come from the heap, which keeps what lies below the last one in use. With 20 clients that send
-messages of 6 MiB, this was 46 MiB.
+glibc maps blocks above a threshold separately, and raises the threshold, up to 32 MiB, with each large block freed. So
+after the first large messages all others come from the heap, and the heap keeps everything below the last used block:
+46 MiB with 20 clients and messages of 6 MiB.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import ctypes
 from time import perf_counter
 
 MAPPED_BYTES = 2**17
-"""Least size of a block that is mapped apart."""
+"""Least size of a separately mapped block."""
 TRIMMED_BYTES = 2**23
-"""Least free memory at the end of the heap that is given back."""
+"""Least free memory at the end of the heap to return."""
 
 GIVE_BACK_SECONDS = 0.02
-"""Between two searches for free pages: in that time a fast flood takes 20 MiB."""
+"""Between two searches for free pages. A fast flood takes 20 MiB meanwhile."""
 GIVING_SECONDS = 0.5
 """How long free pages are searched for after much was held."""
 MOST_SHARE = 0.1
@@ -35,11 +35,10 @@ def give_back_large_blocks() -> None:
 
 
 class FreePages:
-    """Gives free pages of the heap back while much is held, and for a while after.
+    """Returns free pages of the heap while much memory is held, and for a while after.
 
-    A few small blocks at the top of the heap keep the free pages below them from being returned. A flood that begins
-    with many small messages and goes on with few large ones would take twice what may be held: once in the heap, and
-    once in blocks that are mapped apart.
+    A few small blocks at the top of the heap would keep all free pages below. After a flood of many small messages,
+    then a few large ones, twice the allowed memory would be in use: in the heap, and in separately mapped blocks.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Secrets that a call carries as `authorization: Bearer <secret>`.
+"""Secrets of calls, sent as `authorization: Bearer <secret>`.
 
 They come from a file or from an environment variable, and never appear in an error message, a log line or a `repr`.
 """
@@ -22,9 +22,9 @@ class Bearer:
     """Printable ASCII without spaces: a single word of a metadata value."""
 
     what: ClassVar[str]
-    """What it is, in errors."""
+    """The kind of secret, for errors."""
     variable: ClassVar[str]
-    """Its environment variable."""
+    """The environment variable."""
 
     _text: str = field(repr=False)
 
@@ -42,8 +42,8 @@ class Bearer:
 
     @classmethod
     def read(cls, file: Path | None, environ: Mapping[str, str]) -> Self | None:
-        """The secret of `file`, else of the environment; None without either. Raises SettingsError for an invalid one,
-        because ignoring it would leave a door open, or a call without its key."""
+        """Returns the secret of `file`, else of the environment, or None. Raises SettingsError for an invalid secret,
+        because ignoring the secret would leave a door open, or a call without a key."""
         if file is not None:
             source = f"the {cls.what} file {file}"
             return cls.of(_read(file, source), source)
@@ -80,7 +80,7 @@ class ApiKey(Bearer):
 def _read(file: Path, source: str) -> str:
     try:
         with file.open(encoding="ascii", errors="replace") as lines:
-            # One character over the limit, and the end of the line.
+            # A character beyond the limit, and the end of the line.
             return lines.read(MAX_LENGTH + 2)
     except OSError as error:
         raise SettingsError(f"cannot read {source}: {error.strerror}") from error

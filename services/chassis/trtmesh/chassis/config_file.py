@@ -15,16 +15,16 @@ SECTIONS = frozenset({"mesh", "router", "tokenizer", "engine"})
 
 
 ADDRESSES = frozenset({"router.engines", "router.tokenizers", "mesh.engines_at"})
-"""Settings that list addresses, and files of them."""
+"""Settings with lists of addresses, and files of addresses."""
 
 FILE_ENTRY = "file:"
-"""Begins an entry of ADDRESSES that names a file."""
+"""Begins the name of a file among ADDRESSES."""
 
 LISTS = ADDRESSES | {
     *("mesh.models", "router.adapters.roots"),
     *("router.foreign.model_dirs", "engine.foreign.model_dirs"),
 }
-"""Settings that may be a text with commas."""
+"""Settings given as a list or as a text with commas."""
 
 PATHS = frozenset(
     {
@@ -42,7 +42,7 @@ PATHS = frozenset(
         ),
     }
 )
-"""Settings that name files and directories, or list them: in a file relative paths begin at its directory."""
+"""Settings with names of files and directories. In a file, relative paths begin at the file's directory."""
 
 
 def read_config_file(file: Path) -> dict[str, dict[str, object]]:
@@ -103,7 +103,7 @@ def load_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys; SafeLoader silently keeps the last one."""
+    """Refuses duplicate keys; SafeLoader silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002 - PyYAML's
         seen: set[object] = set()
@@ -121,6 +121,6 @@ class _Loader(yaml.SafeLoader):
 def suggestion(
     name: str, known: Sequence[str] | Mapping[str, object] | frozenset[str] | set[str]
 ) -> str:
-    """The end of a message about `name`: which of `known` was probably meant, or nothing."""
+    """Returns the end of a message about `name`: the probably intended name of `known`, or ''."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,4 +1,4 @@
-"""Why a channel has no connection, in words: from what gRPC's core says of its last attempt."""
+"""Explains why a channel has no connection, from the last error of gRPC's core."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trtmesh.chassis.errors import SettingsError, Unavailable, Unsupported
 
 
 class WrongConnection(Unavailable):
-    """Something answers at the address, but not to a client that connects as this one does."""
+    """Something answers at the address, but rejects this client's way of connecting."""
 
 
 class WrongService(Unsupported):
-    """The server at the address does not have the call: it serves something else, or is of another release."""
+    """The server at the address lacks the call: another service, or another release."""
 
 
 ABSENT = (
@@ -29,7 +29,7 @@ ABSENT = (
         "it closes connections of this kind: it speaks TLS, wants a certificate, or is ending",
     ),
 )
-"""What gRPC says of an address where no server answers, and what that means."""
+"""gRPC's errors for an address without a server, with their meaning."""
 
 WRONG = (
     (r"WRONG_VERSION_NUMBER", "it speaks plain text: connect without TLS"),
@@ -44,7 +44,7 @@ WRONG = (
     (r"OPENSSL_internal:(?P<why>\w+)", "it ends the TLS handshake ({why}): give what it asks for"),
     (r"ALPN|http1\.x|Failed parsing HTTP/2", "it serves no gRPC: name a port for gRPC"),
 )
-"""What gRPC says of a server that does not fit, and what that means."""
+"""gRPC's errors for an unsuitable server, with their meaning."""
 
 
 def check_address(address: str, setting: str = "address") -> None:
@@ -58,7 +58,7 @@ def check_address(address: str, setting: str = "address") -> None:
 
 
 def service_error(address: str, details: str) -> WrongService | None:
-    """The error for a call that the server does not know; None where it knows the call and refuses it."""
+    """Returns the error for a call unknown to the server, or None for a refused call."""
     if not re.match(r"(?i)method not (found|implemented)|unknown (service|method)", details):
         return None
     return WrongService(
@@ -67,7 +67,7 @@ def service_error(address: str, details: str) -> WrongService | None:
 
 
 def connection_error(address: str, details: str) -> Unavailable | None:
-    """The error for a call that found no connection; None for any other failure."""
+    """Returns the error for a call without a connection, or None for any other failure."""
     if not re.search(r"failed to connect|errors resolving|DNS resolution failed", details):
         return None
     for kind, table in ((WrongConnection, WRONG), (Unavailable, ABSENT)):

@@ -15,7 +15,7 @@ beside other processes (`bench/README.md`, busy machine)."""
 
 
 def threads_for(weights: int, cores: int) -> int:
-    """Threads of an engine that has `cores` and so many bytes of weights. Not by the load of the moment: two engines
+    """Returns the threads of an engine by `cores` and bytes of weights. Independent of the present load: two engines
     agree to the last bit with equal threads only."""
     return max(1, min(cores, weights // BYTES_PER_THREAD))
 
@@ -35,7 +35,7 @@ def physical_cores() -> int:
 
 
 def granted_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
-    """Cores that the cgroups around this process grant; infinite without a limit."""
+    """Returns the cores granted by the cgroups of this process: infinite without a limit."""
     names = own.read_text().splitlines() if own.is_file() else []
     path = next((name.removeprefix("0::/") for name in names if name.startswith("0::/")), "")
     group = root / path

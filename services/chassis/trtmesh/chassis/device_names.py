@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 AUTO = "auto"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""The variable by which CUDA shows a process some devices only."""
+"""The variable that limits a process to some devices of CUDA."""
 
 _WORDS = (AUTO, "cpu", "cuda")
 _NUMBERED = re.compile(r"cuda:(0|[1-9]\d{0,2})")
@@ -21,7 +21,7 @@ _FORMS = "auto, cpu, cuda, cuda:NUMBER, or a GPU-... or MIG-... as `nvidia-smi -
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """A device by name; whether it is there, only its user finds out. Raises ValueError for what is no name."""
+    """A device by name, not checked for presence. Raises ValueError for an invalid name."""
 
     text: str
 
@@ -31,13 +31,13 @@ class DeviceName:
 
     @property
     def number(self) -> int | None:
-        """The place among the GPUs that a process sees, where the name is one."""
+        """The place among the visible GPUs, if the name is a place."""
         match = _NUMBERED.fullmatch(self.text)
         return int(match[1]) if match else None
 
     @property
     def is_identity(self) -> bool:
-        """Whether the name is that of one GPU, or of one MIG device, whatever else a process sees."""
+        """Whether the name identifies a GPU or MIG device independently of the visible devices."""
         return bool(_IDENTITY.fullmatch(self.text))
 
     @property
@@ -51,7 +51,7 @@ class DeviceName:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNames:
-    """Devices that share one model, by names between commas. Raises ValueError for what is no name."""
+    """Devices for a model, by names between commas. Raises ValueError for an invalid name."""
 
     text: str
 
@@ -71,4 +71,4 @@ def _parsed(value: object) -> DeviceNames:
 
 
 Devices = Annotated[DeviceNames, BeforeValidator(_parsed), PlainSerializer(str, return_type=str)]
-"""The names of one device or several as a setting."""
+"""Returns the names of devices in the form of the setting."""

@@ -1,9 +1,9 @@
-"""Environment variables that libraries read when they are first imported: entry points import this module before all
-others. What the operator set stays.
+"""Sets environment variables for libraries, unless the operator has set them. Libraries read them on import, so entry
+points import this module first.
 
-gRPC's core writes lines of its own on standard error, although every failed call has an error; the event engine of the
-pinned grpcio costs asyncio programs 10 to 30 % of their throughput (`bench/README.md`). A thread of OpenMP that spins
-until the others come takes the core that these need.
+gRPC's core writes own lines to standard error, although every failed call has an error. The event engine of the pinned
+grpcio costs asyncio programs 10 to 30 % of their throughput (`bench/README.md`). Waiting threads of OpenMP would spin
+on cores needed by the others.
 """
 
 import os

@@ -16,9 +16,9 @@ import grpc
 from trtmesh.chassis.quoting import cut, cut_inside
 
 MAX_PROBLEM_CHARACTERS = 768
-"""Longest problem: percent-encoded it still fits the metadata that gRPC's clients take."""
+"""Longest problem. Percent-encoded, even this fits the metadata limit of gRPC's clients."""
 MAX_FIELDS = 16
-"""Most fields that an error names."""
+"""Most fields in an error."""
 
 
 class TrtmeshError(Exception):
@@ -46,12 +46,12 @@ class TrtmeshError(Exception):
         super().__init__(problem)
         self.problem = problem
         self.fields = tuple(map(cut, (fields or ((field,) if field else ()))[:MAX_FIELDS]))
-        """Paths below GenerationConfig or the message that was sent, such as `sampling.top_p`."""
+        """Paths below GenerationConfig or the request message, such as `sampling.top_p`."""
         self.value = cut(value)
         """The value as a Python literal, cut."""
         self.limit = cut_inside(limit, MAX_PROBLEM_CHARACTERS)
         self.limit_field = limit_field
-        """The field that sets the limit, or ''."""
+        """The field of the limit, or ''."""
         self.batch_index = batch_index
         """The item to blame for the failure of the whole request."""
         self.worker = cut(worker)
@@ -80,14 +80,14 @@ class TrtmeshError(Exception):
         return self.message
 
     def of_item(self, batch_index: int) -> Self:
-        """A copy of the error that blames one item."""
+        """Returns a copy of the error for an item."""
         error = copy.copy(self)
         error.batch_index = batch_index
         return error
 
     @property
     def row(self) -> ErrorRow:
-        """The table's row of the class or its nearest base."""
+        """Returns the table's row of the class or of the nearest base."""
         return next(ROW_BY_CLASS[kind] for kind in type(self).__mro__ if kind in ROW_BY_CLASS)
 
     @property
@@ -125,7 +125,7 @@ class OutOfBlocks(InvalidRequest):
 
 
 class Unsupported(TrtmeshError):
-    """This process cannot do what is requested."""
+    """This process does not support the request."""
 
 
 class UnsupportedField(Unsupported):
@@ -227,7 +227,7 @@ class AdaptersFull(Exhausted):
 
 
 class RateLimited(Exhausted):
-    """A caller has used up a limit of its own."""
+    """A caller has exhausted an own limit."""
 
 
 class SlowClient(Exhausted):
@@ -247,7 +247,7 @@ class InternalError(TrtmeshError):
 
 
 class AdapterBroken(InternalError):
-    """A registered adapter cannot be loaded; its operator must mend it."""
+    """A registered adapter cannot be loaded. The operator must repair the adapter."""
 
 
 class BackendFailed(InternalError):
@@ -264,11 +264,11 @@ def _shown(value: object) -> str:
 
 
 STARTUP_ERROR_PREFIX = "trtmesh {section}: error: "
-"""Start of the line on standard error with which a service process ends."""
+"""Start of the last line on standard error of a service process."""
 
 
 class StartupError(Exception):
-    """The process cannot start: it prints the message and exits with `exit_status`."""
+    """The process cannot start: prints the message and exits with `exit_status`."""
 
     exit_status = 1
 
@@ -313,7 +313,7 @@ class Blame(Enum):
     PEER = "peer"
     """A worker or a tokenizer failed."""
     OPERATOR = "operator"
-    """The one who runs the mesh must mend something."""
+    """The operator of the mesh must repair something."""
     DEFECT = "defect"
     """A defect of this software."""
     UNKNOWN = "unknown"
@@ -330,7 +330,7 @@ class ErrorRow:
     reason: str
     blame: Blame
     movable: bool = False
-    """Another worker may continue a sequence that ended with this error."""
+    """Another worker may continue a sequence after this error."""
     back_pressure: bool = False
     """The worker is healthy: the error does not use up an attempt of the item."""
 

@@ -1,7 +1,7 @@
 """Fingerprint of a tokenizer: processes with equal fingerprints encode and decode identically.
 
-Only parts that affect ids and text are hashed. A reformatted file, a new chat template or another `model_max_length`
-keeps the fingerprint. The tokenizer and its library are not loaded.
+The hash covers the parts with an effect on ids and text. A reformatted file, a new chat template or another
+`model_max_length` keeps the fingerprint. No tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ CONFIG_PARTS = (
 
 
 ANY_TOKENIZER = "any"
-"""Reported by a worker whose tokens suit every tokenizer: one without a model."""
+"""Reported by a worker without a model, suitable for every tokenizer."""
 
 
 def tokenizer_fits(worker: str, mesh: str) -> bool:
-    """Whether a worker takes ids of the mesh's tokenizer. A mesh without one passes on ids of its clients; a worker
-    with an unknown tokenizer fits none."""
+    """Returns whether a worker takes ids of the mesh's tokenizer. A mesh without a tokenizer passes on ids of clients;
+    a worker with an unknown tokenizer fits no tokenizer."""
     return not mesh or worker in (mesh, ANY_TOKENIZER)
 
 

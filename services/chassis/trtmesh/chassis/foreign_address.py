@@ -1,4 +1,4 @@
-"""Addresses of foreign engines, which speak a contract of their own: `vllm://host:port`."""
+"""Addresses of foreign engines, with another contract: `vllm://host:port`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from trtmesh.chassis.addresses import Address
 
 ENGINES = ("vllm", "sglang", "trtllm")
-"""Engines with a contract that a bridge speaks."""
+"""Engines supported by a bridge."""
 
 MARK = "://"
 
@@ -37,10 +37,10 @@ def is_foreign(text: str) -> bool:
 
 
 def parse_engine(text: str) -> Address | ForeignAddress:
-    """Parses the address of an engine of ours, host:port, or of a foreign one. Raises ValueError."""
+    """Parses the address of an engine, host:port, or of a foreign engine. Raises ValueError."""
     return ForeignAddress.parse(text) if is_foreign(text) else Address.parse(text)
 
 
 def host_of(parsed: Address | ForeignAddress) -> Address:
-    """Where an engine listens, without its contract."""
+    """Returns the host and port of an engine, without the contract."""
     return parsed.address if isinstance(parsed, ForeignAddress) else parsed

@@ -19,10 +19,10 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class _Statuses(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped library
-    """Tells the statuses of services.
+    """Serves the statuses of services.
 
-    Unlike with the library's servicer, a watcher that reads nothing holds up no change, and one that leaves takes no
-    news from the others.
+    Unlike with the library's servicer, a watcher that does not read delays no change, and a leaving watcher takes no
+    update from others.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,9 @@ class _Statuses(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untype
 
 
 class Health:
-    """Combines the components of a process into one grpc.health.v1 status.
+    """Combines the components of a process into a status of grpc.health.v1.
 
-    The component `start` is unhealthy until the process reports it well.
+    The component `start` is unhealthy until the process reports otherwise.
     """
 
     def __init__(self, service_names: Sequence[str]) -> None:
@@ -86,7 +86,8 @@ class Health:
             await self._publish()
 
     async def tell(self, part: str, problem: str) -> None:
-        """Publishes the state of a part as a service of its own name; the process serves with a problem there."""
+        """Publishes the state of a part as a service by the part's name. A problem there does not affect the
+        process."""
         if self._parts.get(part) != problem:
             self._parts[part] = problem
             self._statuses.set(part, _NOT_SERVING if problem else _SERVING)

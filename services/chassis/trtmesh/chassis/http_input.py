@@ -1,7 +1,7 @@
-"""What a client sends over HTTP/1.1, on its way to aiohttp: in turns, one request at a time, and counted.
+"""Passes input over HTTP/1.1 on to aiohttp: in turns, a request at a time, and counted.
 
-aiohttp parses whatever a read brings, and keeps 32 requests with their bodies while one is served. Behind this
-transport it gets small pieces, each connection in its turns, and nothing behind a request that has not begun.
+aiohttp parses the input of a read at once, and keeps 32 requests with bodies while a request is served. This transport
+passes on small pieces, each connection in turn, and holds back everything behind a waiting request.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ log = logging.getLogger(__name__)
 occasionally = Occasionally(log)
 
 PIECE_BYTES = 2**12
-"""Bytes that are parsed at once: as chunks of a single byte they take aiohttp a millisecond, most of it in the handler
-that reads them. Of a body that is only copied, all that is there."""
+"""Bytes parsed at once. As chunks of a single byte they take aiohttp a millisecond, mostly in the reading handler.
+Content of a body without chunks is only copied, all at once."""
 
 
 MAX_FRAMING_BYTES = 2**15
-"""Most bytes of chunk sizes, extensions and trailers beyond as many bytes of their body: several times the longest
-header. Chunks of less than five bytes reach it, whose CPU is a hundred times that of a body in one piece."""
+"""Most bytes of chunk sizes, extensions and trailers in excess of the bytes of the body: several times the longest
+header. Chunks of less than five bytes exceed this; they take a hundred times the CPU of a body in one piece."""
 
 
 class Reader(Protocol):
-    """Parses what a client sends."""
+    """Parses the input of a client."""
 
     @property
     def request_waits(self) -> bool:
-        """Whether a request was parsed that has not begun."""
+        """Whether a parsed request waits to begin."""
 
     @property
     def in_head(self) -> bool:
-        """Whether what comes next belongs to no body."""
+        """Whether the next bytes belong to no body."""
 
     @property
     def body_received(self) -> int:
@@ -46,14 +46,14 @@ class Reader(Protocol):
 
     @property
     def body_left(self) -> int:
-        """Bytes that belong to a body and are only copied."""
+        """Bytes of a body to come, only copied."""
 
     def parse(self, piece: bytes) -> None:
         """Takes the next bytes."""
 
 
 class InputTransport:
-    """A client's transport, whose input reaches its reader in turns. All else is the transport's own."""
+    """Wraps a client's transport, so that the input reaches the reader in turns."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class InputTransport:
         self._account = budget.account(self._shed)
         self._waiting = SendBuffer()
         self._head_bytes = 0
-        """Bytes of a head that is not complete."""
+        """Bytes of an incomplete head."""
         self._framing_bytes = 0
-        """Bytes within a body that do not belong to it, less those that do; at least 0."""
+        """Bytes of framing within a body less the bytes of content, at least 0."""
         self._wanted = True
         """Whether aiohttp has room for more."""
         self._has_turns = False
@@ -82,7 +82,7 @@ class InputTransport:
         return getattr(self._transport, name)
 
     def receive(self, data: bytes) -> None:
-        """Takes what was read."""
+        """Takes input."""
         self._waiting.append(data)
         self._take_turns()
         self._settle()
@@ -92,24 +92,24 @@ class InputTransport:
         self._settle()
 
     def resume_reading(self) -> None:
-        # aiohttp says so at each chunk that is read.
+        # aiohttp calls this for each chunk read.
         if not self._wanted:
             self._wanted = True
             self.go_on_soon()
 
     def go_on_soon(self) -> None:
-        """Has what waits parsed after this callback, in which the parser may be at work."""
+        """Has the waiting input parsed after this callback, since the parser may be active."""
         if self._waiting.size:
             asyncio.get_running_loop().call_soon(self._take_turns)
         self._settle()
 
     def drop(self) -> None:
-        """Forgets what waits: the connection is lost."""
+        """Forgets the waiting input: the connection is lost."""
         self._waiting.clear()
         self._account.close()
 
     def go_on(self, until: float) -> bool:
-        """Parses pieces, in one of the connection's turns."""
+        """Parses pieces, during a turn of the connection."""
         late = False
         try:
             while self._has_work and not late:
@@ -155,7 +155,7 @@ class InputTransport:
                 self.completed()
 
     def _settle(self) -> None:
-        """Counts what waits, and reads on if nothing does."""
+        """Counts the waiting input, and reads on if there is none."""
         change = self._waiting.size + self._head_bytes - self._account.held
         if change:
             self._account.add(change)

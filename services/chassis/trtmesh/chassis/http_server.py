@@ -36,11 +36,11 @@ MAX_LINE_BYTES = 8190
 MAX_HEADERS = 128
 """Most headers of a request."""
 MAX_SEGMENTS = 32
-"""Most parts of a path. aiohttp looks for a handler by each beginning of it, 20 ms for a path of slashes."""
+"""Most parts of a path. aiohttp looks for a handler by each prefix: 20 ms for a path of slashes."""
 SERVER = "trtmesh"
 """In the header of this name, in place of aiohttp's and Python's versions."""
 MAX_PROBLEM_CHARACTERS = 128
-"""Longest report of bytes that are no request."""
+"""Longest report of an invalid request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class HttpLimits:
 
 
 class HttpServer:
-    """Serves an application from `open` to `close`. A client that disconnects cancels its request."""
+    """Serves an application from `open` to `close`. A disconnect cancels the client's request."""
 
     def __init__(
         self, app: web.Application, limits: HttpLimits, tls: ServerTls | None = None
@@ -71,7 +71,7 @@ class HttpServer:
         self.turns = ParseScheduler()
         self.start_scheduler = StartScheduler()
         self.budget = Budget(limits.held_bytes)
-        """For handlers to count the bodies that they hold."""
+        """For handlers to count bodies in memory."""
         self.occasionally = Occasionally(log)
         self.draining = False
         self._open: set[_Connection] = set()
@@ -83,7 +83,7 @@ class HttpServer:
         self._listener: asyncio.Server | TlsListener | None = None
 
     def listen(self, host: str, port: int, purpose: str) -> tuple[str, int]:
-        """Takes the address; returns it and its port. Raises StartupError."""
+        """Binds the address. Returns the address and port. Raises StartupError."""
         self._socket, address = bind(host, port, purpose)
         return address, self._socket.getsockname()[1]
 
@@ -96,8 +96,8 @@ class HttpServer:
         self._listener = await serve(self._socket, self._connection, self._tls)
 
     def retire_connections(self) -> None:
-        """Has every client open a connection for its next request, maybe to another process: from now on each answer
-        is the last of its connection."""
+        """Has every client open another connection for the next request, maybe to another process: from now on each
+        answer is the last of a connection."""
         self.draining = True
         for connection in [*self._open]:
             connection.retire()
@@ -125,7 +125,7 @@ class HttpServer:
             self._socket.close()
 
     async def turn(self, request: web.BaseRequest) -> None:
-        """Waits for another turn of a handler, which has waited for its client: it no longer begins in its first."""
+        """Waits for another turn of the running handler, which has waited for the client since the first turn."""
         await _connection_of(request).turn()
 
     def _connection(self) -> _Connection:
@@ -134,7 +134,7 @@ class HttpServer:
 
 
 def _begun_in_turn(handle: _Handle) -> _Handle:
-    """Has each request begin when its connection lets it: to find a handler takes time, too."""
+    """Has each request begin in a turn of the connection: the search for a handler takes time, too."""
 
     async def begin(request: web.BaseRequest) -> web.StreamResponse:
         await _connection_of(request).begin(request)
@@ -148,8 +148,8 @@ def _begun_in_turn(handle: _Handle) -> _Handle:
 
 
 def _misframed(request: web.BaseRequest) -> web.StreamResponse | None:
-    """The last answer of a connection whose requests may end elsewhere than they seem to, or whose answers it may not
-    understand; None for one that speaks HTTP/1.1 or HTTP/1.0."""
+    """Returns a refusal that ends the connection, if the end of a request is ambiguous or the client may not understand
+    answers. Returns None for HTTP/1.1 and HTTP/1.0."""
     major, minor = request.version
     if (major, minor) not in (HttpVersion11, HttpVersion10):
         status = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
@@ -193,11 +193,11 @@ class _Connection(web.RequestHandler):
         self._input: InputTransport | None = None
         """None unless the connection is admitted and open."""
         self._body: StreamReader | None = None
-        """Of the last request that has begun."""
+        """Of the latest begun request."""
         self._length = 0
-        """Of this body; 0 if it comes in chunks."""
+        """Of this body; 0 for chunks."""
         self.request_waits = False
-        """Whether a request was parsed that has not begun."""
+        """Whether a parsed request waits to begin."""
         self.answers = False
         """Whether the answer to the present request has begun."""
         self._was_used = False
@@ -230,7 +230,7 @@ class _Connection(web.RequestHandler):
         if data and self._input is not None:
             self._input.receive(data)
         else:
-            # aiohttp goes on with what its parser has kept.
+            # aiohttp continues with input kept by the parser.
             super().data_received(data)
 
     def parse(self, piece: bytes) -> None:
@@ -242,7 +242,7 @@ class _Connection(web.RequestHandler):
 
     @property
     def in_head(self) -> bool:
-        """Whether what comes next belongs to no body."""
+        """Whether the next bytes belong to no body."""
         return not self.request_waits and (self._body is None or self._body.is_eof())
 
     @property
@@ -252,18 +252,18 @@ class _Connection(web.RequestHandler):
 
     @property
     def body_left(self) -> int:
-        """Bytes that belong to a body and are only copied; 0 for chunks."""
+        """Bytes of a body to come, only copied; 0 for chunks."""
         return self._length - self._body.total_bytes if self._body is not None else 0
 
     def retire(self) -> None:
-        """Ends the connection if it idles between two requests. Another one ends with its present or first answer."""
+        """Ends the connection now if idle between two requests, else with the present or first answer."""
         if self._waiter is not None and self._was_used and not self._messages:
             self.force_close()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Ends the connection after an answer that began before the server drained."""
+        """Ends the connection after an answer begun before the drain."""
         if self._server.draining:
             resp.force_close()
         return await super().finish_response(request, resp, start_time)
@@ -273,7 +273,7 @@ class _Connection(web.RequestHandler):
         await self._starts.turn_before_rest()
 
     async def begin(self, request: web.BaseRequest) -> None:
-        """Waits for the turn of a request, then takes its body."""
+        """Waits for the turn of a request, then takes the body."""
         await self.turn()
         self._was_used = True
         self._body, self._length = request.content, request.content_length or 0
@@ -283,14 +283,14 @@ class _Connection(web.RequestHandler):
             self._input.go_on_soon()
 
     def _refuse(self, transport: asyncio.Transport, problem: str) -> None:
-        """Answers before a request is read, which its parser would need memory for."""
+        """Answers before reading the request, since parsing would take memory."""
         self._server.occasionally(
             "full", logging.WARNING, "connection of %s refused: %s", self._host, problem
         )
         self._end_with(transport, b"503 Service Unavailable\r\nRetry-After: 1", problem)
 
     def _refuse_body(self) -> None:
-        """Ends the connection, and its handler, since no one can tell where the body ends."""
+        """Ends the connection and the handler, since nobody knows where the body ends."""
         problem = "the body is malformed: its chunks or trailers are no HTTP/1.1"
         self._server.occasionally("body", logging.INFO, "request of %s: %s", self._host, problem)
         transport = self.transport
@@ -320,7 +320,7 @@ class _Connection(web.RequestHandler):
         self._forget_stall()
 
     def _watch_reading(self) -> None:
-        """Looks again after the time in which the client must have read something."""
+        """Looks again after the time for a client to read something."""
         assert self.transport is not None
         self._unread_bytes = self.transport.get_write_buffer_size()
         self._stalled = self._loop.call_later(
@@ -351,9 +351,8 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answers bytes that are no request of HTTP/1.1: TLS, HTTP/2, or a head beyond the limits.
-
-        A defect of a handler is left to aiohttp, which logs its traceback.
+        """Answers an invalid request: TLS, HTTP/2, or a head beyond the limits. aiohttp answers a defect of a handler,
+        and logs the traceback.
         """
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)

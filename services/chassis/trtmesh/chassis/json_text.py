@@ -7,7 +7,7 @@ from typing import Any
 
 
 def load_json(text: str | bytes) -> Any:
-    """Raises json.JSONDecodeError, also for what is nested too deeply."""
+    """Raises json.JSONDecodeError, also for too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError:

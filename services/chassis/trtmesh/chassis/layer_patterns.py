@@ -1,4 +1,4 @@
-"""The patterns of PEFT configurations that give some layers a rank or alpha of their own, matched in linear time.
+"""The patterns of PEFT configurations for the rank or alpha of some layers, matched in linear time.
 
 PEFT takes any regular expression, and some take exponential time. Here a pattern has alternatives, separated by `|` at
 the top level or in one group, of these tokens:
@@ -40,13 +40,13 @@ class _Alternative:
 
     tokens: Tokens
     is_anchored: bool
-    """Whether it matches whole names only."""
+    """Whether the pattern matches whole names only."""
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Fixed(_Alternative):
-    """Matches names of one length, which tells where the match begins."""
+    """Matches names of a given length, since the length tells the start of the match."""
 
     expression: re.Pattern[str]
 
@@ -84,7 +84,7 @@ class _Repeating(_Alternative):
 
 
 class LayerPatterns:
-    """Values by pattern: the first that matches the end of a layer's name counts, as in PEFT."""
+    """Values by pattern. The first match with the end of a layer's name counts, as in PEFT."""
 
     def __init__(self, field: str, values: Mapping[str, float]) -> None:
         """Raises UnsupportedField for a pattern outside the syntax, or too many."""
@@ -139,7 +139,7 @@ class LayerPatterns:
 
 
 def _alternatives(pattern: str) -> Iterator[tuple[str, ...]]:
-    """The alternatives, each in parts that are tokens of their own."""
+    """Returns the alternatives, each as a list of tokens."""
     if found := _GROUP.fullmatch(pattern):
         head, group, tail = found.groups()
         return ((head, each, tail) for each in group.split("|"))

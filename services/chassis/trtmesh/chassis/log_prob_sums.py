@@ -1,7 +1,7 @@
 """Adds log-probabilities in float32, token by token.
 
-A sum that is rounded after each token as messages carry it does not depend on how tokens are grouped into messages, and
-another worker or router continues it exactly.
+Rounding after each token, as in messages, makes the sum independent of the grouping of tokens into messages. So another
+worker or router continues the sum exactly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import accumulate
 
 
 def next_sum(total: float, log_prob: float) -> float:
-    """The sum after one more token; an infinity where it exceeds a float32."""
+    """Returns the sum after another token: infinite beyond float32."""
     return c_float(total + log_prob).value
 
 

@@ -26,7 +26,7 @@ _caller: ContextVar[str] = ContextVar("caller", default=NO_CALLER)
 
 
 class Bound:
-    """A block whose records have a value. A class, because every call has one and a generator costs more."""
+    """Adds a value to the records of a block. A class, because a generator would cost every call more."""
 
     __slots__ = ("_token", "_value", "_variable")
 
@@ -41,7 +41,7 @@ class Bound:
 
 
 def request_id_bound(request_id: str) -> Bound:
-    """Adds `request_id` to every record of the block, in this task and the tasks it starts."""
+    """Adds `request_id` to every record of the block, in this task and the tasks started there."""
     return Bound(_request_id, cut(request_id) or "-")
 
 
@@ -103,7 +103,7 @@ class TextFormatter(_ServiceFormatter):
 
 
 class JsonFormatter(_ServiceFormatter):
-    """One JSON object per line, with the same parts, in ASCII: JSON's own escapes are the only ones."""
+    """A JSON object per line, with the same parts, in ASCII, so escaped by JSON alone."""
 
     def format(self, record: logging.LogRecord) -> str:
         parts = {
@@ -121,7 +121,7 @@ class JsonFormatter(_ServiceFormatter):
 
 
 class Occasionally:
-    """Logs at most one line of a kind in a period, with the number of lines left out before it."""
+    """Logs at most a line of a kind in a period, with the number of lines left out before."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Occasionally:
         self._left_out: dict[str, int] = {}
 
     def __call__(self, kind: str, level: int, message: str, *parts: object) -> None:
-        """`kind` is one of few words of the code, never a peer's."""
+        """`kind` comes from few words of the code, never from a peer."""
         if not self._log.isEnabledFor(level):
             return
         now = self._clock()

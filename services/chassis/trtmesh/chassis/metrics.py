@@ -1,4 +1,4 @@
-"""A fast histogram for Prometheus, and its usual buckets."""
+"""A fast histogram for Prometheus, and the usual buckets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Histogram:
     def add_to(
         self, family: HistogramMetricFamily | None, label: str, value: str
     ) -> HistogramMetricFamily:
-        """Adds the histogram to the family of those that differ in one label; None begins it."""
+        """Adds the histogram to a family of histograms by a label. Begins the family if None."""
         if family is None:
             family = HistogramMetricFamily(self._name, self._text, labels=[label])
         family.add_metric([value], self._buckets(), self._sum)

@@ -18,7 +18,7 @@ LIMITS = HttpLimits(
     max_open=64, max_per_address=64, held_bytes=2**20, idle_seconds=30.0, unread_seconds=10.0
 )
 REST = 4
-"""Rest after a rendering, in durations of it: scrapes without pause take a fifth of a core."""
+"""Rest after a rendering, in multiples of the rendering time: continuous scrapes take a fifth of a core."""
 
 
 @asynccontextmanager
@@ -48,7 +48,7 @@ async def metrics_endpoint(
 
 
 class _Rendering:
-    """Renders in a thread, once for all scrapes that wait."""
+    """Renders in a thread, once for all waiting scrapes."""
 
     def __init__(self, render: Callable[[], bytes]) -> None:
         self._render = render
@@ -61,7 +61,7 @@ class _Rendering:
         loop = asyncio.get_running_loop()
         arrived = loop.time()
         async with self._turn:
-            # A rendering that began earlier may lack what the scraper did before.
+            # A rendering already begun may lack the latest changes.
             if self._began <= arrived:
                 await asyncio.sleep(self._rested - loop.time())
                 self._began = loop.time()

@@ -1,4 +1,4 @@
-"""What is often given in place of a model directory, told apart before anything is loaded."""
+"""Recognises common mistakes in place of a model directory, before loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECKED_FILES = ("*.json", "*.model", "*.safetensors", "*.txt")
 
 
 def check_model_dir(model_dir: Path) -> None:
-    """Raises ModelUnusable, with what to do, unless this is a directory with the contents of its files."""
+    """Raises ModelUnusable, with a remedy, unless this is a directory with the real files."""
     if model_dir.suffix == ".gguf":
         raise ModelUnusable(f"{model_dir} {_of_llama_cpp(model_dir.name)}")
     if not model_dir.is_dir():
@@ -52,5 +52,5 @@ def _is_pointer(file: Path) -> bool:
         with file.open("rb") as content:
             return content.read(len(POINTER_START)) == POINTER_START
     except OSError:
-        # Whoever needs the file reports it.
+        # The reader of the file reports the error.
         return False

@@ -1,6 +1,6 @@
 """Lists of numbers, converted in pieces: other threads run in between.
 
-To convert a million numbers in one go holds the interpreter for 50 ms.
+Converting a million numbers at once holds the interpreter for 50 ms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PIECE_NUMBERS = 2**13
 
 
 def ids_of(field: Sequence[int]) -> array[int]:
-    """A copy of a list of ids: four bytes each, of which a tuple with its numbers takes forty."""
+    """Returns a copy of a list of ids, of four bytes each. A tuple would take forty."""
     ids = array("I")
     for piece in pieces(field):
         ids.extend(piece)

@@ -1,5 +1,5 @@
-"""Output that waits for a stream: what is added while a write is in flight, or in a burst within a few passes of the
-event loop, leaves in one message."""
+"""Output waiting for a stream. Items added during a write, or in a burst within a few passes of the event loop, share a
+message."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any, Generic, TypeVar
 
 MAX_ITEMS = 256
 MAX_BYTES = 2**20
-"""Limits of one message; a larger item goes alone."""
+"""Limits of a message. A larger item gets a message alone."""
 
 MAX_PASSES = 4
-"""Passes of the event loop that a message waits for more items."""
+"""Most passes of the event loop for gathering items."""
 
 BURST_SECONDS = 0.003
-"""A message that follows another within this time waits for more items. One after a silence leaves at once: the first
-of a burst, and those of steps."""
+"""A message soon after another gathers items. A message after a silence leaves at once: the first of a burst, and the
+messages of steps."""
 
 ENOUGH_ITEMS = 20
-"""Items for which no message waits: the peer handles all of a message in one pass, and its streams wait meanwhile."""
+"""Items enough to stop gathering. The peer handles a message in a single pass, and the peer's streams wait
+meanwhile."""
 
 Message = TypeVar("Message")
 Item = TypeVar("Item")
@@ -35,10 +36,10 @@ class _Batch(Generic[Message]):
 
 
 class Outbox(Generic[Message, Item]):
-    """Merges items into messages, in order, for one consumer.
+    """Merges items into messages, in order, for a single consumer.
 
-    Items are built inside their message: protobuf copies a message into another by serializing and parsing, and for the
-    ids of a long text this blocks the event loop for milliseconds.
+    Items are built inside their message: protobuf copies a message into another by serializing and parsing, which takes
+    milliseconds for the ids of a long text.
     """
 
     def __init__(

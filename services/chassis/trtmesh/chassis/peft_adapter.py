@@ -1,6 +1,6 @@
-"""What the files of a PEFT adapter say without their values: adapter_config.json and the header of the weights.
+"""Checks the files of a PEFT adapter without the values: adapter_config.json and the header of the weights.
 
-A router checks this much before a version gets requests, and a worker before it reads the values.
+A router does so before a version gets requests, and a worker before reading the values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FLOATS = ("F32", "F16", "BF16")
 
 
 class PeftConfig(BaseModel):
-    """The fields of adapter_config.json that say what an adapter computes."""
+    """The fields of adapter_config.json that affect the result of an adapter."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -52,7 +52,7 @@ class PeftConfig(BaseModel):
     alora_invocation_tokens: list[int] | None = None
 
     def check(self) -> None:
-        """Raises UnsupportedField for what is not a plain LoRA."""
+        """Raises UnsupportedField unless the adapter is a plain LoRA."""
         refused = {
             "peft_type": self.peft_type.upper() != "LORA",
             "use_dora": self.use_dora,
@@ -78,7 +78,7 @@ class Scaling:
     """Ranks and scales of layers, by their names."""
 
     def __init__(self, config: PeftConfig) -> None:
-        """Raises UnsupportedField for patterns that are not supported."""
+        """Raises UnsupportedField for unsupported patterns."""
         self._config = config
         self._ranks = LayerPatterns("rank_pattern", config.rank_pattern)
         self._alphas = LayerPatterns("alpha_pattern", config.alpha_pattern)
@@ -107,7 +107,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """A plain LoRA whose files agree with each other."""
+    """A plain LoRA with consistent files."""
 
     scaling: Scaling
     weights: tuple[Weight, ...]
@@ -144,7 +144,7 @@ def parse_config(data: bytes, name: str = CONFIG) -> PeftConfig:
 
 
 def _weight(key: str, entry: Entry, scaling: Scaling) -> Weight:
-    """Raises InvalidRequest or UnsupportedField for what is not half of an update of the configured rank."""
+    """Raises InvalidRequest or UnsupportedField unless the tensor is half of an update of the configured rank."""
     layer, side = _split_key(key)
     if entry.dtype not in _FLOATS or len(entry.shape) != 2:
         raise InvalidRequest(

@@ -1,7 +1,7 @@
-"""Checks the health of a service: `python -m trtmesh.chassis.probe 127.0.0.1:8001` exits with 0 if it is serving.
+"""Checks the health of a service: `python -m trtmesh.chassis.probe 127.0.0.1:8001` exits with 0 if serving.
 
-The container images have no other gRPC client for their health checks. TRTMESH_TLS_CA and the variables like it
-(`tls/client.py`) make it connect over TLS.
+The container images have no other gRPC client for their health checks. TRTMESH_TLS_CA and similar variables
+(`tls/client.py`) turn TLS on.
 """
 
 from __future__ import annotations

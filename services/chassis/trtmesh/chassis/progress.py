@@ -1,4 +1,4 @@
-"""What a starting process does now, for whoever started it."""
+"""Announces the progress of a starting process to the parent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 def tell_progress(doing: str) -> None:
     """Prints a line of JSON after the announcement, such as {"progress": "reads the weights"}."""
-    # Whoever reads the announcement alone may have closed the pipe.
+    # The parent may have closed the pipe after the first announcement.
     with suppress(OSError):
         sys.stdout.write(json.dumps({"progress": doing}) + "\n")
         sys.stdout.flush()

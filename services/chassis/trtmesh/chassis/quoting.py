@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MAX_QUOTED_CHARACTERS = 256
-"""Longest value, name or id of a peer in a sentence; longer ones are cut."""
+"""Longest value, name or id of a peer in a sentence. Longer texts are cut."""
 
 ELLIPSIS = "..."
 
@@ -14,8 +14,8 @@ def cut(text: str, most: int = MAX_QUOTED_CHARACTERS) -> str:
 
 
 def cut_inside(text: str, most: int) -> str:
-    """The text with at most `most` characters and an ellipsis between them: what was quoted is long, and the sentence
-    around it says what is wrong."""
+    """Returns the text with at most `most` characters and an ellipsis inside: a sentence around a long quotation keeps
+    both ends."""
     if len(text) <= most:
         return text
     tail = most // 3
@@ -28,8 +28,8 @@ def quoted(text: str) -> str:
 
 
 def escaped(text: str, kept: str = "") -> str:
-    """The text without what commands a terminal or ends a line: control characters, bidirectional controls and
-    surrogates stand as Python writes them in literals, except characters in `kept`."""
+    """Returns the text safe for terminals and log lines. Control characters, bidirectional controls and surrogates
+    appear as in Python's literals, except characters in `kept`."""
     if text.isprintable():
         return text
     return "".join(

@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 
 def reflection_pool(*files: FileDescriptor) -> DescriptorPool:
-    """Copies files of any pools, and those of every server, into one pool."""
+    """Copies files of any pools, with the files of every server, into a single pool."""
     pool = DescriptorPool()
     known: set[str] = set()
     for file in (*files, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):

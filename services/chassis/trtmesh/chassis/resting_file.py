@@ -1,4 +1,4 @@
-"""A file that others write, and that must not be read half-written."""
+"""A file written by others, not to be read half-written."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Stamp: TypeAlias = tuple[int, ...]
 
 
 class RestingFile:
-    """Tells when a file is to be read again: once it has changed, and then rested from one look to the next.
+    """Says when to read a file again: after a change, once the file is the same at two looks.
 
-    Make it before the first reading, so that no change is missed.
+    Make the object before the first reading, so that no change is missed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,7 @@ class RestingFile:
 
 
 def _stamp(path: Path) -> Stamp | None:
-    """Changes with the file; None for one that cannot be looked at."""
+    """Returns a value that changes with the file, or None if unreadable."""
     try:
         found = path.stat()
     except OSError:

@@ -22,16 +22,16 @@ REQUEST_ID_METADATA_KEY = "x-request-id"
 
 
 class RpcContext(Protocol):
-    """A call, as its handler sees it."""
+    """A call, as seen by the handler."""
 
     def invocation_metadata(self) -> Any:
-        """Keys and values that the client sent."""
+        """Returns the metadata sent by the client."""
 
     def peer(self) -> str:
-        """The client's address, as gRPC writes it."""
+        """Returns the client's address in gRPC's form."""
 
     def auth_context(self) -> Mapping[str, Any]:
-        """Who the client is by its certificate; empty without one."""
+        """Returns the client's identity by certificate; empty without a certificate."""
 
     def time_remaining(self) -> Any:
         """Seconds until the deadline; None without a deadline."""
@@ -40,7 +40,7 @@ class RpcContext(Protocol):
         """The next request message, or grpc.aio.EOF."""
 
     async def write(self, message: Any) -> None:
-        """Sends a message; returns when flow control has admitted all of it."""
+        """Sends a message. Returns once flow control has admitted all bytes."""
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
         """Sends metadata with the status."""
@@ -50,11 +50,11 @@ class RpcContext(Protocol):
 
 
 class ServedContext(RpcContext, Protocol):
-    """A call of this server, which offers more than any gRPC server."""
+    """A call of this server, with more than gRPC's usual interface."""
 
     @property
     def message(self) -> ReceivedMessage:
-        """The message that the handler got last."""
+        """The latest message of the handler."""
 
     async def send_initial_metadata(self, initial_metadata: Any) -> None:
         """Sends metadata before the first message."""
@@ -72,7 +72,8 @@ def request_id_of(context: RpcContext) -> str:
 
 
 class Answering(AbstractAsyncContextManager[None]):
-    """The block of a handler's body. A class, because an asynchronous generator costs a call as much as its parsing."""
+    """The block of a handler's body. A class, because an asynchronous generator costs as much as parsing the
+    request."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ def answering(
     request_id: str = "",
     sentence: Callable[[TrtmeshError], str] = str,
 ) -> Answering:
-    """Wraps a handler's body. A TrtmeshError ends the call with its status, its sentence and its data; any other
+    """Wraps a handler's body. A TrtmeshError ends the call with the error's status, sentence and data. Any other
     exception is logged with a traceback and ends the call with INTERNAL."""
     return Answering(context, request_id, sentence)
 

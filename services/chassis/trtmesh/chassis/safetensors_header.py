@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file: names, types, shapes and positions of its tensors, and no value."""
+"""Reads the header of a safetensors file: names, types, shapes and positions of the tensors, and no value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("F16", "BF16", "I16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL"), 1),
 }
-"""Bytes of a value by the name of its type."""
+"""Bytes of a value by the name of the type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
-    """Positions of its bytes in the file."""
+    """Positions of the bytes in the file."""
 
 
 def read_entries(data: bytes, name: str) -> dict[str, Entry]:

@@ -45,7 +45,7 @@ STOP_SECONDS = 3.0
 
 
 class Service(Protocol):
-    """The service of a process. Call order: `register`, `start`, `drain` (unless one of these failed), `stop`."""
+    """The service of a process. Call order: `register`, `start`, `drain` (unless a step failed), `stop`."""
 
     service_names: Sequence[str]
     """Full names of the gRPC services, for health and reflection."""
@@ -66,7 +66,7 @@ class Service(Protocol):
 
 @dataclass
 class Runtime:
-    """What the chassis provides to a service."""
+    """Provided to a service by the chassis."""
 
     certificates: Certificates = field(default_factory=lambda: Certificates(TlsSettings(), ""))
     """TLS of the process; plain text unless given."""
@@ -79,9 +79,9 @@ class Runtime:
     guard: Guard | None = None
     """Refuses calls on the port of the process."""
     compression: CompressionSettings | None = None
-    """Of answers on the port of the process; without it none is compressed."""
+    """Of answers on the port of the process. None means uncompressed."""
     message_limits: MessageLimits | None = None
-    """Of large messages there; without it the clients are services of the mesh."""
+    """Of large messages there. None means trusted clients, services of the mesh."""
     admission: MessageAdmission = field(default_factory=MessageAdmission)
     """Of all messages there."""
     retire_connections: Callable[[], None] = lambda: None
@@ -103,7 +103,7 @@ Build = Callable[[S, Runtime], Service]
 
 
 def run(settings_class: type[S], build: Build[S], argv: Sequence[str]) -> int:
-    """Runs a service process until a signal; returns its exit status."""
+    """Runs a service process until a signal. Returns the exit status."""
     spelling: Callable[[str], str] = str
     try:
         settings = load_settings(settings_class, argv)
@@ -165,7 +165,7 @@ class _Process:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_signal)
         loop.add_signal_handler(signal.SIGINT, self._on_ctrl_c)
-        # Under nohup it is ignored, and stays so.
+        # Ignored under nohup, and stays so.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -188,14 +188,14 @@ class _Process:
         self._on_signal()
 
     def _on_hangup(self) -> None:
-        """The terminal is gone, or someone asks for a reload: files that may change are read again anyway. A terminal
-        and a shell may both send it, so a second one does not exit."""
+        """The terminal is gone, or somebody asks for a reload, though changed files are read again anyway. Terminal and
+        shell may both send the signal, so a second does not exit."""
         if not self._stop_asked.is_set():
             log.warning("SIGHUP: stopping, as after SIGTERM")
             self._stop_asked.set()
 
     def _on_foreign(self, number: signal.Signals) -> None:
-        """Without a handler, such a signal would end the process and its streams."""
+        """Without a handler, the signal would end the process and all streams."""
         log.info("%s means nothing to this process", number.name)
 
     def _on_stdin(self) -> None:
@@ -258,7 +258,7 @@ class _Process:
             )
 
     async def _stop(self, service: Service, runtime: Runtime) -> None:
-        """Releases everything; exits the process if that takes too long."""
+        """Releases everything. Exits the process after too long a time."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await service.stop()
@@ -269,7 +269,7 @@ class _Process:
 
 
 def _fail_with(runtime: Runtime, task: asyncio.Task[Any]) -> None:
-    """Ends the process with a background task, whose end is a defect."""
+    """Ends the process together with a background task, since the end of the task is a defect."""
     if not task.cancelled() and (error := task.exception()) is not None:
         runtime.fail(error)
 
@@ -284,10 +284,11 @@ def _count_tasks(registry: CollectorRegistry) -> None:
 def _tune_garbage_collector() -> None:
     """Freezes the objects of the start and bounds the pauses of collections.
 
-    Streams create many short-lived objects and hardly any cycle, so collections find nothing; their pauses grow with
-    the objects that survived since the last. With these thresholds the young generations pause for some 0.5 and 2 ms
-    while thousands of calls open. The oldest is collected every twelve million objects, because errors in cycles would
-    otherwise accumulate for days."""
+    Streams create many short-lived objects and hardly any cycle, so collections find nothing, and their pauses grow
+    with the surviving objects. With these thresholds the young generations pause for some 0.5 and 2 ms while thousands
+    of calls open. The oldest is collected every twelve million objects, because errors in cycles would otherwise
+    accumulate for days.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(2_000, 2, 2_000)

@@ -1,9 +1,9 @@
 """Settings of a process: flags over environment over YAML file over defaults, read once at start.
 
-A settings class is a frozen pydantic model of groups. Each group is a frozen model, passed whole to its code.
-The leaf `deadlines.queue_seconds` of the section `router` is the flag `--deadlines-queue-seconds`, the variable
+A settings class is a frozen pydantic model of groups. Each group is a frozen model, passed whole to its code. The leaf
+`deadlines.queue_seconds` of the section `router` is the flag `--deadlines-queue-seconds`, the variable
 `TRTMESH_ROUTER_DEADLINES_QUEUE_SECONDS` and, in the file, `router: {deadlines: {queue_seconds: ...}}`. The layers are
-merged here, not by pydantic-settings: errors must name the source of a value, and that library loses it.
+merged here, not by pydantic-settings: errors must name the source of a value, and pydantic-settings loses the source.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 def none_word(value: object) -> object:
-    """Turns the word `none`, which unsets a default in a flag or a variable, into None."""
+    """Turns the word `none`, for unsetting a default in a flag or a variable, into None."""
     return None if isinstance(value, str) and value.strip().lower() == "none" else value
 
 
@@ -81,7 +81,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class PlatformVariable:
-    """Names an environment variable of a hosting platform that sets a leaf, after the leaf's own variable."""
+    """Names an environment variable of a hosting platform for a leaf, read after the leaf's own variable."""
 
     name: str
 
@@ -128,7 +128,7 @@ S = TypeVar("S", bound=ServiceSettings)
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Values of one source by leaf, and how the source names a leaf."""
+    """Values of a source by leaf, and the source's name for a leaf."""
 
     source: str
     values: Mapping[LeafPath, object]
@@ -136,7 +136,7 @@ class Layer:
 
 
 def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> S:
-    """Reads the settings of one process. Raises SettingsError that names the field, the source and the value."""
+    """Reads the settings of a process. Raises SettingsError with the field, the source and the value."""
     leaves = dict(iterate_leaves(cls))
     environ = os.environ if environ is None else environ
     flags, config_file = _flag_layer(cls, leaves, argv)
@@ -159,7 +159,7 @@ def load_beside(cls: type[S], argv: Sequence[str]) -> S:
 def iterate_groups(
     model: type[Settings], prefix: LeafPath = ()
 ) -> Iterator[tuple[LeafPath, type[Settings]]]:
-    """Yields `model` and every settings model nested in it, by path; of those for tests, the outermost alone."""
+    """Yields `model` and every nested settings model, by path. Of models for tests, yields the outermost alone."""
     yield prefix, model
     if not model.for_tests:
         for name, kind in groups_of(model):
@@ -176,14 +176,14 @@ def groups_of(group: type[Settings]) -> Iterator[tuple[str, type[Settings]]]:
 def iterate_leaves(
     model: type[Settings], prefix: LeafPath = ()
 ) -> Iterator[tuple[LeafPath, FieldInfo]]:
-    """Yields the settings of `model` and of all its groups, by path."""
+    """Yields the settings of `model` and of all groups, by path."""
     yield from (((*prefix, name), info) for name, info in leaves_of(model))
     for name, kind in groups_of(model):
         yield from iterate_leaves(kind, (*prefix, name))
 
 
 def leaves_of(group: type[Settings]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yields the settings of one group, without nested groups."""
+    """Yields the settings of a group, without nested groups."""
     return ((n, info) for n, info in group.model_fields.items() if not _is_group(info.annotation))
 
 
@@ -203,7 +203,7 @@ def help_of(info: FieldInfo) -> str:
 
 
 def allowed_words(kind: object) -> list[str]:
-    """Lists the values of a Literal or a OneOf, also where None is one more."""
+    """Lists the values of a Literal or a OneOf, with or without None."""
     if isinstance(kind, OneOf):
         return [*kind.words]
     if isinstance(kind, FieldInfo):
@@ -342,7 +342,7 @@ def _validate(cls: type[S], layers: Sequence[Layer]) -> S:
     settings._spellings = {
         ".".join((cls.section, *path)): layer.names[path]
         for path, layer in origin.items()
-        # The flags of a process with a parent are the parent's choice: their names mean nothing to its user.
+        # The flags of a child process are the parent's choice: their names mean nothing to the user.
         if path in layer.names and not (settings.stop_on_stdin_eof and layer.source == "flag")
     }
     return settings
@@ -359,7 +359,7 @@ def _describe(
     layer = origin.get(path)
     if layer is None:
         field = ".".join((cls.section, *path))
-        # A group of settings has no name of its own in any layer.
+        # A group of settings has no name in any layer.
         ways = " or ".join(layer.names[path] for layer in layers if path in layer.names)
         advice = f" (set {ways})" if ways else ""
         problem = problem_of(error)

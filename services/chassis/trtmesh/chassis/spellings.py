@@ -1,4 +1,4 @@
-"""The ids that spell a word within a text.
+"""The ids of a word within a text.
 
 A word after a space has other ids than the same word elsewhere, and a tokenizer may put a space before every text.
 """
@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 BEFORE = ("\n", "(", "=", "a")
-"""Texts to put a word behind, for tokenizers that begin a text with a space."""
+"""Texts to prefix to a word, for tokenizers that begin a text with a space."""
 
 
 class Speller:
@@ -20,7 +20,7 @@ class Speller:
         self._tokenizer = tokenizer
 
     def encode(self, words: list[str]) -> list[list[int]]:
-        """The ids of words as they are, each a text of its own."""
+        """Returns the ids of words, each encoded as a whole text."""
         # Releases the interpreter, unlike the library's `encode`.
         encodings = (
             self._tokenizer.encode_batch_fast(words, add_special_tokens=False) if words else ()
@@ -28,9 +28,9 @@ class Speller:
         return [encoding.ids for encoding in encodings]
 
     def spellings(self, word: str) -> list[list[int]]:
-        """The ids of a word and of the word after a space; of a word that begins with a space, of that alone.
+        """Returns the ids of a word, and of the word after a space unless there is a space already.
 
-        Ids that end with those of the other spelling are left out: what they complete, the other completes too.
+        A spelling ending with the ids of the other is left out: the other is found wherever this is.
         """
         bare = word.removeprefix(" ")
         own = self._encode(bare)
@@ -61,7 +61,7 @@ class Speller:
 
     @cached_property
     def _head(self) -> tuple[list[int], str]:
-        """A text to put ids behind: its own ids, and how they read."""
+        """A text as a prefix to ids, with the text's ids and their decoded form."""
         ids = self._encode("a")
         return ids, self._decode(ids)
 

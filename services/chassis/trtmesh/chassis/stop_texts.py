@@ -1,11 +1,11 @@
-"""Finds stop texts in a text that comes in pieces, with the automaton of Aho and Corasick.
+"""Finds stop texts in a text given piece by piece, with the automaton of Aho and Corasick.
 
 A state is the longest suffix of the text equal to a prefix of a stop text. The average cost of a character does not
 depend on the number and length of the stop texts.
 
-Special tokens that a text omits count too: where a stop text names one, the automaton also knows the stop text with a
-mark in its place, a character that no text contains. Whoever follows a sequence shows the automaton the mark of such a
-token.
+Special tokens omitted from a text count too: for a stop text with special tokens, the automaton also has a variant with
+a mark in place of each token. No text contains the characters used as marks. The caller shows the automaton the mark of
+each omitted token.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from trtmesh.chassis.panics import is_failure
 
 _ROOT = 0
 _FIRST_MARK, _LAST_MARK = 0xD800, 0xDFFF
-"""Surrogates, which no decoded text contains."""
+"""Surrogates: no decoded text contains them."""
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The special tokens that texts omit, by how texts that show them spell them."""
+    """The special tokens omitted from texts, by their spelling in texts with special tokens."""
 
     ids: Mapping[str, int]
     _named: re.Pattern[str] = field(init=False)
@@ -37,18 +37,18 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> SpecialTokens:
-        """Those of a tokenizer of the library `tokenizers`."""
+        """Returns the omitted tokens of a tokenizer of the library `tokenizers`."""
         ids: dict[str, int] = {}
         for token in tokenizer.get_added_tokens_decoder().values():
             if token.special and token.content:
                 token_id = ids[token.content] = tokenizer.token_to_id(token.content)
-                # Some decoders put a space before it.
+                # Some decoders put a space before the token.
                 if _decode(tokenizer, [token_id] * 2).endswith(f" {token.content}"):
                     ids.setdefault(f" {token.content}", token_id)
         return cls(ids)
 
     def marked(self, text: str, marks: dict[int, str]) -> str:
-        """The text with marks for the special tokens that it names; new marks are added to `marks`."""
+        """Returns the text with marks in place of special tokens. Adds new marks to `marks`."""
 
         def mark(named: re.Match[str]) -> str:
             free = chr(min(_FIRST_MARK + len(marks), _LAST_MARK))
@@ -91,7 +91,7 @@ class StopTexts:
     def __init__(self, texts: Sequence[str], omitted: SpecialTokens = NO_SPECIAL_TOKENS) -> None:
         self.texts = texts
         self.marks: dict[int, str] = {}
-        """By id: the marks of special tokens that stop texts name."""
+        """The marks of special tokens in stop texts, by id."""
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
         # The text of a state is the first `depth` characters of this stop text.
@@ -110,7 +110,7 @@ class StopTexts:
         return match.start() if match else len(text)
 
     def step(self, state: int, character: str) -> int:
-        """The state after one more character."""
+        """Returns the state after another character."""
         while (following := self._next[state].get(character)) is None:
             if state == _ROOT:
                 return _ROOT
@@ -122,8 +122,8 @@ class StopTexts:
         return self._ending[state]
 
     def open_state(self, state: int) -> int:
-        """The state of the longest suffix that more text may complete to a stop text."""
-        # A whole stop text that begins no other one is completed already.
+        """Returns the state of the longest suffix that is a proper prefix of a stop text."""
+        # A whole stop text, unless a prefix of another, is complete already.
         while not self._next[state] and state != _ROOT:
             state = self._fallback[state]
         return state
@@ -166,7 +166,7 @@ class StopTexts:
 def spellings(
     texts: Sequence[str], omitted: SpecialTokens, marks: dict[int, str]
 ) -> Iterator[tuple[int, str]]:
-    """Each stop text as it is, and with marks where it names special tokens, with its index. Fills `marks`."""
+    """Yields each stop text with the index, and the variant with marks if there are special tokens. Fills `marks`."""
     for stop_index, text in enumerate(texts):
         yield stop_index, text
         if (marked := omitted.marked(text, marks)) != text:

@@ -25,7 +25,7 @@ async def _until(end: str, waits: Iterable[Coroutine[Any, Any, Any] | asyncio.Fu
         while done:
             done.pop().result()
     finally:
-        # An error that leaves refers to this frame, which must refer to no task with an error: no cycle.
+        # A raised error refers to this frame. If the frame referred to the task, there would be a cycle.
         done.clear()
         await _end(tasks)
 

@@ -1,7 +1,8 @@
-"""Loads the tokenizer of a model directory as transformers' AutoTokenizer does: tokenizer.json, and what the files
-beside it declare.
+"""Loads the tokenizer of a model directory as transformers' AutoTokenizer does: tokenizer.json with the declarations of
+the other files.
 
-transformers itself would take seconds and hundreds of megabytes. What it would do beyond this is a warning.
+Importing transformers would take seconds and hundreds of megabytes. Settings that only transformers supports lead to a
+warning.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ NAMED_TOKENS = (
     *("pad_token", "cls_token", "mask_token"),
 )
 EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
-"""The first that is there counts."""
+"""The first present file counts."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 PLAIN_CLASSES = ("", "PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes of transformers that leave the components of tokenizer.json alone."""
+"""Classes of transformers without changes to the components of tokenizer.json."""
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Reads tokenizer.json and what completes it. Raises ModelUnusable, with the file and the problem."""
+    """Reads tokenizer.json and the other files. Raises ModelUnusable with the file and the problem."""
     from tokenizers import Tokenizer
 
     file = model_dir / TOKENIZER_FILE
@@ -54,7 +55,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 
 
 def complete(tokenizer: Tokenizer, model_dir: Path) -> None:
-    """Applies what the files beside tokenizer.json declare. Raises ModelUnusable for one that is no JSON object."""
+    """Applies the declarations of the other files. Raises ModelUnusable unless each is a JSON object."""
     file = model_dir / CONFIG_FILE
     config = read_json(file)
     _add_tokens(tokenizer, model_dir, config)
@@ -65,7 +66,7 @@ def complete(tokenizer: Tokenizer, model_dir: Path) -> None:
 
 
 def for_words(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer of words, which name special tokens even where prompts must not."""
+    """Returns the tokenizer of words. Words may name special tokens even if prompts must not."""
     if not tokenizer.encode_special_tokens:
         return tokenizer
     from tokenizers import Tokenizer
@@ -88,10 +89,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _add_tokens(tokenizer: Tokenizer, model_dir: Path, config: Mapping[str, Any]) -> None:
-    """Adds the tokens that tokenizer.json lacks, those with ids first."""
+    """Adds the tokens missing from tokenizer.json, first the tokens with ids."""
     where, stated = CONFIG_FILE, config.get("added_tokens_decoder")
     if stated is None:
-        # As in transformers, older files count only without it.
+        # As in transformers, older files count only in the absence of this file.
         config = {**config, **read_json(model_dir / SPECIAL_TOKENS_FILE)}
     named, extra = list(_named_tokens(config)), list(_extra_tokens(config))
     if stated is None:
@@ -113,7 +114,7 @@ def _add_tokens(tokenizer: Tokenizer, model_dir: Path, config: Mapping[str, Any]
 
 
 def _named_tokens(config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """The tokens with a name, in the order in which transformers adds them."""
+    """Returns the tokens with a name, in transformers' order of addition."""
     own = [
         value
         for key, value in config.items()
@@ -144,7 +145,7 @@ def _tokens_with_ids(file: Path, stated: Any) -> Iterator[tuple[int, AddedToken]
 
 
 def _token(value: Any, *, special: bool) -> AddedToken | None:
-    """A token as the files write it: its text, or an object; None for anything else."""
+    """Returns a token given as a text or an object, or None for anything else."""
     from tokenizers import AddedToken
 
     if isinstance(value, str):
@@ -156,7 +157,7 @@ def _token(value: Any, *, special: bool) -> AddedToken | None:
 
 
 def _apply_prefix_space(tokenizer: Tokenizer, file: Path, config: Mapping[str, Any]) -> None:
-    """Begins texts with a space, or not, where the tokenizer's class does what `add_prefix_space` says."""
+    """Makes texts begin with a space or not, by `add_prefix_space`, if the tokenizer's class heeds the option."""
     wanted = config.get("add_prefix_space")
     if wanted is None or config.get("tokenizer_class", "") in PLAIN_CLASSES:
         return
@@ -197,7 +198,8 @@ def _begins_with_space(tokenizer: Tokenizer) -> bool:
 
 
 def _cleans_up(tokenizer: Tokenizer) -> bool:
-    """Whether texts need no cleaning: transformers leaves those of BPE alone, and some decoders clean themselves."""
+    """Returns whether texts need no cleaning: transformers does not clean texts of BPE, and some decoders clean
+    already."""
     decoder = tokenizer.decoder
     cleans = decoder is not None and json.loads(decoder.__getstate__()).get("cleanup") is True
     return cleans or type(tokenizer.model).__name__ == "BPE"

@@ -1,4 +1,4 @@
-"""What is wrong with a value, in the words of its reader: those of pydantic name its own types and Python's."""
+"""Says why a value is invalid, in the words of YAML and flags: pydantic's words name types of Python."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _WORDS: Mapping[str, str] = {
     "tuple_type": "must be a list",
     "value_error": "{error}",
 }
-"""Problems by pydantic's type of error, or by the type that it names first: `int` for int_parsing."""
+"""Problems by pydantic's type of error, or by the first word of the type: `int` for int_parsing."""
 
 
 def problem_of(error: Mapping[str, Any]) -> str:
-    """The problem of one of pydantic's errors; continues a sentence about the value."""
+    """Returns the problem of an error of pydantic, as the continuation of a sentence about the value."""
     kind = error["type"]
     words = _WORDS.get(kind) or _WORDS.get(kind.partition("_")[0])
     if words is None:
@@ -53,5 +53,5 @@ def _plain(value: object) -> str:
 
 
 def joined(subject: str, problem: str) -> str:
-    """A sentence of what a value is and what is wrong with it."""
+    """Returns a sentence with the value and the problem."""
     return f"{subject} but {problem}" if problem.startswith("must ") else f"{subject}: {problem}"

@@ -1,7 +1,7 @@
 """Limits the memory held for all connections together.
 
-Nobody waits for room, because a peer that never finishes a message would keep the others waiting. Instead, beyond the
-limit, the connection that holds most must shed some.
+Nobody waits for room, because a peer with an endless message would keep the others waiting. Instead, beyond the limit,
+the connection with the most must shed some.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Budget:
         self.held = 0
 
     def account(self, shed: Callable[[], None]) -> Account:
-        """Opens the account of a connection or client, which must hold less after `shed`."""
+        """Opens the account of a connection or client. After `shed`, the owner must hold less."""
         account = Account(self, shed)
         self._accounts.add(account)
         return account
@@ -38,7 +38,7 @@ class Budget:
 
 
 class Account:
-    """The bytes or calls held for one connection or client."""
+    """The bytes or calls held for a connection or client."""
 
     def __init__(self, budget: Budget, shed: Callable[[], None]) -> None:
         self._budget = budget
@@ -57,7 +57,7 @@ class Account:
             budget.check()
 
     def close(self) -> None:
-        """Stops counting: the connection or client is lost, and its calls free their memory."""
+        """Stops counting: the connection or client is lost, and the calls free their memory."""
         if not self._closed:
             self._closed = True
             self._budget.forget(self)
@@ -66,4 +66,4 @@ class Account:
 
 
 def _nothing_to_give() -> None:
-    """Its owner is lost."""
+    """The owner is lost."""

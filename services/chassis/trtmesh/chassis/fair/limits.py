@@ -1,4 +1,4 @@
-"""Limits of a peer: how often it may do something, and how many connections an address may have."""
+"""Limits of a peer: rates of actions, and connections of an address."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Rate:
     burst: int
     per_second: float
     per_served: int = 0
-    """Allowance for each call that is served. A gateway sends the calls of many clients over one connection, and some
-    of those clients always leave or make mistakes."""
+    """Allowance for each served call. A gateway sends the calls of many clients over a single connection, and some
+    clients always leave or make mistakes."""
     per_opened: int = 0
     """Allowance for each call, served or not."""
 
@@ -34,22 +34,22 @@ class _Level:
 
 
 class RateCounts:
-    """Counts the recent actions of one peer."""
+    """Counts the recent actions of a peer."""
 
     def __init__(self) -> None:
         self._levels: dict[Rate, _Level] = {}
         self._served = self._opened = 0
 
     def note_opened(self) -> None:
-        """Notes that either side opened a call on the connection."""
+        """Notes a call opened on the connection, by either side."""
         self._opened += 1
 
     def note_served(self) -> None:
-        """Notes that a call of the peer has a response."""
+        """Notes a response to a call of the peer."""
         self._served += 1
 
     def exceeds(self, rate: Rate) -> bool:
-        """Counts an action. Returns whether it is beyond the limit."""
+        """Counts an action. Returns whether the limit is exceeded."""
         now = monotonic()
         last = self._levels.get(rate)
         level = 1.0
@@ -63,7 +63,7 @@ class RateCounts:
 
 
 NETWORK_BITS = 64
-"""Leading bits of an IPv6 address that name one customer, who chooses the rest."""
+"""Leading bits of an IPv6 address, given to a customer. The customer chooses the rest."""
 
 
 class ConnectionLimits(Protocol):
@@ -86,7 +86,7 @@ class ConnectionCounts:
         self._open: Counter[str] = Counter()
 
     def admit(self, host: str) -> str:
-        """Counts a connection until `leave`. Returns '', or why the connection is refused; then it does not count."""
+        """Counts a connection until `leave`. Returns '', or why the connection is refused; then nothing is counted."""
         limits, origin = self._limits, origin_of(host)
         if self._open.total() >= limits.max_open:
             return f"the server has {limits.max_open} connections, its limit"

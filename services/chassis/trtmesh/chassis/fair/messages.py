@@ -1,4 +1,4 @@
-"""Admits the messages of clients: when each is parsed and read, and how long a large one counts."""
+"""Admits the messages of clients: when each is parsed and read, and how long a large message counts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 LARGE_BYTES = 2**17
-"""Least size of a large message. A smaller message takes less than 10 ms to parse, whatever it contains, and does not
-count once it is parsed."""
+"""Least size of a large message. A smaller message takes at most 10 ms to parse, with any content, and does not count
+once parsed."""
 
 COST = 4
-"""Memory of a parsed message, in multiples of its bytes. This is the factor of a list of ids, the most common
-content."""
+"""Memory of a parsed message in multiples of the serialized bytes, for a list of ids, the most common content."""
 
 MOST_BYTES = 2**24
-"""Most memory of parsed messages, unless there is only one. A handler reads one message while the next is parsed, so
-more need not exist."""
+"""Most memory of several parsed messages. A handler reads a message while the next is parsed, so more need not
+exist."""
 
 
 class Backlog:
-    """Limits the large messages in parsed form that handlers have not read. The others wait in order, serialized, in a
-    fraction of the memory."""
+    """Limits the large messages in parsed form and unread. The others wait in order, serialized, in a fraction of the
+    memory."""
 
     def __init__(self) -> None:
         self._held = 0
@@ -40,7 +39,7 @@ class Backlog:
         self._planned = False
 
     async def enter(self, size: int) -> None:
-        """Waits until the parsed form of a message of `size` bytes has room, and counts it."""
+        """Waits for room for the parsed form of a message of `size` bytes, and counts the message."""
         if not self._waiting and self._has_room(size):
             self.add(size)
             return
@@ -56,12 +55,12 @@ class Backlog:
             raise
 
     def add(self, size: int) -> None:
-        """Counts a message without waiting, because its handler is about to read it."""
+        """Counts a message without waiting, because the handler is about to read."""
         self._held += COST * size
 
     def leave(self, size: int) -> None:
-        """Stops counting a message, which was read or passed to its handler. A handler may count it again until the end
-        of a rest: others enter afterwards."""
+        """Stops counting a message after reading, or after passing the message to the handler, which may count again
+        until the end of a rest. Others enter afterwards."""
         self._held -= COST * size
         self._plan()
 
@@ -86,18 +85,18 @@ class Backlog:
 
 
 Held: TypeAlias = Callable[[], AbstractContextManager[object]]
-"""Makes the block in which a message counts as held."""
+"""Makes the block during which a message counts as held."""
 
 
 class LargeMessageThread:
     """Parses one large message at a time, then rests for as long as the parsing took: running streams need the same
-    interpreter. Messages are within limits that keep each below a second."""
+    interpreter. Limits of content keep each message below a second."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parsing")
         self._entrance = asyncio.Lock()
-        """For the first turn of a message. Only one message waits for its first turn beside requests that have begun,
-        so that few requests exist in part."""
+        """Held while waiting for the first turn of a message. So a single message waits beside begun requests, and few
+        requests exist in part."""
         self._turn = asyncio.Lock()
         self._rested_at = 0.0
 
@@ -109,11 +108,11 @@ class LargeMessageThread:
         begun: bool = False,
         held: Held = nullcontext,
     ) -> T:
-        """Returns the result of `parse`: the request of a message of `size` bytes, or the next form of a request that
-        has `begun`. Small messages are parsed at once, on the event loop.
+        """Returns the result of `parse`: the request of a message of `size` bytes, or the next form of a request
+        already `begun`. Small messages are parsed at once, on the event loop.
 
-        A large message waits and is parsed in the block that `held` makes. If its client leaves before the turn, the
-        message is freed; in the queue of a thread it would stay.
+        A large message waits and is parsed within the block of `held`. If the client leaves before the turn, the
+        message is freed; the queue of a thread would keep the message.
         """
         if size < LARGE_BYTES:
             return parse()
@@ -131,17 +130,17 @@ class LargeMessageThread:
         except BaseException:
             self._turn.release()
             raise
-        # If the client leaves, the thread still completes its work, and the turn lasts until then.
+        # If the client leaves, the thread still completes the work, and the turn lasts until then.
         running.add_done_callback(self._end_turn)
         try:
             return await asyncio.shield(running)
         finally:
-            # The frames of an error include this one: a cycle would keep the message.
+            # An error refers to this frame: a cycle would keep the message.
             del running
 
     def _end_turn(self, running: asyncio.Future[T]) -> None:
         self._turn.release()
-        # asyncio would log an error that nobody awaits, and keep the message until then.
+        # asyncio would log an unawaited error, and keep the message until then.
         if not running.cancelled():
             running.exception()
 
@@ -155,14 +154,14 @@ class LargeMessageThread:
 
 
 Counting: TypeAlias = "Callable[[int], AbstractContextManager[object]]"
-"""Makes the block in which a message of a number of bytes counts."""
+"""Makes the block during which a message of a number of bytes counts."""
 
 
 class Parse(Protocol[T_co]):
     """Makes a request from a message."""
 
     def __call__(self, *, is_large: bool) -> T_co:
-        """If the message `is_large`, leaves out work that would hold the interpreter for long."""
+        """If the message `is_large`, defers long work."""
 
 
 class MessageAdmission:
@@ -176,29 +175,29 @@ class MessageAdmission:
 
 
 class ReceivedMessage:
-    """A message that a handler received."""
+    """A message, as received by a handler."""
 
     __slots__ = ("_admission", "_begun", "_unread", "size")
 
     def __init__(
         self, admission: MessageAdmission, size: int, unread: Counting = nullcontext
     ) -> None:
-        """`unread` makes the block in which a large message waits for its first step, and takes it."""
+        """`unread` makes the block of waiting for the first step of a large message, and of the step."""
         self._admission, self._unread = admission, unread
         self._begun = False
         self.size = size
 
     def admitted(self) -> AbstractContextManager[object]:
-        """Returns the block in which the message is read and its request served. Entering raises the refusal of a large
+        """Returns the block for reading the message and serving the request. Entering raises the refusal of a large
         message without room."""
         return self._admission.counting(self.size)
 
     async def read(self, parse: Parse[T]) -> T:
-        """Returns the request that `parse` makes from the message."""
+        """Returns the request made from the message by `parse`."""
         return await self.run(partial(parse, is_large=self.size >= LARGE_BYTES))
 
     async def run(self, work: Callable[[], T], weight: int = 1) -> T:
-        """Returns the result of a step of the request, which takes `weight` times as long as to parse the message."""
+        """Returns the result of a step of the request, which costs `weight` times the parsing of the message."""
         size, begun = self.size * weight, self._begun
         self._begun = True
         if size < LARGE_BYTES:

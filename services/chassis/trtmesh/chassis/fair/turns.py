@@ -1,13 +1,12 @@
 """Shares out the time of the event loop.
 
-asyncio has no priorities. So work that can wait, for one peer among many, is done in slices, and between two slices the
-loop rests: it makes a few passes in which only streams, timers and the like advance.
+asyncio has no priorities. So deferrable work is done in slices. Between two slices the loop rests: it makes a few
+passes for streams and timers alone.
 
-`ParseScheduler` gives connections turns to parse their input. One read may hold 256 KiB of the cheapest frames that a
-peer finds, and parsing them takes a second: so each connection parses for a short turn, and reads no more until it has
-parsed everything. `StartScheduler` starts handlers and items: a handler runs up to its first wait when it starts, and
-an item is placed in one go. `Handshakes` paces TLS. In all three, addresses take turns: an address with a thousand
-connections gets no more than an address with one.
+`ParseScheduler` gives connections turns to parse their input. 256 KiB of the cheapest frames take a second to parse. So
+each connection parses for a short turn, and reads on once all of its input is parsed. `StartScheduler` starts handlers
+and items: a handler runs up to its first wait, and an item is placed, in one pass. `Handshakes` paces TLS. In all
+three, addresses take turns: an address with a thousand connections gets as much as an address with a single connection.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 REST_PASSES = 3
-"""Passes of a rest. A token crosses the router in about ten, since every hop (reader, sequence, outbox, writer) is a
-callback of its own. With a slice of a burst in each pass it would wait for ten slices; so it waits for three."""
+"""Passes of a rest. A token needs about ten passes to cross the router, since every hop (reader, sequence, outbox,
+writer) is a callback. With a slice in each pass, the token would wait for ten slices; with rests, for three."""
 
 MAX_REST_SECONDS = 0.005
 """Longest rest: passes full of running streams must not delay new work."""
@@ -34,7 +33,7 @@ def after_rest(callback: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_soon(_rest, REST_PASSES, until, callback)
 
 
-# No closure: one that names itself is a cycle.
+# No closure: a closure over its own name is a cycle.
 def _rest(passes: int, until: float, callback: Callable[[], None]) -> None:
     if passes and perf_counter() < until:
         asyncio.get_running_loop().call_soon(_rest, passes - 1, until, callback)
@@ -43,7 +42,7 @@ def _rest(passes: int, until: float, callback: Callable[[], None]) -> None:
 
 
 class Rotation(Generic[T]):
-    """A queue that owners take turns in: an entry of each owner in turn, and the entries of an owner in order."""
+    """A queue with an order for each owner. Owners take turns, an entry at a time."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Hashable, deque[T]] = OrderedDict()
@@ -70,7 +69,7 @@ class Rotation(Generic[T]):
 
 
 TURN_SECONDS = 0.001
-"""Time of a connection in a slice of parsing. A turn ends after the frame that exceeds it; the largest frame bounds the
+"""Time of a connection in a slice of parsing. A turn ends after the frame in progress, so the largest frame bounds the
 excess."""
 
 PARSE_SLICE_SECONDS = 0.002
@@ -88,12 +87,12 @@ class Work(Protocol):
 
 
 class ParseScheduler:
-    """The turns of all connections of one server, or of all links of a router."""
+    """The turns of all connections of a server, or of all links of a router."""
 
     def __init__(self) -> None:
         self._fresh = Rotation[Work]()
-        """Work before its first turn. It alternates with work after its first turn: so new, small work need not wait
-        for all old work, and old work advances while new work keeps arriving."""
+        """Work before the first turn. Alternates with `_waiting`: new, small work need not wait for all old work, and
+        old work advances while new work keeps arriving."""
         self._waiting = Rotation[Work]()
         self._fresh_is_next = True
         self._spent = 0.0
@@ -111,13 +110,13 @@ class ParseScheduler:
         else:
             waits = True
             self._fresh.add(origin, work)
-        # Short turns add up over several slices: a rest after each would cost more than it saves.
+        # A rest after each short turn would cost more than saved, so short turns add up.
         if waits or self._spent >= TURN_SECONDS:
             self._plan()
         return waits
 
     def charge(self, seconds: float) -> None:
-        """Shortens the next slices by the time that input took outside its turn."""
+        """Shortens the next slices by time spent on input outside a turn."""
         self._spent += seconds
         if self._spent >= TURN_SECONDS:
             self._plan()
@@ -161,7 +160,7 @@ class ParseScheduler:
 
 
 class _Steps(Generic[T]):
-    """Runs a generator that yields between its steps."""
+    """Runs a generator, which yields between steps."""
 
     def __init__(self, steps: Generator[None, None, T]) -> None:
         self._steps = steps
@@ -187,14 +186,14 @@ class _Steps(Generic[T]):
 
 
 class ConnectionQueue:
-    """The work of one connection, done in order: all of it together takes turns as one."""
+    """The work of a connection, in order. All of the work shares the turns of the connection."""
 
     def __init__(self, turns: ParseScheduler, origin: Hashable = "") -> None:
         self._turns, self._origin = turns, origin
         self._works: deque[Work] = deque()
 
     async def run(self, steps: Generator[None, None, T]) -> T:
-        """Runs a generator that yields between its steps. Returns its result, or raises its error."""
+        """Runs a generator, which yields between steps. Returns the result, or raises the error."""
         work = _Steps(steps)
         self.take(work)
         try:
@@ -205,12 +204,12 @@ class ConnectionQueue:
             try:
                 raise work.error
             finally:
-                # A cycle would keep the variables of its frames.
+                # A cycle would keep the variables of the error's frames.
                 work.error = None
         return work.result
 
     def take(self, work: Work) -> None:
-        """Queues work. Its first turn is now, if there is time."""
+        """Queues work, and gives a first turn now if there is time."""
         self._works.append(work)
         if len(self._works) == 1:
             self._turns.take(self, self._origin)
@@ -242,14 +241,14 @@ WEIGHT = 0.2
 
 
 class PacedCall(Protocol):
-    """A call with a handler, or a task waiting for its turn."""
+    """A call with a handler, or a waiting task."""
 
     def proceed(self) -> None:
-        """Starts, cancels or wakes it; it runs in the next pass."""
+        """Has the handler or task start, end or continue in the next pass."""
 
 
 class _Waiter:
-    """A task waiting for its turn."""
+    """A waiting task."""
 
     __slots__ = ("turn",)
 
@@ -262,22 +261,22 @@ class _Waiter:
 
 
 class StartQueue:
-    """The calls of one connection, or the items of one request, waiting for their turns in order."""
+    """The waiting calls of a connection, or items of a request, in order."""
 
     def __init__(self, scheduler: StartScheduler, origin: Hashable = "") -> None:
         self._scheduler = scheduler
         self.origin = origin
-        """The address of the client: its queues share its turns."""
+        """The address of the client. All queues of an address share turns."""
         self.waiting: dict[PacedCall, None] = {}
         self.queued = False
-        """Whether the scheduler has this queue in its rotation, though it may be empty by then."""
+        """Whether this queue, possibly empty, is in the rotation of the scheduler."""
 
     def add(self, call: PacedCall) -> None:
-        """Has the call proceed once: now, if this slice has room, else in its turn."""
+        """Has the call proceed once: now if this slice has room, else in turn."""
         self._scheduler.add(self, call)
 
     def add_later(self, call: PacedCall) -> None:
-        """Has the call proceed in its next turn. A call may ask for its next turn during a turn."""
+        """Has the call proceed in the next turn. Calls may ask for another turn during a turn."""
         self._scheduler.wait(self, call)
 
     def remove(self, call: PacedCall) -> None:
@@ -292,14 +291,14 @@ class StartQueue:
     async def turn_before_rest(self) -> None:
         """Waits for a turn of the running task. Returns at once if no other task had a turn since the last rest.
 
-        For tasks that run for milliseconds: otherwise several of them would run in this pass.
+        For tasks of several milliseconds: otherwise many would run in this pass.
         """
         if not self._scheduler.enter_before_rest():
             await self._wait()
 
     async def turn_if_late(self) -> None:
-        """Waits for another turn if the tasks before it in this pass took a whole slice: a mean of many cheap tasks
-        admits as many expensive ones. For a task in its turn."""
+        """For a task during a turn. Waits for another turn if earlier tasks of this pass took a whole slice: a mean of
+        cheap tasks admits too many expensive tasks."""
         while self._scheduler.is_late:
             await self._wait()
 
@@ -313,30 +312,30 @@ class StartQueue:
 
 
 class StartScheduler:
-    """The turns of all handlers of one server, or of all items of a router in one stage."""
+    """The turns of all handlers of a server, or of all items of a router at a stage."""
 
     def __init__(self) -> None:
         self._queues = Rotation[StartQueue]()
         self._mean = FIRST_GUESS_SECONDS
         self._room = _room(self._mean)
         self._proceeding = 0
-        """Calls that have proceeded in this slice."""
+        """Number of calls in this slice."""
         self._slice_began = 0.0
-        """When a slice began that no rest follows, since no call waits for the next slice."""
+        """Start of a slice without a planned rest, since no call waits for the next slice."""
         self._is_another_pass = True
         """Whether a pass has ended since the last call entered."""
         self._began = 0.0
         self._planned = False
 
     def add(self, queue: StartQueue, call: PacedCall) -> None:
-        """Has a call proceed now, if this slice has room and no other call waits, else in its turn."""
+        """Has a call proceed now if this slice has room and no other call waits, else in turn."""
         if self.enter():
             call.proceed()
         else:
             self.wait(queue, call)
 
     def enter(self) -> bool:
-        """Returns whether a call may proceed now. Counts it if so."""
+        """Returns whether a call may proceed now, and counts the call if so."""
         if self._queues:
             return False
         if self._is_another_pass and not self._planned:
@@ -369,7 +368,7 @@ class StartScheduler:
         return True
 
     def wait(self, queue: StartQueue, call: PacedCall) -> None:
-        """Has a call proceed in its turn, after a rest."""
+        """Has a call proceed in turn, after a rest."""
         queue.waiting[call] = None
         if not queue.queued:
             queue.queued = True
@@ -387,7 +386,7 @@ class StartScheduler:
         if not self._queues:
             return
         loop, room = asyncio.get_running_loop(), self._room
-        # In the next pass these callbacks run in a row: begin, the tasks, end.
+        # The next pass runs these callbacks in a row: begin, the tasks, end.
         loop.call_soon(self._begin)
         try:
             while self._queues and self._proceeding < room:
@@ -452,7 +451,7 @@ class Handshakes:
         self._timer = None
         while self._waiting:
             _, turn = self._waiting.take()
-            # It is cancelled if the client has left.
+            # Cancelled if the client has left.
             if not turn.done():
                 turn.set_result(None)
                 self._next_at = asyncio.get_running_loop().time() + self._pause_seconds

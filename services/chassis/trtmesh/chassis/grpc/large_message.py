@@ -1,8 +1,7 @@
 """Counts the fields of large messages, then parses them.
 
-Parsing holds the interpreter until it is done, in a thread too: a message of 20 MiB of empty fields takes 700 ms, one
-within the limits up to 90 ms. Counting goes on in turns, and parsing is part of the last: it is paid with the turns
-that follow.
+Parsing holds the interpreter to the end, even in a thread: 700 ms for 20 MiB of empty fields, up to 90 ms within the
+limits. Counting runs in turns. Parsing is part of the last turn, at the expense of the following turns.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ class MessageLimits:
     """Limits of a large message of a stranger."""
 
     fields: int = 2**18
-    """Those of its parts included."""
+    """Includes the fields of nested messages."""
     numbers: int = 3 * 2**20
     """Numbers in lists, with 64-bit numbers counted twice: a prompt's ids and a list of every other kind. They are
     parsed in 50 ms."""
     text_bytes: int = 2**24
-    """Bytes of strings: to check that they are UTF-8, and to decode them, takes up to 2 ms for each
-    million."""
+    """Bytes of strings. Checking and decoding UTF-8 takes up to 2 ms a million."""
 
 
 STEP_FIELDS, STEP_BYTES = 64, 2**19
@@ -49,9 +47,9 @@ _FIXED = frozenset(
 _LONG = frozenset(
     (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_SINT64)
 )
-"""Types of variable length that take 8 bytes when they are parsed."""
+"""Types of variable length that take 8 bytes in parsed form."""
 _NOT_LAST = bytes(range(128, 256))
-"""Bytes that do not end a number."""
+"""All bytes but the last of a number."""
 
 
 def parse_in_steps(
@@ -60,15 +58,15 @@ def parse_in_steps(
     parse: Callable[[Message], T],
     limits: MessageLimits | None,
 ) -> Generator[None, None, T]:
-    """Counts the fields of a message, unless it has no `limits`, and parses it. Raises BadMessage for a message of too
-    many fields."""
+    """Counts the fields of a message, if there are `limits`, and parses the message. Raises BadMessage beyond the
+    limits."""
     if limits is not None:
         yield from _count(memoryview(data), descriptor, limits)
     return parse(data)
 
 
 def _count(data: memoryview, descriptor: Descriptor, limits: MessageLimits) -> Iterator[None]:
-    """Raises BadMessage beyond the limits. Passes over what is malformed: its parser says what is wrong."""
+    """Raises BadMessage beyond the limits. Skips malformed parts: the parser reports them."""
     counts = _Counts(limits)
     parts = [_Part(0, len(data), descriptor.fields_by_number)]
     while parts:
@@ -78,7 +76,7 @@ def _count(data: memoryview, descriptor: Descriptor, limits: MessageLimits) -> I
 
 
 class _Part(NamedTuple):
-    """Where a message within the message begins and ends, and its fields."""
+    """The position and the fields of a nested message."""
 
     first: int
     end: int
@@ -87,7 +85,7 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Counts:
-    """What a message contains so far."""
+    """The counts of a message so far."""
 
     limits: MessageLimits
     fields: int = 0
@@ -95,8 +93,8 @@ class _Counts:
     text_bytes: int = 0
 
     def add_fields(self, data: memoryview, part: _Part, parts: list[_Part]) -> Iterator[None]:
-        """Counts the fields of a part, in turns, and adds the parts within it. Raises IndexError where a malformed part
-        ends."""
+        """Counts the fields of a part, in turns, and adds the nested parts. Raises IndexError at the end of a malformed
+        part."""
         at, end, known = part
         while at < end:
             self.fields += 1
@@ -151,7 +149,7 @@ class _Counts:
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it."""
+    """Returns the number at a place, and the place after the number."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1

@@ -22,10 +22,10 @@ pack_prefix = _PREFIX.pack
 """Encodes the compressed flag and the length of a message."""
 
 Message: TypeAlias = "bytes | bytearray | memoryview"
-"""A message; a memoryview if it was received into given memory, a bytearray if it is large or was inflated."""
+"""A message: a memoryview if received into given memory, a bytearray if large or inflated, else bytes."""
 
 Memory: TypeAlias = "Callable[[int], memoryview]"
-"""Gives memory for a message of a size; it belongs to whoever reads the message."""
+"""Gives memory for a message of a size. The memory belongs to the reader of the message."""
 
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """zlib's parameter for each supported grpc-encoding."""
@@ -35,7 +35,7 @@ INFLATED_BYTES = 2**16
 
 
 class BadMessage(Exception):
-    """A received message is invalid; its call ends with `status`."""
+    """A received message is invalid. The call ends with `status`."""
 
     def __init__(self, status: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class MessageReader:
     """Splits the data of a call into messages of at most `max_bytes`, compressed and decompressed."""
 
     def __init__(self, encoding: str, max_bytes: int, memory: Memory | None = None) -> None:
-        """Large messages that are not compressed are received into `memory`, if given."""
+        """Large uncompressed messages are received into `memory`, if given."""
         self.encoding = encoding
         """The call's grpc-encoding."""
         self.max_bytes = max_bytes
@@ -55,15 +55,15 @@ class MessageReader:
         self.missing = 0
         """Bytes missing from the first message: negative if more follows, 0 if the length is unknown."""
         self.size = 0
-        """Bytes that are held."""
+        """Bytes in memory."""
         self._message_size = 0
-        """Size of the first message in the buffer; 0 if it is unknown."""
+        """Size of the first message in the buffer; 0 if unknown."""
         self._memory = memory
         self._large: memoryview | None = None
-        """Memory of the first message, if it is large."""
+        """Memory of the first message, if large."""
         self._large_missing = 0
         self._buffer = bytearray()
-        """What follows it."""
+        """Bytes after the first message, or all bytes without a large message."""
 
     @property
     def has_memory(self) -> bool:
@@ -72,13 +72,14 @@ class MessageReader:
 
     @property
     def room(self) -> memoryview | None:
-        """Memory for the missing bytes of a large message: bytes that `add` finds there are not copied."""
+        """Memory for the missing bytes of a large message. `add` does not copy bytes already there."""
         if self._large is None or not self._large_missing:
             return None
         return self._large[-self._large_missing :]
 
     def whole(self, data: Buffer) -> bytes | None:
-        """The message, if nothing is held and `data` is a small one that is not compressed, as most are; else None."""
+        """Returns the message, if nothing is held and `data` is a small, uncompressed message, the usual case; else
+        None."""
         if self.size or self._large is not None or not _PREFIX.size <= len(data) < LARGE_BYTES:
             return None
         compressed, size = _PREFIX.unpack_from(data)
@@ -87,7 +88,7 @@ class MessageReader:
         return bytes(data[_PREFIX.size :])
 
     def add(self, data: Buffer) -> None:
-        """Takes data. Raises BadMessage for a message that will be too large."""
+        """Takes data. Raises BadMessage if a message will be too large."""
         if self._large is not None and self._large_missing:
             data = data[self._fill(self._large, data) :]
         self._buffer += data
@@ -108,7 +109,7 @@ class MessageReader:
             raise too_large(self._message_size, self.max_bytes)
 
     def _measure(self) -> None:
-        """Notes what is there, after every change."""
+        """Measures the buffers, after every change."""
         held = self.size = len(self._buffer)
         self._message_size = 0
         if self._large is not None:
@@ -143,8 +144,8 @@ class MessageReader:
         self._measure()
 
     def take(self) -> tuple[bool, Message]:
-        """Whether the first message, which is complete, is compressed, and the message. Raises BadMessage for a
-        message that is too large."""
+        """Removes the complete first message. Returns whether the message is compressed, and the message. Raises
+        BadMessage for a message beyond the limit."""
         self._check_size()
         compressed, body = self._large is None and self._buffer[0] != 0, self._take_body()
         self._measure()
@@ -159,7 +160,7 @@ class MessageReader:
             body = bytes(buffer[_PREFIX.size : end])
             del buffer[:end]
             return body
-        # What follows is copied, at most a window of it: to copy the largest message takes 50 ms.
+        # Copies the bytes behind the message, at most a window: copying the largest message takes 50 ms.
         self._buffer = buffer[end:]
         del buffer[end:]
         del buffer[: _PREFIX.size]
@@ -179,7 +180,7 @@ def too_large(size: int, max_bytes: int) -> BadMessage:
 
 
 class Inflation:
-    """Decompresses one message in turns."""
+    """Decompresses a message in turns."""
 
     def __init__(
         self, body: Message, encoding: str, max_bytes: int, count: Callable[[], None]
@@ -206,7 +207,7 @@ class Inflation:
 
     @property
     def size(self) -> int:
-        """Bytes that are held, and those of the message that will be parsed from them."""
+        """Bytes in memory, including the copy to be made at the end."""
         return len(self._compressed) + 2 * len(self._data)
 
     def clear(self) -> None:
@@ -244,11 +245,10 @@ def _not_inflated(why: str) -> BadMessage:
 
 
 class ReceivedMessages:
-    """The received messages of one call, bounded by the stream's flow-control window.
+    """The received messages of a call, bounded by the stream's flow-control window.
 
-    The peer may send one window ahead of the reader. A longer message is admitted whole after all others are read: at
-    most a window and a message of the largest size are held. Parts of messages are joined, and messages decompressed,
-    when they are read.
+    The peer may send a window ahead of the reader. A longer message is admitted whole once all others are read, so at
+    most a window and a message of the largest size are held. Reading a message joins the parts and decompresses.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class ReceivedMessages:
                 ErrorCode.FLOW_CONTROL_ERROR, "DATA exceeds the window of the stream"
             )
         reader = self._reader
-        # One at a time: objects for the smallest messages in a window would take many times its memory.
+        # Singly: objects for a window of the smallest messages would take many times the memory.
         if not self._ready and (message := reader.whole(data)) is not None:
             self._ready.append((False, message))
             self._count()
@@ -292,7 +292,7 @@ class ReceivedMessages:
             return
         reader.add(data)
         while reader.complete and reader.has_memory:
-            # The next message needs memory before it arrives.
+            # The next message needs memory before arriving.
             self._ready.append(reader.take())
         self._count()
         if not self._dropped:
@@ -320,7 +320,7 @@ class ReceivedMessages:
         return held
 
     def drop(self) -> None:
-        """Frees everything: nobody reads it."""
+        """Frees everything, since nobody will read."""
         self._dropped = True
         self._reader.clear()
         self._ready.clear()
@@ -329,7 +329,7 @@ class ReceivedMessages:
         self._count()
 
     def _count(self) -> None:
-        """Adjusts the account to what is held; to make room, it may end this call."""
+        """Counts the bytes in memory. The account may end this call to make room."""
         change = self.held - self._counted
         self._counted += change
         self._account.add(change)
@@ -341,13 +341,13 @@ class ReceivedMessages:
 
     @property
     def several(self) -> bool:
-        """Whether more than one message was received, if only the beginning of a second."""
+        """Whether at least the beginning of a second message was received."""
         begun = len(self._ready) + (self._reader.size > 0)
         return self._reader.missing < 0 or self._taken + begun > 1
 
     async def arrived(self) -> int | None:
-        """Waits for the next message, and decompresses it; returns its size, None after the last. Raises BadMessage for
-        an invalid message."""
+        """Waits for the next message, and decompresses. Returns the size, or None after the last message. Raises
+        BadMessage."""
         while not (self._ready or self._reader.complete):
             if self.ended:
                 self._reader.check_end()
@@ -361,7 +361,7 @@ class ReceivedMessages:
             self._ready.append(self._reader.take())
         compressed, body = self._ready[0]
         if compressed:
-            # It stays until then: a reader that is cancelled meanwhile may come again.
+            # The message stays until then: a cancelled reader may return.
             body = await self._inflated(body)
             if not self._dropped:
                 self._ready[0] = (False, body)
@@ -371,7 +371,7 @@ class ReceivedMessages:
         return len(body)
 
     def take(self) -> Message:
-        """The message that has arrived."""
+        """Removes and returns the message after `arrived`."""
         _, body = self._ready.popleft()
         self._count()
         self._taken += 1

@@ -1,7 +1,7 @@
-"""Streams closed lately, and what a peer may still send on them (RFC 9113, section 5.1).
+"""Recently closed streams, and the legality of further frames (RFC 9113, section 5.1).
 
-Frames on their way when this side closed a stream are legal. Frames after the peer's own END_STREAM or RST_STREAM are
-not. Of older streams nothing is known, and what comes for them is taken for late.
+Frames in flight when this side closed a stream are legal. Frames after the peer's END_STREAM or RST_STREAM are not.
+Frames on older, forgotten streams pass as late.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trtmesh.chassis.http2.frames import (
 )
 
 MAX_REMEMBERED = 256
-"""Closed streams of a connection that are remembered."""
+"""Closed streams remembered for a connection."""
 
 
 class ClosedStreams:
@@ -23,18 +23,18 @@ class ClosedStreams:
         self._ended_by_peer: dict[int, bool] = {}
 
     def add(self, stream_id: int, *, ended_by_peer: bool) -> None:
-        """Remembers a closed stream, and whether the peer had ended or reset its side."""
+        """Remembers a closed stream, and whether the peer had ended or reset the stream."""
         self._ended_by_peer[stream_id] = ended_by_peer
         if len(self._ended_by_peer) > MAX_REMEMBERED:
             del self._ended_by_peer[next(iter(self._ended_by_peer))]
 
     def check_data(self, stream_id: int) -> None:
-        """Raises Http2StreamError for DATA of a peer that had ended the stream."""
+        """Raises Http2StreamError for DATA after the peer's end of the stream."""
         if self._ended_by_peer.get(stream_id):
             raise Http2StreamError(ErrorCode.STREAM_CLOSED, "DATA on a closed stream")
 
     def check_headers(self, stream_id: int) -> None:
-        """Raises Http2ConnectionError for HEADERS of a peer that had ended the stream, or had passed over it."""
+        """Raises Http2ConnectionError for HEADERS after the peer's end of the stream, or on a skipped stream."""
         ended = self._ended_by_peer.get(stream_id)
         if ended:
             raise Http2ConnectionError(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")

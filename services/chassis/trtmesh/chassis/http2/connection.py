@@ -46,7 +46,7 @@ from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 log = logging.getLogger(__name__)
 
 MAX_FRAME_SIZE = 2**20
-"""Largest frame that a peer may send."""
+"""Largest frame from a peer."""
 
 CONNECTION_WINDOW_SIZE = 2**24
 """Flow-control window of all streams of a connection together."""
@@ -55,26 +55,26 @@ MAX_SETTINGS_BYTES = 600
 """Largest SETTINGS frame."""
 
 PING_AFTER_SECONDS, PING_TIMEOUT_SECONDS = 10.0, 5.0
-"""A peer silent for the first is sent a PING; if it stays silent for the second, the connection is aborted. A peer
-without SETTINGS is aborted after the first."""
+"""A silence of the first leads to a PING, a further silence of the second to the end of the connection. Without
+SETTINGS, the first ends the connection."""
 
 LATE_SECONDS = 1.0
-"""A keepalive timer this late does not judge the peer: what it sent meanwhile is not read yet."""
+"""A keepalive timer this late does not judge the peer, whose frames may be unread."""
 
 PAUSE_SECONDS = 120.0
 """How long a peer may leave everything unread, PING included, before TCP ends the connection."""
 
 FRAME_SECONDS = 10.0
-"""How long a peer may take to send a frame that is kept until it is complete, or a header block."""
+"""Time for a peer to complete a frame or a header block."""
 
 MIN_COUNTED_BYTES = 2**14
-"""Input of this size or more that waits for a turn or for the rest of its frame counts as unread bytes."""
+"""Least size of unparsed input that counts as unread bytes."""
 
 CLOSE_SECONDS = 0.5
 """How long a peer may take to read the last frames."""
 
 MAX_DROPPED_BYTES = 2**20
-"""Bytes of a peer that are read and dropped after the end of the connection."""
+"""Bytes read and dropped after the end of the connection."""
 
 CLOSED = "the connection was closed"
 
@@ -94,20 +94,20 @@ def initial_settings(name: Setting, value: int, initial_window_size: int) -> byt
 
 
 class StreamHandler(Protocol):
-    """Receives the frames of one open stream."""
+    """Receives the frames of an open stream."""
 
     stream: SendStream
 
     @property
     def ended_by_peer(self) -> bool:
-        """Whether the peer has ended or reset its side."""
+        """Whether the peer has ended or reset the stream."""
 
     @property
     def held(self) -> int:
         """Bytes received and not read."""
 
     def shed(self) -> None:
-        """Ends the stream to free what it holds."""
+        """Ends the stream to free memory."""
 
     def receive_data(self, data: Buffer, flow_size: int) -> None:
         """DATA without padding; `flow_size` is the size for flow control. Raises Http2StreamError."""
@@ -138,7 +138,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     _look_at: float
     account: Account
     _origin: Hashable
-    """What has one share of the turns."""
+    """Peers of an origin share turns."""
     queue: ConnectionQueue
     """Work on received messages."""
 
@@ -147,12 +147,12 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._budget = budget
         self._turns = turns
         self._received: Buffer = b""
-        """Bytes that wait for a turn."""
+        """Bytes waiting for a turn."""
         self._waits_for_turn = False
         self._unfinished_since: float | None = None
         """When the incomplete frame or header block began."""
         self._counted = 0
-        """Bytes in the account that wait for a turn or for the rest of their frame."""
+        """Unparsed bytes in the account."""
         self._dropped = 0
         self._reader = FrameReader(MAX_FRAME_SIZE, expected_preface)
         self._header_decoder = HeaderDecoder()
@@ -182,7 +182,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._plan_look(PING_AFTER_SECONDS)
 
     def _origin_of(self, host: str) -> Hashable:
-        """Whose share of the turns a peer at `host` has: all peers have one, unless a server tells them apart."""
+        """Returns the origin of a peer at `host`. Servers tell addresses apart; other peers share an origin."""
         return ""
 
     def data_received(self, data: Buffer) -> None:
@@ -190,7 +190,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         if self._closed:
             self._drop(data)
             return
-        # TLS may deliver what it holds after reading was paused.
+        # TLS may deliver buffered bytes after reading was paused.
         self._received = bytes(self._received) + data if self._received else data
         if not self._waits_for_turn:
             if not self._turns.take(self, self._origin):
@@ -201,7 +201,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._count()
 
     def go_on(self, until: float) -> bool:
-        """Acts on received frames, in one of the connection's turns."""
+        """Acts on received frames, during a turn of the connection."""
         data, self._received = self._received, b""
         if self._closed:
             return False
@@ -226,7 +226,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         return False
 
     def _note_unfinished(self, held: int, *, in_block: bool, progress: bool) -> None:
-        """Notes since when a frame or header block is incomplete, and counts its bytes."""
+        """Notes since when a frame or header block is incomplete, and counts the bytes."""
         if not (held or in_block):
             self._unfinished_since = None
         elif self._unfinished_since is None or (progress and not in_block):
@@ -234,8 +234,8 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._count()
 
     def _count(self) -> None:
-        """Adjusts the account to what is held unparsed; to make room, it may end a call or the connection. A closed
-        connection frees it soon."""
+        """Counts the unparsed bytes. The account may end a call or the connection to make room. A closed connection
+        counts none."""
         held = 0 if self._closed else len(self._received) + self._reader.held
         counted = held if held >= MIN_COUNTED_BYTES else 0
         if counted != self._counted:
@@ -243,7 +243,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             self.account.add(change)
 
     def completed(self) -> None:
-        """Reads more, after the turns that the received bytes took."""
+        """Reads more once the received bytes are parsed."""
         self._waits_for_turn = False
         self._count()
         if not self._transport.is_closing():
@@ -256,7 +256,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
 
     def eof_received(self) -> None:
         if not self._transport.can_write_eof():
-            # Writes have no effect any more: TLS has no half-closed connections, and logs writes to closed ones.
+            # TLS has no half-closed connections, and logs writes to closed connections.
             self.writer.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -310,7 +310,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         """Takes the settings of servers or of clients alone, after the others of the same frame."""
 
     def _shed(self) -> None:
-        """Ends what holds most, to make room for other connections: a stream, or the connection."""
+        """Ends the largest stream, or the connection if its unparsed input is larger, to make room for others."""
         largest = max(self._streams.values(), key=lambda stream: stream.held, default=None)
         if largest is not None and largest.held >= self._counted:
             largest.shed()
@@ -330,7 +330,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
 
     def _keep_alive(self) -> None:
         if not (self._settings_received or self._is_excused):
-            # Bytes that come one by one are no greeting.
+            # Single bytes are no greeting.
             self._transport.abort()
             return
         since = self._unfinished_since
@@ -357,7 +357,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
 
     @property
     def _is_excused(self) -> bool:
-        """Whether a silent peer may have answered: to be read later, or once it has read the PING."""
+        """Whether an answer of a silent peer may be unread, or the PING may be unsent."""
         late = self._loop.time() - self._look_at > LATE_SECONDS
         return late or self._waits_for_turn or self.writer.paused
 
@@ -386,7 +386,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             self._fail_stream(received.stream_id, error)
 
     def _fail_stream(self, stream_id: int, error: Http2StreamError) -> None:
-        # At the level debug: a peer can cause stream errors as fast as it sends.
+        # At the level debug: peers can cause stream errors at any rate.
         log.debug("stream error of %s: %s", self.peer, error)
         self.rates.count(rates.STREAM_ERROR)
         if (stream := self._streams.get(stream_id)) is not None:
@@ -415,11 +415,11 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             self._closed_streams.check_data(received.stream_id)
 
     def _stream_of(self, received: Frame | Data) -> H | None:
-        """The stream of a frame; None if it is closed."""
+        """Returns the stream of a frame, or None if closed."""
         if not 0 < received.stream_id <= self._last_stream_id:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "frame on an idle stream")
         if (stream := self._streams.get(received.stream_id)) is None:
-            # It may have been in flight when the stream was closed.
+            # The frame may have been in flight when the stream was closed.
             self.rates.count(rates.CLOSED_STREAM)
         return stream
 
@@ -527,8 +527,8 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
 
 
 def set_user_timeout(endpoint: socket.socket) -> None:
-    """Sets TCP_USER_TIMEOUT on a connection or a listener, if available. It also ends connections of peers that read
-    nothing; others whose network is gone are found by PING."""
+    """Sets TCP_USER_TIMEOUT on a connection or a listener, if available, which also ends connections of peers that read
+    nothing. PING finds other dead peers."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         milliseconds = int(PAUSE_SECONDS * 1000)
         endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -544,7 +544,7 @@ def _host_of(transport: asyncio.BaseTransport) -> str:
 
 
 def _peer_of(transport: asyncio.BaseTransport) -> str:
-    """The peer's address as gRPC writes it."""
+    """Returns the peer's address in gRPC's form."""
     name = transport.get_extra_info("peername") or ("unknown", 0)
     host, port = name[:2]
     return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"

@@ -19,14 +19,14 @@ FRAME_HEADER = struct.Struct(">IBI")
 """Length (24 bits) and type (8 bits), flags, stream identifier (31 bits)."""
 
 MAX_CONTROL_FRAME_SIZE = 2**15
-"""Largest received frame other than DATA: these are kept until they are complete."""
+"""Largest received frame other than DATA, kept in memory until complete."""
 
 MIN_MAX_FRAME_SIZE = 2**14
 """The smallest and initial value of MAX_FRAME_SIZE."""
 
 MAX_MAX_FRAME_SIZE = 2**24 - 1
 INITIAL_WINDOW_SIZE = 2**16 - 1
-"""The initial flow-control window of a connection, and of a stream unless SETTINGS change it."""
+"""The initial flow-control window of a connection, and of a stream unless changed by SETTINGS."""
 
 MAX_WINDOW_SIZE = 2**31 - 1
 INITIAL_HEADER_TABLE_SIZE = 4096
@@ -112,7 +112,7 @@ class Frame(NamedTuple):
 
 
 class Data(NamedTuple):
-    """A received DATA frame, or some of its bytes."""
+    """A received DATA frame, or a part."""
 
     type: int
     flags: int
@@ -124,7 +124,7 @@ class Data(NamedTuple):
 class FrameReader:
     """Splits the received bytes of a connection into frames, after the expected `preface`.
 
-    DATA without padding comes as it arrives, in several pieces if need be: large frames are not kept.
+    Large frames are not kept: DATA without padding is passed on in pieces.
     """
 
     def __init__(self, max_frame_size: int, preface: bytes) -> None:
@@ -148,7 +148,7 @@ class FrameReader:
         return len(self._buffer)
 
     def feed(self, data: Buffer) -> Iterator[Frame | Data]:
-        """Yields the frames that `data` completes or continues; what is not yielded stays for the next call. Raises
+        """Yields the frames completed or continued by `data`. Keeps the rest for the next call. Raises
         Http2ConnectionError."""
         if self._preface:
             data = self._after_preface(data)
@@ -203,7 +203,7 @@ class FrameReader:
         return Data(FrameType.DATA, flags, self.data_stream, payload)
 
     def _after_preface(self, data: Buffer) -> Buffer:
-        """What follows the preface; nothing while it is incomplete."""
+        """Returns the bytes after the preface: none while incomplete."""
         buffer, preface = self._buffer, self._preface
         buffer += data
         if not preface.startswith(buffer[: len(preface)]):

@@ -24,21 +24,21 @@ MAX_HEADER_LIST_SIZE = 2**14
 """Announced to peers."""
 
 MAX_LIST_BYTES = 2 * MAX_HEADER_LIST_SIZE
-"""Larger lists are not decoded to the end, which ends the connection; smaller ones are, for the server to refuse the
-call with a status."""
+"""Largest list to decode. Larger lists end the connection; for smaller lists the server can refuse the call with a
+status."""
 
 MAX_BLOCK_BYTES = 2**14
-"""A larger block is a connection error: skipping it would corrupt the HPACK state of all later blocks. Every admitted
-list fits, and decoding a block takes a few milliseconds at most."""
+"""A larger block is a connection error: skipping the block would corrupt the HPACK state. Every admitted list fits, and
+decoding a block takes a few milliseconds at most."""
 
 MAX_SIZE_UPDATES = 2
 """Updates of the table's size before a block (RFC 7541, section 4.2)."""
 
 MAX_REMEMBERED = 4
-"""Blocks of a connection that are decoded once: a client's calls of one kind have equal headers."""
+"""Blocks remembered for a connection and decoded once: similar calls of a client have equal headers."""
 
 MAX_REMEMBERED_SIZE = 2048
-"""Largest list that is remembered, as counted for MAX_HEADER_LIST_SIZE."""
+"""Largest remembered list, as counted for MAX_HEADER_LIST_SIZE."""
 
 _PRIORITY_BYTES = 5
 
@@ -57,7 +57,7 @@ class HeaderBlock(NamedTuple):
 
 
 class _WatchedTable(HeaderTable):
-    """A dynamic table that knows whether it has a new entry."""
+    """A dynamic table that notes new entries."""
 
     has_grown = False
 
@@ -84,7 +84,7 @@ class HeaderDecoder:
         return self._first is not None
 
     def headers(self, frame: Frame) -> HeaderBlock | None:
-        """Takes a HEADERS frame; returns the block if it is complete."""
+        """Takes a HEADERS frame. Returns the block if complete."""
         data = bytes(without_padding(frame))
         if frame.flags & PRIORITY:
             if len(data) < _PRIORITY_BYTES:
@@ -101,7 +101,7 @@ class HeaderDecoder:
         return None
 
     def continuation(self, frame: Frame) -> HeaderBlock | None:
-        """Takes a CONTINUATION frame; returns the block if it is complete."""
+        """Takes a CONTINUATION frame. Returns the block if complete."""
         first = self._first
         if first is None or first.stream_id != frame.stream_id:
             raise Http2ConnectionError(
@@ -149,7 +149,7 @@ class HeaderDecoder:
 
 
 def _size_updates(data: bytes) -> int:
-    """Updates of the table's size at the start of a block, counted to one more than is allowed."""
+    """Returns the number of size updates at the start of a block, counting no further than the first excess."""
     updates = at = 0
     while updates <= MAX_SIZE_UPDATES and at < len(data) and data[at] & 0xE0 == 0x20:
         updates += 1

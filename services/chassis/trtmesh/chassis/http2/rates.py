@@ -1,8 +1,8 @@
-"""Limits of frames and calls that cost work and serve no one. A connection beyond one ends.
+"""Limits of frames and calls that cost work and serve nobody. A connection beyond a limit ends.
 
-The time of a connection is bounded without these limits; they end connections that are good for nothing else. Each is
-far above what clients and proxies were seen to send. To open a call and reset it takes a server about 100 us, as long
-as to serve a small one; a frame on a closed stream takes 4 us.
+Turns bound the time of a connection already; these limits end useless connections. Each limit is far above the observed
+rates of clients and proxies. Opening and resetting a call takes a server about 100 us, like serving a small call; a
+frame on a closed stream takes 4 us.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RATES = (
 
 
 class FrameRates(RateCounts):
-    """Counts the frames and calls of one peer."""
+    """Counts the frames and calls of a peer."""
 
     def count(self, rate: Rate) -> None:
-        """Counts one. Raises Http2ConnectionError beyond the limit."""
+        """Counts a frame or call. Raises Http2ConnectionError beyond the limit."""
         if self.exceeds(rate):
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, f"too many {rate.what}")

@@ -1,4 +1,4 @@
-"""Bytes that wait to be sent, in the memory that has them."""
+"""Queues bytes to be sent, without copies."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import deque
 from typing import TypeAlias
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
-"""Bytes in memory; a memoryview has one dimension of single bytes."""
+"""Bytes in memory. A memoryview has a single dimension of bytes."""
 
 
 class SendBuffer:
-    """A queue of bytes that copies none."""
+    """A queue of bytes, without copies."""
 
     __slots__ = ("_pieces", "size")
 
@@ -19,7 +19,7 @@ class SendBuffer:
         self.size = 0
 
     def append(self, data: Buffer) -> None:
-        """Adds bytes whose memory must not change until they are sent."""
+        """Adds bytes. Their memory must not change until sent."""
         if data:
             self._pieces.append(data)
             self.size += len(data)

@@ -1,4 +1,4 @@
-"""The sending side of a connection: one write per pass of the event loop, DATA within the peer's windows."""
+"""The sending side of a connection: a write per pass of the event loop, DATA within the peer's windows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trtmesh.chassis.http2.frames import (
 from trtmesh.chassis.http2.send_buffer import Buffer, SendBuffer
 
 MAX_PASS_BYTES = 2**18
-"""Limit of bytes written in one pass of the event loop, and of bytes buffered by the transport before writers wait."""
+"""Limit of bytes written in a pass of the event loop, and of bytes buffered by the transport before writers wait."""
 
 MAX_DATA_SIZE = 2**16
-"""Largest DATA frame, whatever the peer admits: a single frame must not fill a pass or count as unread bytes."""
+"""Largest DATA frame, even if the peer admits more: a single frame must not fill a pass or count as unread bytes."""
 
 MAX_BULK_DATA_SIZE = 2**20
-"""Largest DATA frame of a stream that sends large messages in pieces, if the peer admits it."""
+"""Largest DATA frame of a stream with large messages in pieces, if the peer admits so much."""
 
 MIN_PIECE_BYTES = 2**13
 """Frames and pieces of this size or more on average are given to the transport without joining them."""
@@ -53,11 +53,11 @@ class SendStream:
     full_window: int
     """The window after the last WINDOW_UPDATE, before any DATA since."""
     unsent: SendBuffer = field(default_factory=SendBuffer)
-    """Data that waits for a window or for the transport."""
+    """Data waiting for a window or for the transport."""
     max_data_size: int = MAX_DATA_SIZE
     """Largest DATA frame."""
     trailing: bytes | None = None
-    """Frames that end the stream, sent after `unsent`."""
+    """The last frames of the stream, sent after `unsent`."""
     drained: asyncio.Future[None] | None = None
     """Done when `unsent` is empty; None without a waiter."""
 
@@ -68,7 +68,7 @@ class SendStream:
 
 
 class FrameWriter:
-    """Sends the frames of one connection."""
+    """Sends the frames of a connection."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         self._loop = loop
@@ -129,14 +129,14 @@ class FrameWriter:
         self.send_pieces(stream, (prefix, data))
 
     def send_pieces(self, stream: SendStream, pieces: Sequence[Buffer]) -> None:
-        """Sends pieces of data as one. Their memory must not change until the transport has written it."""
+        """Sends joined pieces of data. Their memory must not change until the transport has written everything."""
         for piece in pieces:
             stream.unsent.append(piece)
         self._sendable[stream] = None
         self._pump()
 
     def send_trailers(self, stream: SendStream, block: bytes, *, reset: bool) -> None:
-        """Ends a response after its unsent data. `reset` asks the client to stop sending the request (RFC 9113,
+        """Ends a response after the unsent data. `reset` asks the client to stop sending the request (RFC 9113,
         section 8.1)."""
         trailing = self._headers(END_STREAM, stream, block)
         if reset:
@@ -144,7 +144,7 @@ class FrameWriter:
         self._finish(stream, trailing)
 
     def end_stream(self, stream: SendStream) -> None:
-        """Half-closes a stream after its unsent data."""
+        """Half-closes a stream after the unsent data."""
         self._finish(stream, frame(FrameType.DATA, END_STREAM, stream.stream_id))
 
     def _finish(self, stream: SendStream, trailing: bytes) -> None:
@@ -166,7 +166,7 @@ class FrameWriter:
         stream.wake_drained()
 
     async def drain(self, stream: SendStream) -> None:
-        """Returns when no data is unsent. Several tasks may wait; cancelling one keeps the data."""
+        """Waits until no data is unsent. Several tasks may wait; cancelling a task keeps the data."""
         while stream.unsent.size:
             if stream.drained is None:
                 stream.drained = self._loop.create_future()
@@ -178,7 +178,7 @@ class FrameWriter:
         return self._granted - self._window
 
     def increment_window(self, increment: int) -> bool:
-        """Applies the connection's WINDOW_UPDATE. Returns whether DATA was sent since the previous one. Raises
+        """Applies the connection's WINDOW_UPDATE. Returns whether DATA was sent since the previous. Raises
         Http2ConnectionError."""
         needed = self._window < self._full_window
         self._window += increment
@@ -190,7 +190,7 @@ class FrameWriter:
         return needed
 
     def increment_stream_window(self, stream: SendStream, increment: int) -> bool:
-        """Applies a stream's WINDOW_UPDATE. Returns whether DATA was sent since the previous one. Raises
+        """Applies a stream's WINDOW_UPDATE. Returns whether DATA was sent since the previous. Raises
         Http2StreamError."""
         needed = stream.window < stream.full_window
         stream.window += increment
@@ -259,7 +259,7 @@ class FrameWriter:
         return frame(FrameType.HEADERS, END_HEADERS | flags, stream.stream_id, block)
 
     def _pump(self) -> None:
-        """Sends unsent data, one frame of each stream in turn."""
+        """Sends unsent data, a frame of each stream in turn."""
         while (
             self._sendable and self._window > 0 and self._bytes < MAX_PASS_BYTES and not self.paused
         ):

@@ -19,7 +19,7 @@ from trtmesh.chassis.tls.settings import TlsSettings
 log = logging.getLogger(__name__)
 
 HTTP_1_1 = "http/1.1"
-"""HTTP/1.1 by its name in ALPN."""
+"""ALPN's name of HTTP/1.1."""
 
 _Stamp = Sequence[tuple[int, ...] | None]
 
@@ -27,7 +27,7 @@ HANDSHAKES_PER_SECOND = 100.0
 """Most handshakes begun in a second; others wait."""
 
 RELOAD_SECONDS = 2.0
-"""Interval at which changes of the files are looked for."""
+"""Interval between checks of the files for changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class ServerTls:
     """The context for a new connection."""
     handshakes: Handshakes
     protocol: str
-    """What the port speaks, by its name in ALPN."""
+    """The protocol of the port, by the name in ALPN."""
     client_names: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Contexts:
-    """Everything made from one reading of the files."""
+    """Everything made from a reading of the files."""
 
     servers: Mapping[str, ssl.SSLContext]
     """By protocol; empty without a certificate."""
@@ -52,10 +52,10 @@ class _Contexts:
 
 
 class Certificates:
-    """TLS of one process. Each new connection takes the current contexts; running ones keep theirs."""
+    """TLS of a process. New connections take the current contexts; running connections keep theirs."""
 
     def __init__(self, settings: TlsSettings, section: str) -> None:
-        """Raises SettingsError for files that are missing or do not fit."""
+        """Raises SettingsError for missing or unsuitable files."""
         self._settings = settings
         self._prefix = f"{section}.tls."
         self._refuse_ineffective()
@@ -65,7 +65,7 @@ class Certificates:
         self._handshakes = Handshakes(HANDSHAKES_PER_SECOND)
 
     def server(self, protocol: str) -> ServerTls | None:
-        """TLS of a port that speaks H2 or HTTP_1_1; None for plain text."""
+        """Returns the TLS of a port for `protocol`, H2 or HTTP_1_1, or None for plain text."""
         if not self._contexts.servers:
             return None
         return ServerTls(
@@ -90,11 +90,11 @@ class Certificates:
         return ClientTls(settings.ca, settings.certificate, settings.key, settings.peer_name, names)
 
     async def follow(self) -> NoReturn:
-        """Reads changed files again until cancelled. Files that cannot be used leave the former ones in place."""
+        """Reads changed files again until cancelled. Unusable files leave the former contents in place."""
         seen = self._loaded
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            # Certificate and key change one after the other: they are read once both rest.
+            # Certificate and key change in sequence, so they are read once both are stable.
             before, seen = seen, await asyncio.to_thread(self._stamp)
             if before != seen or seen == self._loaded:
                 continue
@@ -102,16 +102,16 @@ class Certificates:
             try:
                 self._contexts = await asyncio.to_thread(self._load)
             except SettingsError as error:
-                # The text says it all; a traceback would not.
+                # A traceback would add nothing.
                 log.error("the former certificates stay in use: %s", error)  # noqa: TRY400
             except Exception:
-                # Broad on purpose: whatever the files hold, the process goes on.
+                # Broad on purpose: no content of the files may end the process.
                 log.exception("the former certificates stay in use")
             else:
                 log.info("took the changed certificates for new connections")
 
     def _refuse_ineffective(self) -> None:
-        """Raises SettingsError for a setting that would be ignored."""
+        """Raises SettingsError for settings without effect."""
         given = self._settings.model_fields_set
         needs = {
             "key": "certificate",
@@ -148,7 +148,7 @@ class Certificates:
         return PemFile(path, self._prefix + name)
 
     def _stamp(self) -> _Stamp:
-        """What a change of a file changes, through symbolic links too."""
+        """Returns a value that changes with the file, through symbolic links too."""
         settings = self._settings
         paths = (settings.certificate, settings.key, settings.client_ca, settings.ca)
         return [_stamp_of(path) for path in paths if path is not None]

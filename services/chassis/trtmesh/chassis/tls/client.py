@@ -1,4 +1,4 @@
-"""What a client needs for TLS: whom it trusts, and what it shows."""
+"""TLS of a client: trusted authorities, and the client's certificate."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TLS, CA, CERTIFICATE, KEY, SERVER_NAME = (
     "TRTMESH_TLS",
     *("TRTMESH_TLS_CA", "TRTMESH_TLS_CERTIFICATE", "TRTMESH_TLS_KEY", "TRTMESH_TLS_SERVER_NAME"),
 )
-"""Variables of commands that connect over TLS: the first turns it on, and so does each other."""
+"""Variables for connecting commands. Each of them turns TLS on."""
 
 H2 = "h2"
-"""HTTP/2 by its name in ALPN."""
+"""ALPN's name of HTTP/2."""
 
 
 class PeerTls(NamedTuple):
@@ -43,18 +43,18 @@ class ClientTls:
     """TLS of a client, from PEM files. `settings` are the names of the first three for errors."""
 
     ca: Path | None = None
-    """Authorities of servers' certificates; None means those of the system."""
+    """Authorities of servers' certificates; None means the system's authorities."""
     certificate: Path | None = None
-    """The certificate to show, followed by intermediate ones."""
+    """The client's certificate, followed by intermediate certificates."""
     key: Path | None = None
-    """Its private key; None means that `certificate` holds it."""
+    """The private key; None means in `certificate`."""
     server_name: str = ""
     """Name in the server's certificate; '' means the host of the address."""
     settings: tuple[str, str, str] = ("ca", "certificate", "key")
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str]) -> ClientTls | None:
-        """TLS as the variables ask for it; None for plain text."""
+        """Returns the TLS asked for by the variables, or None for plain text."""
         if not any(environ.get(name) for name in (TLS, CA, CERTIFICATE, KEY, SERVER_NAME)):
             return None
 
@@ -82,7 +82,7 @@ class ClientTls:
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
     def context(self) -> ssl.SSLContext:
-        """For connections that speak HTTP/2. Raises SettingsError."""
+        """Returns the context for HTTP/2. Raises SettingsError."""
         return client_context(self._own(), self._ca(), (H2,))
 
     def peer_tls(self) -> PeerTls:

@@ -1,4 +1,4 @@
-"""Who a client is by its certificate."""
+"""The identity of a client by certificate."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class CertificateNames:
 
     @property
     def name(self) -> str:
-        """The first name; '' for a certificate that names nobody."""
+        """The first name, or '' for a certificate without names."""
         return self.common_name or next(iter(self.names), "")
 
     def __str__(self) -> str:
         return self.name or "a certificate without names"
 
     def auth_context(self) -> Mapping[str, Sequence[bytes]]:
-        """As the contexts of grpc.aio have it."""
+        """Returns the identity in the form of grpc.aio."""
         return {
             "transport_security_type": [b"ssl"],
             COMMON_NAME: [self.common_name.encode()] if self.common_name else [],

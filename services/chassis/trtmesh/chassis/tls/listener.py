@@ -20,17 +20,17 @@ from trtmesh.chassis.tls.pem import reason_of_tls
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-"""Connections that may wait to be accepted."""
+"""Most connections waiting to be accepted."""
 
 MAX_PENDING = 512
-"""Connections before or in their handshake. A further one costs the busiest address its oldest: no address can keep
-the others out, and no more handshakes than these can end at the same moment."""
+"""Most connections before or in their handshake. A further connection replaces the oldest of the busiest address: no
+address can keep others out, and at most this many handshakes end together."""
 
 HANDSHAKE_SECONDS = 5.0
-"""Time for a client to wait for its turn and complete its handshake."""
+"""Time for a client to wait for a turn and complete the handshake."""
 
 ACCEPTS_PER_PASS = 16
-"""Connections accepted in one pass of the event loop."""
+"""Connections accepted in a pass of the event loop."""
 
 NO_DESCRIPTORS_SECONDS = 1.0
 """Pause after the process had no file descriptor left."""
@@ -48,7 +48,7 @@ class _Visitor:
 
     connection: socket.socket
     host: str
-    """Its IPv4 address or its network of IPv6: within one, addresses are free to choose."""
+    """The IPv4 address or IPv6 network: clients choose addresses within a network freely."""
     handed_over: bool = False
     """Whether a transport owns the connection."""
 
@@ -115,7 +115,7 @@ class TlsListener:
         if sum(map(len, self._pending.values())) >= MAX_PENDING:
             busiest = max(self._pending, key=lambda host: len(self._pending[host]))
             oldest = next(iter(self._pending[busiest]))
-            # At once: further ones may arrive before the task has ended.
+            # At once: further connections may arrive before the end of the task.
             self._forget(busiest, oldest)
             oldest.cancel()
             self._complaints.add(f"refused TLS client {busiest}: {MAX_PENDING} wait for handshakes")
@@ -126,7 +126,7 @@ class TlsListener:
 
     def _leave(self, visitor: _Visitor, task: asyncio.Task[None]) -> None:
         self._forget(visitor.host, task)
-        # Here, because a task that is cancelled at once never runs.
+        # Here, because a task cancelled at once never runs.
         if not visitor.handed_over:
             visitor.connection.close()
 
@@ -137,7 +137,7 @@ class TlsListener:
             self._pending.pop(host, None)
 
     async def _admit(self, visitor: _Visitor) -> None:
-        """Runs the handshake of a connection; logs why it fails."""
+        """Runs the handshake of a connection. Logs the reason of a failure."""
         problem = ""
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
@@ -164,7 +164,7 @@ class TlsListener:
         return ""
 
     async def _shake_hands(self, visitor: _Visitor) -> str:
-        """Hands the connection over, or closes it and returns why."""
+        """Hands the connection over and returns '', or closes the connection and returns why."""
         visitor.handed_over = True
         arrival = _Arrival(self._factory, self._tls)
         await asyncio.get_running_loop().connect_accepted_socket(
@@ -178,7 +178,7 @@ class TlsListener:
 
 
 class _Arrival(asyncio.Protocol):
-    """A connection at the end of its handshake."""
+    """A connection at the end of the handshake."""
 
     def __init__(self, factory: Callable[[], asyncio.Protocol], tls: ServerTls) -> None:
         self._factory = factory
@@ -186,7 +186,7 @@ class _Arrival(asyncio.Protocol):
         self.problem = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Hands the connection over, unless its client may not stay."""
+        """Hands the connection over, unless the client is refused."""
         self.problem = self._find_problem(transport)
         if self.problem:
             transport.close()
@@ -210,7 +210,7 @@ class _Arrival(asyncio.Protocol):
 
 
 class _Complaints:
-    """Log lines about clients, at most one a second."""
+    """Logs lines about clients, at most a line a second."""
 
     def __init__(self) -> None:
         self._next_at = 0.0

@@ -18,7 +18,7 @@ _CERTIFICATE, _KEY, _ENCRYPTED = b"-----BEGIN CERTIFICATE-----", b"PRIVATE KEY--
 
 @dataclass(frozen=True, slots=True)
 class PemFile:
-    """A file, and the setting or option that names it."""
+    """A file, and the setting or option for the file."""
 
     path: Path
     setting: str
@@ -31,14 +31,14 @@ class PemFile:
             self.refuse(error.strerror or str(error))
 
     def certificates(self) -> bytes:
-        """The file, which holds certificates. Raises SettingsError."""
+        """A file of certificates. Raises SettingsError."""
         data = self.read()
         if _CERTIFICATE not in data:
             self.refuse("it has no certificate in PEM")
         return data
 
     def key(self) -> bytes:
-        """The file, which holds a private key. Raises SettingsError."""
+        """A file of a private key. Raises SettingsError."""
         data = self.read()
         if _KEY not in data:
             self.refuse("it has no private key in PEM")
@@ -54,7 +54,7 @@ class PemFile:
 
 @dataclass(frozen=True, slots=True)
 class OwnCertificate:
-    """A certificate with its chain, and the key."""
+    """A certificate with the chain, and the key."""
 
     certificate: PemFile
     key: PemFile
@@ -76,7 +76,7 @@ class OwnCertificate:
 def server_context(
     own: OwnCertificate, client_ca: PemFile | None, protocol: str, *, required: bool
 ) -> ssl.SSLContext:
-    """The context of a port that speaks `protocol` (ALPN). Raises SettingsError."""
+    """Returns the context of a port for `protocol` (ALPN). Raises SettingsError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _strengthen(context, protocol)
     # A resumed session skips the check of the client's certificate. TLS 1.2 still resumes by session id, which Python
@@ -93,7 +93,7 @@ def server_context(
 def client_context(
     own: OwnCertificate | None, ca: PemFile | None, protocols: Sequence[str]
 ) -> ssl.SSLContext:
-    """The context of connections to servers that `ca`, or else the system, trusts. Raises SettingsError."""
+    """Returns the context of connections to servers trusted by `ca`, or else by the system. Raises SettingsError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     _strengthen(context, *protocols)
     if ca is not None:
@@ -121,7 +121,7 @@ def _trust(context: ssl.SSLContext, ca: PemFile) -> None:
 
 
 def reason_of_tls(error: ssl.SSLError) -> str:
-    """The cause in words; OpenSSL's own text names a line of its source."""
+    """Returns the cause in words: OpenSSL's text names a source line."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate does not count: {error.verify_message}"
     return (error.reason or str(error)).replace("_", " ").lower()

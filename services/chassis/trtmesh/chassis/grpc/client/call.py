@@ -34,7 +34,7 @@ from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 ENDED = "the stream ended"
 
 WINDOW_SIZE = 2**21
-"""Flow-control window of a call. A link between services is one call and carries this much per round trip."""
+"""Flow-control window of a call. A link between services is a single call and carries this much per round trip."""
 
 
 class CallEnded(Unavailable):
@@ -291,7 +291,7 @@ class ClientCall(Call[Request, Response]):
             raise grpc.aio.UsageError("the call was half-closed")
 
     def _check_status(self) -> None:
-        """Raises the status of the call unless it is OK or still missing."""
+        """Raises the status of the call unless OK or still missing."""
         if self._status is not None and self._status.code is not grpc.StatusCode.OK:
             raise as_error(self._status)
 

@@ -1,4 +1,4 @@
-"""A connection to a server, and the calls on it."""
+"""A connection to a server, with the calls."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from trtmesh.chassis.tls.pem import reason_of_tls
 BETWEEN_BYTES = 2**16
 
 HELD_MESSAGES = 4
-"""Messages of the largest size that may be held unread for all calls together."""
+"""Most unread bytes of all calls together, in messages of the largest size."""
 
 BULK_WINDOW_SIZE = 2**22
-"""Flow-control window of a call with large messages: while one is copied, others arrive."""
+"""Flow-control window of a call with large messages: the next arrives while a message is copied."""
 
 
 class ClientConnection(Http2Connection[ClientCall[Any, Any]], Connection):
-    """Opens calls on one server until either side closes the connection."""
+    """Opens calls on a server until either side closes the connection."""
 
     _memory: Memory | None = None
     _window_size = WINDOW_SIZE
@@ -67,7 +67,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]], Connection):
         """Why no more calls can be opened."""
         self._secured = False
         self.established = False
-        """Whether there is a connection, over TLS after its handshake."""
+        """Whether there is a connection, over TLS after the handshake."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -91,7 +91,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]], Connection):
         self._fail_handshake(f"{self._address} closed the connection before its SETTINGS{why}")
 
     async def handshake(self) -> None:
-        """Returns when the server's SETTINGS have arrived. Raises Unavailable if it does not speak HTTP/2."""
+        """Waits for the server's SETTINGS. Raises Unavailable if the server does not speak HTTP/2."""
         await self._handshake.wait()
         if self._handshake_problem:
             raise Unavailable(self._handshake_problem)
@@ -124,7 +124,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]], Connection):
         return call
 
     def abort(self) -> None:
-        """Closes the connection at once, also while it connects. The server cancels its calls."""
+        """Closes the connection at once, even during connecting. The server cancels the calls."""
         if self.established:
             self._disconnect_streams(CLOSED)
             self._transport.abort()
@@ -133,7 +133,7 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]], Connection):
             self._transport.set_protocol(asyncio.Protocol())
 
     def _greet(self) -> None:
-        """A client sends its SETTINGS when it connects."""
+        """A client has sent SETTINGS on connecting."""
 
     def _fail(self, error: Http2ConnectionError) -> None:
         self._fail_handshake(f"{self._address} is not a gRPC server: {error}")
@@ -184,7 +184,7 @@ class BulkConnection(ClientConnection, asyncio.BufferedProtocol):
         super().__init__(address, max_message_bytes, turns)
         self._memory = memory
         self._between = memoryview(bytearray(BETWEEN_BYTES))
-        """Memory for what comes between the bytes of large messages."""
+        """Memory for the bytes between large messages."""
         self._given = self._between
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -259,7 +259,7 @@ async def _connect(
 async def _dial(
     connection: ClientConnection, hosts: Sequence[str], port: int, secure: Mapping[str, Any]
 ) -> None:
-    """Connects to the first host that accepts. Raises OSError."""
+    """Connects to the first accepting host. Raises OSError."""
     create = asyncio.get_running_loop().create_connection
     *others, last = hosts
     for host in others:
@@ -274,7 +274,7 @@ async def _dial(
 
 
 async def _checked(address: Address, check: AddressCheck) -> Sequence[str]:
-    """The addresses to dial: looked up once, so that none takes their place after the check."""
+    """Returns the addresses to dial, looked up once: the check covers the addresses in use."""
     found = await addresses.resolved(address)
     for each in found:
         check(address, each)

@@ -43,7 +43,7 @@ from trtmesh.chassis.tls.identity import CertificateNames
 log = logging.getLogger(__name__)
 
 READING_SECONDS = 0.001
-"""Time for the messages of one call that are there already; then other calls have their turn."""
+"""Time for the messages of a call already received; then other calls have their turn."""
 
 REQUEST_SECONDS = 60.0
 """Limit for a client to send a single request, looked at every few seconds."""
@@ -58,39 +58,39 @@ CLIENTS_FAULTS = frozenset(
         *(grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED),
     )
 )
-"""Statuses of calls that their client should not have made. A server without room is not its clients' fault."""
+"""Statuses of calls refused by a fault of the client. A server without room is no fault of clients."""
 
 HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
-"""Its calls run as long as their clients like."""
+"""Clients may keep calls of this method open for any time."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
 class CallPolicy:
-    """How a server treats its calls."""
+    """Rules of a server for all calls."""
 
     max_message_bytes: int
     compressor: Compressor
     unread_seconds: float
     message_limits: MessageLimits | None
-    """None for clients that are trusted with the time of their messages."""
+    """None for trusted clients."""
     admission: MessageAdmission
 
 
 class CallConnection(Protocol):
-    """A connection, as its calls see it."""
+    """A connection, as seen by calls."""
 
     policy: CallPolicy
     writer: FrameWriter
     starts: StartQueue
     queue: ConnectionQueue
     account: Account
-    """Bytes of requests that no handler has read."""
+    """Bytes of requests not yet read by handlers."""
     unread: Account
-    """Bytes of answers that the client has not read."""
+    """Bytes of answers not yet read by the client."""
     idle: Account
-    """Calls that wait for the client."""
+    """Calls waiting for the client."""
     peer: str
     identity: CertificateNames | None
 
@@ -101,7 +101,7 @@ class CallConnection(Protocol):
         """A call has a response."""
 
     def count_failure(self) -> None:
-        """A call failed by a fault of its client."""
+        """Counts a call failed by a fault of the client."""
 
     def forget(self, stream_id: int) -> None:
         """A call is over."""
@@ -110,8 +110,8 @@ class CallConnection(Protocol):
 class ServerCall:
     """A call from headers to trailers.
 
-    Its handler starts in its turn, and not before a single request is complete: a call that is reset until then costs
-    no more than its headers.
+    The handler starts in turn, and not before a single request is complete: a call reset until then costs no more than
+    the headers.
     """
 
     def __init__(
@@ -136,27 +136,27 @@ class ServerCall:
             connection.account,
         )
         self._checking = 0
-        """Bytes of messages that are being parsed, or wait to be read."""
+        """Bytes of messages in parsing, or waiting to be read."""
         self._message_bytes = 0
-        """Bytes of the message that the handler got last. To measure it takes as long as to serialise it."""
+        """Bytes of the latest message of the handler. Measuring a parsed message takes as long as serialising."""
         self._unread_counted = 0
         self._only_listens = headers.path == HEALTH_WATCH
         self._incomplete = False
-        """Whether the rest of its request is to come."""
+        """Whether the request is incomplete."""
         self._readers_awaited = 0
-        """Blocks that wait for the client to read."""
+        """Number of blocks waiting for the client to read."""
         self.idle = False
-        """Whether it counts among the calls that wait for their clients."""
+        """Whether the call counts as waiting for the client."""
         self._encoding = policy.compressor.encoding_of(headers)
         """grpc-encoding of the answers."""
         self._max_plain_bytes = min(
             policy.max_message_bytes, policy.compressor.most_plain_bytes(self._encoding)
         )
         self._compressing = 0
-        """Bytes of a message that is being compressed."""
+        """Bytes of a message in compression."""
         self._deadline = None if headers.timeout is None else self._loop.time() + headers.timeout
         self._content_missing = headers.content_length
-        """Bytes of the request that the client has announced and not sent; None if it announced nothing."""
+        """Bytes of the request announced and not sent. None without a content-length."""
         self._headers_sent = False
         self._ended = False
         self._reset_by_peer = False
@@ -183,7 +183,7 @@ class ServerCall:
 
     @property
     def unread(self) -> int:
-        """Bytes of answers that the client has not read."""
+        """Bytes of answers not yet read by the client."""
         return self.stream.unsent.size + self._compressing
 
     def shed(self) -> None:
@@ -214,7 +214,7 @@ class ServerCall:
                 self._start_when_complete()
 
     def wait_for_client(self) -> None:
-        """Counts the call as idle until its request is complete, be it one message or a stream."""
+        """Counts the call as idle until the request, a message or a stream, is complete."""
         self._incomplete = True
         self._count_idle()
 
@@ -224,14 +224,14 @@ class ServerCall:
             self._count_idle()
 
     def _count_idle(self) -> None:
-        """Adjusts the account to whether the call waits for its client; to make room, it may end this call."""
+        """Counts the call as idle or not. The account may end this call to make room."""
         idle = self._incomplete or (self._readers_awaited > 0 and self.stream.unsent.size > 0)
         if idle != self.idle:
             self.idle = idle
             self._connection.idle.add(1 if idle else -1)
 
     def receive_trailers(self, block: HeaderBlock) -> None:
-        """Takes a second header block, which ends the request. Raises Http2StreamError."""
+        """Takes the trailers, which end the request. Raises Http2StreamError."""
         if self.ended_by_peer:
             raise Http2StreamError(ErrorCode.STREAM_CLOSED, "HEADERS after the stream's end")
         if not block.end_stream:
@@ -254,7 +254,7 @@ class ServerCall:
             self._connection.starts.add(self)
 
     def end_if_overdue(self) -> None:
-        """Ends a call whose single request takes too long to arrive."""
+        """Ends a call if the single request takes too long to arrive."""
         if self._handler.request_streaming or self._task or self._requests.waiting:
             return
         if self._loop.time() - self._opened_at > REQUEST_SECONDS:
@@ -264,7 +264,7 @@ class ServerCall:
             )
 
     def proceed(self) -> None:
-        """Starts the handler, or lets it read on; cancels it after the end of the call."""
+        """Starts the handler, or lets the handler read on; after the end of the call, cancels the handler."""
         if self._task is None:
             self._task = self._loop.create_task(self._run())
             self._task.add_done_callback(self._over)
@@ -277,7 +277,7 @@ class ServerCall:
             self._task.cancel()
 
     def end_with(self, status: grpc.StatusCode, details: str) -> None:
-        """Ends the call and cancels its handler."""
+        """Ends the call and cancels the handler."""
         if not self._ended:
             self._end(status, details)
             self._stop_handler()
@@ -316,7 +316,7 @@ class ServerCall:
             await self.abort(error.status, str(error))
 
     async def write(self, message: Any) -> None:
-        """Sends a message; returns when flow control has admitted all of it. The rest of a cancelled write is sent
+        """Sends a message. Returns once flow control has admitted all bytes. The rest of a cancelled write is sent
         first."""
         self._check_open()
         data = self._serialized(message)
@@ -334,7 +334,7 @@ class ServerCall:
             await self._drain()
 
     async def _write_large(self, data: bytes) -> None:
-        """Sends a message that may be too large, or worth compressing."""
+        """Sends a message, possibly compressed. Ends the call if the message is too large."""
         if len(data) > self._policy.max_message_bytes:
             await self._refuse_size(len(data))
         pieces = await self._compressed(data)
@@ -353,7 +353,8 @@ class ServerCall:
             await self._drain()
 
     async def _compressed(self, data: bytes) -> list[bytes] | None:
-        """The pieces of a compressed message, which counts as unread until then; None to send it as it is."""
+        """Returns the pieces of the compressed message, or None to send the message uncompressed. Counts the message as
+        unread meanwhile."""
         if self._encoding == "identity":
             return None
         self._compressing = len(data)
@@ -365,8 +366,8 @@ class ServerCall:
             self._count_unread()
 
     async def write_pieces(self, *pieces: Buffer) -> None:
-        """Sends a large serialized message in pieces, neither joined nor compressed, and in frames as large as the peer
-        admits. What changes in their memory before the peer has received it may arrive. Otherwise like `write`."""
+        """Sends a large serialized message in pieces, neither joined nor compressed, in frames as large as the peer
+        admits. Later changes of their memory may arrive at the peer. Otherwise like `write`."""
         self._check_open()
         size = sum(map(len, pieces))
         if size > self._policy.max_message_bytes:
@@ -405,7 +406,7 @@ class ServerCall:
         raise grpc.aio.AbortError(details)
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """Sets the status of a handler that raises, as generated servicers do for methods that they lack."""
+        """Sets the status for an exception of the handler. Generated servicers do so for missing methods."""
         self._code = code
 
     def set_details(self, details: str) -> None:
@@ -425,12 +426,12 @@ class ServerCall:
         return self._connection.peer
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Who the client is by its certificate, as grpc.aio tells it; empty without one."""
+        """Returns the client's identity by certificate, in the form of grpc.aio. Empty without a certificate."""
         identity = self._connection.identity
         return {} if identity is None else identity.auth_context()
 
     async def _run(self) -> None:
-        """Handle → send the status → wait until the client has read it."""
+        """Handle → send the status → wait until the client has read everything."""
         if self._ended:
             return
         self._task_runs = True
@@ -456,11 +457,11 @@ class ServerCall:
         await self._drain_last()
 
     async def _drain(self) -> None:
-        """Waits until the client reads the rest, which counts until then."""
+        """Waits until the client reads the rest. The rest counts as unread until then."""
         self._count_unread()
         try:
             if self._handler.response_streaming:
-                # How long it may take is the handler's to decide.
+                # The handler decides how long to wait.
                 with self._waiting_for_client():
                     await self._writer.drain(self.stream)
             else:
@@ -470,7 +471,7 @@ class ServerCall:
 
     @contextmanager
     def _waiting_for_client(self) -> Iterator[None]:
-        """The block in which the client reads: a call whose answer nobody reads costs more than its bytes."""
+        """The block of waiting for the client to read. A call with an unread answer costs more than the bytes."""
         self._readers_awaited += 1
         self._count_idle()
         try:
@@ -480,8 +481,7 @@ class ServerCall:
             self._count_idle()
 
     async def _drain_last(self) -> None:
-        """Waits until the client reads the rest, after which nothing comes. Resets the stream of a client that reads
-        nothing for long."""
+        """Waits until the client reads the last bytes. Resets the stream if the client reads nothing for long."""
         unsent = self.stream.unsent
         while size := unsent.size:
             with suppress(TimeoutError), self._waiting_for_client():
@@ -491,7 +491,7 @@ class ServerCall:
                 self.fail(ErrorCode.CANCEL)
 
     def _count_unread(self) -> None:
-        """Adjusts the account to what is unsent; to make room, it may end this call."""
+        """Counts the unsent bytes. The account may end this call to make room."""
         change = self.unread - self._unread_counted
         self._unread_counted += change
         self._connection.unread.add(change)
@@ -530,12 +530,12 @@ class ServerCall:
             while (size := await self._arrived()) is not None:
                 yield await self._message(size)
         except BadMessage as error:
-            # For the handler it is the end of the call, not an error of its own.
+            # To the handler, this ends the call. No fault of the handler.
             await self.abort(error.status, str(error))
 
     async def _arrived(self) -> int | None:
-        """Waits for the next message, and for another turn after a while of messages that were there already; its size,
-        None after the last."""
+        """Waits for the next message, and for another turn after a while of messages already received. Returns the
+        size, or None after the last message."""
         requests = self._requests
         if requests.waiting:
             if perf_counter() - self._reads_since > READING_SECONDS:
@@ -562,18 +562,18 @@ class ServerCall:
         return await self._message(size)
 
     async def _message(self, size: int) -> Any:
-        """Returns the message that has arrived. A large one stays serialized, and counts as unread, until a handler can
-        take it; it is parsed in turns. Raises BadMessage."""
+        """Returns the next message. A large message stays serialized, and counts as unread, until the backlog has room;
+        then the message is parsed in turns. Raises BadMessage."""
         self._message_bytes = size
         if size < LARGE_BYTES or (descriptor := self._descriptor) is None:
             return self._parsed(self._requests.take())
         await self._policy.admission.backlog.enter(size)
         try:
-            # It is gone if the call ended meanwhile.
+            # If the call has ended meanwhile, the message is gone.
             self._check_open()
             data = self._requests.take()
             steps = parse_in_steps(data, descriptor, self._parsed, self._policy.message_limits)
-            # Freed as soon as it is parsed.
+            # Freed right after parsing.
             del data
             with self._holding(size):
                 return await self._connection.queue.run(steps)
@@ -582,19 +582,19 @@ class ServerCall:
 
     @property
     def _descriptor(self) -> Descriptor | None:
-        """What a request message consists of; None for handlers that parse it themselves."""
+        """The type of a request message. None for handlers with their own parser."""
         kind = getattr(self._handler.request_deserializer, "__self__", None)
         return getattr(kind, "DESCRIPTOR", None)
 
     @property
     def message(self) -> ReceivedMessage:
-        """The message that the handler got last."""
+        """The latest message of the handler."""
         return ReceivedMessage(self._policy.admission, self._message_bytes, self._unread)
 
     @contextmanager
     def _unread(self, size: int) -> Iterator[None]:
-        """The block in which a message of so many bytes, which the handler got, waits to be read: until then it counts
-        as unread, and others wait to be parsed."""
+        """The block during which a message of `size` bytes, already with the handler, still counts as unread and delays
+        the parsing of others."""
         self._policy.admission.backlog.add(size)
         try:
             with self._holding(size):
@@ -649,8 +649,8 @@ class ServerCall:
             self._connection.count_failure()
 
     def _stop_handler(self) -> None:
-        """Cancels the handler in its turn. A task before its first step will notice the end of the call: cancelling
-        would leave a cycle of task, error and call."""
+        """Cancels the handler in turn. A task before the first step will notice the end of the call: cancelling would
+        leave a cycle of task, error and call."""
         if self._task is None:
             self._connection.starts.remove(self)
             self._over()

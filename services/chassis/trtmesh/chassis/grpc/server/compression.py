@@ -12,24 +12,24 @@ from trtmesh.chassis.grpc.messages import WINDOW_BITS
 from trtmesh.chassis.grpc.server.headers import RequestHeaders
 
 LEVEL = 1
-"""zlib's fastest level. The others take two to five times its time, for a tenth of the size of text."""
+"""zlib's fastest level. Other levels take two to five times as long, and save a tenth of the size of text."""
 
 PIECE_BYTES = 2**18
 """Bytes compressed at once, several milliseconds: messages of several calls take turns."""
 
 SAMPLE_BYTES = 2**16
-"""Bytes from the middle of a message that show whether the rest is worth it. Names and shapes are at its beginning."""
+"""Bytes compressed as a sample, from the middle of a message: the beginning has names and shapes."""
 
 MIN_BYTES = 2**14
-"""Smallest message to compress. A smaller one fits into the packets that TCP sends without waiting for an
-acknowledgement, so it would not arrive earlier."""
+"""Smallest message to compress. TCP sends a smaller message without waiting for an acknowledgement, so compression
+would save no time."""
 
 WORTHWHILE = 7 / 8
 """Largest size of a compressed sample, relative to the sample."""
 
 
 class Compressor:
-    """Decides which answers of a server are compressed, and compresses them, one piece at a time."""
+    """Compresses answers of a server, a piece at a time."""
 
     def __init__(self, settings: CompressionSettings) -> None:
         self._never = settings.answers == "never"
@@ -47,11 +47,11 @@ class Compressor:
         return next((each for each in wanted if each in accepted), "identity")
 
     def most_plain_bytes(self, encoding: str) -> int:
-        """Largest message that is sent as it is, whatever it contains."""
+        """Returns the size of the largest message sent uncompressed in any case."""
         return sys.maxsize if encoding == "identity" else MIN_BYTES - 1
 
     async def compress(self, message: bytes, encoding: str) -> list[bytes] | None:
-        """The pieces of the compressed message; None if it is hardly smaller."""
+        """Returns the pieces of the compressed message, or None if hardly smaller."""
         loop, window_bits = asyncio.get_running_loop(), WINDOW_BITS[encoding]
         view = memoryview(message)
         middle = max(0, len(view) - SAMPLE_BYTES) // 2
@@ -68,5 +68,5 @@ class Compressor:
         return pieces
 
     def close(self) -> None:
-        """Ends the thread; its calls have ended."""
+        """Ends the thread, after the end of all calls."""
         self._thread.shutdown(wait=False, cancel_futures=True)

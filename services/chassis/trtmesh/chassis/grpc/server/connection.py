@@ -1,4 +1,4 @@
-"""A client's connection to the server, and the calls on it."""
+"""A client's connection to the server, with the calls."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 occasionally = Occasionally(log)
 
 MAX_CONCURRENT_STREAMS = 1000
-"""Limit of calls on one connection, including ended calls with a handler in cleanup."""
+"""Limit of calls on a connection, including ended calls with a handler in cleanup."""
 
 _OPENING = initial_settings(
     Setting.MAX_CONCURRENT_STREAMS, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE
@@ -65,22 +65,22 @@ _NOT_HTTP2 = (
 
 
 class Owner(Protocol):
-    """The server, as its connections see it."""
+    """The server, as seen by connections."""
 
     policy: CallPolicy
     turns: ParseScheduler
     start_scheduler: StartScheduler
     budget: Budget
     answers: Budget
-    """Bytes that clients have not read."""
+    """Bytes not yet read by clients."""
     idle: Budget
-    """Calls that wait for their clients."""
+    """Calls waiting for clients."""
     connection_counts: ConnectionCounts
     max_age_seconds: float
     """0 without a limit."""
 
     def find_handler(self, headers: RequestHeaders) -> Handler | Refusal | None:
-        """The handler of a call, or why it has none; None for an unknown method."""
+        """Returns the handler of a call, or the refusal. Returns None for an unknown method."""
 
     def connection_opened(self, connection: ServerConnection) -> None:
         """A client has connected."""
@@ -108,7 +108,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self._retire_at = math.inf
         self._admitted = False
         self._buffered = 0
-        """Bytes that the transport holds, as counted last."""
+        """Bytes buffered by the transport at the latest count."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -120,13 +120,13 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             return
         self._admitted = True
         if age := self._owner.max_age_seconds:
-            # Connections of one moment must not all come back at one moment.
+            # Connections opened together must not all return together.
             self._retire_at = self._loop.time() + age * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
         self.identity = identity_of(transport)
         self._owner.connection_opened(self)
 
     def _turn_away(self, problem: str) -> None:
-        """Closes at once: clients that come too often are not waited for."""
+        """Closes at once, without waiting for the client to read."""
         occasionally("full", logging.WARNING, "connection of %s refused: %s", self.peer, problem)
         self._closed = True
         self._send_goaway(ErrorCode.ENHANCE_YOUR_CALM, problem)
@@ -153,7 +153,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             self._send_goaway(ErrorCode.NO_ERROR)
 
     def retire(self) -> None:
-        """Ends the connection after its running calls."""
+        """Ends the connection after the running calls."""
         if self._retiring:
             return
         self._retiring = True
@@ -162,7 +162,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             self.close()
 
     def end_calls(self) -> None:
-        """Ends every call with UNAVAILABLE, so that clients retry on another server."""
+        """Ends every call with UNAVAILABLE, for clients to retry on another server."""
         for call in list(self._streams.values()):
             call.end_with(grpc.StatusCode.UNAVAILABLE, "the server stops")
 
@@ -184,7 +184,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         return origin_of(host)
 
     def _greet(self) -> None:
-        """Not before the client's preface: who speaks HTTP/1.1 is answered so."""
+        """Not before the client's preface: clients of HTTP/1.1 get an answer in HTTP/1.1."""
         if not self._opened:
             self._opened = True
             self.writer.send(_OPENING)
@@ -275,7 +275,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self.rates.note_served()
 
     def count_failure(self) -> None:
-        """A call failed by a fault of its client."""
+        """Counts a call failed by a fault of the client."""
         try:
             self.rates.count(rates.FAILED_CALL)
         except Http2ConnectionError as error:
@@ -290,14 +290,14 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self._count_buffered()
 
     def _count_buffered(self) -> None:
-        """Counts what the transport holds of answers, status and metadata included; to make room, it may end the
-        connection."""
+        """Counts the answers buffered by the transport, with status and metadata. The account may end the connection to
+        make room."""
         buffered = self._transport.get_write_buffer_size() if self.writer.paused else 0
         change, self._buffered = buffered - self._buffered, buffered
         self.unread.add(change)
 
     def _end_least_read(self) -> None:
-        """Ends the call with the largest unread answer, or the connection if its transport holds more, to make room
+        """Ends the call with the largest unread answer, or the connection if the transport buffers more, to make room
         for other connections."""
         occasionally("unread", logging.WARNING, "%s reads too little of its answers", self.peer)
         call = max(self._streams.values(), key=lambda call: call.unread, default=None)
@@ -307,12 +307,12 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             call.fail(ErrorCode.ENHANCE_YOUR_CALM)
 
     def _end_idle(self) -> None:
-        """Ends the latest call that waits for the client, to make room for other connections."""
+        """Ends the latest call waiting for the client, to make room for other connections."""
         for call in reversed(self._streams.values()):
             if call.idle:
                 occasionally("idle", logging.WARNING, "%s has too many idle calls", self.peer)
                 if call.unread:
-                    # A status would wait behind the answer.
+                    # A status would have to follow the answer.
                     call.fail(ErrorCode.ENHANCE_YOUR_CALM)
                     return
                 call.end_with(
@@ -352,7 +352,7 @@ class _Disconnection:
     def go_on(self, until: float) -> bool:
         while self._left:
             stream_id, stream = self._left.pop()
-            # It may have ended by itself since.
+            # The stream may have ended since.
             if self._streams.get(stream_id) is stream:
                 stream.disconnect(self._reason)
             if perf_counter() >= until:
@@ -360,4 +360,4 @@ class _Disconnection:
         return bool(self._left)
 
     def completed(self) -> None:
-        """Nothing waits for it."""
+        """Nobody waits for the end."""

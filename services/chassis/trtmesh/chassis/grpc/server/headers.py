@@ -49,7 +49,7 @@ class RequestHeaders:
     encoding: str
     """grpc-encoding of the messages; identity if none is compressed."""
     accepted_encodings: str
-    """grpc-accept-encoding: what the answers may have; '' for none."""
+    """grpc-accept-encoding, the encodings allowed for answers; '' for none."""
     content_length: int | None
     """Bytes of all messages; None if the client did not count them."""
 

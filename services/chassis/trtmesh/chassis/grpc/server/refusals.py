@@ -1,4 +1,4 @@
-"""Calls that end with an error before a handler is chosen."""
+"""Calls refused before the choice of a handler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 occasionally = Occasionally(log)
 
 FIRST_MESSAGE_SECONDS = 0.1
-"""Longest wait of a refusal for the message that most clients send with the headers."""
+"""Longest wait of a refusal for the first message, usually sent with the headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Refusal:
 
     @classmethod
     def of(cls, error: TrtmeshError) -> Refusal:
-        """The refusal that carries an error; logs it, at a bounded rate."""
+        """Returns the refusal for an error. Logs the error, at a bounded rate."""
         occasionally(error.reason, logging.INFO, "call refused: %s: %s", error.reason, error)
         return cls(error.row.status, str(error), tuple(to_metadata(error)))
 
 
 class RefusedCall:
-    """A call without a handler. It ends once its first message arrives, or soon without: grpc.aio reports INTERNAL if
-    it learns of the end while it sends that message."""
+    """A call without a handler. Ends at the first message, or soon without a message: grpc.aio reports INTERNAL for a
+    call ended while the message is being sent."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class RefusedCall:
         if not self._message_begun:
             self._message_begun = True
             self._timer.cancel()
-            # After this frame, which may end the stream.
+            # After this frame, possibly the last of the stream.
             self._timer = self._loop.call_soon(self._end)
 
     def receive_end_stream(self) -> None:
@@ -106,7 +106,7 @@ class RefusedCall:
         self._over()
 
     def end_with(self, status: grpc.StatusCode, details: str) -> None:
-        """Ends the call as the server stops: with its own refusal."""
+        """Ends the call with the refusal when the server stops."""
         self._end()
 
     def end_if_overdue(self) -> None:

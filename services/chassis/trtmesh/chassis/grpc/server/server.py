@@ -30,13 +30,13 @@ from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.chassis.tls.listener import TlsListener, serve
 
 HELD_MESSAGES = 2
-"""Messages of the largest size that may be held unread for all clients together."""
+"""Most unread bytes from all clients together, in messages of the largest size."""
 
 HELD_ANSWERS = 4
-"""Messages of the largest size that may wait for all clients together to read them."""
+"""Most unread bytes of answers to all clients together, in messages of the largest size."""
 
 IDLE_CALLS = 2
-"""Calls of each admitted connection on average that may wait for their clients."""
+"""Most calls waiting for clients, per admitted connection on average."""
 
 CANCELLATION_SECONDS = 0.5
 """How long cancelled handlers may take to end."""
@@ -44,7 +44,7 @@ CANCELLATION_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class CallDetails(grpc.HandlerCallDetails):
-    """A call before its handler is chosen."""
+    """A call before the choice of a handler."""
 
     method: str
     invocation_metadata: Any
@@ -67,8 +67,8 @@ class GrpcServer(grpc.aio.Server):
         message_limits: MessageLimits | None = None,
         admission: MessageAdmission | None = None,
     ) -> None:
-        """Without `compression` answers are sent as they are. Without `message_limits` clients are trusted with the
-        time that their messages take. Without `admission` their large messages count in no sum."""
+        """Without `compression` answers are uncompressed. Without `message_limits` clients are trusted with large
+        messages of any content. Without `admission` large messages count in no sum."""
         connections = connections or ConnectionSettings()
         self.max_age_seconds = connections.max_age_seconds
         self.policy = CallPolicy(
@@ -107,7 +107,7 @@ class GrpcServer(grpc.aio.Server):
             self._handlers[f"/{service_name}/{name}"] = handler
 
     def add_insecure_port(self, address: str) -> int:
-        """Binds every address that the host of `address` resolves to, for TLS if the server has it; returns the port.
+        """Binds every address of the host in `address`, for TLS if the server has a certificate. Returns the port.
         Raises RuntimeError."""
         host, _, port = address.rpartition(":")
         try:
@@ -130,8 +130,8 @@ class GrpcServer(grpc.aio.Server):
             del self._sockets[0]
 
     def retire_connections(self) -> None:
-        """Has every client of now open its next call on another connection, maybe of another process. Open calls
-        continue; who connects later is served."""
+        """Has every present client open the next call on another connection, maybe to another process. Open calls
+        continue; later connections are served."""
         for connection in [*self._connections]:
             connection.retire()
 
@@ -157,7 +157,7 @@ class GrpcServer(grpc.aio.Server):
         self._stopped.set()
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 - grpc.aio's own
-        """Returns whether it timed out."""
+        """Returns whether the wait timed out."""
         try:
             async with asyncio.timeout(timeout):
                 await self._stopped.wait()
