@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +111,7 @@ async def fragile_mesh(
             yield found[0]
 
 
-def contents(items: Sequence[ItemResult]) -> list[Any]:
+def contents(items: Iterable[ItemResult]) -> list[Any]:
     """The parts of a result unaffected by faults."""
     return [
         (

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import compress
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from chaos.handoff_steps import PARKED, Held, prepare, reach
 from chaos.narrow_client import NarrowClient
 from chaos.proxy import Proxy, proxy_to
 from e2e.mesh import decode
-from trtmesh.chassis.errors import DeadlineExceeded, Unavailable
+from trtmesh.chassis.errors import BackendFailed, DeadlineExceeded, Unavailable
 from trtmesh.client import Client, FinishReason, ItemResult
 
 TRANSPORTS = ["shared_memory", "grpc"] + ["nixl"] * (find_spec("nixl_cu12") is not None)
@@ -69,7 +70,10 @@ async def suffer(mesh: HandoffMesh, case: Case, scene: type[Prefill]) -> None:
     if case.fault in CLIENT:
         check_beginning(items, expected)
     else:
-        assert contents(items) == contents(expected)
+        whole = [not isinstance(item.error, BackendFailed) for item in items]
+        # A paused sequence that goes on where it was computed meets the damage there, in memory that nobody copies.
+        assert all(whole) or (case.fault == DAMAGE and case.scene == "pause" and any(whole))
+        assert contents(compress(items, whole)) == contents(compress(expected, whole))
         print(f"{case}: stall {stall * 1000:.0f} ms")
     await mesh.settle()
 
