@@ -118,7 +118,6 @@ ROOMS = {
         "admission",
         "ledger",
         "kv_blocks",
-        "times",
         "adapter_store",
         "backend",
         "stopping",
@@ -133,9 +132,7 @@ ROOMS = {
         "sequence",
         "leases",
         "blocks",
-        "eviction",
         "adapter_slots",
-        "prefill_order",
     ),
     "engine.backends.tensorrt_llm": (
         "backend",

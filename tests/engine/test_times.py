@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trtmesh.engine.backend import PerfMetrics
-from trtmesh.engine.times import SequenceTimes
+from trtmesh.engine.ledger import SequenceTimes
 
 
 def test_queue_time_ends_with_scheduling() -> None:

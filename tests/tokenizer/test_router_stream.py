@@ -27,7 +27,7 @@ from tokenizer.serving import (
 from tokenizer.tokenizers_zoo import CORPUS, byte_level_bpe, ids_of, save_model_dir
 from tokenizers import Tokenizer, decoders
 from trtmesh.chassis.spellings import Speller
-from trtmesh.tokenizer.decoding.sequence import DecodeSequence
+from trtmesh.tokenizer.decoding.states import DecodeSequence
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import EncodeRequest, Outcome, encode_batch
 from trtmesh.tokenizer.router_stream import RouterStream, StreamLimits

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from trtmesh.chassis.block_hashes import ROOT_HASH
 from trtmesh.chassis.vocabulary import TokenRangeRetention
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored
-from trtmesh.engine.scheduling.blocks import BlockPool, Prefix
-from trtmesh.engine.scheduling.eviction import DEFAULT, EvictionOrder, Retention
-from trtmesh.engine.service.kv_mirror import KvMirror
+from trtmesh.engine.scheduling.blocks import DEFAULT, BlockPool, EvictionOrder, Prefix, Retention
+from trtmesh.engine.service.streams import KvMirror
 
 
 class Clock:

@@ -10,9 +10,8 @@ from engine.scheduling.paper_engine import BLOCK, PaperEngine, PaperSequence, co
 from engine.torch.harness import configure
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtmesh.engine.scheduling.prefill_order import PATIENCE
 from trtmesh.engine.scheduling.rules import SchedulingRules
-from trtmesh.engine.scheduling.scheduler import REMOVED_ENTRIES
+from trtmesh.engine.scheduling.scheduler import PATIENCE, REMOVED_ENTRIES
 
 
 def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tuple[Any, list[int]]]:

@@ -14,9 +14,11 @@ from trtmesh.engine.service.event_outbox import (
     MAX_PARTS,
     MERGED_TOKENS,
     EventOutbox,
+    StepPart,
+    merge,
+    split,
 )
 from trtmesh.engine.service.metrics import EngineMetrics
-from trtmesh.engine.service.step_part import StepPart, merge, split
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
 

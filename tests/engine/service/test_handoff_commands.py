@@ -32,7 +32,7 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.handoff.descriptor import MAX_DESCRIPTOR_BYTES
 from trtmesh.engine.handoff.send_run import SentBlocks
-from trtmesh.engine.service.kv_mirror import KvMirror
+from trtmesh.engine.service.streams import KvMirror
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as pb

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import BlocksCleared, BlocksRemoved, BlocksStored
-from trtmesh.engine.service.kv_mirror import KvMirror
+from trtmesh.engine.service.streams import KvMirror
 
 
 def test_mirror_numbers_events_from_zero() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recording_backend import IDLE
-from trtmesh.engine.service.progress import Progress
+from trtmesh.engine.service.engine_service import Progress
 
 RUNNING = replace(IDLE, step_count=7, running_sequences=1)
 

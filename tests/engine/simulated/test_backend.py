@@ -21,7 +21,7 @@ from trtmesh.chassis.vocabulary import KvCache, Sampling, Stopping
 from trtmesh.engine.backend import (
     Submission,
 )
-from trtmesh.engine.scheduling.prefill_order import PATIENCE
+from trtmesh.engine.scheduling.scheduler import PATIENCE
 from trtmesh.v1 import generation_pb2 as pb
 
 SAMPLED = Sampling(temperature=1.0, seed=3)

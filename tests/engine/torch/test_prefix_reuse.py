@@ -9,7 +9,7 @@ import pytest
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
 from trtmesh.engine.backend import BlocksStored
-from trtmesh.engine.service.kv_mirror import KvMirror
+from trtmesh.engine.service.streams import KvMirror
 
 SHARED = list(range(10, 43))
 FREE = configure(max_tokens=8, ignore_end_id=True)

@@ -12,7 +12,7 @@ from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.stop_texts import NO_SPECIAL_TOKENS, SpecialTokens, StopTexts
-from trtmesh.tokenizer.decoding.sequence import DecodeSequence, Stop
+from trtmesh.tokenizer.decoding.states import DecodeSequence, Stop
 from trtmesh.tokenizer.decoding.stop_matcher import matcher_of
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer

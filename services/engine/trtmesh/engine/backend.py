@@ -122,7 +122,7 @@ class Submission:
     end_ids: tuple[int, ...] = ()
     """End ids besides the model's, unless the config says which count."""
     is_prefill: bool = False
-    """Whether the worker has the role prefill, where short prompts go before long ones (prefill_order.py)."""
+    """Whether the worker has the role prefill, where short prompts go before long ones (scheduling/scheduler.py)."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.kernels.block_copies import PART, copy_blocks
-from trtmesh.engine.backends.torch.memory import block_copies
+from trtmesh.engine.backends.torch.memory import kvcache
 from trtmesh.engine.backends.torch.memory.handoff_memory import DeviceKvMemory, kv_memory_of
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
@@ -83,7 +83,7 @@ def test_spans_of_any_place_and_size(first: int, size: int, device: torch.device
         torch.cuda.synchronize()
     assert torch.equal(staged, pool[[4, 1, 5], first : first + size].cpu())
     by_kernel, plain = pool.clone(), pool.clone()
-    for target, copy in ((by_kernel, copy_blocks), (plain, block_copies.copy_blocks)):
+    for target, copy in ((by_kernel, copy_blocks), (plain, kvcache.copy_blocks)):
         copy(staged, target[:, first : first + size], [0, 1, 2], [2, 5, 3])
     assert torch.equal(by_kernel, plain)
     assert not torch.equal(by_kernel, pool)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from trtmesh.engine.backends.torch.memory.block_copies import copy_blocks
 from trtmesh.engine.backends.torch.memory.handoff_memory import DeviceKvMemory, kv_memory_of
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape, copy_blocks
 from trtmesh.engine.kv_memory import HostMemory
 from trtmesh.v1 import generation_pb2 as pb
 

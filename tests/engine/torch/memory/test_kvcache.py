@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from trtmesh.engine.backends.torch.memory.block_copies import copy_blocks
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape, copy_blocks
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
 
 

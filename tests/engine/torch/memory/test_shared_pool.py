@@ -8,8 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
-from trtmesh.engine.backends.torch.memory.shared_pool import AnonymousFile
+from trtmesh.engine.backends.torch.memory.kvcache import AnonymousFile, KvCache, KvShape
 from trtmesh.engine.handoff.transports.pool_files import seal
 from trtmesh.engine.scheduling.blocks import Move
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from trtmesh.engine.adapters.lora import Module, Place, Target, Update
-from trtmesh.engine.backends.torch.compute.slot_products import SlotProducts
+from trtmesh.engine.backends.torch.accelerator import SlotProducts
 from trtmesh.engine.backends.torch.cpu.grouped_products import FEW_ROWS, GroupedProducts
 from trtmesh.engine.backends.torch.cpu.invariance import TiledProducts
 from trtmesh.engine.backends.torch.model.lora_layers import (

@@ -12,8 +12,7 @@ import pytest
 from e2e.mesh import DEMO
 from transformers import CONFIG_MAPPING
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.engine.backends.torch.model.model_types import known_types
-from trtmesh.engine.backends.torch.model.weights import weight_files
+from trtmesh.engine.backends.torch.model.weights import known_types, weight_files
 
 
 @pytest.fixture

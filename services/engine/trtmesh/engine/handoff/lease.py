@@ -1,12 +1,15 @@
-"""Terms of a handoff that sender and receiver share, and the errors that routers see when one fails."""
+"""Terms of a handoff that sender and receiver share: outcomes, valid ids and lives of leases, and errors."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
-from trtmesh.chassis.errors import HandoffFailed
+from trtmesh.chassis.errors import HandoffFailed, InvalidField
 from trtmesh.engine.kv_memory import Content
+
+_LEASE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Outcome(Enum):
@@ -66,3 +69,16 @@ def unknown(lease_id: str, field: str) -> HandoffFailed:
     return HandoffFailed(
         "names a lease that is not held here; continue from the tokens", field=field, value=lease_id
     )
+
+
+def check_lease_id(field: str, value: str) -> None:
+    """Raises InvalidField for anything but 128 bits in hexadecimal digits."""
+    if not _LEASE_ID.fullmatch(value):
+        raise InvalidField.of(field, value, "32 digits of 0 to 9 and a to f")
+
+
+def lease_seconds(field: str, milliseconds: int, most: int) -> float:
+    """The life of a lease. Raises InvalidField for more than `most` milliseconds, or none."""
+    if not 0 < milliseconds <= most:
+        raise InvalidField.of(field, milliseconds, f"above 0 and at most {most}", "max_lease_ms")
+    return milliseconds / 1000

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from trtmesh.engine.kv_blocks import extend_names
-from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, Prefix
-from trtmesh.engine.scheduling.eviction import Retention
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, Prefix, Retention
 from trtmesh.engine.scheduling.rules import SchedulingRules
 from trtmesh.engine.scheduling.sequence import ScheduledSequence
 

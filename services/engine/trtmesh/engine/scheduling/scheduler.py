@@ -8,8 +8,10 @@ one each, or, where the rules forbid pauses, all the blocks that they may ever n
 block to grow into, the sequence of the highest rank loses its blocks and returns to its old place in the queue. So the
 lowest rank is never preempted and always advances. Ranks of newcomers rise with the steps, so every sequence has the
 lowest rank some day. Nothing overtakes the head of the queue, so large sequences do not starve either. A sequence whose
-adapter is not on the device is not in the queue: adapter_slots.py gives it its turn. On a prefill worker the
-length of the prompt moves the rank (prefill_order.py).
+adapter is not on the device is not in the queue: adapter_slots.py gives it its turn.
+
+On a prefill worker the shortest prompt goes first: a sequence ranks by its step of arrival plus the steps that its
+prompt is predicted to take, times PATIENCE. So shorter prompts overtake it only as long as that, however many follow.
 
 Leases of handoffs hold blocks too. They are granted only what running and queued sequences leave. A sequence that gets
 the blocks of a lease does not wait for blocks of others while it holds its own: it starts before all queued sequences
@@ -29,10 +31,13 @@ from typing import Any, Generic
 from trtmesh.engine.scheduling.adapter_slots import AdapterDevice, AdapterSlots
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, Prefix, Tables
 from trtmesh.engine.scheduling.leases import LeasedBlocks
-from trtmesh.engine.scheduling.prefill_order import patience_steps
 from trtmesh.engine.scheduling.prefixes import Prefixes
 from trtmesh.engine.scheduling.rules import SchedulingRules
 from trtmesh.engine.scheduling.sequence import Chunk, Pairs, Rank, S
+
+PATIENCE = 4
+"""Time for which shorter prompts may overtake one, in durations of its own prefill."""
+
 
 REMOVED_ENTRIES = 64
 """Entries of removed sequences to keep beyond twice as many as there are waiting sequences."""
@@ -115,7 +120,7 @@ class Scheduler(Generic[S]):
         if not sequence.is_prefill:
             return 0
         known = self._prefixes.find(sequence).tokens if sequence.is_ready else 0
-        return patience_steps(len(sequence.tokens) - known, self.rules.prompt_tokens_per_step)
+        return PATIENCE * (len(sequence.tokens) - known) // self.rules.prompt_tokens_per_step
 
     def ready(self, sequence: S) -> None:
         """Lets a sequence added unready start, in its place of the queue."""

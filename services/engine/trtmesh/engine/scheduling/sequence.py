@@ -12,9 +12,9 @@ from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.engine.backend import SequenceEnd
+from trtmesh.engine.ledger import SequenceTimes
 from trtmesh.engine.scheduling.leases import Outgoing
 from trtmesh.engine.stopping import EndRule
-from trtmesh.engine.times import SequenceTimes
 
 PRIORITY_STEPS = 256
 """Steps of waiting that one point of priority is worth."""

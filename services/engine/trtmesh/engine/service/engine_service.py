@@ -1,4 +1,4 @@
-"""The engine service: life cycle of a backend and of its routers' streams."""
+"""The engine service: life cycle of a backend and of its routers' streams, and liveness as progress of its steps."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ from trtmesh.engine.handoff.settings import HANDOFF_LIMITS, HandoffLimits
 from trtmesh.engine.handoff.transports.choice import KNOWN, open_transports
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.service.adapter_delivery import DeliveryMemory
-from trtmesh.engine.service.connect import serve_stream
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.metrics import EngineMetrics
-from trtmesh.engine.service.progress import Progress
+from trtmesh.engine.service.router_session import serve_stream
 from trtmesh.engine.service.streams import Streams
 from trtmesh.engine.service.wire import describe, role_of
 from trtmesh.engine.settings import EngineSettings
@@ -46,6 +45,31 @@ from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import engine_pb2_grpc, kv_transfer_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+
+class Progress:
+    """Judges a series of stats; times are seconds of one monotonic clock."""
+
+    def __init__(self, step_gap_seconds: float) -> None:
+        self._step_gap_seconds = step_gap_seconds
+        self._step_count = -1
+        self._since: float | None = None
+
+    def problem(self, stats: BackendStats, now: float) -> str | None:
+        """Describes a stall; None while steps continue or no sequence waits."""
+        waiting = stats.running_sequences + stats.waiting_sequences
+        if not waiting or stats.step_count != self._step_count or self._since is None:
+            self._step_count = stats.step_count
+            self._since = now
+            return None
+        if now - self._since < self._step_gap_seconds:
+            return None
+        # The text stays the same during a stall and is reported once.
+        return (
+            f"{self._step_gap_seconds:g} s without a step after number {stats.step_count}"
+            " though sequences wait for one"
+        )
+
 
 HANDOFF_THREADS = 2
 

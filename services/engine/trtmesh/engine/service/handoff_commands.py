@@ -15,11 +15,12 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks, Lease
+from trtmesh.engine.handoff.lease import check_lease_id, lease_seconds
 from trtmesh.engine.handoff.send_run import SenderRequest
 from trtmesh.engine.service.event_outbox import EventOutbox
-from trtmesh.engine.service.lease_fields import adapter_of, check_lease_id, lease_seconds
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.streams import HANDLE_MASK
+from trtmesh.engine.service.submission import adapter_of
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer

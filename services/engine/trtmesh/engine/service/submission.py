@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from trtmesh.chassis.errors import Draining, InvalidField, UnsupportedField
 from trtmesh.chassis.parsing import ELEMENT_BYTES, parse_config, refuse_unsupported
-from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.chassis.vocabulary import Adapter, GenerationConfig
 from trtmesh.engine.backend import Submission
-from trtmesh.engine.service.lease_fields import adapter_of, check_lease_id, lease_seconds
+from trtmesh.engine.handoff.lease import check_lease_id, lease_seconds
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.stopping import StopVocabulary
 from trtmesh.v1 import engine_pb2 as epb
@@ -36,6 +36,14 @@ def never_fits(sequences: int, most: int) -> InvalidField:
     """The error of an item with more sequences than its stream, or all calls, may ever have."""
     limit = f"at most {most}"
     return InvalidField.of("sampling.num_return_sequences", sequences, limit)
+
+
+def adapter_of(config: GenerationConfig) -> Adapter | None:
+    """The adapter of an item, by id and version."""
+    lora = config.lora
+    if lora is None or lora.id is None:
+        return None
+    return Adapter(lora.id, version=lora.version or "")
 
 
 def parse_submit(

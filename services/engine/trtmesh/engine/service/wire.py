@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
-from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import (
     BackendInfo,
     BackendStats,
@@ -17,13 +16,10 @@ from trtmesh.engine.backend import (
     HeldAdapter,
     KvEvent,
     PerfMetrics,
-    PromptDetails,
     SequenceEnd,
-    TokenDetails,
 )
 from trtmesh.engine.handoff.descriptor import shape_of
 from trtmesh.engine.handoff.own_kv import OwnKv, OwnStates
-from trtmesh.engine.service.step_part import StepPart
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -83,22 +79,6 @@ def _describe_states(engine: epb.GetEngineResponse, own: OwnStates) -> None:
     engine.max_lease_ms = int(own.limits.max_lease_seconds * 1000)
 
 
-def fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) -> None:
-    """Writes `part` and `ends` into the empty message `step`."""
-    step.step_count = part.step_count
-    step.handles.extend(part.handles)
-    step.token_offsets.extend(part.token_offsets)
-    step.token_counts.extend(part.token_counts)
-    step.token_ids.extend(part.token_ids)
-    step.ends.extend(ends)
-    for details in part.details:
-        _fill_details(step.details.add(handle=details.key).details, details)
-    for prompt in part.prompts:
-        _fill_prompt(step.prompts.add(handle=prompt.key).details, prompt)
-    for start in part.starts:
-        _fill_metrics(step.starts.add(handle=start.key).perf_metrics, start.perf_metrics)
-
-
 def end_message(
     handle: int, end: SequenceEnd, handoff: transfer.HandoffDescriptor | None = None
 ) -> epb.SequenceEnd:
@@ -115,7 +95,7 @@ def end_message(
         handoff=handoff,
     )
     if end.perf_metrics:
-        _fill_metrics(message.perf_metrics, end.perf_metrics)
+        fill_metrics(message.perf_metrics, end.perf_metrics)
     return message
 
 
@@ -153,37 +133,7 @@ def _adapter_state(held: HeldAdapter) -> epb.AdapterState:
     )
 
 
-def _fill_metrics(message: pb.PerfMetrics, metrics: PerfMetrics) -> None:
+def fill_metrics(message: pb.PerfMetrics, metrics: PerfMetrics) -> None:
+    """Writes `metrics` into the empty `message`."""
     for name in _PERF_FIELDS:
         setattr(message, name, getattr(metrics, name))
-
-
-def _fill_details(message: pb.TokenDetails, details: TokenDetails) -> None:
-    message.log_probs.extend(details.log_probs)
-    message.model_log_probs.extend(details.model_log_probs)
-    if details.cumulative_log_prob is not None:
-        message.cumulative_log_prob = details.cumulative_log_prob
-    message.top_log_probs.extend(map(_top_log_probs, details.top_log_probs))
-    if details.generation_logits:
-        message.generation_logits.CopyFrom(_tensor(details.generation_logits))
-
-
-def _fill_prompt(message: pb.PromptDetails, prompt: PromptDetails) -> None:
-    message.token_offset = prompt.token_offset
-    message.log_probs.extend(prompt.log_probs)
-    message.top_log_probs.extend(map(_top_log_probs, prompt.top_log_probs))
-    if prompt.context_logits:
-        message.context_logits.CopyFrom(_tensor(prompt.context_logits))
-
-
-def _top_log_probs(alternatives: Sequence[tuple[int, float]]) -> pb.TopLogProbs:
-    return pb.TopLogProbs(
-        token_ids=[token for token, _ in alternatives],
-        log_probs=[log_prob for _, log_prob in alternatives],
-    )
-
-
-def _tensor(tensor: Tensor) -> pb.Tensor:
-    return pb.Tensor(
-        data_type=pb.DataType.ValueType(tensor.data_type), shape=tensor.shape, data=tensor.data
-    )

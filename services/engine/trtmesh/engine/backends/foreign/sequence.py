@@ -21,8 +21,8 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.backends.foreign.contract import Ask, News
 from trtmesh.engine.backends.foreign.sampling import bad_ids_of, bias_of, seed_of
+from trtmesh.engine.ledger import SequenceTimes
 from trtmesh.engine.stopping import End, EndRule
-from trtmesh.engine.times import SequenceTimes
 from trtmesh.v1 import generation_pb2 as pb
 
 

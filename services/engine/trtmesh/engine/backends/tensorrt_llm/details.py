@@ -10,7 +10,7 @@ import torch
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import PerfMetrics, PromptDetails, TopLogProbs
-from trtmesh.engine.times import SequenceTimes
+from trtmesh.engine.ledger import SequenceTimes
 from trtmesh.v1 import generation_pb2 as pb
 
 _TYPES: Mapping[int, torch.dtype] = {

@@ -29,8 +29,8 @@ from trtmesh.engine.backends.tensorrt_llm.details import (
     prompt_details,
     top_of,
 )
+from trtmesh.engine.ledger import SequenceTimes
 from trtmesh.engine.stopping import End, EndRule
-from trtmesh.engine.times import SequenceTimes
 from trtmesh.v1 import generation_pb2 as pb
 
 PROMPT_DONE = ("not_finished", "length")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -14,10 +14,14 @@ from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize, probe
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.runner import Runner
-from trtmesh.engine.backends.torch.compute.slot_products import SlotProducts
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP
-from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
+from trtmesh.engine.backends.torch.model.lora_layers import (
+    AdaptedPart,
+    AdapterRows,
+    Products,
+    UpdateTable,
+)
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
@@ -113,3 +117,27 @@ def _running_sums(rows: Tensor) -> Tensor:
 
 
 ORDERING = Ordering(_highest, _top, _descending, _running_sums, looks_ahead=False)
+
+
+class SlotProducts:
+    """Implements Products with static shapes. Neither method waits for the device."""
+
+    def __init__(self, tables: Collection[UpdateTable], max_tokens: int) -> None:
+        slots = next(iter(tables)).a
+        self._others = slots.new_ones(max_tokens, len(slots), 1, dtype=torch.bool)
+        """[tokens, slots, 1], false for the slot of a token."""
+
+    def begin(self, step: Sequence[AdapterRows]) -> None:
+        others = torch.ones(self._others.shape, dtype=torch.bool)
+        for each in step:
+            others[each.rows, each.slot] = False
+        self._others.copy_(others, non_blocking=True)
+
+    def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
+        others = self._others[: len(given)]
+        for part in parts:
+            a, b = part.table.a, part.table.b
+            inner = (given @ a.flatten(0, 1).t()).view(len(given), *a.shape[:2])
+            # Not by a factor of 0: another adapter may make the token infinite.
+            inner = inner.masked_fill(others, 0).flatten(1)
+            output[:, part.outputs].addmm_(inner, b.flatten(0, 1))

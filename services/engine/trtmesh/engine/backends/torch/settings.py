@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from trtmesh.chassis.device_names import DeviceNames, Devices
 from trtmesh.chassis.settings import Settings
 from trtmesh.engine.backends.settings import AdapterSettings, KvCacheSettings, LimitSettings
-from trtmesh.engine.scheduling.eviction import DEFAULT_PRIORITY
+from trtmesh.engine.scheduling.blocks import DEFAULT_PRIORITY
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 

@@ -36,8 +36,7 @@ from trtmesh.engine.backends.torch.cuda.layers import (
 )
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
 from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
-from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import CopiesBlocks, KvCache
 from trtmesh.engine.backends.torch.memory.shortage import shortage
 from trtmesh.engine.backends.torch.model.fusing import (
     fuse_layers,

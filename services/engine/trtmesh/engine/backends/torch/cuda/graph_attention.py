@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from trtmesh.engine.backends.torch.compute.cached_attention import CachedAttention
+from trtmesh.engine.backends.torch.compute.paged_attention import CachedAttention
 from trtmesh.engine.backends.torch.cuda.chunk_inputs import ChunkInputs
 from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
 

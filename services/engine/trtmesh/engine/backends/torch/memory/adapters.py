@@ -18,11 +18,13 @@ from trtmesh.chassis.adapter_content import AdapterContent, is_number, number_of
 from trtmesh.chassis.errors import BackendFailed, InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, content_of
-from trtmesh.engine.adapters.content import read_content
-from trtmesh.engine.adapters.lora import Place, Target, Update, converted
+from trtmesh.engine.adapters.arrays import parse_arrays
+from trtmesh.engine.adapters.lora import Lora, Place, Target, Update, converted, fit
+from trtmesh.engine.adapters.peft import parse_peft
 from trtmesh.engine.backend import AdapterLoad, HeldAdapter
 from trtmesh.engine.scheduling.adapter_slots import AdapterSlots
 from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -267,3 +269,10 @@ def _number_of(name: str) -> int:
 
 def _defect(error: Exception) -> BackendFailed:
     return BackendFailed(f"the adapter could not be loaded: {type(error).__name__}: {error}")
+
+
+def read_content(content: AdapterContent, targets: Mapping[Place, Target]) -> Lora:
+    """The updates of the model's linear layers. Raises InvalidRequest or UnsupportedField with file or layer."""
+    if content.format == pb.ADAPTER_FORMAT_PEFT:
+        return fit(parse_peft(content), targets)
+    return fit(parse_arrays(content, targets), targets)

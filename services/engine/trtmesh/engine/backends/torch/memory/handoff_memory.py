@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import CopiesBlocks, KvCache
 from trtmesh.engine.backends.torch.memory.tensors import DATA_TYPES
 from trtmesh.engine.kv_memory import (
     Bytes,

@@ -8,15 +8,60 @@ differ by a constant, so one index serves all layers, each with a view shifted b
 
 from __future__ import annotations
 
+import mmap
+import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from trtmesh.engine.backends.torch.memory.block_copies import CopiesBlocks, copy_blocks, indexes
-from trtmesh.engine.backends.torch.memory.shared_pool import AnonymousFile
+from torch import Tensor
+from trtmesh.engine.kv_memory import Bytes, map_anonymous
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
+
+
+class AnonymousFile:
+    """Zeroed memory of a fixed size, with `file` as long as this object lives."""
+
+    def __init__(self, size: int) -> None:
+        """Where the system has no anonymous files, the memory is private. Who offers the file seals it."""
+        memory, self.file = map_anonymous(size)
+        if self.file is not None:
+            weakref.finalize(self, os.close, self.file)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
+
+
+class CopiesBlocks(Protocol):
+    """A device's way to copy blocks in its memory, and between it and pinned host memory."""
+
+    def __call__(
+        self, source: Tensor, target: Tensor, sources: Sequence[int], targets: Sequence[int]
+    ) -> None:
+        """Copies block `sources[i]` of `source` to block `targets[i]` of `target`, for every i, on the current stream.
+
+        Both are [blocks, ...] of one type, each block contiguous. No target occurs twice, or is a source too.
+        """
+
+
+def copy_blocks(
+    source: Tensor, target: Tensor, sources: Sequence[int], targets: Sequence[int]
+) -> None:
+    """Implements CopiesBlocks for every device: between two devices, the content is gathered and waited for."""
+    content = source.index_select(0, indexes(sources, source.device))
+    target.index_copy_(0, indexes(targets, target.device), content.to(target.device))
+
+
+def indexes(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """The numbers on a device, which need not be waited for."""
+    pinned = device.type == "cuda"
+    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
+    return host.to(device, non_blocking=True)
+
 
 Rows = NDArray[np.int64]
 

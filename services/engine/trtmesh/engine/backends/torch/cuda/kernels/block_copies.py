@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from trtmesh.engine.backends.torch.memory.block_copies import indexes
+from trtmesh.engine.backends.torch.memory.kvcache import indexes
 
 PART = 1024
 """Words of a program."""
