@@ -103,7 +103,7 @@ def test_no_sequence_starves(
     # A turn takes the longest sequence and a copy; the adapters of older sequences come first, each once.
     bound = PATIENCE_STEPS + (len(known) + 1) * (longest + copy_steps + 2)
     assert max(each.started_at - each.arrived_at for each in asked) <= bound
-    assert scheduler.slots.parked_sequences == 0
+    assert scheduler.slots.parked == []
 
 
 def test_starving_sequence_is_overtaken_for_a_bounded_time_only() -> None:
@@ -154,4 +154,4 @@ def test_sequence_that_leaves_while_its_adapter_is_copied(gone: str) -> None:
     for _ in range(6):
         scheduler.step()
     assert other.started_at >= 0
-    assert scheduler.slots.parked_sequences == 0
+    assert scheduler.slots.parked == []

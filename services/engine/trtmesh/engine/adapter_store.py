@@ -61,6 +61,7 @@ class AdapterStore(Generic[A]):
         self.limits = limits
         self.used_bytes = 0
         self.loads = self.evictions = 0
+        self.has_news = False
         # The longest unused first.
         self._held: OrderedDict[tuple[int, str], A] = OrderedDict()
         self._news: dict[tuple[int, str], HeldAdapter] = {}
@@ -126,6 +127,7 @@ class AdapterStore(Generic[A]):
         if not found:
             absent = Adapter(number, version=version)
             self._news[number, version] = HeldAdapter(absent, epb.ADAPTER_PLACE_ABSENT)
+            self.has_news = True
         for each in found:
             each.unloading, each.pinned = True, False
             self.note(each)
@@ -142,6 +144,7 @@ class AdapterStore(Generic[A]):
         """Reports the adapter's state as news, while it is in memory."""
         if self._held.get(adapter.key) is adapter:
             self._news[adapter.key] = adapter.state
+            self.has_news = True
 
     def failed(self, identity: Adapter, error: TrtmeshError) -> None:
         """Reports a failed load or pin as news, with the place of the adapter."""
@@ -149,16 +152,13 @@ class AdapterStore(Generic[A]):
         held = self._held.get(key)
         state = held.state if held else HeldAdapter(identity, epb.ADAPTER_PLACE_ABSENT)
         self._failures[key] = replace(state, error=error)
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self._news or self._failures)
+        self.has_news = True
 
     def take_news(self) -> list[HeldAdapter]:
         """The failures and changed states since the last call. A failure comes first: a router takes the first state
         as the answer to its load."""
         news = [*self._failures.values(), *self._news.values()]
-        self._failures, self._news = {}, {}
+        self._failures, self._news, self.has_news = {}, {}, False
         return news
 
     def _check_pin(self, adapter: A) -> None:
@@ -200,6 +200,7 @@ class AdapterStore(Generic[A]):
         del self._held[adapter.key]
         self.used_bytes -= adapter.size_bytes
         self._news[adapter.key] = HeldAdapter(adapter.identity, epb.ADAPTER_PLACE_ABSENT)
+        self.has_news = True
 
     @property
     def _pins(self) -> int:

@@ -51,15 +51,11 @@ class AdapterSlots(Generic[A, S]):
         self._residents: OrderedDict[A, int] = OrderedDict()
         self._in_use: Counter[A] = Counter()
         """Adapters by sequences that were started and have not ended."""
-        self._parked: list[tuple[Order, int, A, S]] = []
+        self.parked: list[tuple[Order, int, A, S]] = []
         """In order, with the step of the sequence's arrival."""
         self._steps = 0
         self._stuck: tuple[Order, int] | None = None
         """The first parked sequence without a slot."""
-
-    @property
-    def parked_sequences(self) -> int:
-        return len(self._parked)
 
     @property
     def free(self) -> int:
@@ -77,7 +73,7 @@ class AdapterSlots(Generic[A, S]):
         if ready and not self._is_held_back(order):
             self._release(adapter, sequence)
             return
-        insort(self._parked, (order, self._steps, adapter, sequence), key=lambda each: each[0])
+        insort(self.parked, (order, self._steps, adapter, sequence), key=lambda each: each[0])
         if self._stuck is None or order < self._stuck[0]:
             self._settle()
 
@@ -89,7 +85,7 @@ class AdapterSlots(Generic[A, S]):
     def leave(self, adapter: A, order: Order) -> None:
         """Forgets a sequence, parked or started."""
         if self._is_parked(order):
-            del self._parked[self._place_of(order)]
+            del self.parked[self._place_of(order)]
         else:
             self._in_use[adapter] -= 1
             if self._in_use[adapter]:
@@ -98,7 +94,7 @@ class AdapterSlots(Generic[A, S]):
         self._settle()
 
     def step(self) -> None:
-        """Counts a step of the scheduler."""
+        """Counts a step of the scheduler; needed only while sequences are parked."""
         self._steps += 1
 
     def offer(self, adapter: A) -> None:
@@ -115,7 +111,7 @@ class AdapterSlots(Generic[A, S]):
 
     def waiting_for(self, adapter: A) -> list[S]:
         """The parked sequences of an adapter."""
-        return [sequence for _, _, each, sequence in self._parked if each is adapter]
+        return [sequence for _, _, each, sequence in self.parked if each is adapter]
 
     def drop(self, adapter: A) -> None:
         """Frees the slot of an adapter without started sequences."""
@@ -125,10 +121,10 @@ class AdapterSlots(Generic[A, S]):
 
     def _is_parked(self, order: Order) -> bool:
         at = self._place_of(order)
-        return at < len(self._parked) and self._parked[at][0] == order
+        return at < len(self.parked) and self.parked[at][0] == order
 
     def _place_of(self, order: Order) -> int:
-        return bisect_left(self._parked, order, key=lambda each: each[0])
+        return bisect_left(self.parked, order, key=lambda each: each[0])
 
     def _is_held_back(self, order: Order) -> bool:
         stuck = self._stuck
@@ -139,7 +135,7 @@ class AdapterSlots(Generic[A, S]):
 
         All sequences that wait for an adapter start with its arrival, so that a turn serves as many as it can.
         """
-        self._stuck, parked, self._parked = None, self._parked, []
+        self._stuck, parked, self.parked = None, self.parked, []
         turns = {arrived}
         for each in parked:
             order, since, adapter, sequence = each
@@ -152,7 +148,7 @@ class AdapterSlots(Generic[A, S]):
             if there and (adapter in turns or not self._is_held_back(order)):
                 self._release(adapter, sequence)
             else:
-                self._parked.append(each)
+                self.parked.append(each)
 
     def _release(self, adapter: A, sequence: S) -> None:
         self._in_use[adapter] += 1

@@ -100,7 +100,7 @@ class Scheduler(Generic[S]):
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to compute."""
-        return len(self._by_key) > len(self._unready) + self.adapters.parked_sequences
+        return len(self._by_key) > len(self._unready) + len(self.adapters.parked)
 
     def lives(self, sequence: S) -> bool:
         """Whether the sequence was added and not removed."""
@@ -236,7 +236,8 @@ class Scheduler(Generic[S]):
     def schedule(self) -> list[Chunk[S]]:
         """The chunks of the next step, in rank order, of every running sequence with uncomputed tokens. None where
         they depend on sequences in flight."""
-        self.adapters.step()
+        if self.adapters.parked:
+            self.adapters.step()
         closed = self.rules.static_batch and bool(self.running)
         if not closed:
             self._start_adopted()

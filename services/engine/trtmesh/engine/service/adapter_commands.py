@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class AdapterCommands:
     """The loads and unloads of one router.
 
-    Every router gets every change, but a failed load only the router that asked for it.
+    Every router gets every change; a failed load is reported only to the router that asked.
     """
 
     def __init__(self, engine: LoadedEngine, outbox: EventOutbox, router: str) -> None:
@@ -36,7 +36,7 @@ class AdapterCommands:
         self._tell(engine.backend.adapters())
 
     def load(self, command: epb.LoadAdapterCommand) -> None:
-        """Takes a part of a content, or loads an adapter that needs none."""
+        """Takes a part of a content, or loads an adapter without one."""
         try:
             self._check_support("load_adapter")
             identity = identity_of(command.adapter)
@@ -91,7 +91,7 @@ class AdapterCommands:
             self._refuse_later(identity, BackendFailed(reason))
 
     def _refuse_later(self, identity: Adapter, error: TrtmeshError) -> None:
-        """Refuses outside of a command, so that nothing else ends the stream of a router that does not read."""
+        """Refuses outside of a command. A router that does not read its answers must not break other calls."""
         try:
             self._refuse(identity.id, identity.name, identity.version, error)
         except SlowClient as slow:

@@ -1,4 +1,4 @@
-"""The content of adapters, assembled from the parts that a router sends."""
+"""Assembles the content of adapters from the parts sent by a router."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 DELIVERIES = 4
-"""Contents of the largest size that a worker holds at once, of all routers, before they are loaded."""
+"""Contents of the largest size held at once before loading, of all routers together."""
 
 Key = tuple[int, str]
 
@@ -27,7 +27,7 @@ class DeliveryMemory:
         self.used_bytes = 0
 
     def take(self, size: int) -> None:
-        """Raises InvalidField for a content that is too large, AdaptersFull while others take the memory."""
+        """Raises InvalidField for too large a content, AdaptersFull while others take the memory."""
         most = self.most_adapter_bytes
         if size > most:
             raise InvalidField.of("load_adapter content", f"{size} bytes", f"at most {most}")
@@ -46,10 +46,10 @@ class DeliveryMemory:
 
 @dataclass(slots=True)
 class Delivery:
-    """A content of which parts have arrived."""
+    """A partly received content."""
 
     first: epb.LoadAdapterCommand
-    """The first command, without its data."""
+    """The first command, without data."""
     received: int = 0
     config: list[bytes] = field(default_factory=list)
     weights: list[bytes] = field(default_factory=list)
@@ -80,19 +80,19 @@ class Delivery:
 
 
 class Deliveries:
-    """The deliveries of one router. Parts of at most one content arrive at a time; the next one drops a partial one."""
+    """The deliveries of one router. Parts of at most one content arrive at a time; a new delivery drops an unfinished
+    delivery."""
 
     def __init__(self, memory: DeliveryMemory) -> None:
         self._memory = memory
         self._partial: Delivery | None = None
         self._refused: Key | None = None
-        """The last delivery refused, whose later parts may already be under way."""
+        """The last delivery refused; later parts may already be under way."""
         self._unanswered: dict[Key, int] = {}
         """Loads without an answer, with the memory of their content."""
 
     def put(self, command: epb.LoadAdapterCommand) -> Delivery | None:
-        """Takes a part; returns the delivery that it completes. Raises InvalidRequest or AdaptersFull, once per
-        delivery."""
+        """Takes a part; returns the delivery if complete. Raises InvalidRequest or AdaptersFull, once per delivery."""
         key = key_of(command.adapter)
         if command.offset and key == self._refused:
             return None

@@ -1,4 +1,4 @@
-"""The engine service: life cycle of a backend and of its routers' streams, and liveness as progress of its steps."""
+"""The engine service: life cycle of a backend and of the routers' streams, and liveness as progress of steps."""
 
 from __future__ import annotations
 

@@ -1,29 +1,36 @@
-"""Unsent events of one router, under the credit of its acknowledgements; parts of steps merge, or are split by size."""
+"""Holds the unsent events of a router until there is credit: merges parts of steps, or splits them by size."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain
 from typing import TypeVar
 
+from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InvalidField, SlowClient, TrtmeshError
 from trtmesh.chassis.vocabulary import Tensor
-from trtmesh.engine.backend import PromptDetails, SequenceStart, TokenDetails
+from trtmesh.engine.backend import (
+    PerfMetrics,
+    PromptDetails,
+    SequenceEnd,
+    SequenceStart,
+    TokenDetails,
+)
 from trtmesh.engine.service.metrics import EngineMetrics
-from trtmesh.engine.service.wire import fill_metrics
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as transfer
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class StepPart:
-    """One stream's part of a step or of several merged steps, in parallel lists as in engine.proto's Step.
+    """A stream's part of a step, or of several merged steps, in parallel lists as in engine.proto's Step.
 
-    `details`, `prompts` and `starts` name their sequences by handle, in the field `key`.
+    `details`, `prompts` and `starts` name sequences by handle, in the field `key`.
     """
 
     step_count: int
@@ -74,7 +81,7 @@ class _Row:
         return _bytes(self.details.generation_logits) if self.details else 0
 
     def pieces(self, most_bytes: int) -> list[_Row]:
-        """Splits the row into pieces of at most `most_bytes` of logits, or of one token."""
+        """Splits the row into pieces of at most `most_bytes` of logits, or of a single token."""
         count, size = len(self.token_ids), self.tensor_bytes
         if size <= most_bytes or count == 1:
             return [self]
@@ -110,7 +117,7 @@ def _part_of(step_count: int, rows: Sequence[_Row]) -> StepPart:
 
 
 def _runs(values: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Groups `values` into runs of at most `most` in total size, or of one larger value."""
+    """Groups `values` into runs of at most `most` in total size, or of a single larger value."""
     run: list[T] = []
     total = 0
     for value in values:
@@ -131,7 +138,7 @@ def _bytes(tensor: Tensor | None) -> int:
 def merge(parts: Sequence[StepPart]) -> StepPart:
     """Merges parts in step order into one; every handle occurs once, in order of appearance.
 
-    A rewritten sequence (beam search) keeps its latest tokens only.
+    A rewritten sequence (beam search) keeps the latest tokens only.
     """
     if len(parts) == 1:
         return parts[0]
@@ -149,7 +156,7 @@ def merge(parts: Sequence[StepPart]) -> StepPart:
 
 
 def _aligned(parts: Sequence[StepPart]) -> bool:
-    """Whether every part has one next token for each of the same handles, as in a stable batch."""
+    """Whether all parts have the same handles, each with a next token, as in a stable batch."""
     handles, offsets = parts[0].handles, parts[0].token_offsets
     size = len(handles)
     return all(
@@ -213,7 +220,7 @@ def _add_details(merged: dict[int, TokenDetails], details: Iterable[TokenDetails
 
 
 def _cut(details: TokenDetails, first: int, end: int) -> TokenDetails:
-    """The data of the tokens [first, end), without the sum, which belongs to the last token."""
+    """The data of the tokens [first, end). The sum is left out: it belongs to the last token."""
     return replace(
         details,
         log_probs=details.log_probs[first:end],
@@ -249,8 +256,10 @@ def _stacked(above: Tensor | None, below: Tensor | None) -> Tensor | None:
     return replace(above, shape=(rows, *above.shape[1:]), data=above.data + below.data)
 
 
+_PERF_FIELDS = [field.name for field in fields(PerfMetrics)]
+
 MAX_PARTS = 64
-"""Most waiting parts; then they are merged for good, so that a stalled router costs little memory."""
+"""Most waiting parts. More are merged for good: a stalled router costs little memory."""
 
 MOST_TENSOR_BYTES = 16 * 2**20
 """Most bytes of logits per message, unless the message limit is lower; small enough to overlap with the next step."""
@@ -350,7 +359,7 @@ class EventOutbox:
         self.filled.set()
 
     def put_kv_snapshot(self, snapshot: epb.KvEvents) -> None:
-        """Replaces the waiting events, which the snapshot covers."""
+        """Replaces the waiting events: the snapshot covers them."""
         self._kv_events.clear()
         self.put_answer(epb.EngineEvent(kv_events=snapshot))
 
@@ -370,12 +379,12 @@ class EventOutbox:
         self.filled.set()
 
     def check_open(self) -> None:
-        """Raises the farewell, whose turn it is once everything was taken."""
+        """Raises the farewell. Call once everything was taken."""
         if self._farewell:
             try:
                 raise self._farewell
             finally:
-                # It has this frame, and so this outbox: they must not be a cycle.
+                # The error holds this frame, and so this outbox: the two must not be a cycle.
                 self._farewell = None
 
     def take(self, step_count: int) -> epb.EngineServiceConnectResponse | None:
@@ -405,7 +414,7 @@ class EventOutbox:
         self._most_part_tokens = MERGED_TOKENS
         part = merge(parts) if parts else StepPart(step_count)
         self._metrics.merged_steps += max(0, len(parts) - 1)
-        # An end follows all tokens of its sequence.
+        # An end follows all tokens of the sequence.
         ends = [] if self._parts else self._ends[: self._fitting_ends()]
         _fill_step(step, part, ends)
         if ends:
@@ -432,6 +441,26 @@ class EventOutbox:
         return len(parts)
 
 
+def end_message(
+    handle: int, end: SequenceEnd, handoff: transfer.HandoffDescriptor | None = None
+) -> epb.SequenceEnd:
+    """Encodes the end of the sequence with this handle; `handoff` describes the KV after a handoff."""
+    message = epb.SequenceEnd(
+        handle=handle,
+        reason=pb.FinishReason.ValueType(end.reason),
+        prompt_tokens=end.prompt_tokens,
+        cached_prompt_tokens=end.cached_prompt_tokens,
+        generated_tokens=end.generated_tokens,
+        stop_token_ids=end.stop_token_ids,
+        cumulative_log_prob=end.cumulative_log_prob,
+        error=to_proto(end.error) if end.error else None,
+        handoff=handoff,
+    )
+    if end.perf_metrics:
+        _fill_metrics(message.perf_metrics, end.perf_metrics)
+    return message
+
+
 def _fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) -> None:
     """Writes `part` and `ends` into the empty message `step`."""
     step.step_count = part.step_count
@@ -445,7 +474,7 @@ def _fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) 
     for prompt in part.prompts:
         _fill_prompt(step.prompts.add(handle=prompt.key).details, prompt)
     for start in part.starts:
-        fill_metrics(step.starts.add(handle=start.key).perf_metrics, start.perf_metrics)
+        _fill_metrics(step.starts.add(handle=start.key).perf_metrics, start.perf_metrics)
 
 
 def _fill_details(message: pb.TokenDetails, details: TokenDetails) -> None:
@@ -477,3 +506,8 @@ def _tensor(tensor: Tensor) -> pb.Tensor:
     return pb.Tensor(
         data_type=pb.DataType.ValueType(tensor.data_type), shape=tensor.shape, data=tensor.data
     )
+
+
+def _fill_metrics(message: pb.PerfMetrics, metrics: PerfMetrics) -> None:
+    for name in _PERF_FIELDS:
+        setattr(message, name, getattr(metrics, name))

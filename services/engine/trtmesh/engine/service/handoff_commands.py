@@ -1,4 +1,4 @@
-"""Executes a router's commands about handoffs, and answers with the progress of its leases."""
+"""Executes a router's commands about handoffs, and answers with the progress of the leases."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from trtmesh.v1 import kv_transfer_pb2 as transfer
 log = logging.getLogger(__name__)
 
 MAX_RENEWED_LEASES = 65_536
-"""Leases that one command may renew."""
+"""Most leases renewed by a command."""
 
 
 class HandoffCommands:
-    """The leases of one router; implements LeaseOwner."""
+    """The leases of a router. Implements LeaseOwner."""
 
     def __init__(self, engine: LoadedEngine, outbox: EventOutbox) -> None:
         self._engine, self._outbox = engine, outbox
@@ -81,8 +81,8 @@ class HandoffCommands:
         adapter: Adapter | None,
         present: Lease | None,
     ) -> Lease | None:
-        """Starts the handoff of a running sequence, and returns its lease. `key` is None for a handle that is not
-        live; `present` is the handoff that brought the sequence, or one under way."""
+        """Starts the handoff of a running sequence, and returns the lease. `key` is None for an unknown handle.
+        `present` is the handoff by which the sequence came, or a handoff under way."""
         name = "hand_over"
         try:
             handoffs = self._handoffs(name)
@@ -119,8 +119,9 @@ class HandoffCommands:
             self._engine.handoffs.release(command.lease_id, consumed=command.consumed)
 
     def submit(self, command: epb.SubmitCommand, item: Submission) -> Lease | None:
-        """Gives an item to the backend, with its lease if it has one. Raises TrtmeshError."""
-        if self._engine.handoffs is None:
+        """Gives an item to the backend, with a lease if the command names any. Raises TrtmeshError."""
+        leases = item.sender_lease_id or item.receiver_lease_id or item.handoff_state
+        if self._engine.handoffs is None or not leases:
             self._engine.backend.submit(item)
             return None
         handoff = item.config.handoff

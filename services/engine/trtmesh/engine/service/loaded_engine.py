@@ -21,7 +21,7 @@ STATM = Path("/proc/self/statm")
 
 @dataclass
 class LoadedEngine:
-    """A worker whose model is loaded."""
+    """A worker with a loaded model."""
 
     name: str
     settings: EngineSettings
@@ -32,17 +32,17 @@ class LoadedEngine:
     metrics: EngineMetrics
     delivery_memory: DeliveryMemory
     handoffs: HandoffsByBlocks | HandoffsByState | None
-    """None for a backend that hands nothing over."""
+    """None for a backend without handoffs."""
     role: epb.WorkerRole.ValueType
     """Present role."""
     drain_ends_at: float | None = None
-    """Monotonic time at which the streams are cut, because the worker stops; None before."""
+    """Monotonic time for cutting the streams of a stopping worker; None before."""
     drained: bool = False
     """Whether an admin drains the worker."""
 
     @property
     def states(self) -> HandoffsByState | None:
-        """The handoffs of a backend that moves the KV itself."""
+        """The handoffs of a backend with a KV transport of the library's own."""
         return self.handoffs if isinstance(self.handoffs, HandoffsByState) else None
 
     @property

@@ -17,11 +17,11 @@ PREFIX = "trtmesh_engine_"
 
 
 class EngineMetrics(Collector):
-    """The metrics of one engine process.
+    """The metrics of an engine process.
 
     Inter-token latency is observed per step: the time since the previous step with tokens counts once for every
-    continuing sequence. A sequence that skips steps therefore shows the distance of steps, and several tokens in
-    a step count as one.
+    continuing sequence. So a sequence with skipped steps shows the distance of steps, and several tokens in a step
+    count once.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class EngineMetrics(Collector):
         self._awaiting_first: dict[int, float] = {}
         self._awaiting_kv: set[int] = set()
         self._computing = 0
-        """Live sequences that do not wait for KV."""
+        """Live sequences, without those waiting for KV."""
         self._last_tokens_at = 0.0
         self._busy_before = self._busy_since = 0.0
         self.told_busy_seconds = 0.0
-        """Value of the last load report; scrapes happen on another thread and must never see it decrease."""
+        """Value of the last load report. Scrapes happen on another thread, and must never see a decrease."""
 
     def submitted(
         self, keys: Collection[int], prompt_tokens: int, now: float, *, awaits_kv: bool = False
@@ -116,7 +116,7 @@ class EngineMetrics(Collector):
         self._computing += more
 
     def collect(self) -> Iterator[Metric]:
-        """Called by Prometheus on its own thread."""
+        """Called by Prometheus on another thread."""
         yield from (
             self.time_to_first_token.family(),
             self.inter_token.family(),

@@ -1,4 +1,4 @@
-"""One router's stream, from its hello to its end: commands in, live sequences, events out."""
+"""A router's stream from hello to end: commands in, live sequences, events out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ from trtmesh.engine.backend import HeldAdapter, SequenceEnd
 from trtmesh.engine.handoff.handoffs import Lease
 from trtmesh.engine.handoff.receive_run import ReceivedState
 from trtmesh.engine.service.adapter_commands import AdapterCommands
-from trtmesh.engine.service.event_outbox import MOST_TENSOR_BYTES, EventOutbox, StepPart
+from trtmesh.engine.service.event_outbox import (
+    MOST_TENSOR_BYTES,
+    EventOutbox,
+    StepPart,
+    end_message,
+)
 from trtmesh.engine.service.handoff_commands import HandoffCommands
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.streams import HANDLE_BITS, HANDLE_MASK
@@ -41,7 +46,7 @@ from trtmesh.engine.service.submission import (
     never_fits,
     parse_submit,
 )
-from trtmesh.engine.service.wire import end_message, kv_event_message
+from trtmesh.engine.service.wire import kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
@@ -66,11 +71,9 @@ class _Item:
 
 
 class RouterSession:
-    """The sequences of one router between the backend and the outbox.
-
-    An invalid item fails its own sequences only. A protocol violation (a handle in use, an acknowledgement of unsent
-    steps) raises and ends the stream: tokens could reach the wrong client, whereas a router recovers from a lost
-    stream.
+    """The sequences of a router between the backend and the outbox. An invalid item fails alone. A protocol violation
+    (a handle in use, an acknowledgement of unsent steps) raises and ends the stream: tokens could reach the wrong
+    client, whereas a router recovers from a lost stream.
     """
 
     def __init__(self, engine: LoadedEngine, hello: epb.HelloCommand) -> None:
@@ -104,7 +107,7 @@ class RouterSession:
         return bool(self._live) or (self._open and (self.outbox.holds_steps or self._handoffs.owes))
 
     def execute(self, command: epb.EngineCommand) -> None:
-        """Executes a command. Raises the error that must end the stream."""
+        """Executes a command. Raises an error only to end the stream."""
         match command.WhichOneof("command"):
             case "submit":
                 self._submit(command.submit)
@@ -186,8 +189,8 @@ class RouterSession:
             self.outbox.put_kv_events(epoch, first, events)
 
     def sent(self) -> None:
-        """Called after a message was sent."""
-        if not self.busy:
+        """Called after a message was sent. A drain waits until every stream is idle."""
+        if self._engine.drain_ends_at is not None and not self.busy:
             self._engine.streams.calmed()
 
     def fail(self, error: TrtmeshError) -> None:
@@ -272,7 +275,7 @@ class RouterSession:
         self._engine.streams.tell_load(self._engine.load())
 
     def _drain(self, *, resume: bool) -> None:
-        """For all routers, and beyond the life of the one that asks."""
+        """Drains or resumes the worker for all routers, for longer than this stream lives."""
         log.info("router %s %s this worker", self.router, "resumes" if resume else "drains")
         self._engine.drained = not resume
         self._engine.streams.tell_load(self._engine.load())
@@ -353,7 +356,7 @@ class RouterSession:
 
 
 def _end_handoff(handoff: Lease, end: SequenceEnd) -> transfer.HandoffDescriptor | None:
-    """Completes an end by its lease. A defect of the lease fails this sequence alone."""
+    """Completes an end by the sequence's lease. A defect of the lease fails this sequence alone."""
     try:
         return handoff.sequence_ended(end)
     except Exception as error:

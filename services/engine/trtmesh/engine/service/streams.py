@@ -67,7 +67,7 @@ class KvMirror:
         return first
 
     def snapshot(self) -> list[KvEvent]:
-        """Events that rebuild the present contents, parents before children."""
+        """Events for rebuilding the present contents, parents before children."""
         log = KvEventLog()
         told: set[int] = set()
         for block in self._blocks:
@@ -97,11 +97,11 @@ class KvMirror:
 HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
 OPTIONAL_DATA = ("details", "prompts", "starts")
-"""Lists of StepOutput and of StepPart, whose entries name their sequence in `key`."""
+"""Lists of StepOutput and of StepPart with the sequence in the entries' `key`."""
 
 
 class Stream(Protocol):
-    """One router's stream, or a call of TrtllmService."""
+    """A router's stream, or a call of TrtllmService."""
 
     @property
     def unacknowledged_steps(self) -> int:
@@ -109,13 +109,13 @@ class Stream(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether it has live sequences or waiting output."""
+        """Whether there are live sequences or waiting output."""
 
     def take_step(self, part: StepPart) -> None:
         """Takes the tokens of a step."""
 
     def take_end(self, handle: int, end: SequenceEnd) -> None:
-        """Takes the end of a sequence, after its tokens."""
+        """Takes the end of a sequence, after the tokens."""
 
     def take_load(self, load: epb.Load) -> None:
         """Takes the load."""
@@ -145,7 +145,7 @@ class Streams:
         self.kv = KvMirror()
         self.step_count = 0
         self.take_handoff: Callable[[HandoffNews], None] | None = None
-        """Takes news of leases, after the tokens of their step and before its ends."""
+        """Takes news of leases, after the tokens of the step and before the ends."""
         self._metrics = metrics
         self._streams: dict[int, Stream] = {}
         self._numbers = 0
@@ -170,7 +170,7 @@ class Streams:
         self.calmed()
 
     def calmed(self) -> None:
-        """Called by a stream that has become idle."""
+        """Called by a stream on becoming idle."""
         self._quiet.set()
 
     async def quiet(self) -> None:
@@ -205,7 +205,7 @@ class Streams:
             try:
                 self._split(output)
             except Exception as error:  # noqa: BLE001
-                # Broad on purpose: without its end a sequence would live, and keep its lease, for ever.
+                # Broad on purpose: a sequence without an end would live, and keep the lease, for ever.
                 for stream in self:
                     self._fail(stream, error)
             for news in output.handoffs:
@@ -215,7 +215,7 @@ class Streams:
                 self._tell_end(end)
 
     def _split(self, output: StepOutput) -> None:
-        """Tells everything of a step but its news of leases and its ends."""
+        """Splits everything of a step but news of leases and ends."""
         self.step_count = max(self.step_count, output.step_count)
         self._metrics.stepped(output, time.monotonic())
         if output.kv_events:
@@ -227,7 +227,7 @@ class Streams:
             self._split_tokens(output)
 
     def _tell(self, stream: Stream, take: Callable[[], None]) -> None:
-        """Has a stream take a part of a step. A defect in it ends that stream: the others still get the step."""
+        """Has a stream take a part of a step. A defect ends this stream only: the others still get the step."""
         try:
             take()
         except BaseException as error:

@@ -18,8 +18,8 @@ MAX_HANDLES = 16384
 """Most sequences of one router, unread ends included, and of all calls of gateways."""
 LEASE_IDS = ("sender_lease_id", "receiver_lease_id")
 ROUTERS_SEED = "sampling.seed"
-"""Routers send a seed with every item. They draw it unless the client names one, and such an item they only place on
-workers that support the field."""
+"""Routers send a seed with every item, drawn unless named by the client. An item with a named seed is only placed on
+workers with support for the field."""
 LEASE_FIELDS = ("sender_lease_id", "receiver_lease_id", "lease_expires_in_ms")
 
 
@@ -121,7 +121,7 @@ def _check_leases(
 def _parse_state(
     command: epb.SubmitCommand, config: GenerationConfig, engine: LoadedEngine, who: str
 ) -> bytes:
-    """The state of another worker's backend; empty without one."""
+    """The state of another worker's backend; empty without `handoff`."""
     if not command.HasField("handoff"):
         return b""
     field = "submit.handoff"
@@ -145,7 +145,7 @@ def _parse_state(
 
 
 def _check_single(config: GenerationConfig, field: str) -> None:
-    """Raises InvalidField for several sequences: a state is that of one."""
+    """Raises InvalidField for several sequences: a state belongs to a single sequence."""
     if config.sequences > 1:
         raise InvalidField(
             f"is set for an item of {config.sequences} sequences, but a state is that of one",

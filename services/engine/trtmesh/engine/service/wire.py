@@ -15,20 +15,16 @@ from trtmesh.engine.backend import (
     BlocksStored,
     HeldAdapter,
     KvEvent,
-    PerfMetrics,
-    SequenceEnd,
 )
 from trtmesh.engine.handoff.descriptor import shape_of
 from trtmesh.engine.handoff.own_kv import OwnKv, OwnStates
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
-from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
 
 _STATS_FIELDS = [
     field.name for field in fields(BackendStats) if field.name in epb.Load.DESCRIPTOR.fields_by_name
 ]
-_PERF_FIELDS = [field.name for field in fields(PerfMetrics)]
 _INFO_FIELDS = [
     field.name
     for field in fields(BackendInfo)
@@ -79,26 +75,6 @@ def _describe_states(engine: epb.GetEngineResponse, own: OwnStates) -> None:
     engine.max_lease_ms = int(own.limits.max_lease_seconds * 1000)
 
 
-def end_message(
-    handle: int, end: SequenceEnd, handoff: transfer.HandoffDescriptor | None = None
-) -> epb.SequenceEnd:
-    """Encodes the end of the sequence with this handle; `handoff` describes the KV of one handed over."""
-    message = epb.SequenceEnd(
-        handle=handle,
-        reason=pb.FinishReason.ValueType(end.reason),
-        prompt_tokens=end.prompt_tokens,
-        cached_prompt_tokens=end.cached_prompt_tokens,
-        generated_tokens=end.generated_tokens,
-        stop_token_ids=end.stop_token_ids,
-        cumulative_log_prob=end.cumulative_log_prob,
-        error=to_proto(end.error) if end.error else None,
-        handoff=handoff,
-    )
-    if end.perf_metrics:
-        fill_metrics(message.perf_metrics, end.perf_metrics)
-    return message
-
-
 def load_message(stats: BackendStats, *, draining: bool) -> epb.Load:
     return epb.Load(draining=draining, **{name: getattr(stats, name) for name in _STATS_FIELDS})
 
@@ -131,9 +107,3 @@ def _adapter_state(held: HeldAdapter) -> epb.AdapterState:
         pinned=held.pinned,
         error=to_proto(held.error) if held.error else None,
     )
-
-
-def fill_metrics(message: pb.PerfMetrics, metrics: PerfMetrics) -> None:
-    """Writes `metrics` into the empty `message`."""
-    for name in _PERF_FIELDS:
-        setattr(message, name, getattr(metrics, name))

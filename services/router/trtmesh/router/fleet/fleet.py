@@ -41,7 +41,7 @@ from trtmesh.router.placement.place import Decision, DecisionLog
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.placement.shares import AdapterShares
-from trtmesh.router.placement.snapshot import DECODE_PHASE, PREFILL_PHASE, Served
+from trtmesh.router.placement.snapshot import DECODE_PHASE, PREFILL_PHASE
 
 UNKNOWN = Typical()
 """Rates of a model before its workers have shown any."""
@@ -156,7 +156,7 @@ class Fleet:
         return self.snapshot() if self.touched else self._snapshot
 
     def _note_served(self) -> None:
-        served: frozenset[Served] = frozenset(worker.served for worker in self._snapshot)
+        served = frozenset(map(_served, self._snapshot))
         self._models = frozenset(model for model, _, _ in served if model)
         with_role = (each for each in served if each[2] is not Role.MIXED)
         self._with_roles = frozenset(model for model, _, _ in with_role)
@@ -174,7 +174,7 @@ class Fleet:
             return False
         snapshot = worker.snapshot(self._typical.get(worker.description.model, UNKNOWN))
         self._snapshots[address] = snapshot
-        return former is not None and former.served == snapshot.served
+        return former is not None and _served(former) == _served(snapshot)
 
     def check_fields(self, model: str, fields: frozenset[str]) -> None:
         """Raises UnsupportedField if the model has usable workers and none supports all of `fields`."""
@@ -409,6 +409,11 @@ class Fleet:
     def change(self, seconds: float) -> Coroutine[Any, Any, None]:
         """Waits at most `seconds` for the next change after this call, even if it comes before the wait begins."""
         return _set_within(self._change, seconds)
+
+
+def _served(worker: WorkerSnapshot) -> tuple[str, int, Role]:
+    """Model, block size and role: few values in a fleet, and they seldom change."""
+    return worker.model, worker.tokens_per_block, worker.role
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from trtmesh.router.placement.residency import NO_ADAPTERS, AdapterNeed, WorkerAdapters
 
@@ -65,9 +65,6 @@ class KvFacts(NamedTuple):
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-Served: TypeAlias = tuple[str, int, Role]
-"""Model, block size and role: few values in a fleet, and they seldom change."""
-
 
 class WorkerSnapshot(NamedTuple):
     """A worker at the moment of a placement, including everything this router dispatched until then.
@@ -119,10 +116,6 @@ class WorkerSnapshot(NamedTuple):
     """Tokens whose KV is to come from other workers."""
     refuses_handoffs: bool = False
     """Whether too many blocks wait for reads of ended handoffs."""
-
-    @property
-    def served(self) -> Served:
-        return self.model, self.tokens_per_block, self.role
 
 
 class PlacementQuery(NamedTuple):

@@ -199,7 +199,7 @@ class Engine:
 
     def leftover(self) -> StepOutput | None:
         """Ends, states of adapters and news of handoffs since the last step; None without any."""
-        has_news = self._adapters.has_news or self._handoffs.news
+        has_news = self._adapters.store.has_news or self._handoffs.news
         return self._output() if self._ledger.output.ends or has_news else None
 
     def launch(self) -> Launched:
@@ -371,8 +371,10 @@ class Engine:
     def _output(self) -> StepOutput:
         output = self._ledger.take(self.step_count)
         output.kv_events = self.scheduler.pool.take_events()
-        output.adapters = self._adapters.take_news()
-        output.handoffs = self._handoffs.take_news()
+        if self._adapters.store.has_news:
+            output.adapters = self._adapters.take_news()
+        if self._handoffs.news:
+            output.handoffs = self._handoffs.take_news()
         return output
 
     def _blame(self, sequence: Sequence, error: TrtmeshError) -> None:
@@ -408,7 +410,8 @@ class Engine:
         with_kv = ends[0].reason == pb.FINISH_REASON_HANDOFF
         for sequence in decoding.sequences:
             del self._decodings[sequence.key]
-            self._handoffs.leave(sequence, with_kv=with_kv)
+            if sequence.outgoing:
+                self._handoffs.leave(sequence, with_kv=with_kv)
             self.scheduler.remove(sequence, content_is_good=content_is_good)
         for end in ends:
             self._ledger.end(end)

@@ -86,7 +86,8 @@ class AdapterCache:
         self._targets = targets
         self._copy = copy
         self._lock = threading.Lock()
-        self._store = AdapterStore[LoadedAdapter](limits)
+        self.store = AdapterStore[LoadedAdapter](limits)
+        """Read from any thread, and changed under the lock."""
         self._broken: list[HeldAdapter] = []
         # One core each: the others compute the steps.
         alone = partial(torch.set_num_threads, 1)
@@ -98,32 +99,16 @@ class AdapterCache:
         self._engine = engine
 
     @property
-    def host_bytes(self) -> int:
-        return self._store.limits.host_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._store.used_bytes
-
-    @property
-    def loads(self) -> int:
-        return self._store.loads
-
-    @property
-    def evictions(self) -> int:
-        return self._store.evictions
-
-    @property
     def states(self) -> list[HeldAdapter]:
         """The adapters in memory, the longest unused first, and those of the prefetch directory that are unusable."""
         with self._lock:
-            return [*self._store.states, *self._broken]
+            return [*self.store.states, *self._broken]
 
     def hold(self, asked: vocabulary.Lora, holders: int) -> LoadedAdapter:
         """The adapter for `holders` sequences, each of which gives it back. Raises InvalidField, AdapterNotFound or
         AdaptersFull."""
         with self._lock:
-            return self._store.hold(asked, holders)
+            return self.store.hold(asked, holders)
 
     def load(self, load: AdapterLoad) -> None:
         """Loads an adapter on the loading thread."""
@@ -133,10 +118,10 @@ class AdapterCache:
         """Unloads or unpins a version, or all with ''."""
         with self._lock:
             if unpin:
-                self._store.unpin(number, version)
+                self.store.unpin(number, version)
                 removed = []
             else:
-                removed = self._store.unload(number, version)
+                removed = self.store.unload(number, version)
         self._dropped(removed)
 
     def prefetch(self, directories: Iterable[Path]) -> None:
@@ -153,16 +138,10 @@ class AdapterCache:
                 log.exception("the adapter in %s cannot be loaded", each)
                 self._report_broken(each.name, _defect(error))
 
-    @property
-    def has_news(self) -> bool:
-        return self._store.has_news
-
     def take_news(self) -> list[HeldAdapter]:
         """The states that changed since the last call."""
-        if not self._store.has_news:
-            return []
         with self._lock:
-            return self._store.take_news()
+            return self.store.take_news()
 
     def bring(self, adapter: LoadedAdapter, slot: int) -> bool:
         assert self._copy
@@ -172,7 +151,7 @@ class AdapterCache:
 
     def note(self, adapter: LoadedAdapter) -> None:
         with self._lock:
-            self._store.note(adapter)
+            self.store.note(adapter)
 
     def close(self) -> None:
         """Waits for the current load and copy, and drops the others."""
@@ -214,20 +193,20 @@ class AdapterCache:
 
     def _put(self, load: AdapterLoad) -> None:
         with self._lock:
-            adapter = self._store.get(load.identity.id, load.identity.version)
+            adapter = self.store.get(load.identity.id, load.identity.version)
             if adapter is not None:
-                self._store.retain(adapter, pinned=load.pinned)
+                self.store.retain(adapter, pinned=load.pinned)
         if adapter is None:
             adapter = self._read(load)
             with self._lock:
-                removed = self._store.put(adapter)
+                removed = self.store.put(adapter)
             self._dropped(removed)
         loaded = adapter
         self._engine.run(lambda slots: slots.offer(loaded))
 
     def _fail(self, identity: Adapter, error: TrtmeshError) -> None:
         with self._lock:
-            self._store.failed(identity, error)
+            self.store.failed(identity, error)
         self._dropped([])
 
     def _read(self, load: AdapterLoad) -> LoadedAdapter:
@@ -247,7 +226,7 @@ class AdapterCache:
 
     def _give_back(self, adapter: LoadedAdapter) -> None:
         with self._lock:
-            removed = self._store.release(adapter)
+            removed = self.store.release(adapter)
         if removed:
             self._dropped(removed)
 
