@@ -1,4 +1,4 @@
-"""Which bytes of the sender's blocks belong where in the receiver's, for different block sizes and head splits.
+"""Plans where the bytes of the sender's blocks belong in the receiver's, for different block sizes and head splits.
 
 A pool has blocks of [layers, 2, kv_heads, tokens_per_block, head_dim], each contiguous. Shards split a worker's KV by
 heads or layers; each shard is a pool, and a block has the same number in all. Offsets are bytes within a block.
@@ -21,7 +21,7 @@ Positions: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes that are contiguous on both sides."""
+    """Bytes, contiguous on both sides."""
 
     source: int
     target: int
@@ -51,7 +51,7 @@ def _fit(source: Shard, target: Shard) -> bool:
 def copies(
     source: Shard, target: Shard, tokens: range, layers: range | None = None
 ) -> list[BlockCopies]:
-    """The copies that bring `tokens` of the heads, and `layers` or all, that both shards have.
+    """The copies of `tokens`, for the heads, and `layers` or all layers, of both shards.
 
     In arrays, since a long prompt has thousands of blocks and the event loop waits.
     """
@@ -81,7 +81,7 @@ def _starts(tokens: range, *sizes: int) -> Positions:
 def _runs(
     source: Shard, target: Shard, layers: range, source_token: int, target_token: int, count: int
 ) -> tuple[Run, ...]:
-    """The runs of `count` tokens between two blocks, adjacent ones joined."""
+    """The runs of `count` tokens between two blocks, joined where adjacent."""
     runs: list[Run] = []
     size = count * source.token_bytes
     for layer in layers:

@@ -1,4 +1,4 @@
-"""The checksum of a part: the CRC-32 of its bytes."""
+"""The checksum of a part: the CRC-32 of all bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["checksum_of", "crc32"]
 
 
 def checksum_of(pieces: Iterable[Bytes | Buffer], checksum: int = 0) -> int:
-    """The checksum of a part in pieces, continued from that of earlier ones."""
+    """The checksum of a part in pieces, continued from the checksum of earlier pieces."""
     for piece in pieces:
         checksum = crc32(piece, checksum)
     return checksum

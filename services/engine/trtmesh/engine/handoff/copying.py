@@ -11,10 +11,10 @@ from time import perf_counter
 from trtmesh.engine.kv_memory import HostMemory, KvMemory
 
 TURN_SECONDS = 0.0003
-"""Time of all copies in a pass of the event loop. A turn ends after the step that reaches it."""
+"""Time of all copies in a pass of the event loop. A turn ends after the step in progress at this time."""
 
 Copying = Callable[[Iterator[None]], Awaitable[None]]
-"""Takes all steps of a copy. Raises what a step raises."""
+"""Takes all steps of a copy. Raises the error of a step."""
 
 
 def copying_of(memory: KvMemory, threads: Executor) -> Copying:
@@ -27,7 +27,7 @@ def copying_of(memory: KvMemory, threads: Executor) -> Copying:
 
 
 class InPasses:
-    """Copies on the event loop: in each pass a short turn of one copy, and of all in turn."""
+    """Copies on the event loop. Copies alternate, each for a short turn, once per pass."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()

@@ -24,7 +24,7 @@ class Incompatible(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RemoteKv:
-    """A sender's KV, as its descriptor states it."""
+    """A sender's KV, as stated by the descriptor."""
 
     lease_id: str
     address: str
@@ -68,7 +68,7 @@ def parse(descriptor: pb.HandoffDescriptor, own_hash: bytes) -> RemoteKv:
             f" {MAX_OFFERS} are read"
         )
     blocks = tuple(descriptor.block_ids)
-    # A client may have changed the numbers: what is taken for null here stays as its last owner left it.
+    # A client may have changed the numbers: a block wrongly taken for null keeps the content of an earlier owner.
     if not any(blocks) or not all(blocks[blocks.count(0) :]):
         raise Incompatible("has no blocks, or null blocks after others")
     return RemoteKv(

@@ -1,4 +1,4 @@
-"""A receiver's fetch: asks a sender for the KV of a lease, and hands on what arrives."""
+"""A receiver's fetch: asks a sender for the KV of a lease, and hands arriving messages on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ProtocolBroken(Exception):
 
 
 class Fetch:
-    """A fetch from `run` to `close`; afterwards nothing that arrives is processed."""
+    """A fetch from `run` to `close`; later messages are ignored."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Fetch:
         take: Callable[[pb.FetchResponse | Chunk], Awaitable[None]],
         lost: Callable[[str], None],
     ) -> None:
-        """`take` may wait, which holds up the sender, and raises ProtocolBroken. `lost` takes the cause of an end
-        before `close`."""
+        """`take` may wait, and so hold up the sender; raises ProtocolBroken. `lost` takes the cause of an end before
+        `close`."""
         self._own, self._remote, self._take, self._lost = own, remote, take, lost
         self._opening = pb.OpenFetch(
             blocks=pb.WantedBlocks(lease_id=remote.lease_id, block_positions=positions),
@@ -63,7 +63,7 @@ class Fetch:
         self._closed = asyncio.Event()
 
     def send_received(self) -> None:
-        """Tells the sender that all reads have ended."""
+        """Reports the end of all reads to the sender."""
         self._has_received.set()
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Fetch:
         except (TrtmeshError, ProtocolBroken) as error:
             detail = str(error)
         except Exception as error:
-            # Broad on purpose: the lease must not wait for its expiry.
+            # Broad on purpose: the lease must not wait until the expiry.
             log.exception("unexpected error in a fetch")
             detail = f"{type(error).__name__}: {error}"
         if not self._closed.is_set():
@@ -117,7 +117,7 @@ class Fetch:
         await self._closed.wait()
 
     async def _part_well(self, call: FetchCall) -> None:
-        """Lets the sender know that everything arrived: it frees the blocks."""
+        """Confirms complete arrival: the sender frees the blocks."""
         with suppress(TimeoutError, grpc.aio.AioRpcError, CallEnded):
             async with asyncio.timeout(FAREWELL_SECONDS):
                 if not self._has_told:

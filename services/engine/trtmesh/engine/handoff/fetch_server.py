@@ -35,7 +35,7 @@ from trtmesh.v1 import kv_transfer_pb2_grpc
 log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 10.0
-"""Time for a receiver to send its first message."""
+"""Time for a receiver to send the first message."""
 
 MAX_CHUNK_BYTES = 2**20
 CHUNK_OVERHEAD_BYTES = 64
@@ -94,7 +94,7 @@ def _lease_of(opening: pb.OpenFetch, table: LeaseTable[SentBlocks]) -> SentBlock
 
 
 class ServedFetch:
-    """A receiver's fetch of one lease."""
+    """A receiver's fetch of a lease."""
 
     def __init__(self, own: OwnKv, sent: SentBlocks, opening: pb.OpenFetch) -> None:
         if opening.transport not in own.transports:
@@ -115,7 +115,7 @@ class ServedFetch:
         self._chunk_bytes = min(MAX_CHUNK_BYTES, own.max_message_bytes - CHUNK_OVERHEAD_BYTES)
         self._outgoing: deque[AnySenderAction] = deque()
         self._ahead: asyncio.Task[PartBytes] | None = None
-        """The bytes of the first of `_outgoing`, read while the part before it travels."""
+        """The bytes of the first of `_outgoing`, read while the part before is being sent."""
         self._filled = asyncio.Event()
         self._aborted = asyncio.Event()
 
@@ -184,14 +184,14 @@ class ServedFetch:
             await context.write_pieces(head_of(sum(map(len, pieces))), *pieces)
 
     def _wanted(self, part: Part) -> list[int]:
-        """The blocks of a part that travel, as numbers of the pool."""
+        """The blocks of a part to send, as numbers of the pool."""
         return list(part.wanted(self._sent.blocks, self._positions).values())
 
     def _begin_reading(self, number: int) -> asyncio.Task[PartBytes]:
         return asyncio.get_running_loop().create_task(self._read(self._sent.parts[number]))
 
     async def _read(self, part: Part) -> PartBytes:
-        """Reads a part, as far as the receiver needs its bytes or its checksum."""
+        """Reads a part, if the receiver needs the bytes or the checksum."""
         chunks: list[list[memoryview]] = []
         checksum = 0
 

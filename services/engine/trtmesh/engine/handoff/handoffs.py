@@ -1,8 +1,8 @@
 """The handoffs of a worker: takes the commands of routers and the news of the backend to their leases.
 
-Backends with KV pools hand blocks over, which receivers reserve and fetch. Others hand states over: their library moves
-the KV, and the mesh carries an opaque state and accounts for it. A sender's lease of a state lasts from the submit to
-the router's word that the receiver generates, a receiver's from the submit to its first token.
+Backends with KV pools hand blocks over; receivers reserve and fetch the blocks. Others hand states over: the library
+moves the KV, and the mesh carries and accounts for an opaque state. A sender's lease of a state lasts from the submit
+to the router's word that the receiver generates, a receiver's from the submit to its first token.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Handoffs(ABC, Generic[S, R]):
 
     @abstractmethod
     def submit(self, item: Submission, asked: SenderRequest, state_lease_id: str) -> Lease | None:
-        """Gives an item to the backend, and returns its lease: as `asked` if a receiver will continue it, else that of
-        its KV or state. Raises TrtmeshError."""
+        """Gives an item to the backend. Returns the item's lease: as `asked` if a receiver will continue the item, else
+        the lease of the received KV or state. Raises TrtmeshError."""
 
     def renew(self, owner: LeaseOwner, lease_ids: Sequence[str], seconds: float) -> None:
-        """Renews leases of a stream; answers each that has ended, or is unknown."""
+        """Renews leases of a stream; answers for each ended or unknown lease."""
         for lease_id in lease_ids:
             if not self._renewed(owner, lease_id, seconds):
                 had = self.sent.had(lease_id) or self.received.had(lease_id)
@@ -75,7 +75,7 @@ class Handoffs(ABC, Generic[S, R]):
         return bool(held)
 
     def release(self, lease_id: str, *, consumed: bool) -> None:
-        """Releases a lease; an unknown one is ignored."""
+        """Releases a lease; ignores an unknown lease."""
         if sent := self.sent.get(lease_id):
             sent.release(consumed=consumed)
 
@@ -89,7 +89,7 @@ class Handoffs(ABC, Generic[S, R]):
         return any(lease.awaits_receiver for lease in self.sent.of(owner))
 
     def relieve(self) -> bool:
-        """Releases the oldest parked lease, because others wait for blocks. Returns whether there was one."""
+        """Releases the oldest parked lease, because others wait for blocks. Returns whether any was parked."""
         parked = next((lease for lease in self.sent.all() if lease.is_parked), None)
         if parked is None:
             return False
@@ -104,7 +104,7 @@ class Handoffs(ABC, Generic[S, R]):
 
 
 class HandoffsByState(Handoffs[SentState, ReceivedState]):
-    """The leases of a worker whose backend moves the KV itself."""
+    """The leases of a worker with a KV transport of the library's own."""
 
     def __init__(self, own: OwnStates, metrics: HandoffMetrics) -> None:
         super().__init__(own, metrics)
@@ -214,7 +214,7 @@ class HandoffsByBlocks(Handoffs[SentBlocks, ReceivedBlocks]):
     def release(self, lease_id: str, *, consumed: bool) -> None:
         if waiting := self._reservations.get(lease_id):
             waiting.is_released = True
-        # The receiver itself says when it has consumed blocks.
+        # The receiver alone reports consumed blocks.
         super().release(lease_id, consumed=False)
         if received := self.received.get(lease_id):
             received.release()
@@ -232,7 +232,7 @@ class HandoffsByBlocks(Handoffs[SentBlocks, ReceivedBlocks]):
         try:
             self._take(news)
         except Exception:
-            # Broad on purpose: a defect of one lease must not cost the rest of the step.
+            # Broad on purpose: a defect of a lease must not cost the rest of the step.
             log.exception("unexpected error of lease %s", news.lease_id)
             self._fail(news.lease_id)
 

@@ -16,7 +16,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class KvKind:
-    """Everything about KV that must be equal. Block sizes and shards differ freely, since plans bridge them."""
+    """Properties of KV that must be equal. Block sizes and shards may differ, since plans bridge the difference."""
 
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -32,7 +32,7 @@ class KvKind:
 
 
 def content_of(root_hash: int, token_ids: Sequence[int]) -> Content:
-    """The content for tokens whose blocks begin at `root_hash`, which covers adapter, salt and prompt table."""
+    """The content for tokens with blocks beginning at `root_hash`, the hash of adapter, salt and prompt table."""
     root = root_hash.to_bytes(8, "little")
     digest = blake2b(root + array("I", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
     return Content(len(token_ids), digest)

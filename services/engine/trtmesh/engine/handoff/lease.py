@@ -1,4 +1,4 @@
-"""Terms of a handoff that sender and receiver share: outcomes, valid ids and lives of leases, and errors."""
+"""Terms of a handoff for both sides: outcomes, valid ids and lives of leases, and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEASE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Outcome(Enum):
-    """How a lease ended. Every granted lease has one outcome, or is still held."""
+    """The end of a lease. Every granted lease has a single outcome, or is still held."""
 
     CONSUMED = "consumed"
     RELEASED = "released"
@@ -21,7 +21,7 @@ class Outcome(Enum):
 
 
 class Problem(Enum):
-    """Why a handoff failed. The router then migrates the item, which computes the prompt again."""
+    """Why a handoff failed. The router then migrates the item, and the prompt is computed again."""
 
     INCOMPATIBLE = "incompatible"
     """The compatibility hash differs, or the element types, or layers or heads are missing."""
@@ -30,7 +30,7 @@ class Problem(Enum):
     PEER_LOST = "peer_lost"
     """The fetch ended before the data was complete."""
     WRONG_TOKENS = "wrong_tokens"
-    """The KV is that of other tokens than the submitted ones."""
+    """The KV belongs to other tokens than the submitted tokens."""
     PROTOCOL = "protocol"
     """The peer broke the protocol."""
     EXPIRED = "expired"
@@ -40,7 +40,7 @@ class Problem(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CommitMark:
-    """The sender's statement that all KV of `content` is in parts 0 to `parts` - 1, and final."""
+    """The sender's statement: all KV of `content` is in parts 0 to `parts` - 1, and final."""
 
     parts: int
     content: Content
@@ -65,7 +65,7 @@ def failure(problem: Problem, lease_id: str, detail: str = "") -> HandoffFailed:
 
 
 def unknown(lease_id: str, field: str) -> HandoffFailed:
-    """The error for a lease that has ended, or was never granted."""
+    """The error for a lease after the end, or never granted."""
     return HandoffFailed(
         "names a lease that is not held here; continue from the tokens", field=field, value=lease_id
     )

@@ -1,4 +1,4 @@
-"""The leases of one side of a worker: each is granted once, counted, and found by its id."""
+"""The leases of one side of a worker: each is granted once, counted, and found by id."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from trtmesh.engine.handoff.lease import Outcome
 from trtmesh.v1 import kv_transfer_pb2 as pb
 
 REMEMBERED_IDS = 2**15
-"""Ids of ended leases that are refused when they come again."""
+"""Ids of so many ended leases are remembered, to refuse a second use."""
 
 
 class LeaseOwner(Protocol):
-    """The stream of the router that leads a handoff."""
+    """The stream of the router in charge of a handoff."""
 
     def tell_reserved(self, lease_id: str, present_tokens: int, error: TrtmeshError | None) -> None:
         """Answers a reservation."""
 
     def tell_offered(self, key: int, descriptor: pb.HandoffDescriptor) -> None:
-        """Tells that a fetch of the sequence's KV may begin."""
+        """Reports that a fetch of the sequence's KV may begin."""
 
     def tell_failed(self, lease_id: str, error: TrtmeshError) -> None:
-        """Tells that a lease ended without a sequence to report it."""
+        """Reports a lease without a sequence to end with."""
 
     def tell_over(self, lease_id: str, error: TrtmeshError) -> None:
-        """Answers a renewal that crossed the end of its lease: no error of this worker."""
+        """Answers a renewal sent before the end of the lease was known: no error of this worker."""
 
     def owes_less(self) -> None:
-        """Notes that a sender's lease ended or is parked."""
+        """Notes a sender's ended or parked lease."""
 
 
 class Timer:
-    """The remaining life of a lease. Lease and timer are a cycle until the lease has ended and cancels its timer."""
+    """The remaining life of a lease. Lease and timer are a cycle until the end of the lease cancels the timer."""
 
     def __init__(self, seconds: float, expire: Callable[[], None]) -> None:
         self._expire: Callable[[], None] | None = expire
@@ -73,7 +73,7 @@ class GrantedLease(Protocol):
     owner: LeaseOwner | None
 
     def renew(self, seconds: float) -> None:
-        """The lease ends after `seconds`, unless it has ended."""
+        """Lets the lease end after `seconds`, unless ended already."""
 
     @property
     def outcome(self) -> Outcome | None:
@@ -84,7 +84,7 @@ L = TypeVar("L", bound=GrantedLease)
 
 
 class LeaseTable(Generic[L]):
-    """Leases by id and by stream. A lease in quarantine has an outcome, and stays until its last read has ended."""
+    """Leases by id and by stream. A lease in quarantine has an outcome, and stays until the end of the last read."""
 
     def __init__(self, max_leases: int, max_leases_per_stream: int) -> None:
         self._max_leases = max_leases
@@ -92,7 +92,7 @@ class LeaseTable(Generic[L]):
         self._leases: dict[str, L] = {}
         self._of_owner: dict[LeaseOwner, dict[str, L]] = {}
         self._expected: Counter[LeaseOwner] = Counter()
-        """Claimed ids that wait for a grant or a refusal of the backend."""
+        """Claimed ids before a grant or a refusal of the backend."""
         self._used_ids: dict[str, None] = {}
         self._granted = 0
         self._outcomes: Counter[Outcome] = Counter()
@@ -118,7 +118,7 @@ class LeaseTable(Generic[L]):
         return list(self._of_owner.get(owner, {}).values())
 
     def claim(self, lease_id: str, owner: LeaseOwner, field: str) -> None:
-        """Uses up an id. Raises AlreadyExists for a used one, QueueFull at a limit."""
+        """Uses up an id. Raises AlreadyExists for a used id, QueueFull at a limit."""
         if lease_id in self._used_ids:
             raise AlreadyExists(
                 "names a lease that was granted before; draw a new id", field=field, value=lease_id
@@ -139,7 +139,7 @@ class LeaseTable(Generic[L]):
                 self._used_ids[oldest] = None
 
     def expect(self, owner: LeaseOwner) -> None:
-        """Counts a claimed id as a lease until its grant or refusal."""
+        """Counts a claimed id as a lease until the grant or refusal."""
         self._expected[owner] += 1
 
     def expect_less(self, owner: LeaseOwner) -> None:
@@ -156,7 +156,7 @@ class LeaseTable(Generic[L]):
         self._of_owner.setdefault(lease.owner, {})[lease.lease_id] = lease
 
     def disown(self, lease: GrantedLease) -> None:
-        """Separates a lease from its stream, so that it outlives it."""
+        """Separates a lease from the stream. The lease outlives the stream."""
         if lease.owner:
             self._leave(lease.owner, lease.lease_id)
             lease.owner = None
@@ -172,11 +172,11 @@ class LeaseTable(Generic[L]):
 
     @property
     def quarantined_blocks(self) -> int:
-        """Blocks of ended leases to which a read may still write."""
+        """Blocks of ended leases; reads may still write there."""
         return self._quarantined_blocks
 
     def quarantine(self, blocks: int) -> None:
-        """Counts blocks that enter quarantine, or leave it if negative."""
+        """Counts blocks on entering quarantine; on leaving, `count` is negative."""
         self._quarantined_blocks += blocks
 
     def transferred(self, size: int, seconds: float) -> None:
@@ -190,7 +190,7 @@ class LeaseTable(Generic[L]):
             consumed=self._outcomes[Outcome.CONSUMED],
             released=self._outcomes[Outcome.RELEASED],
             expired=self._outcomes[Outcome.EXPIRED],
-            # Counted, not computed: `granted` proves that no lease was lost.
+            # Counted, not computed: `granted` proves all leases accounted for.
             held=sum(lease.outcome is None for lease in self._leases.values()),
             bytes=self._bytes,
             transfer_ms=round(self._transfer_seconds * 1000),

@@ -11,10 +11,10 @@ Chunk = memoryview
 """The bytes of a KvChunk."""
 
 MESSAGE_BYTES = 2**20 + 64
-"""A chunk of the largest size, with its fields."""
+"""A chunk of the largest size, with fields."""
 
 LENT_BYTES = range(MESSAGE_BYTES // 2, MESSAGE_BYTES + 1)
-"""Sizes that memory is lent for: at least half of it is used. Others get memory of their own."""
+"""Sizes served from lent memory, at least half used. Others get memory of their own."""
 
 MAX_KEPT = 32
 """Number of messages to keep memory for: as many as may wait to be copied."""
@@ -37,7 +37,7 @@ def head_of(size: int) -> bytes:
 
 
 def parse(message: bytes | memoryview) -> pb.FetchResponse | Chunk:
-    """Parses a FetchResponse. A chunk that was received into given memory stays there."""
+    """Parses a FetchResponse. A chunk received into given memory stays there."""
     if isinstance(message, memoryview):
         data = _data_of(message)
         if data is not None:
@@ -47,14 +47,13 @@ def parse(message: bytes | memoryview) -> pb.FetchResponse | Chunk:
 
 
 def _data_of(message: memoryview) -> Chunk | None:
-    """Returns the bytes of a chunk. Returns None for a message that protobuf must parse, such as a chunk in another
-    form."""
+    """Returns the bytes of a chunk. Returns None for messages left to protobuf, such as a chunk in another form."""
     chunk = _last_field(message, _CHUNK)
     return None if chunk is None else _last_field(chunk, _DATA)
 
 
 def _last_field(message: memoryview, tag: bytes) -> memoryview | None:
-    """The content of a message with one field of this tag."""
+    """The content of a message with a single field of this tag."""
     if message[:1] != tag:
         return None
     size = shift = 0
@@ -76,23 +75,23 @@ def _varint(value: int) -> bytes:
 
 
 class MessageMemory:
-    """Lends memory, and lends it again once nothing refers to it: new memory costs a page fault for every few KiB.
+    """Lends memory, and lends the same again without references: new memory costs a page fault for every few KiB.
 
-    A transport may hold a message long after it was sent. Methods may be called from any thread.
+    A transport may hold a sent message for long. Methods may be called from any thread.
     """
 
     def __init__(self) -> None:
         self._free: list[bytearray] = []
 
     def take(self, size: int) -> memoryview:
-        """Memory for a message, with content of earlier ones."""
+        """Memory for a message, with content of earlier messages."""
         if size not in LENT_BYTES:
             return memoryview(bytearray(size))
         try:
             memory = self._free.pop()
         except IndexError:
             memory = bytearray(MESSAGE_BYTES)
-        # Views refer to the array, which ends with the last of them.
+        # Views refer to the array, and the array ends with the last view.
         lent = np.frombuffer(memory, dtype=np.uint8)
         weakref.finalize(lent, self._give_back, memory).atexit = False
         return lent.data[:size]

@@ -15,7 +15,7 @@ TRANSFER_BUCKETS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
 )  # fmt: skip
-"""Seconds of a transfer, which lasts as long as the prefill beside it."""
+"""Seconds of a transfer, as long as the prefill meanwhile."""
 
 
 class HandoffMetrics:
@@ -52,7 +52,7 @@ class HandoffMetrics:
         self._load = load
 
     def collect(self) -> Iterator[Metric]:
-        """Called by Prometheus on its own thread."""
+        """Called by Prometheus on another thread."""
         ended = CounterMetricFamily(
             self._prefix + "handoffs",
             "Leases that ended.",
@@ -82,7 +82,7 @@ class HandoffMetrics:
 
 
 def word_of(transport: pb.KvTransport.ValueType | None) -> str:
-    """A transport as settings and metrics name it."""
+    """The name of a transport in settings and metrics."""
     if transport is None:
         return "none"
     return pb.KvTransport.Name(transport).removeprefix("KV_TRANSPORT_").lower()

@@ -1,4 +1,4 @@
-"""A worker's own KV, and how other workers reach it: blocks of a pool, or states of the backend."""
+"""A worker's own KV, and the way for other workers to reach the KV: blocks of a pool, or states of the backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trtmesh.v1 import kv_transfer_pb2 as pb
 
 @dataclass(frozen=True)
 class OwnKv:
-    """The KV of a loaded worker, with everything that its leases need."""
+    """The KV of a loaded worker, with everything needed by leases."""
 
     worker: str
     settings: HandoffSettings
@@ -33,7 +33,7 @@ class OwnKv:
     layers_per_part: int
     transports: Transports
     threads: Executor
-    """For work that would hold up the event loop."""
+    """For work too long for the event loop."""
     copying: Copying
     """Copies KV to and from messages."""
     max_message_bytes: int
@@ -45,7 +45,7 @@ class OwnKv:
 
     @property
     def max_quarantined_blocks(self) -> int:
-        """Most blocks in quarantine with which the worker reserves blocks."""
+        """With more blocks in quarantine the worker refuses reservations."""
         return int(self.limits.max_quarantined_fraction * self.total_blocks)
 
     def hash(self, adapter: Adapter | None) -> bytes:
@@ -67,7 +67,7 @@ def kind_of(memory: KvMemory, model_fingerprint: str, tokenizer_fingerprint: str
 
 @dataclass(frozen=True, slots=True)
 class OwnStates:
-    """A worker that hands over by states of its backend."""
+    """A worker with handoffs by states of the backend."""
 
     worker: str
     settings: HandoffSettings
@@ -80,7 +80,7 @@ class OwnStates:
 
     @property
     def max_state_bytes(self) -> int:
-        """Most bytes of a state that travels: a message to the router holds more than the state."""
+        """Most bytes of a state for handoffs: a message to the router holds more than the state."""
         return min(MAX_STATE_BYTES, self.max_message_bytes // 4)
 
     def hash(self, adapter: Adapter | None) -> bytes:
@@ -91,7 +91,7 @@ class OwnStates:
         return blake2b(fields.encode(), digest_size=DIGEST_BYTES).digest()
 
     def state_of(self, descriptor: pb.HandoffDescriptor, adapter: Adapter | None) -> bytes:
-        """The state in a descriptor. Raises HandoffFailed for one of another kind, InvalidField."""
+        """The state in a descriptor. Raises HandoffFailed for another kind of state, or InvalidField."""
         if (
             descriptor.protocol_version != PROTOCOL_VERSION
             or descriptor.compatibility_hash != self.hash(adapter)

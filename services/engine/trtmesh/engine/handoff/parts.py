@@ -1,7 +1,7 @@
-"""Parts of a handoff: which bytes of the sender's blocks they have, and where these belong in the receiver's.
+"""Parts of a handoff: their bytes in the sender's blocks, and the places of these bytes in the receiver's.
 
-A part is some layers of a run of blocks. In messages it is one run of bytes: for each of the sender's shards in order,
-for each wanted block in order, the part's layers.
+A part is some layers of a run of blocks. A message has a part as a single run of bytes: for each of the sender's shards
+in order, for each wanted block in order, the part's layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trtmesh.engine.handoff.transports.transport import ShardCopy
 from trtmesh.engine.kv_memory import KvMemory, Shard, Span, TakeMemory
 
 NOT_WANTED = -1
-"""Stands for the number of a block that does not travel."""
+"""Stands for the number of a block left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Part:
         return range(self.first_layer, self.first_layer + self.layers)
 
     def wanted(self, blocks: Sequence[int], positions: Container[int]) -> dict[int, int]:
-        """The blocks at `positions` that travel: their numbers in the pool by position, without null blocks."""
+        """The blocks to send at `positions`: their numbers in the pool by position, without null blocks."""
         last = self.first_block + self.blocks
         own = enumerate(blocks[self.first_block : last], self.first_block)
         return {at: number for at, number in own if number and at in positions}
@@ -59,8 +59,8 @@ def sizes_of(part: Part, shards: Sequence[Shard], blocks: int) -> list[int]:
 def chunks_of(
     memory: KvMemory, part: Part, blocks: Sequence[int], max_bytes: int, take: TakeMemory
 ) -> Iterator[list[memoryview]]:
-    """The bytes of a part in `blocks`, numbers of the pool, in pieces. A chunk has blocks of a shard or some bytes of
-    one block, `max_bytes` at most. Copies are in memory from `take`."""
+    """The bytes of a part in `blocks`, numbers of the pool, in pieces. A chunk has blocks of a shard or some bytes of a
+    block, `max_bytes` at most. Copies are in memory from `take`."""
     for number, shard in enumerate(memory.shards):
         first, last = span_of(shard, part.layer_range)
         if first == last:
@@ -106,7 +106,7 @@ def copies_of(
     source_numbers: Mapping[int, int],
     target_blocks: Sequence[int],
 ) -> list[ShardCopy]:
-    """The copies of a part's `tokens`, equal ones together. `source_numbers` has the numbers of the wanted blocks by
+    """The copies of a part's `tokens`, grouped by equal shape. `source_numbers` has the numbers of the wanted blocks by
     position."""
     positions, given = source_numbers.keys(), source_numbers.values()
     numbers = np.full(part.first_block + part.blocks, NOT_WANTED, dtype=np.int64)

@@ -1,12 +1,12 @@
-"""The receiver's lease: blocks reserved for KV that another worker computes.
+"""The receiver's lease: blocks reserved for the KV of another worker.
 
     RESERVED ──Attach──▶ FETCHING ──all parts, commit mark, confirmation──▶ COMPLETE ──▶ CONSUMED
         │                    │                                                 │
         └────────────────────┴── failure, release, expiry, router lost ────────┴──▶ CLOSED
                              └── the same while a read may still write ──▶ QUARANTINED ──▶ CLOSED
 
-The blocks belong to the lease until CONSUME gives them to the sequence or FREE_BLOCKS to the pool; one of the two
-happens exactly once. A read cannot be aborted, so blocks are freed only after the end of every started read.
+The blocks belong to the lease until CONSUME gives them to the sequence or FREE_BLOCKS to the pool; exactly one of the
+two happens, once. A read cannot be aborted, so blocks are freed only after the end of every started read.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ class ReceiverLease:
     announced: int = 0
     """Parts announced by the sender."""
     reading: frozenset[int] = frozenset()
-    """Parts whose reads may still write to the blocks."""
+    """Parts with reads that may still write to the blocks."""
     mark: CommitMark | None = None
     has_asked: bool = False
     """Whether the sender was asked for the confirmation."""
     wanted: Content | None = None
-    """The tokens of the sequence that waits for the KV; None before the submit."""
+    """The tokens of the waiting sequence; None before the submit."""
     outcome: Outcome | None = None
 
     @property
     def expires(self) -> bool:
-        """Whether the lease ends unless it is renewed."""
+        """Whether the lease ends without renewals."""
         return self.phase in HELD
 
 
 class ReceiverEvent(Enum):
-    """Events of a receiver's lease. Those with content are classes."""
+    """Events of a receiver's lease without content; the others are classes."""
 
     REFUSED = "refused"
-    """The router names a sender whose KV this worker cannot use."""
+    """The router names a sender with KV of no use to this worker."""
     CONFIRMED = "confirmed"
     """The sender held the blocks until all reads had ended."""
     FETCH_LOST = "fetch_lost"
-    """The fetch broke, or the sender aborted it."""
+    """The fetch broke, or was aborted by the sender."""
     RELEASED = "released"
     """The router needs the lease no longer, stopped the sequence, or is lost."""
     EXPIRED = "expired"
@@ -103,26 +103,26 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """The router submits the sequence that continues from the KV."""
+    """The router submits the sequence for the KV."""
 
     content: Content
 
 
 class ReceiverAction(Enum):
-    """Actions for a receiver's lease. Those with content are classes."""
+    """Actions for a receiver's lease without content; the others are classes."""
 
     OPEN_FETCH = "open_fetch"
     """Opens the fetch at the sender."""
     SEND_RECEIVED = "send_received"
-    """Tells the sender that all reads have ended."""
+    """Reports the end of all reads to the sender."""
     CLOSE_FETCH = "close_fetch"
-    """Closes the fetch; nothing sent through it is processed afterwards."""
+    """Closes the fetch; later messages are ignored."""
     CONSUME = "consume"
     """Gives the blocks to the sequence, with their KV computed."""
     FREE_BLOCKS = "free_blocks"
     """Returns the blocks to the pool."""
     REFUSE_SEQUENCE = "refuse_sequence"
-    """Fails a sequence submitted with a lease that has ended or has a sequence."""
+    """Fails a sequence submitted with an ended or used lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class StopTarget:
 
 @dataclass(frozen=True, slots=True)
 class ReportFailure:
-    """Tells the router that no sequence can be submitted with the lease."""
+    """Tells the router to submit no sequence with the lease."""
 
     problem: Problem
 
@@ -152,7 +152,7 @@ ReceiverTransition = tuple[ReceiverLease, tuple[AnyReceiverAction, ...]]
 
 
 def advance(lease: ReceiverLease, event: AnyReceiverEvent) -> ReceiverTransition:
-    """The lease after an event, and what to do, in order."""
+    """Returns the lease after an event, and the actions in order."""
     if isinstance(event, ReadEnded):
         return _on_read_ended(lease, event)
     if isinstance(event, Bind):

@@ -1,4 +1,4 @@
-"""A receiver's lease at work: feeds the machine in receive_machine.py, and carries out its actions."""
+"""A receiver's lease at work: feeds the machine in receive_machine.py, and carries out the actions."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ from trtmesh.v1 import kv_transfer_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED_BYTES = 2**25
-"""Bytes of streamed parts that wait to be copied, unless a single part has more."""
+"""Most bytes of streamed parts before their copy, unless a single part has more."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class ReceivedBlocks:
-    """A granted reservation, from its blocks to the sequence that continues with them."""
+    """A granted reservation, from the blocks to the sequence continuing there."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ReceivedBlocks:
         owner: LeaseOwner,
         seconds: float,
     ) -> None:
-        """`spawn` starts tasks that the worker awaits before it stops."""
+        """`spawn` starts tasks; a stopping worker awaits these."""
         self.lease_id = news.lease_id
         self.owner: LeaseOwner | None = owner
         self.blocks = news.blocks
@@ -94,7 +94,7 @@ class ReceivedBlocks:
 
     @property
     def lacking_tokens(self) -> int:
-        """Tokens whose KV is to come, while the lease is held."""
+        """Tokens still without KV, while the lease is held."""
         return len(self._tokens) if self.outcome is None else 0
 
     @property
@@ -112,7 +112,7 @@ class ReceivedBlocks:
             self._stop_sequences(None)
 
     def fail(self) -> None:
-        """Ends the lease after a defect, and its sequences with an error."""
+        """Ends the lease after a defect, and the sequences with an error."""
         self.release()
         self._problem = Problem.COMPUTE
         if self._lease.phase is not ReceiverPhase.QUARANTINED:
@@ -120,7 +120,7 @@ class ReceivedBlocks:
             self._own.backend.drop(self.lease_id)
 
     def attach(self, descriptor: pb.HandoffDescriptor, own_hash: bytes) -> None:
-        """Starts the fetch from a sender that fits."""
+        """Starts the fetch from a compatible sender."""
         if self._attaching or self._lease.phase is not ReceiverPhase.RESERVED:
             return
         try:
@@ -150,7 +150,7 @@ class ReceivedBlocks:
         self._feed(Bind(news.content))
 
     def sequence_ended(self, end: SequenceEnd) -> None:
-        """Completes the end of one of the sequences."""
+        """Completes the end of a sequence."""
         if end.reason == generation_pb2.FINISH_REASON_CANCELLED and self._problem:
             end.reason = generation_pb2.FINISH_REASON_ERROR
             end.error = failure(self._problem, self.lease_id, self._detail)
@@ -158,7 +158,7 @@ class ReceivedBlocks:
         if end.key != self._leader:
             return
         if self._lease.phase is ReceiverPhase.CONSUMED:
-            # It may have ended before the adoption.
+            # The sequence may have ended before the adoption.
             self._own.backend.drop(self.lease_id)
         elif self._lease.phase in HELD:
             self.release()
@@ -206,7 +206,7 @@ class ReceivedBlocks:
             self._refuse(f"worker {remote.worker} {error}")
             return
         except Exception as error:
-            # Broad on purpose: the lease must not wait for its expiry.
+            # Broad on purpose: the lease must not wait until the expiry.
             log.exception("unexpected error of a transport")
             self._refuse(f"{type(error).__name__}: {error}")
             return
@@ -218,7 +218,7 @@ class ReceivedBlocks:
     async def _open_source(
         self, remote: RemoteKv
     ) -> tuple[pb.KvTransport.ValueType, Source | None]:
-        """Opens the first usable transport of this worker that the sender offers. Raises Incompatible."""
+        """Opens the first transport of this worker among the sender's offers. Raises Incompatible."""
         offers = dict(remote.offers)
         for kind, transport in self._own.transports.items():
             if kind not in offers:
@@ -314,7 +314,7 @@ class ReceivedBlocks:
 
 
 class ReceivedState:
-    """A sequence that continues from a state, until its first token."""
+    """A sequence continuing from a state, until the first token."""
 
     lacking_tokens = 0
 
@@ -332,14 +332,14 @@ class ReceivedState:
         table.grant(self)
 
     def renew(self, seconds: float) -> None:
-        """Changes nothing: the lease ends with the wait of its sequence."""
+        """Changes nothing: the lease ends with the wait of the sequence."""
 
     def continued(self) -> None:
-        """The sequence has its first new token."""
+        """The sequence has the first new token."""
         self._end(Outcome.CONSUMED)
 
     def sequence_ended(self, _end: SequenceEnd) -> None:
-        """The sequence is over; without a token, its state was not used."""
+        """The sequence is over; without a token, the state was not used."""
         self._end(Outcome.RELEASED)
 
     def _end(self, outcome: Outcome) -> None:
@@ -352,7 +352,7 @@ class ReceivedState:
 
 
 class Transfer:
-    """The reads of a lease from one sender."""
+    """The reads of a lease from a sender."""
 
     def __init__(
         self,
@@ -363,8 +363,8 @@ class Transfer:
         tokens: range,
         blocks: Sequence[int],
     ) -> None:
-        """`source` is None where the data comes in the messages of the fetch; `tokens` are those that the `blocks` of
-        the receiver lack."""
+        """`source` is None where the data comes in the messages of the fetch; `tokens` have no KV yet in the receiver's
+        `blocks`."""
         self.remote, self.kind, self.source = remote, kind, source
         self.fetch: Fetch | None = None
         self.task: asyncio.Task[None] | None = None
@@ -376,7 +376,7 @@ class Transfer:
         self._covered = np.zeros((len(remote.blocks), self._layers), dtype=np.bool_)
         """Announced layers of each block."""
         self._parts: list[tuple[Part, StreamedPart | None, int]] = []
-        """Parts with their data if it is streamed, and their checksums."""
+        """Parts with checksums, and with data if streamed."""
         self._bytes = self._buffered_bytes = 0
         self._began = self._ended = 0.0
 
@@ -470,14 +470,14 @@ class Transfer:
     def _check(
         self, part: Part, checksum: int, blocks: Sequence[int], copies: Sequence[ShardCopy]
     ) -> None:
-        """Compares what was read with the sender's checksum, in a thread. Raises Damaged."""
+        """Compares a read part with the sender's checksum, in a thread. Raises Damaged."""
         found = checksum_after(self._own.memory, part, self.remote.shards, blocks, copies)
         if found not in (None, checksum):
             raise Damaged(f"the checksum of a part is {found:08x}, not {checksum:08x}")
 
     @property
     def _streaming(self) -> StreamedPart | None:
-        """The part that is arriving."""
+        """The arriving part."""
         return self._parts[-1][1] if self._parts else None
 
     def _checked(self, message: pb.KvPart) -> Part:
@@ -490,7 +490,7 @@ class Transfer:
         layers = part.layer_range
         covered = self._covered[part.first_block : last, layers.start : layers.stop]
         if covered.any():
-            # More bytes than its blocks have room for would wait here.
+            # More bytes than the part's blocks can hold would wait here.
             raise ProtocolBroken("it announced layers of a block twice")
         covered[:] = True
         return part

@@ -1,15 +1,15 @@
-"""The sender's lease: KV of a sequence that another worker will continue.
+"""The sender's lease: KV of a sequence to be continued by another worker.
 
     COMPUTING ──Commit──▶ COMMITTED ──RECEIVED, CONSUMED──▶ CLOSED
         │                     │
         └── failure, release, expiry, router or receiver lost ──▶ CLOSED
 
-Until `Commit` the KV belongs to the sequence, then to the lease until FREE_KV. The sender waits for nobody when a lease
-ends. Nothing writes to its memory, because the receiver reads, and the result of a late read is never used, because an
-ended lease sends neither commit mark nor confirmation.
+Until `Commit` the KV belongs to the sequence, then to the lease until FREE_KV. The sender waits for nobody at the end
+of a lease: the receiver only reads, and never uses the result of a late read, because an ended lease sends neither
+commit mark nor confirmation.
 
-A receiver fetches the blocks of a pool. KV that the backend keeps, and its library moves, has no fetch: the router then
-says when the receiver generates.
+A receiver fetches the blocks of a pool. There is no fetch where a library moves the KV: the router then reports when
+the receiver generates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SenderPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SenderLease:
-    """A granted lease; its sequence waits or is computed."""
+    """A granted lease; the sequence waits or is computed."""
 
     phase: SenderPhase = SenderPhase.COMPUTING
     is_fetched: bool = False
@@ -42,7 +42,7 @@ class SenderLease:
 
     @property
     def expires(self) -> bool:
-        """Whether the lease ends unless it is renewed."""
+        """Whether the lease ends without renewals."""
         return self.phase is not SenderPhase.CLOSED
 
 
@@ -57,7 +57,7 @@ class SenderEvent(Enum):
     FETCH_LOST = "fetch_lost"
     """The fetch ended before the receiver had everything."""
     SEQUENCE_ENDED = "sequence_ended"
-    """The sequence ended before its handoff; it has told the router, and freed its blocks."""
+    """The sequence ended before the handoff; the router knows, and the blocks are free."""
     RELEASED = "released"
     """The router needs the lease no longer, or is lost."""
     CONSUMED = "consumed"
@@ -68,21 +68,21 @@ class SenderEvent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The sequence stopped at its handoff; its KV is final."""
+    """The sequence stopped at the handoff; the KV is final."""
 
     mark: CommitMark | None = None
     """None where the backend keeps the KV."""
 
 
 class SenderAction(Enum):
-    """Actions for a sender's lease. Those with content are classes."""
+    """Actions for a sender's lease without content; the others are classes."""
 
     SEND_CONFIRMED = "send_confirmed"
-    """Confirms that the blocks were held until the receiver's last read had ended; ends the fetch."""
+    """Confirms that the blocks were held to the end of the receiver's last read; ends the fetch."""
     ABORT_FETCH = "abort_fetch"
     """Ends the fetch with an error."""
     REFUSE_FETCH = "refuse_fetch"
-    """Refuses a second fetch, or one of a lease that has ended."""
+    """Refuses a second fetch, or a fetch of an ended lease."""
     TAKE_KV = "take_kv"
     """Takes the KV over from the sequence."""
     FREE_KV = "free_kv"
@@ -91,7 +91,7 @@ class SenderAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AnnouncePart:
-    """Tells the receiver that a part can be read, or sends it."""
+    """Announces a part to the receiver, or sends the part."""
 
     part: int
 
@@ -105,8 +105,8 @@ class SendMark:
 
 @dataclass(frozen=True, slots=True)
 class StopSource:
-    """Ends the sequence: cancelled without a problem, else failed. Frees its KV, also if it was handed over in a step
-    whose output is under way."""
+    """Ends the sequence: cancelled without a problem, else failed. Frees the KV, even after a handoff in a step with
+    undelivered output."""
 
     problem: Problem | None
 
@@ -117,7 +117,7 @@ SenderTransition = tuple[SenderLease, tuple[AnySenderAction, ...]]
 
 
 def advance(lease: SenderLease, event: AnySenderEvent) -> SenderTransition:
-    """The lease after an event, and what to do, in order."""
+    """Returns the lease after an event, and the actions in order."""
     if event is SenderEvent.FETCH_OPENED:
         return _on_fetch(lease)
     if lease.phase is SenderPhase.CLOSED:
@@ -175,7 +175,7 @@ def _on_sequence_ended(lease: SenderLease) -> SenderTransition:
 
 
 def _end(lease: SenderLease, outcome: Outcome, problem: Problem | None = None) -> SenderTransition:
-    """Ends a held lease: aborts the fetch, and frees the KV or ends the sequence that has it."""
+    """Ends a held lease: aborts the fetch, and frees the KV or ends the sequence."""
     abort = (SenderAction.ABORT_FETCH,) if lease.is_fetched else ()
     is_kept = lease.phase is SenderPhase.COMMITTED
     free = SenderAction.FREE_KV if is_kept else StopSource(problem)

@@ -1,4 +1,4 @@
-"""A sender's lease at work: feeds the machine in send_machine.py, and carries out its actions."""
+"""A sender's lease at work: feeds the machine in send_machine.py, and carries out the actions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PeerFetch(Protocol):
     sent_bytes: int
 
     def put(self, action: AnySenderAction) -> None:
-        """Sends a part, the commit mark, or the confirmation, which ends the fetch."""
+        """Sends a part, the commit mark, or, at the end of the fetch, the confirmation."""
 
     def abort(self) -> None:
         """Ends with an error."""
@@ -57,7 +57,7 @@ Transferred = tuple[pb.KvTransport.ValueType | None, int, float]
 
 @dataclass(frozen=True, slots=True)
 class SenderRequest:
-    """A router's request for a lease: the KV of sequences that the backend runs."""
+    """A router's request for a lease of the KV of running sequences."""
 
     owner: LeaseOwner
     lease_id: str
@@ -65,11 +65,11 @@ class SenderRequest:
     adapter: Adapter | None
     seconds: float
     is_for_client: bool = False
-    """Leaves the lease to a client from its commit on, for `seconds`."""
+    """Leaves the lease to a client from the commit on, for `seconds`."""
 
 
 class SentLease(ABC):
-    """A granted lease of KV that this worker computes, from the submit to its outcome."""
+    """A granted lease of KV of this worker, from the submit to the outcome."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class SentLease(ABC):
 
     @property
     def is_parked(self) -> bool:
-        """Whether the KV is complete, and no receiver came for it in time."""
+        """Whether the KV is complete, and no receiver came in time."""
         return False
 
     @property
     def awaits_receiver(self) -> bool:
-        """Whether the KV is complete, and a receiver gets it or may be connecting."""
+        """Whether the KV is complete, and a receiver fetches or may be connecting."""
         return self._lease.phase is SenderPhase.COMMITTED and not self.is_parked
 
     def renew(self, seconds: float) -> None:
@@ -114,14 +114,14 @@ class SentLease(ABC):
         self._feed(SenderEvent.CONSUMED if consumed else SenderEvent.RELEASED)
 
     def fail(self) -> None:
-        """Ends the lease after a defect, and its sequence with an error."""
+        """Ends the lease after a defect, and the sequence with an error."""
         self.release()
         self._problem = Problem.COMPUTE
         # The defect may have ended the lease without this action.
         self._backend.drop(self.lease_id)
 
     def sequence_ended(self, end: SequenceEnd) -> pb.HandoffDescriptor | None:
-        """Completes the end of one of the sequences; returns the descriptor of one handed over."""
+        """Completes the end of a sequence; returns the descriptor after a handoff."""
         self._live.remove(end.key)
         if end.reason == generation_pb2.FINISH_REASON_HANDOFF:
             if descriptor := self._descriptor_after(end):
@@ -138,7 +138,7 @@ class SentLease(ABC):
 
     @abstractmethod
     def _descriptor_after(self, end: SequenceEnd) -> pb.HandoffDescriptor | None:
-        """Returns the descriptor of a sequence's KV after its handoff, or None if the lease has no KV."""
+        """Returns the descriptor of a sequence's KV after the handoff, or None if the lease has no KV."""
 
     @abstractmethod
     def _transferred(self) -> Transferred:
@@ -177,7 +177,7 @@ class SentLease(ABC):
 
 
 class SentBlocks(SentLease):
-    """A lease of blocks that a receiver fetches."""
+    """A lease of blocks for a receiver to fetch."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class SentBlocks(SentLease):
         return self._descriptor() if self._handed_over else None
 
     def open_fetch(self, fetch: PeerFetch) -> None:
-        """Starts the one fetch. Raises AlreadyExists for another."""
+        """Starts the only fetch. Raises AlreadyExists for another."""
         self._lease, actions = advance(self._lease, SenderEvent.FETCH_OPENED)
         if SenderAction.REFUSE_FETCH in actions:
             raise AlreadyExists(
@@ -238,11 +238,11 @@ class SentBlocks(SentLease):
             self._carry_out(action)
 
     def received(self) -> None:
-        """The receiver has ended its reads."""
+        """The receiver has ended all reads."""
         self._feed(SenderEvent.RECEIVED)
 
     def fetch_ended(self) -> None:
-        """The call of the one fetch is over."""
+        """The call of the fetch is over."""
         self._feed(SenderEvent.FETCH_LOST)
         self._fetch = None
 
@@ -295,7 +295,7 @@ class SentBlocks(SentLease):
 
 
 class SentState(SentLease):
-    """A lease of KV that the backend keeps, and its library moves."""
+    """A lease of KV kept by the backend and moved by its library."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class SentState(SentLease):
     ) -> None:
         self._own = own
         self._state_ends_at: float | None = None
-        """The loop's time at which the backend frees the KV; None before the handoff."""
+        """The backend frees the KV at this time of the loop; None before the handoff."""
         super().__init__(own, table, metrics, asked)
 
     def renew(self, seconds: float) -> None:
@@ -336,7 +336,7 @@ class SentState(SentLease):
 
     @property
     def _state_seconds(self) -> float:
-        """Time for which the backend still keeps the KV; no limit before the handoff."""
+        """Remaining time of the KV in the backend; no limit before the handoff."""
         if self._state_ends_at is None:
             return float("inf")
         return max(0.0, self._state_ends_at - asyncio.get_running_loop().time())

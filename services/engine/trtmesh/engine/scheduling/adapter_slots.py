@@ -1,9 +1,9 @@
-"""Adapters on the device and the sequences that wait for one, the same way for every backend: a fair share of slots.
+"""Shares the adapter slots of a device fairly among waiting sequences, the same way for every backend.
 
-A sequence whose adapter is on the device goes to the scheduler's queue. Another one is parked until its adapter has a
-slot, which the longest unused adapter without sequences gives up. Parked sequences get slots in the scheduler's order.
-One that found no slot for PATIENCE_STEPS is starving: newcomers after it in this order are parked too, so the running
-sequences end and free a slot.
+A sequence with its adapter on the device goes to the scheduler's queue. Any other is parked until the adapter gets a
+slot, from the longest unused adapter without sequences. Parked sequences get slots in the scheduler's order. A sequence
+without a slot for PATIENCE_STEPS is starving: later newcomers in this order are parked too, so running sequences end
+and free a slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.v1 import engine_pb2 as epb
 
 PATIENCE_STEPS = 64
-"""Steps for which sequences with an adapter on the device may overtake a parked sequence."""
+"""Sequences with an adapter on the device may overtake a parked sequence for so many steps."""
 
 Order = tuple[int, ...]
 """Place in the scheduler's order, different for every sequence; the lowest starts first."""
@@ -41,16 +41,16 @@ class AdapterSlots(Generic[A, S]):
     """The adapters on the device, each in a slot."""
 
     def __init__(self, slots: int, device: AdapterDevice[A], start: Callable[[S], None]) -> None:
-        """`start` queues a sequence whose adapter is on the device."""
+        """`start` queues a sequence with its adapter on the device."""
         self.slots = slots
         self.hits = 0
         self._device = device
         self._start = start
         self._unused = list(range(slots))
-        # On the device or under way to it, with the slot; the longest unused first.
+        # On the device or under way there, with the slot; the longest unused first.
         self._residents: OrderedDict[A, int] = OrderedDict()
         self._in_use: Counter[A] = Counter()
-        """Adapters by sequences that were started and have not ended."""
+        """Adapters, with the number of started sequences."""
         self.parked: list[tuple[Order, int, A, S]] = []
         """In order, with the step of the sequence's arrival."""
         self._steps = 0
@@ -104,7 +104,7 @@ class AdapterSlots(Generic[A, S]):
             self._settle()
 
     def arrived(self, adapter: A) -> None:
-        """Starts the parked sequences of an adapter that is now on the device."""
+        """Starts the parked sequences of an adapter newly on the device."""
         if adapter in self._residents:
             self._place(adapter, epb.ADAPTER_PLACE_DEVICE)
             self._settle(adapter)
@@ -133,7 +133,7 @@ class AdapterSlots(Generic[A, S]):
     def _settle(self, arrived: A | None = None) -> None:
         """Gives slots to the adapters of parked sequences, in order, and starts the sequences with an adapter there.
 
-        All sequences that wait for an adapter start with its arrival, so that a turn serves as many as it can.
+        All sequences of an adapter start with the arrival, so a turn serves as many as possible.
         """
         self._stuck, parked, self.parked = None, self.parked, []
         turns = {arrived}
@@ -156,7 +156,7 @@ class AdapterSlots(Generic[A, S]):
         self._start(sequence)
 
     def _claim(self, adapter: A) -> bool:
-        """Takes a slot for an adapter on the host, which an idle adapter gives up; returns whether there is one."""
+        """Takes a slot for an adapter on the host, if need be from an idle adapter. Returns whether any was free."""
         if adapter in self._residents:
             return True
         if not self._unused:

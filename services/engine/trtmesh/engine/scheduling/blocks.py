@@ -1,4 +1,4 @@
-"""The KV blocks as numbers: their references, their KV that may be reused, and the order of eviction. No tensors here.
+"""The KV blocks as numbers: references, reusable KV, and the order of eviction. No tensors here.
 
     empty ──allocate──▶ held ──release──▶ empty                 (never published)
                           └──release──▶ idle ──hold──▶ held     (published under a hash)
@@ -37,7 +37,7 @@ class Retention:
     priority: int = DEFAULT_PRIORITY
     seconds: float | None = None
     expiry: float | None = None
-    """The end of the seconds, once they began; later use of the block does not move it."""
+    """The end of the seconds, once these began; later use of the block does not move the end."""
 
 
 DEFAULT = Retention()
@@ -46,7 +46,7 @@ DEFAULT = Retention()
 class EvictionOrder:
     """Numbers of idle blocks: the lowest priority goes first, and among equals the least recently added.
 
-    An expired priority becomes the default, and its block counts as added at that moment, as in TensorRT-LLM.
+    An expired priority becomes the default, and the block counts as added at this moment, as in TensorRT-LLM.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -63,7 +63,7 @@ class EvictionOrder:
         return number in self._retention_of
 
     def add(self, number: int, retention: Retention) -> None:
-        """Adds a new number as the last of its priority."""
+        """Adds a new number as the last of the priority."""
         self._expire()
         if retention.seconds is None or retention.priority == DEFAULT_PRIORITY:
             self._queue(number, retention)
@@ -78,12 +78,12 @@ class EvictionOrder:
         self._tidy()
 
     def discard(self, number: int) -> Retention:
-        """Removes a number; returns its retention, the default once expired."""
+        """Removes a number; returns the retention, the default once expired."""
         self._expire()
         return self._unqueue(number)
 
     def pop(self) -> tuple[int, Retention]:
-        """Removes the first number; returns it with its retention."""
+        """Removes the first number; returns the number and its retention."""
         self._expire()
         number = next(iter(self._queues[min(self._queues)]))
         return number, self._unqueue(number)
@@ -128,7 +128,7 @@ CANDIDATES = 64
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copies block `source` to block `target`; from the null block, clears it."""
+    """Copies block `source` to block `target`. A copy of the null block clears the target."""
 
     source: int
     target: int
@@ -136,7 +136,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """KV that a sequence can begin with: full blocks to share, and a partial block to copy."""
+    """KV for the beginning of a sequence: full blocks to share, and a partial block to copy."""
 
     blocks: list[int]
     tokens: int
@@ -147,8 +147,8 @@ class Prefix:
 class BlockPool:
     """Blocks with reference counts.
 
-    A published block without references stays idle until EvictionOrder gives it up. A chain is released from the
-    end, so that among equals a child is evicted before its parent.
+    A published block without references stays idle until EvictionOrder names the block. A chain is released from the
+    end, so among equals a child is evicted before the parent.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class BlockPool:
 
     def begin(self, prefix: Prefix) -> list[int]:
         """Returns blocks with the tokens of `prefix`, each with a new reference; check `can_allocate` first."""
-        # Held first, so that the allocations below evict none of them.
+        # Held first: the allocations below must not evict these blocks.
         sources = [*prefix.blocks, prefix.partial] if prefix.partial else prefix.blocks
         for block in sources:
             if self._is_host(block):
@@ -220,7 +220,7 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to device blocks that are held or published."""
+        """Adds a reference to held or published device blocks."""
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -230,13 +230,13 @@ class BlockPool:
             self._references[block] = held + 1
 
     def allocate(self, count: int) -> list[int]:
-        """Returns cleared blocks with one reference; check `can_allocate` first."""
+        """Returns cleared blocks with a reference each; check `can_allocate` first."""
         blocks = self._allocate(count)
         self._moves += [Move(NULL_BLOCK, block) for block in blocks]
         return blocks
 
     def copy(self, block: int) -> int:
-        """Returns a copy of `block` with one reference; check `can_allocate` first."""
+        """Returns a copy of `block` with a reference; check `can_allocate` first."""
         (copy,) = self._allocate(1)
         self._moves.append(Move(block, copy))
         return copy
@@ -262,7 +262,7 @@ class BlockPool:
         token_ids: list[int],
         adapter: Adapter | None = None,
     ) -> None:
-        """Publishes a full held block under its hash, unless a device block is published under it."""
+        """Publishes a full held block under a hash, unless a device block is published so already."""
         if block in self.published:
             return
         there = self.published.find(block_hash)
@@ -354,7 +354,7 @@ class _Entry:
 
 
 class Published:
-    """A one-to-one map of hashes and blocks, and the events about it."""
+    """A one-to-one map of hashes and blocks, and the events about changes."""
 
     def __init__(self, *, events: bool = True) -> None:
         self.events = KvEventLog(enabled=events)
@@ -372,7 +372,8 @@ class Published:
         return entry.block if entry else None
 
     def match_partly(self, parent_hash: int, token_ids: Sequence[int]) -> tuple[int, int]:
-        """The child of `parent_hash` with the longest beginning of `token_ids`, and its length; (0, 0) without any."""
+        """The child of `parent_hash` with the longest beginning of `token_ids`, and the length of this beginning; (0,
+        0) without any."""
         best, most = 0, 0
         children = self._children.get(parent_hash, {})
         for entry in islice(reversed(children.values()), CANDIDATES):
@@ -400,7 +401,7 @@ class Published:
         self.events.stored(parent_hash, block_hash, token_ids, adapter)
 
     def rebind(self, block: int, other: int) -> None:
-        """Moves the hash of a published block to `other`, which is unpublished."""
+        """Moves the hash of a published block to the unpublished block `other`."""
         entry = self._by_block[other] = self._by_block.pop(block)
         entry.block = other
 
@@ -419,14 +420,14 @@ class Published:
         return self._by_block[block].retention
 
     def retain(self, block: int, retention: Retention) -> None:
-        """Sets the retention of a block, if published, from its next release on."""
+        """Sets the retention of a block, if published, from the next release on."""
         entry = self._by_block.get(block)
         if entry:
             entry.retention = retention
 
 
 class Tables(Protocol):
-    """The places of a batch, each with the blocks of its sequence."""
+    """The places of a batch, each with the blocks of a sequence."""
 
     @property
     def free_slots(self) -> int: ...
@@ -444,8 +445,7 @@ class Tables(Protocol):
 
 
 class BlockTables:
-    """Implements Tables by one array for all sequences in the batch, so that a step gathers rows instead of walking
-    lists.
+    """Implements Tables by an array for all sequences in the batch: a step gathers rows instead of walking lists.
 
     `rows` is [max_batch_size, blocks of the longest sequence], padded with NULL_BLOCK.
 

@@ -22,14 +22,14 @@ from trtmesh.engine.scheduling.scheduler import Scheduler
 from trtmesh.engine.scheduling.sequence import Chunk, S, ScheduledSequence
 
 Sending = tuple[S, Outgoing, int]
-"""A sequence, and its leading blocks without a later write."""
+"""A sequence, and the leading blocks without a later write."""
 
 
 class BlockHandoffs(Generic[S]):
     """The blocks of leases, and the sequences that leave or await KV.
 
-    The blocks of a sequence are announced in runs: those that a chunk completes, and in the first run the reused ones.
-    A run is announced in groups of layers, as their KV is written.
+    The blocks of a sequence are announced in runs: each run has the blocks completed by a chunk, and the first run the
+    reused blocks too. A run is announced in groups of layers, as the KV is written.
     """
 
     def __init__(self, scheduler: Scheduler[S], *, layers: int, layers_per_part: int) -> None:
@@ -60,14 +60,14 @@ class BlockHandoffs(Generic[S]):
         self.news.append(Reserved(lease_id, tuple(leased.blocks), leased.present_tokens))
 
     def drop(self, lease_id: str) -> list[S]:
-        """Frees the blocks of a lease; returns the sequences that await them."""
+        """Frees the blocks of a lease; returns the waiting sequences."""
         leased = self._leases.pop(lease_id, None)
         if leased:
             self._scheduler.pool.release(leased.blocks)
         return self._living(self._awaiting.pop(lease_id, []))
 
     def expect(self, lease_id: str, sequences: SequenceOf[S]) -> bool:
-        """Lets the sequences of an item wait for the KV of a lease; returns False for an unknown one."""
+        """Lets the sequences of an item wait for the KV of a lease. Returns False for an unknown lease."""
         if lease_id not in self._leases:
             return False
         self._awaiting[lease_id] = list(sequences)
@@ -77,16 +77,16 @@ class BlockHandoffs(Generic[S]):
         return True
 
     def first_awaiting(self, lease_id: str) -> S | None:
-        """The sequence that will adopt the blocks of a lease."""
+        """The first waiting sequence of a lease, the future owner of the blocks."""
         return next(iter(self._living(self._awaiting.get(lease_id, []))), None)
 
     def report_awaiting(self, sequence: S) -> None:
-        """Names the content that a sequence waits for; its prompt is there."""
+        """Names the content awaited by a sequence with a complete prompt."""
         content = content_of(sequence.root, sequence.tokens[:-1])
         self.news.append(Awaiting(sequence.receiver_lease, sequence.key, content))
 
     def adopt(self, lease_id: str) -> None:
-        """Lets the sequences that await a lease start, the first with its blocks."""
+        """Lets the waiting sequences of a lease start, the first with the blocks."""
         sequences = self._living(self._awaiting.pop(lease_id, []))
         if not sequences:
             return
@@ -97,8 +97,8 @@ class BlockHandoffs(Generic[S]):
             self._scheduler.ready(each)
 
     def sending(self, chunks: Iterable[Chunk[S]]) -> list[Sending[S]]:
-        """The sequences among `chunks` that are handed over; the first chunk offers them. Raises HandoffFailed where a
-        chunk would write to announced blocks again."""
+        """The sequences among `chunks` with a handoff; the first chunk offers their blocks. Raises HandoffFailed where
+        a chunk would write to announced blocks again."""
         return [
             self._sent_with(chunk, outgoing)
             for chunk in chunks
@@ -117,9 +117,9 @@ class BlockHandoffs(Generic[S]):
         return sequence, outgoing, (chunk.start + chunk.count) // rules.tokens_per_block
 
     def announce(self, sending: Iterable[Sending[S]], layers: int | None = None) -> None:
-        """Announces complete blocks whose first `layers` layers are written, by default all."""
+        """Announces complete blocks once the first `layers` layers are written, by default all."""
         for sequence, outgoing, last in sending:
-            # Its blocks may have other owners after its end.
+            # After the end of the sequence, the blocks may have other owners.
             if self.outgoing.get(sequence.key) is outgoing:
                 self._announce(outgoing, last, self._layers if layers is None else layers)
 
@@ -138,7 +138,7 @@ class BlockHandoffs(Generic[S]):
         outgoing.layers = 0
 
     def leave(self, sequence: S, *, with_kv: bool) -> None:
-        """Forgets a sequence that ends; with its KV, the blocks pass to the lease."""
+        """Forgets an ending sequence. With `with_kv`, the blocks pass to the lease."""
         outgoing = self.outgoing.pop(sequence.key, None)
         if outgoing is None or not with_kv:
             return
@@ -162,7 +162,7 @@ class BlockHandoffs(Generic[S]):
         )
 
     def _offer(self, sequence: S, outgoing: Outgoing, first: int, tokens: int) -> None:
-        """Offers a sequence whose blocks before `first` no receiver needs."""
+        """Offers the blocks of a sequence from `first` on; no receiver needs earlier blocks."""
         outgoing.is_offered = True
         outgoing.first = outgoing.announced = first
         blocks = _sent_blocks(sequence, first, self._scheduler.rules.blocks(tokens))

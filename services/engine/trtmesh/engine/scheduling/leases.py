@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LeasedBlocks:
-    """Blocks that belong to a lease; each has a reference."""
+    """The blocks of a lease, each with a reference."""
 
     blocks: list[int]
     present_tokens: int = 0
@@ -25,9 +25,9 @@ class Outgoing:
     """Whether parts are announced from the start of the sequence on; of a running sequence all are at the handoff."""
     is_offered: bool = False
     first: int = 0
-    """The first block that is sent."""
+    """The first block to send."""
     announced: int = 0
-    """Leading blocks that are announced, or not sent."""
+    """Leading blocks, announced or not to be sent."""
     layers: int = 0
     """Layers announced of the blocks after them."""
 

@@ -13,7 +13,7 @@ NOTHING = Prefix([], 0)
 
 
 class Prefixes:
-    """Finds and publishes blocks. A token whose logits are needed is always computed."""
+    """Finds and publishes blocks. A token with needed logits is always computed."""
 
     def __init__(self, pool: BlockPool, rules: SchedulingRules) -> None:
         self._pool = pool
@@ -40,14 +40,14 @@ class Prefixes:
         return Prefix(leader.blocks[:full], tokens, leader.blocks[full] if part else NULL_BLOCK)
 
     def named(self, hashes: SequenceOf[int], tokens: int) -> Prefix:
-        """The longest beginning of `tokens` tokens published under `hashes`, as far as it is only read: the block that
-        the last token is in stays out."""
+        """The longest beginning of `tokens` tokens published under `hashes`. The block of the last token is left out: a
+        step writes to this block."""
         most = max(0, tokens - 1) // self._size if self._rules.prefix_reuse else 0
         blocks = self._match(list(hashes[:most]))
         return Prefix(blocks, len(blocks) * self._size)
 
     def publish(self, sequence: ScheduledSequence) -> None:
-        """Publishes the blocks that became full since the last call."""
+        """Publishes the blocks filled since the last call."""
         full = sequence.num_computed // self._size
         first, sequence.num_published = sequence.num_published, full
         if not self._reuses(sequence):
@@ -61,7 +61,7 @@ class Prefixes:
         self.retain(sequence, first, full)
 
     def retain(self, sequence: ScheduledSequence, first: int, last: int) -> None:
-        """Sets the retention of published blocks [first, last) as its item asks; blocks without a wish keep theirs."""
+        """Sets the retention of published blocks [first, last) as the item asks, if at all."""
         wishes = sequence.config.kv_cache
         if not (wishes.token_ranges or wishes.decode_priority is not None):
             return
@@ -114,7 +114,7 @@ class Prefixes:
 def retention_of(sequence: ScheduledSequence, token: int) -> Retention | None:
     """The retention for the block beginning at index `token`, as the item asks; None without a wish.
 
-    In the prompt the first range that covers the token decides, after the prompt the decode priority.
+    In the prompt the first range around the token decides, after the prompt the decode priority.
     """
     wishes = sequence.config.kv_cache
     if token >= sequence.prompt_tokens:

@@ -14,7 +14,7 @@ class SchedulingRules:
     tokens_per_block: int
     max_step_tokens: int
     chunk_tokens: int | None = None
-    """Most tokens of one sequence in a step; None computes all missing tokens at once, as far as they fit a step."""
+    """Most tokens of a sequence in a step; None computes all missing tokens at once, up to a full step."""
     never_pause: bool = False
     """Whether a sequence starts only when the pool can hold its longest form."""
     static_batch: bool = False
@@ -26,7 +26,7 @@ class SchedulingRules:
     max_adapters: int = 0
     """Slots for adapters on the device."""
     window: int | None = None
-    """Size of the sliding window, the token itself included; None for all tokens."""
+    """Size of the sliding window, including the present token; None for all tokens."""
 
     def __post_init__(self) -> None:
         if self.static_batch and not self.never_pause:
@@ -36,7 +36,7 @@ class SchedulingRules:
 
     @property
     def prompt_tokens_per_step(self) -> int:
-        """Most tokens of one prompt in a step."""
+        """Most tokens of a prompt in a step."""
         return min(self.max_step_tokens, self.chunk_tokens or self.max_step_tokens)
 
     def blocks(self, tokens: int) -> int:
@@ -50,17 +50,17 @@ class SchedulingRules:
         return max(0, tokens + 1 - self.window) // self.tokens_per_block
 
     def sent_from(self, sequence: ScheduledSequence) -> int:
-        """The first block of a sequence that is sent to its receiver."""
+        """The first block of a sequence to send to the receiver."""
         return self.unseen_blocks(sequence.prompt_tokens - 1)
 
     def kept_from(self, sequence: ScheduledSequence) -> int:
-        """The first token of a received sequence that sees all KV in its window: a sender keeps what the last token of
-        the prompt sees until it hands the prompt over, and later what the next token sees."""
+        """The first token of a received sequence with all KV in the window. Until the handoff of a prompt, a sender
+        keeps the window of the last prompt token, and later the window of the next token."""
         received = len(sequence.tokens) - 1
         return received if received > sequence.prompt_tokens else sequence.prompt_tokens - 1
 
     def first_whole_block(self, sequence: ScheduledSequence) -> int:
-        """The first block of a received sequence that the sender has sent whole."""
+        """The first block of a received sequence sent whole by the sender."""
         if self.window is None:
             return 0
         return self.blocks(max(0, self.kept_from(sequence) + 1 - self.window))
@@ -81,7 +81,7 @@ class SchedulingRules:
     def chunk(self, lacking: int, left: int, *, first: bool) -> int:
         """Tokens to compute of `lacking` in a step with `left` tokens to give; `first` in an empty step.
 
-        A sequence always gets at least one token, so that the batch advances together.
+        A sequence always gets at least a token, so the batch advances together.
         """
         if self.chunk_tokens is not None:
             return min(lacking, max(1, min(left, self.chunk_tokens)))

@@ -1,21 +1,21 @@
 """Decides the tokens of each sequence in the next step.
 
 There are no prefill and decode phases: a sequence is `tokens` and `num_computed`, and steps hand out tokens until the
-two meet. This one rule covers chunked prefill, prefix reuse and recovery from preemption.
+two meet. This rule covers chunked prefill, prefix reuse and recovery from preemption.
 
-A sequence is admitted when its present tokens fit the pool and enough blocks remain for the running sequences to grow:
-one each, or, where the rules forbid pauses, all the blocks that they may ever need. When a running sequence finds no
-block to grow into, the sequence of the highest rank loses its blocks and returns to its old place in the queue. So the
-lowest rank is never preempted and always advances. Ranks of newcomers rise with the steps, so every sequence has the
-lowest rank some day. Nothing overtakes the head of the queue, so large sequences do not starve either. A sequence whose
-adapter is not on the device is not in the queue: adapter_slots.py gives it its turn.
+A sequence is admitted when the present tokens fit the pool and enough blocks remain for the running sequences to grow:
+a block each, or, where the rules forbid pauses, all blocks ever needed. When a running sequence finds no block to grow
+into, the sequence of the highest rank loses all blocks and returns to the old place in the queue. So the lowest rank is
+never preempted and always advances. Ranks of newcomers rise with the steps, so every sequence has the lowest rank some
+day. Nothing overtakes the head of the queue, so large sequences do not starve either. A sequence without its adapter on
+the device waits in adapter_slots.py instead of the queue.
 
-On a prefill worker the shortest prompt goes first: a sequence ranks by its step of arrival plus the steps that its
-prompt is predicted to take, times PATIENCE. So shorter prompts overtake it only as long as that, however many follow.
+On a prefill worker the shortest prompt goes first: a sequence ranks by the step of arrival plus PATIENCE times the
+predicted steps of the prompt. So shorter prompts overtake for a limited time, however many follow.
 
-Leases of handoffs hold blocks too. They are granted only what running and queued sequences leave. A sequence that gets
-the blocks of a lease does not wait for blocks of others while it holds its own: it starts before all queued sequences
-once a place in the batch is free, or returns the blocks.
+Leases of handoffs hold blocks too, and are granted only blocks left over by running and queued sequences. A sequence
+with the blocks of a lease never waits for the blocks of others: once a place in the batch is free, such a sequence
+starts before all queued sequences, or returns the blocks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from trtmesh.engine.scheduling.rules import SchedulingRules
 from trtmesh.engine.scheduling.sequence import Chunk, Pairs, Rank, S
 
 PATIENCE = 4
-"""Time for which shorter prompts may overtake one, in durations of its own prefill."""
-
+"""Shorter prompts may overtake a prompt for so many durations of the prompt's own prefill."""
 
 REMOVED_ENTRIES = 64
 """Entries of removed sequences to keep beyond twice as many as there are waiting sequences."""
@@ -67,7 +66,7 @@ class Scheduler(Generic[S]):
         self._prefixes = Prefixes(pool, rules)
         self._by_key: dict[int, S] = {}
         self._waiting = WaitingQueue[S](self.lives)
-        # The first in the queue, where free blocks are too few for it.
+        # The first in the queue, while free blocks are too few.
         self._blocked: S | None = None
         # With the blocks of leases.
         self._adopted = WaitingQueue[S](self.lives)
@@ -89,7 +88,7 @@ class Scheduler(Generic[S]):
 
     @property
     def unready_sequences(self) -> int:
-        """Waiting sequences that cannot start yet."""
+        """Waiting sequences without a complete prompt or KV."""
         return len(self._unready)
 
     @property
@@ -116,14 +115,14 @@ class Scheduler(Generic[S]):
             self._unready[sequence.key] = sequence
 
     def _patience(self, sequence: S) -> int:
-        """Steps by which the length of its prompt moves the rank of a sequence."""
+        """The effect of the prompt's length on the rank of a sequence, in steps."""
         if not sequence.is_prefill:
             return 0
         known = self._prefixes.find(sequence).tokens if sequence.is_ready else 0
         return PATIENCE * (len(sequence.tokens) - known) // self.rules.prompt_tokens_per_step
 
     def ready(self, sequence: S) -> None:
-        """Lets a sequence added unready start, in its place of the queue."""
+        """Lets a sequence added unready start, in the place of its rank."""
         self._await_no_more(sequence)
         self._wait(sequence)
 
@@ -134,8 +133,8 @@ class Scheduler(Generic[S]):
             self.pending_prompt_tokens += sequence.pending_prompt_tokens
 
     def reserve(self, tokens: int, hashes: SequenceOf[int]) -> LeasedBlocks | None:
-        """Blocks for `tokens` tokens, beginning with those published under `hashes`; None where running or queued
-        sequences need the room."""
+        """Blocks for `tokens` tokens, beginning with the blocks published under `hashes`. Returns None where running or
+        queued sequences need the room."""
         prefix = self._prefixes.named(hashes, tokens)
         missing = self.rules.blocks(tokens) - len(prefix.blocks)
         if not self.pool.can_allocate(missing + self._promised(), beside=prefix):
@@ -151,7 +150,7 @@ class Scheduler(Generic[S]):
         return promised
 
     def _needs_to_start(self, sequence: S) -> int:
-        """Blocks for a sequence in the queue, or one that waits for its leader."""
+        """Blocks for a sequence in the queue, or behind its leader."""
         if sequence.receiver_lease:
             return 0
         shared = len(sequence.blocks)
@@ -161,7 +160,7 @@ class Scheduler(Generic[S]):
         return self._needs(sequence, shared)
 
     def adopt(self, sequence: S, leased: LeasedBlocks) -> None:
-        """Gives blocks with the KV of all tokens but the last to a sequence added unready, and lets it start."""
+        """Gives blocks with the KV of all tokens but the last to a sequence added unready, and lets this start."""
         self._await_no_more(sequence)
         blocks, kept = leased.blocks, self.rules.blocks(len(sequence.tokens))
         first = self.rules.unseen_blocks(self.rules.kept_from(sequence))
@@ -180,7 +179,7 @@ class Scheduler(Generic[S]):
     def reassign(self, pairs: Pairs[S]) -> None:
         """Makes each pair's first sequence continue from the computed KV of the second, all pairs at once.
 
-        All sequences run, the firsts are distinct, and every second is also a first. Full blocks are shared. One
+        All sequences run, the firsts are distinct, and every second is also a first. Full blocks are shared. A single
         child of each parent, the heir, takes over the partial block; the other children get copies. So no additional
         block is needed where all have equally many computed tokens. The caller gives the firsts their new tokens.
         """
@@ -211,7 +210,7 @@ class Scheduler(Generic[S]):
         self.tables.replace(child.slot, child.blocks)
 
     def remove(self, sequence: S, *, content_is_good: bool = True) -> None:
-        """Removes a sequence and frees its blocks; bad content is not kept for reuse."""
+        """Removes a sequence and frees the blocks; bad content is not kept for reuse."""
         del self._by_key[sequence.key]
         self._wake_followers(sequence)
         # A chain of leaders would keep dead sequences in memory.
@@ -253,8 +252,8 @@ class Scheduler(Generic[S]):
         return chunks
 
     def next_chunks(self, sequences: SequenceOf[S]) -> list[Chunk[S]]:
-        """One chunk for the next token of each of these, which the last launch computes, unless that token is the
-        last. None where others could be computed with them, or blocks are lacking."""
+        """The chunks for the tokens after the last launch, without sequences about to reach their limit. Returns no
+        chunks where other sequences could join the step, or blocks are lacking."""
         living = [each for each in sequences if self.lives(each)]
         may_start = self.waiting_sequences and self.tables.free_slots and not self.lacks_blocks
         if len(living) < len(self.running) or may_start:
@@ -273,7 +272,7 @@ class Scheduler(Generic[S]):
         chunks: list[Chunk[S]] = []
         for sequence in self.running:
             lacking = len(sequence.tokens) - sequence.num_computed
-            # Most sequences lack one token, and every sequence gets at least one.
+            # Most sequences lack a single token, and every sequence gets at least a token.
             count = lacking if lacking < 2 else self.rules.chunk(lacking, left, first=not chunks)
             if count and not sequence.in_flight:
                 left -= count
@@ -301,7 +300,7 @@ class Scheduler(Generic[S]):
         self.pending_prompt_tokens += sequence.pending_prompt_tokens
 
     def _wait(self, sequence: S) -> None:
-        """Queues a ready sequence, or parks it until its adapter is on the device."""
+        """Queues a ready sequence, or parks the sequence until the adapter is on the device."""
         if sequence.adapter:
             self.adapters.enter(sequence.adapter, sequence.rank, sequence)
         else:
@@ -311,8 +310,8 @@ class Scheduler(Generic[S]):
         (self._adopted if sequence.blocks else self._waiting).push(sequence)
 
     def _grow(self) -> bool:
-        """Gives each running sequence the block for its next token, the lowest rank first. Returns False where that
-        would preempt a sequence in flight."""
+        """Gives each running sequence the block for the next token, the lowest rank first. Returns False rather than
+        preempt a sequence in flight."""
         size = self.rules.tokens_per_block
         position = 0
         while position < len(self.running):
@@ -322,17 +321,17 @@ class Scheduler(Generic[S]):
             elif self.pool.can_allocate(1):
                 self._append(sequence, self.pool.allocate(1))
             else:
-                # There is one: a sequence that is handed over does not grow.
+                # At least the growing sequence is not pinned: a sequence under handoff does not grow.
                 last = next(each for each in reversed(self.running) if not each.is_pinned)
                 if any(each.in_flight for each in last.mates or [last]):
                     return False
                 self._preempt(last)
-                # Its mates, paused with it, may have been anywhere.
+                # The mates, paused together, may have been anywhere.
                 position = 0
         return True
 
     def _start_adopted(self) -> None:
-        """Starts sequences with the blocks of leases; `_grow` gives them further blocks, or takes these away."""
+        """Starts sequences with the blocks of leases; `_grow` gives further blocks, or takes these away."""
         while self.tables.free_slots and (sequence := self._adopted.first()):
             self._adopted.pop()
             computed = min(len(sequence.tokens) - 1, sequence.most_reusable)
@@ -344,7 +343,7 @@ class Scheduler(Generic[S]):
 
     def _can_continue(self, sequence: S, computed: int) -> bool:
         """Whether a sequence can be computed in its adopted blocks from token `computed` on: without writing to shared
-        blocks, seeing all KV in the window, and to its end where the rules forbid pauses."""
+        blocks, seeing all KV in the window, and to the end where the rules forbid pauses."""
         written = sequence.blocks[computed // self.rules.tokens_per_block :]
         if any(map(self.pool.is_shared, written)):
             return False
@@ -366,7 +365,7 @@ class Scheduler(Generic[S]):
         self._prefixes.publish(sequence)
 
     def _return_blocks(self, sequence: S) -> None:
-        """Returns adopted blocks to the pool, where the full ones stay for reuse."""
+        """Returns adopted blocks to the pool, where full blocks stay for reuse."""
         sequence.num_published = self.rules.first_whole_block(sequence)
         sequence.num_computed = len(sequence.tokens) - 1
         self._prefixes.publish(sequence)
@@ -378,7 +377,7 @@ class Scheduler(Generic[S]):
         self._blocked = None
         if self._waiting.first() is None:
             return
-        # Of all that run, and of each that starts below.
+        # Of all running sequences, and of each sequence started below.
         growth = sum(map(self.rules.growth, self.running))
         awaited = {each.key: each for mate in self.running for each in _missing(mate)}
         while sequence := self._waiting.first():
@@ -404,8 +403,8 @@ class Scheduler(Generic[S]):
             growth += self.rules.growth(sequence)
 
     def _has_room(self, sequence: S, prefix: Prefix, growth: int, awaited: Collection[S]) -> bool:
-        """Whether a waiting sequence that begins with `prefix` can start together with the `awaited` mates, its own and
-        those of running sequences, and all running sequences can still continue, which takes `growth` blocks."""
+        """Whether a waiting sequence can start with `prefix`, together with the `awaited` mates of this sequence and of
+        running sequences. All running sequences must still be able to continue: `growth` blocks."""
         if 1 + len(awaited) > self.tables.free_slots:
             return False
         needed = self._needs(sequence, len(prefix.blocks))
@@ -443,7 +442,7 @@ class Scheduler(Generic[S]):
         insort(self.running, sequence, key=lambda running: running.rank)
 
     def grow(self, sequence: S, tokens: int) -> None:
-        """Gives a running sequence blocks for `tokens` tokens. There is room for what the rules promise it."""
+        """Gives a running sequence blocks for `tokens` tokens. The rules have promised the room."""
         missing = self.rules.blocks(tokens) - len(sequence.blocks)
         if missing > 0:
             self._append(sequence, self.pool.allocate(missing))
@@ -467,8 +466,8 @@ class Scheduler(Generic[S]):
         self.pending_prompt_tokens -= before - sequence.pending_prompt_tokens
 
     def _drop(self, sequence: S) -> None:
-        """Releases the blocks outside the sliding window, except for blocks that mates, followers and the receiver of a
-        handoff begin with."""
+        """Releases the blocks outside the sliding window, except for the first blocks of mates, of followers and of the
+        receiver of a handoff."""
         seen_from = sequence.num_computed
         has_heirs = sequence.outgoing is not None or sequence.key in self._followers
         if has_heirs or any(mate.slot < 0 for mate in sequence.mates):
@@ -482,7 +481,7 @@ class Scheduler(Generic[S]):
             sequence.num_dropped = last
 
     def _preempt(self, sequence: S) -> None:
-        """Releases the blocks of a running sequence and its mates, and queues them in their old places."""
+        """Releases the blocks of a running sequence and its mates, and queues all in their old places."""
         for each in sequence.mates or [sequence]:
             if each.slot < 0:
                 continue
@@ -515,8 +514,8 @@ class Scheduler(Generic[S]):
         return leader if leader.num_computed < shared else None
 
     def _wake_followers(self, leader: S) -> None:
-        """Queues the followers of a leader that has computed the prompt. After the end of the leader, the first
-        follower leads the others."""
+        """Queues the followers of a leader with a computed prompt. After the end of the leader, the first follower
+        leads the others."""
         followers = [each for each in self._followers.pop(leader.key, []) if self.lives(each)]
         if not self.lives(leader):
             for each in followers:
@@ -526,7 +525,7 @@ class Scheduler(Generic[S]):
 
 
 def _missing(sequence: S) -> Iterator[S]:
-    """Mates that wait."""
+    """Waiting mates."""
     return (each for each in sequence.mates if each.slot < 0)
 
 
@@ -550,7 +549,8 @@ class WaitingQueue(Generic[S]):
         heapq.heappop(self._heap)
 
     def tidy(self, waiting: int) -> None:
-        """Drops removed sequences where they outnumber the `waiting`: a first that is stuck lets none surface."""
+        """Drops removed sequences where these outnumber the `waiting`: behind a stuck first sequence, none would
+        surface."""
         if len(self._heap) > 3 * waiting + REMOVED_ENTRIES:
             self._heap = [entry for entry in self._heap if self._lives(entry[1])]
             heapq.heapify(self._heap)

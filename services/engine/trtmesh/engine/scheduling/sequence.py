@@ -1,4 +1,4 @@
-"""One sequence as the scheduler sees it: tokens, computed KV, and blocks."""
+"""A sequence as the scheduler sees it: tokens, computed KV, and blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtmesh.engine.scheduling.leases import Outgoing
 from trtmesh.engine.stopping import EndRule
 
 PRIORITY_STEPS = 256
-"""Steps of waiting that one point of priority is worth."""
+"""A point of priority is worth so many steps of waiting."""
 WHOLE_POINTS = 16
 """Priorities up to this, in either direction, are worth a point each; beyond, each doubling is worth a point. So no
 order is lost, and the lowest priority does not starve."""
@@ -39,36 +39,36 @@ class ScheduledSequence:
     submitted_tokens: int
     """Tokens received with the item: the prompt, and tokens from another worker."""
     leader: Self | None = None
-    """The sequence that computes the shared prompt; this sequence begins with a copy of the KV."""
+    """Computes the shared prompt; this sequence begins with a copy of the KV."""
     adapter: StoredAdapter | None = None
     mates: list[Self] = field(default_factory=list)
-    """Sequences admitted and paused only together, this one included. They share the list, and leave it at their ends.
-    Empty for a sequence on its own."""
+    """Sequences admitted and paused only together, this sequence included. Mates share the list, and leave the list at
+    their ends. Empty for a sequence alone."""
     root: int = ROOT_HASH
-    """Parent hash of the first block: covers everything besides tokens that changes the KV."""
+    """Parent hash of the first block: covers everything besides tokens with an effect on the KV."""
     num_computed: int = 0
     """Leading tokens with their KV in the blocks."""
     blocks: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
     """Hashes of leading full blocks, computed on demand."""
     num_dropped: int = 0
-    """Leading blocks that no further token sees; they are released."""
+    """Leading blocks, released because no further token sees their KV."""
     num_published: int = 0
     """Leading blocks offered for reuse."""
     slot: int = -1
     """Row of the block table; -1 outside the batch."""
     rank: Rank = (0, 0, 0)
     paused: bool = False
-    """Whether the sequence has started and lost its blocks."""
+    """Whether the sequence has started and lost all blocks."""
     in_flight: bool = False
     """Whether a launched step has yet to deliver a token or logits: the sequence is neither scheduled nor preempted."""
     cached_prompt_tokens: int = 0
     outgoing: Outgoing | None = None
-    """The handoff with which the sequence ends after its next token."""
+    """The sequence ends with this handoff after the next token."""
     is_prefill: bool = False
-    """Whether a shorter prompt may go before it, and it before a longer one."""
+    """Whether shorter prompts go first, as on a prefill worker."""
     receiver_lease: str = ""
-    """Lease of the blocks that the sequence waits for; empty once it has them."""
+    """Lease of the awaited blocks; empty once the sequence has the blocks."""
     cumulative_log_prob: float | None = None
     times: SequenceTimes = field(default_factory=SequenceTimes)
 
@@ -87,12 +87,12 @@ class ScheduledSequence:
 
     @property
     def has_prompt(self) -> bool:
-        """Whether everything that the prompt's KV depends on is there."""
+        """Whether everything for computing the prompt's KV is there."""
         return True
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the sequence starts with all blocks up to its handoff, and is not preempted."""
+        """Whether the sequence starts with all blocks up to the handoff, and is not preempted."""
         return self.outgoing is not None and self.outgoing.is_pinned
 
     def let_go(self) -> None:
@@ -100,7 +100,7 @@ class ScheduledSequence:
 
     @property
     def head_start(self) -> int:
-        """Steps by which the priority advances the rank."""
+        """The priority advances the rank by so many steps."""
         priority = self.config.priority
         doublings = math.log2(max(WHOLE_POINTS, abs(priority)) / WHOLE_POINTS)
         points = min(WHOLE_POINTS, abs(priority)) + doublings
@@ -113,7 +113,7 @@ class ScheduledSequence:
 
     @property
     def pending_prompt_tokens(self) -> int:
-        """Submitted tokens without KV, unless it is to come from another worker."""
+        """Submitted tokens without KV; 0 while another worker sends the KV."""
         return 0 if self.receiver_lease else max(0, self.submitted_tokens - self.num_computed)
 
     def append(self, token: int, now_ns: int) -> None:
@@ -145,12 +145,12 @@ class ScheduledSequence:
 S = TypeVar("S", bound=ScheduledSequence)
 
 Pairs = SequenceOf[tuple[S, S]]
-"""Sequences, and those whose KV they continue from."""
+"""Sequences, each with the sequence from whose KV it continues."""
 
 
 @dataclass(slots=True)
 class Chunk(Generic[S]):
-    """Tokens [start, start + count) of a sequence, to be computed in one step."""
+    """Tokens [start, start + count) of a sequence, to be computed in a step."""
 
     sequence: S
     start: int
