@@ -17,14 +17,14 @@ from trtmesh.engine.settings import EngineSettings
 
 
 def build(settings: EngineSettings, runtime: Runtime) -> EngineService:
-    """The service around the backend that the settings choose."""
+    """The service around the backend chosen by the settings."""
     service = EngineService(settings, runtime, build_backend(settings))
     open_gateways(service, settings)
     return service
 
 
 def build_backend(settings: EngineSettings) -> Backend:
-    """Imports only what the chosen backend needs."""
+    """Imports only the chosen backend."""
     if settings.backend == "simulated":
         from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 
@@ -61,7 +61,7 @@ def main() -> NoReturn:
     status = run(EngineSettings, build, sys.argv[1:])
     if status == 0:
         sys.exit()
-    # Kernels that wait for a lost rank, or a thread that waits for them, would keep the interpreter from ending.
+    # Kernels waiting for a lost rank, or a thread waiting for the kernels, would keep the interpreter from ending.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

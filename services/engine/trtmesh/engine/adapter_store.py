@@ -26,7 +26,7 @@ class StoredAdapter:
     holders: int = 0
     """Live sequences with this adapter."""
     unloading: bool = False
-    """Whether it leaves with its last holder."""
+    """Whether the adapter leaves with the last holder."""
 
     @property
     def key(self) -> tuple[int, str]:
@@ -42,7 +42,7 @@ A = TypeVar("A", bound=StoredAdapter)
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Sizes of both tiers, with the settings that an error names."""
+    """Sizes of both tiers, with the names of the settings for errors."""
 
     host_bytes: int
     slots: int
@@ -52,9 +52,9 @@ class StoreLimits:
 
 
 class AdapterStore(Generic[A]):
-    """Adapters by number and version. The longest unused leave first, never one with holders or pinned.
+    """Adapters by number and version. The longest unused leave first, but never with holders or pinned.
 
-    Methods return the adapters that left memory; the caller takes them off the device.
+    Methods return the adapters dropped from memory; the caller takes these off the device.
     """
 
     def __init__(self, limits: StoreLimits) -> None:
@@ -65,7 +65,7 @@ class AdapterStore(Generic[A]):
         # The longest unused first.
         self._held: OrderedDict[tuple[int, str], A] = OrderedDict()
         self._news: dict[tuple[int, str], HeldAdapter] = {}
-        # Apart, so that no change hides an error, and no error a change.
+        # Apart: no change may hide an error, and no error a change.
         self._failures: dict[tuple[int, str], HeldAdapter] = {}
 
     @property
@@ -76,8 +76,8 @@ class AdapterStore(Generic[A]):
         return self._held.get((number, version))
 
     def hold(self, asked: Lora, holders: int) -> A:
-        """The adapter for `holders` more sequences. Raises InvalidField, AdapterNotFound, or AdaptersFull where the
-        pinned ones leave it no slot."""
+        """The adapter for `holders` more sequences. Raises InvalidField, AdapterNotFound, or AdaptersFull where pinned
+        adapters take all slots."""
         number, version = _key_of(asked)
         adapter = self._held.get((number, version))
         if adapter is None or adapter.unloading:
@@ -94,13 +94,13 @@ class AdapterStore(Generic[A]):
         return adapter
 
     def release(self, adapter: A) -> list[A]:
-        """Takes back one hold."""
+        """Takes back a hold."""
         adapter.holders -= 1
         return self._leave([adapter])
 
     def put(self, adapter: A) -> list[A]:
-        """Adds an adapter. Raises InvalidField for one too large, AdaptersFull where others in use leave no room, or,
-        pinned, no slot to others."""
+        """Adds an adapter. Raises InvalidField for too large an adapter, AdaptersFull where others in use leave no
+        room, or where a pin leaves others no slot."""
         if adapter.pinned:
             self._check_pin(adapter)
         removed = self._make_room(adapter.size_bytes)
@@ -112,7 +112,7 @@ class AdapterStore(Generic[A]):
         return removed
 
     def retain(self, adapter: A, *, pinned: bool) -> None:
-        """Keeps an adapter that may be about to leave; `pinned` pins it. Raises AdaptersFull where the pinned adapters
+        """Keeps a possibly leaving adapter; `pinned` pins the adapter. Raises AdaptersFull where the pinned adapters
         would leave others with sequences no slot."""
         if pinned and not adapter.pinned:
             self._check_pin(adapter)
@@ -141,7 +141,7 @@ class AdapterStore(Generic[A]):
                 self.note(each)
 
     def note(self, adapter: A) -> None:
-        """Reports the adapter's state as news, while it is in memory."""
+        """Reports the state of an adapter in memory as news."""
         if self._held.get(adapter.key) is adapter:
             self._news[adapter.key] = adapter.state
             self.has_news = True
@@ -155,14 +155,14 @@ class AdapterStore(Generic[A]):
         self.has_news = True
 
     def take_news(self) -> list[HeldAdapter]:
-        """The failures and changed states since the last call. A failure comes first: a router takes the first state
-        as the answer to its load."""
+        """The failures and changed states since the last call. A failure comes first: a router takes the first state as
+        the answer to the load."""
         news = [*self._failures.values(), *self._news.values()]
         self._failures, self._news, self.has_news = {}, {}, False
         return news
 
     def _check_pin(self, adapter: A) -> None:
-        """Sequences with other adapters need a slot that is not pinned."""
+        """Sequences with other adapters need a slot without a pin."""
         used = any(e.holders and not e.pinned and e is not adapter for e in self._held.values())
         if self._pins + 1 + used > self.limits.slots:
             raise self._crowded("adapter.id", adapter)
@@ -219,7 +219,7 @@ class AdapterStore(Generic[A]):
 
 
 def content_of(load: AdapterLoad) -> AdapterContent:
-    """The content of an adapter that is not in memory. Raises AdapterNotFound for a load without one."""
+    """The content of a new adapter. Raises AdapterNotFound for a load without content."""
     if load.content is None:
         raise AdapterNotFound(
             "is not in memory; send its content",
@@ -230,7 +230,7 @@ def content_of(load: AdapterLoad) -> AdapterContent:
 
 
 def _key_of(asked: Lora) -> tuple[int, str]:
-    """Number and version of the adapter that an item names. Raises InvalidField where one is missing."""
+    """Number and version of an item's adapter. Raises InvalidField where either is missing."""
     if asked.id is None:
         raise InvalidField("is not set; a worker knows adapters by number", field="lora.id")
     if asked.version is None:

@@ -1,4 +1,4 @@
-"""KV in a backend's memory, as a handoff sees it: pools of blocks, and what is in them."""
+"""KV in a backend's memory, as a handoff sees it: pools of blocks, and their content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TakeMemory = Callable[[int], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The tokens whose KV is handed over."""
+    """The tokens of the handed over KV."""
 
     tokens: int
     digest: bytes
@@ -31,7 +31,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The blocks of a pool, and the layers and heads in it."""
+    """The blocks of a pool, and the pool's layers and heads."""
 
     layers: range
     kv_heads: range
@@ -42,7 +42,7 @@ class Shard:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's key or value in one head."""
+        """Bytes of a token's key or value in a head."""
         return self.head_dim * self.element_bytes
 
     @property
@@ -51,7 +51,7 @@ class Shard:
         return rows * self.tokens_per_block * self.token_bytes
 
     def offset(self, layer: int, value: int, head: int, token: int) -> int:
-        """Offset of a token in its block; `value` is 0 for the key and 1 for the value."""
+        """Offset of a token in the block; `value` is 0 for the key and 1 for the value."""
         row = (self.layers.index(layer) * 2 + value) * len(self.kv_heads)
         row += self.kv_heads.index(head)
         return (row * self.tokens_per_block + token) * self.token_bytes
@@ -64,12 +64,12 @@ class HostMemory:
     rows: Bytes
     """[blocks, block_bytes], writable; row b is block b. Block 0 is the null block."""
     file: int | None = None
-    """Anonymous file with the rows from offset 0, for other processes of the host to map; None if it is private. It
-    allows seals: once offered, it cannot be mapped writable again."""
+    """Anonymous file with the rows from offset 0, for other processes of the host to map; None if private. The file
+    allows seals: after an offer, no new mapping can be writable."""
 
 
 def map_anonymous(size: int) -> tuple[mmap.mmap, int | None]:
-    """Maps zeroed memory: that of a new anonymous file, which the caller closes and whoever offers it seals, or private
+    """Maps zeroed memory: a new anonymous file, to be closed by the caller and sealed before an offer, or private
     memory and None where the system has no such files."""
     if not hasattr(os, "memfd_create"):
         return mmap.mmap(-1, size), None
@@ -100,9 +100,9 @@ class DeviceMemory:
 
 
 class KvMemory(Protocol):
-    """The KV pools of a backend. Its methods may be called from any thread, while the backend computes.
+    """The KV pools of a backend. All methods may be called from any thread, while the backend computes.
 
-    A block has the same number in all shards. Callers keep to blocks of leases, which no step writes.
+    A block has the same number in all shards. Callers use only blocks of leases; no step writes to these.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""The fingerprint of a model: its configuration and weights."""
+"""The fingerprint of a model: configuration and weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.json_text import load_json
 
 LENGTH_BYTES = 8
-"""Bytes at the start of a safetensors file, with the length of its header."""
+"""Bytes at the start of a safetensors file, with the length of the header."""
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 WHOLE_BYTES = 64 * 2**20
@@ -23,8 +23,8 @@ SAMPLE_BYTES = 64 * 1024
 def model_fingerprint(model_dir: Path, files: Sequence[Path], dtype: str) -> str:
     """SHA-256 over config.json, generation_config.json, the type and the weights.
 
-    Of a weight file larger than 64 MiB only the size, the header and 256 evenly spread samples of 64 KiB count, which
-    tell trainings, quantisations and truncations apart without reading hundreds of gigabytes.
+    Of a weight file larger than 64 MiB only the size, the header and 256 evenly spread samples of 64 KiB count: enough
+    to tell trainings, quantisations and truncations apart without reading hundreds of gigabytes.
     """
     digest = sha256(dtype.encode())
     for name in ("config.json", "generation_config.json"):

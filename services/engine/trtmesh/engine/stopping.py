@@ -17,10 +17,10 @@ FIELDS = frozenset(
         "stopping.stop_token_ids",
     }
 )
-"""The fields that an EndRule applies, supported by every backend."""
+"""The fields applied by an EndRule, supported by every backend."""
 
 End = tuple[int, tuple[int, ...]]
-"""A FinishReason and the ids that ended the sequence."""
+"""A FinishReason and the ids at the end of the sequence."""
 
 
 class StopVocabulary:
@@ -32,14 +32,14 @@ class StopVocabulary:
     def __init__(
         self, texts: Sequence[bytes], tokens: Mapping[int, bytes], textless_from: int = 0
     ) -> None:
-        """`tokens` have texts that may be part of a stop text; ids from `textless_from` on, unless 0, have no text."""
+        """`tokens` are the ids with texts of use for stop texts; ids from `textless_from` on, unless 0, have none."""
         self._stops = StopTexts([text.decode("latin-1") for text in texts])
         self._tokens = {token: text.decode("latin-1") for token, text in tokens.items()}
         self._textless_from = textless_from
 
     def follow(self, state: int, token: int, *, may_end: bool = True) -> tuple[int, str]:
-        """Returns the state after one more token and, where the token completes a stop text, the token's text up to the
-        end of that. A stop text is passed over where the sequence must not end."""
+        """Returns the state after a further token and, where the token completes a stop text, the token's text up to
+        the end of the stop text. Ignores a stop text where the sequence must not end."""
         added = self._tokens.get(token)
         if added is None:
             return (state if 0 < self._textless_from <= token else self.START), ""
@@ -51,7 +51,7 @@ class StopVocabulary:
 
 
 class EndRule:
-    """When the sequences of one item end: `end_after` judges one token, `first_end` a run of them.
+    """Decides when the sequences of an item end: `end_after` judges a token, `first_end` a run of tokens.
 
     The ending token or word is part of the output. Before `min_tokens` tokens were generated, end ids are banned
     (`bans_end_ids`) and a completed stop word does not end the sequence. Lengths and limits include the prompt.
@@ -79,7 +79,7 @@ class EndRule:
 
     @property
     def ending_tokens(self) -> int:
-        """Most ids that can end a sequence before its limit."""
+        """Most ids able to end a sequence before the limit."""
         return len(self.end_ids) + len(self._words_by_last)
 
     def bans_end_ids(self, length: int) -> bool:
@@ -87,7 +87,8 @@ class EndRule:
         return length < self._open_until and bool(self.end_ids)
 
     def end_after(self, tokens: Sequence[int], length: int | None = None) -> End | None:
-        """How the sequence ends with the last of its first `length` tokens, by default all; None if it continues."""
+        """Returns how the sequence ends with the last of the first `length` tokens, by default all, or None to
+        continue."""
         length = length or len(tokens)
         token = tokens[length - 1]
         if length > self._open_until:
@@ -102,10 +103,10 @@ class EndRule:
         return None
 
     def first_end(self, tokens: Sequence[int], start: int) -> tuple[int, End] | None:
-        """Length and end of the sequence if it ends with one of the tokens from index `start` on."""
+        """Returns length and end of the sequence if a token from index `start` on ends the sequence."""
         last = min(len(tokens), self.limit)
         if self._ending_ids.isdisjoint(tokens[start:last]):
-            # Only the limit can end it.
+            # Only the limit can end the sequence.
             start = last - 1
         for length in range(start + 1, last + 1):
             end = self.end_after(tokens, length)

@@ -1,4 +1,4 @@
-"""Opens the gateways that the settings ask for."""
+"""Opens the gateways chosen by settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trtmesh.engine.settings import EngineSettings
 
 
 def open_gateways(service: EngineService, settings: EngineSettings) -> None:
-    """Imports only the contracts that are asked for. Raises SettingsError where their package is missing."""
+    """Imports only the chosen contracts. Raises SettingsError where a package is missing."""
     if not settings.trtllm_service:
         return
     try:

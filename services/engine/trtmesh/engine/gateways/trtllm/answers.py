@@ -22,7 +22,7 @@ FINISH_REASONS: Mapping[int, str] = {
 
 
 class PromptOutput:
-    """What is asked about the prompt, which comes in pieces with the first sequence and is in every last answer."""
+    """The requested data of the prompt. Arrives in pieces with the first sequence, and belongs to every last answer."""
 
     def __init__(self) -> None:
         self.log_probs: list[float] = []
@@ -31,7 +31,7 @@ class PromptOutput:
 
 
 def chunk(sequence: SequenceOutput, prompt_tokens: int) -> tpb.GenerateResponse:
-    """The tokens that are certain and were not sent."""
+    """The certain and unsent tokens."""
     first, end = sequence.sent, sequence.sendable
     cached = sequence.end.cached_prompt_tokens if sequence.end else 0
     answer = tpb.GenerateStreamChunk(
@@ -48,7 +48,7 @@ def chunk(sequence: SequenceOutput, prompt_tokens: int) -> tpb.GenerateResponse:
 def complete(
     sequence: SequenceOutput, end: SequenceEnd, prompt: PromptOutput
 ) -> tpb.GenerateResponse:
-    """Everything of a sequence that ended."""
+    """Everything of an ended sequence."""
     asked, kept = sequence.asked, sequence.sendable
     answer = tpb.GenerateComplete(
         output_token_ids=sequence.token_ids[:kept],
@@ -95,8 +95,8 @@ def _log_probs(sequence: SequenceOutput, first: int, end: int) -> Iterator[tpb.T
 
 
 def _prompt_log_probs(asked: AskedGeneration, prompt: PromptOutput) -> Iterator[tpb.TokenLogprob]:
-    """One entry a prompt token; that of the first, which has no log-probability, only holds its place. None where the
-    item ended before its prompt was computed."""
+    """An entry for each prompt token. The first token has no log-probability, only an entry. Returns None where the
+    item ended before the prompt was computed."""
     tokens = asked.command.token_ids
     if len(prompt.log_probs) < len(tokens) - 1:
         return
@@ -118,7 +118,7 @@ def _log_prob(
 
 
 def _metrics(metrics: PerfMetrics, arrival_time: float | None) -> tpb.PerfMetrics:
-    """Seconds of the Unix clock; the arrival is the client's where it gave one."""
+    """Seconds of the Unix clock. The client may have given the arrival."""
     return tpb.PerfMetrics(
         arrival_time=metrics.arrival_time_ns / 1e9 if arrival_time is None else arrival_time,
         first_scheduled_time=metrics.first_scheduled_time_ns / 1e9,

@@ -1,4 +1,4 @@
-"""One Generate call: an item between the backend and the client's stream."""
+"""A Generate call: an item between the backend and the client's stream."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class GenerateCall:
-    """Implements streams.Stream. The handle of a sequence is its index.
-
-    A slow client delays nobody: its tokens wait here, as one chunk, and are bounded by `max_tokens`.
+    """Implements streams.Stream. The handle of a sequence is the index. A slow client delays nobody: tokens wait here,
+    as a single chunk, and are bounded by `max_tokens`.
     """
 
     unacknowledged_steps = 0
     busy = True
-    """Until it is removed from the streams, which is after its last sequence and its last answer."""
+    """False once removed from the streams, after the last sequence and the last answer."""
 
     def __init__(self, engine: LoadedEngine, asked: AskedGeneration, texts: Texts | None) -> None:
         self._engine = engine
@@ -71,7 +70,7 @@ class GenerateCall:
         engine.metrics.submitted(keys, item.prompt_tokens, time.monotonic())
 
     async def next(self) -> list[tpb.GenerateResponse]:
-        """The answers that are ready; none after the last. Raises the error that ends the call."""
+        """The ready answers; none after the last. Raises the error at the end of the call."""
         while True:
             if answers := list(self._take()):
                 return answers
@@ -89,7 +88,7 @@ class GenerateCall:
     def close(self) -> None:
         """Stops the live sequences at once, because the call is over."""
         self._open = False
-        # If an error was raised, it refers to this.
+        # A raised error refers to this.
         self._error = None
         for sequence in self._sequences:
             sequence.end = None
@@ -132,7 +131,7 @@ class GenerateCall:
             self._engine.streams.remove(self._number)
 
     def take_load(self, load: epb.Load) -> None:
-        """A call has no place for it."""
+        """A call has no place for the load."""
 
     def take_adapters(self, held: Sequence[HeldAdapter]) -> None:
         """A call has no place for them."""

@@ -1,11 +1,11 @@
-"""KV events for a gateway, numbered and framed as the contract wants.
+"""KV events for a gateway, numbered and framed by the contract.
 
-A subscription starts with a snapshot, in chunks with consecutive numbers that end at the present one; then every step
-with events gives a batch. No history is kept: a subscriber that resumes at another number than the present one is
-refused with OUT_OF_RANGE, and one that falls behind ends with DATA_LOSS, upon which a gateway starts anew.
+A subscription starts with a snapshot, in chunks with consecutive numbers up to the present number; then every step with
+events gives a batch. No history is kept: resuming at another number than the present is refused with OUT_OF_RANGE, and
+a late subscriber ends with DATA_LOSS. In both cases a gateway starts anew.
 
-Gateways index blocks by their tokens alone, and take a chain with an unknown parent for one from the root. So blocks
-with a salt, an adapter or a prompt table, whose chains start at such a parent, are left out.
+Gateways index blocks by tokens alone, and take a chain with an unknown parent for a chain from the root. So blocks with
+a salt, an adapter or a prompt table are left out: their chains start at unknown parents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUMBERS_A_SECOND = 1 << 24
 
 
 class OutOfRange(Exception):
-    """The subscriber resumes at another number than the present one."""
+    """The subscriber resumes at another number than the present."""
 
 
 class FellBehind(Exception):
@@ -41,27 +41,26 @@ class FellBehind(Exception):
 
 
 def first_number(started_at: float) -> int:
-    """Number before the first batch of a worker that started then, in seconds of the Unix clock: beyond all numbers of
-    its predecessors at the same address."""
+    """The number before a worker's first batch, from the start in seconds of the Unix clock: beyond all numbers of
+    predecessors at the same address."""
     return int(started_at) * NUMBERS_A_SECOND
 
 
 class KvSubscription:
-    """Implements streams.Stream for one subscriber."""
+    """Implements streams.Stream for a subscriber."""
 
     unacknowledged_steps = 0
     busy = False
 
     def __init__(self, engine: LoadedEngine, base: int, resumed: int) -> None:
-        """`base` is the worker's first number, `resumed` the last one that the subscriber has, or 0. Raises
-        OutOfRange."""
+        """`base` is the worker's first number, `resumed` the subscriber's last number, or 0. Raises OutOfRange."""
         kv = engine.streams.kv
         self._number = base + kv.records
         if resumed not in (0, self._number):
             raise OutOfRange
         self._engine = engine
         self._shown: set[int] = set()
-        """Stored blocks that the subscriber may know."""
+        """Stored blocks, possibly known to the subscriber."""
         self._samples = count(1)
         self._load: common_pb2.EngineLoad | None = None
         self._told_load: tuple[object, ...] | None = None
@@ -77,12 +76,12 @@ class KvSubscription:
         self._stream = engine.streams.add(self)
 
     def close(self) -> None:
-        # If it was raised, it refers to this.
+        # A raised error refers to this.
         self._farewell = None
         self._engine.streams.remove(self._stream)
 
     async def next(self) -> list[common_pb2.KvEventBatch]:
-        """The batches that are ready. Raises FellBehind, or the error that ends the stream."""
+        """The ready batches. Raises FellBehind, or the error at the end of the stream."""
         while True:
             if self._lost:
                 raise FellBehind
@@ -176,7 +175,7 @@ class KvSubscription:
 
 
 def _figures(record: common_pb2.EngineLoad) -> tuple[object, ...]:
-    """What makes a record worth sending before the next heartbeat."""
+    """The part of a record worth sending before the next heartbeat."""
     return (
         record.running_requests,
         record.waiting_requests,
@@ -192,7 +191,7 @@ def _blocks(event: epb.KvEvent) -> int:
 def _snapshot(
     events: Sequence[epb.KvEvent], number: int, tokens_per_block: int
 ) -> list[common_pb2.KvEventBatch]:
-    """Chunks that rebuild the contents, the first of which clears what the subscriber has."""
+    """Chunks for rebuilding the contents. The first clears the subscriber's."""
     parts: list[list[common_pb2.KvCacheEvent]] = [
         [common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())]
     ]
@@ -217,7 +216,7 @@ def _snapshot(
 
 
 def _pieces(event: epb.KvEvent, tokens_per_block: int) -> Iterator[epb.KvEvent]:
-    """A chain of stored blocks in runs that fit a chunk."""
+    """A chain of stored blocks in runs, each of a chunk at most."""
     stored = event.stored
     most = max(1, CHUNK_TOKENS // max(1, tokens_per_block))
     parent = stored.parent_hash

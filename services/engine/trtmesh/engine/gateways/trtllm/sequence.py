@@ -1,4 +1,4 @@
-"""The output of one sequence of a call."""
+"""The output of a sequence of a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOP_IDS = frozenset({pb.FINISH_REASON_END_ID, pb.FINISH_REASON_STOP_WORD})
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """Everything generated so far, because the last answer repeats it. Bounded by `max_tokens`."""
+    """Everything generated so far, because the last answer repeats all. Bounded by `max_tokens`."""
 
     asked: AskedGeneration
     index: int
@@ -32,27 +32,27 @@ class SequenceOutput:
 
     @property
     def stop_text(self) -> str | None:
-        """The stop text that ended the sequence."""
+        """The stop text at the end of the sequence."""
         return self.search.found if self.search else None
 
     @property
     def generated(self) -> int:
-        """Tokens generated, with those of a stop text."""
+        """Tokens generated, including a stop text."""
         return len(self.token_ids)
 
     @property
     def sendable(self) -> int:
-        """Leading tokens that belong to the output for certain."""
+        """Leading tokens, certain to belong to the output."""
         if self.end or self.stop_text is not None:
-            # A backend may tell that a token ended the sequence after that token.
+            # A backend may report the end later than the ending token.
             return max(self.sent, self._kept())
         if self.asked.revises:
             return 0
         return self.search.certain if self.search else len(self.token_ids)
 
     def add(self, offset: int, token_ids: Sequence[int], details: TokenDetails | None) -> bool:
-        """Adds tokens; those from `offset` on replace earlier ones. Returns whether a stop text was completed, after
-        which further tokens are dropped."""
+        """Adds tokens, in place of earlier tokens from `offset` on. Returns whether a stop text was completed; later
+        tokens are dropped."""
         if self.stop_text is not None:
             return False
         if offset < len(self.token_ids):
@@ -81,7 +81,7 @@ class SequenceOutput:
         del self.logits[length * self.asked.logits_row_bytes :]
 
     def _kept(self) -> int:
-        """Tokens of the output, which contains what stopped the sequence only if asked."""
+        """Tokens of the output, without the end id or stop text unless requested."""
         if self.asked.includes_stop:
             return len(self.token_ids)
         if self.search and self.search.found is not None:

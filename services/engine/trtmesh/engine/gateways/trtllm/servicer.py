@@ -1,4 +1,4 @@
-"""TrtllmService: the engine behind gateways that speak the contract of smg-grpc-proto."""
+"""TrtllmService: the engine behind gateways with the contract of smg-grpc-proto."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ FEATURES = {
     "context_logits": "output.context_logits",
     "generation_logits": "output.generation_logits",
 }
-"""Words of `supported_features`, by the field that each needs."""
+"""Words of `supported_features`, by the needed field."""
 
 MOST_SUBSCRIBERS = 32
-"""Each costs a snapshot when it starts, and keeps what its client has not read."""
+"""Each costs a snapshot at the start, and keeps all unread by the client."""
 
 
 class TrtllmService(tpb_grpc.TrtllmServiceServicer):
@@ -81,7 +81,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
         tpb_grpc.add_TrtllmServiceServicer_to_server(self, server)
 
     async def load(self, model_dir: Path | None) -> None:
-        """Loads the tokenizer of the model, where there is one."""
+        """Loads the tokenizer of the model, if any."""
         self._texts = await asyncio.to_thread(Texts.load, model_dir)
 
     async def Generate(self, request: tpb.GenerateRequest, context: ServedContext) -> None:
@@ -108,7 +108,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
         self, request: tpb.HealthCheckRequest, context: ServedContext
     ) -> tpb.HealthCheckResponse:
         async with answering(context):
-            # A gateway takes any answer for a reason to ask what the model is.
+            # After any answer a gateway asks for the model.
             self._loaded()
             problems = self._runtime.health.problems
             text = "; ".join(f"{component}: {problem}" for component, problem in problems.items())
@@ -139,7 +139,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
         self, request: tpb.GetServerInfoRequest, context: ServedContext
     ) -> tpb.GetServerInfoResponse:
         async with answering(context):
-            # Sizes stay 0: backends spread a model over devices in ways of their own, and do not say which.
+            # Sizes stay 0: backends spread a model over devices in ways of their own, and do not report how.
             return tpb.GetServerInfoResponse(
                 version=version("trtmesh"), backend=self._loaded().info.backend
             )
@@ -149,7 +149,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
     ) -> None:
         async with answering(context):
             engine = self._loaded()
-            # Packed once: calls share the archive, however slowly they read it.
+            # Packed once: calls share the archive, however slowly clients read.
             async with self._packing:
                 if self._archive is None:
                     self._archive = await asyncio.to_thread(
@@ -161,7 +161,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: ServedContext
     ) -> None:
-        """`load_records_before_first_batch` changes nothing: the snapshot is a first batch that comes at once."""
+        """`load_records_before_first_batch` changes nothing: the snapshot comes at once as the first batch."""
         with self._session():
             async with answering(context):
                 engine = self._loaded()
@@ -197,7 +197,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
     async def _feed(
         self, subscription: KvSubscription, engine: LoadedEngine, context: ServedContext
     ) -> None:
-        # Clients take a subscription without headers for a dead one.
+        # Clients take a subscription without headers for dead.
         await context.send_initial_metadata(())
         try:
             while batches := await subscription.next():
@@ -220,7 +220,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
 
     @contextmanager
     def _call(self, request: tpb.GenerateRequest, engine: LoadedEngine) -> Iterator[GenerateCall]:
-        """A running item; it is stopped on exit."""
+        """A running item, stopped on exit."""
         try:
             asked = self._parsed(request, engine)
             call = GenerateCall(engine, asked, self._texts)
@@ -250,7 +250,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
         return asked
 
     def _check_room(self, sequences: int) -> None:
-        """Calls of which the engine is done may wait for slow clients, so its queue does not bound them."""
+        """Calls may wait for slow clients after the engine is done, so the engine's queue does not bound calls."""
         most = MAX_HANDLES
         if sequences > most:
             raise never_fits(sequences, most)
@@ -280,7 +280,7 @@ def _sentence(error: TrtmeshError) -> str:
 
 
 async def _write(context: ServedContext, answer: Any, engine: LoadedEngine) -> None:
-    """Raises SlowClient where the client does not read it in time."""
+    """Raises SlowClient where the client does not read in time."""
     seconds = engine.settings.connections.unread_seconds
     try:
         async with asyncio.timeout(seconds):
@@ -290,7 +290,7 @@ async def _write(context: ServedContext, answer: Any, engine: LoadedEngine) -> N
 
 
 def _sizes(model_dir: Path | None) -> dict[str, int]:
-    """The sizes in the model's config.json, those of the text model where it has several."""
+    """The sizes in the model's config.json, of the text model if there are several."""
     try:
         config = load_json((model_dir / "config.json").read_text("utf-8")) if model_dir else {}
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Texts of requests: the tokenizer in the model directory encodes them, and finds stop texts in what is generated."""
+"""Encodes texts of requests by the tokenizer in the model directory, and finds stop texts in the output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 CONTEXT_TOKENS = 8
 """Prompt tokens before the output: the text of a token may depend on the tokens before it."""
 MOST_TEXTLESS = 16
-"""Tokens in a row without text before decoding starts anew: a character has at most four, so these are no character."""
+"""Tokens in a row without text before decoding starts anew. A character has at most four tokens, so more are no
+character."""
 REPLACEMENT = "\ufffd"
 
 
@@ -32,7 +33,7 @@ class Texts:
 
     @classmethod
     def load(cls, model_dir: Path | None) -> Self | None:
-        """Blocks while it reads the file. None without a file or without the library."""
+        """Blocks to read the file. Returns None without a file or without the library."""
         if model_dir is None or not (model_dir / TOKENIZER_FILE).is_file():
             return None
         try:
@@ -56,7 +57,7 @@ class Texts:
 
 
 class StopSearch:
-    """Finds the first stop text in the text of one sequence, token by token."""
+    """Finds the first stop text in the text of a sequence, token by token."""
 
     def __init__(self, tokenizer: Any, stops: StopTexts, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -69,14 +70,14 @@ class StopSearch:
         self._starts: list[int] = []
         """Position of each token's first character in the text; a token with incomplete text starts at the end."""
         self.certain = 0
-        """Leading tokens that cannot belong to a stop text."""
+        """Leading tokens, certainly outside a stop text."""
         self.found: str | None = None
         self.kept = 0
-        """Tokens of the output once a text is found: those before it. Where it begins inside a token, all, so that
-        nothing is lost and a client can cut the text itself."""
+        """Tokens of the output once a text is found: the tokens before the text, or all tokens where the text begins
+        inside a token. A client can then cut the text without loss."""
 
     def add(self, token: int, *, may_end: bool) -> bool:
-        """Adds a token; returns whether a stop text is complete, which counts only where the sequence may end."""
+        """Adds a token. Returns whether a stop text is complete and the sequence may end."""
         self._starts.append(self._length)
         stops, state = self._stops, self._state
         for character in self._text_of(token):
@@ -90,7 +91,7 @@ class StopSearch:
         return False
 
     def _text_of(self, token: int) -> str:
-        """The text that is complete with this token, or the mark of a special token that a stop text names."""
+        """The text complete with this token, or the mark of a special token in a stop text."""
         if (mark := self._stops.marks.get(token)) is not None:
             return mark
         added: str | None = self._decoding.step(self._tokenizer, token)
@@ -110,7 +111,7 @@ class StopSearch:
         return DecodeStream(ids=context, skip_special_tokens=True)
 
     def _end_with(self, found: Ending) -> None:
-        """Ends the output with a stop text that the text now ends with."""
+        """Ends the output with a stop text at the end of the text."""
         self.found = self._stops.texts[found.stop_index]
         begins = self._length - found.length
         place = bisect_left(self._starts, begins)

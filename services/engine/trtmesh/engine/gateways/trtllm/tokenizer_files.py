@@ -1,4 +1,4 @@
-"""The tokenizer of the model directory as a zip archive, for gateways that have no copy."""
+"""The tokenizer of the model directory as a zip archive, for gateways without a copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONSTANT_TIME = (1980, 1, 1, 0, 0, 0)
 
 
 def tokenizer_archive(model_dir: Path | None) -> bytes:
-    """Blocks while it compresses. Raises UnsupportedCall without a tokenizer, and Exhausted for one too large."""
+    """Blocks to compress. Raises UnsupportedCall without a tokenizer, and Exhausted for too large a tokenizer."""
     files = (
         [model_dir / name for name in FILES if (model_dir / name).is_file()] if model_dir else []
     )

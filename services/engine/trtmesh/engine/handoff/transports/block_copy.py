@@ -1,7 +1,7 @@
 """Copies between blocks of pools in host memory, by few and large calls.
 
-numpy releases the GIL while it copies, and a call takes about a microsecond besides. So one call copies all runs of a
-block that lie at regular distances, and neighbouring blocks together.
+numpy releases the GIL while it copies, and a call takes about a microsecond besides. So a call copies all runs of a
+block at regular distances, and neighbouring blocks together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trtmesh.engine.handoff.transports.transport import PoolSize, ShardCopy, che
 from trtmesh.engine.kv_memory import Bytes
 
 BATCH_BYTES = 16 << 20
-"""Bytes that a thread copies without a pause: a few milliseconds."""
+"""Bytes copied by a thread without a pause: a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Piece:
 def batches(
     copies: Sequence[ShardCopy], sources: Sequence[Bytes], targets: Sequence[Bytes]
 ) -> Iterator[list[Piece]]:
-    """Copies between rows [blocks, bytes], in batches of about BATCH_BYTES. Raises ReadFailed for what is outside."""
+    """Copies between rows [blocks, bytes], in batches of about BATCH_BYTES. Raises ReadFailed for bytes outside."""
     check_bounds(
         copies, *([PoolSize(*rows.shape) for rows in pools] for pools in (sources, targets))
     )
@@ -127,7 +127,7 @@ def _grids(copy: ShardCopy) -> list[_Grid]:
 
 
 def _folded(grids: Sequence[_Grid]) -> list[_Grid]:
-    """Consecutive equal grids at regular distances, as grids with one more axis."""
+    """Consecutive equal grids at regular distances, as grids with a further axis."""
     groups: list[list[_Grid]] = []
     for grid in grids:
         group = groups[-1] if groups else []

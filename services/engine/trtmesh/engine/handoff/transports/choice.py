@@ -1,4 +1,4 @@
-"""The transports of a worker, as its settings choose them."""
+"""The transports of a worker, as chosen by settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtmesh.v1 import kv_transfer_pb2 as pb
 log = logging.getLogger(__name__)
 
 Transports = Mapping[pb.KvTransport.ValueType, Transport | None]
-"""By kind, the preferred first. gRPC has None: its data comes in the messages of a fetch."""
+"""By kind, the preferred first. gRPC has None: the data comes in the messages of a fetch."""
 
 Open = Callable[[KvMemory], Transport]
 
@@ -24,7 +24,7 @@ Open = Callable[[KvMemory], Transport]
 def open_transports(
     settings: HandoffSettings, memory: KvMemory, known: Mapping[TransportName, Open]
 ) -> Transports:
-    """The transports that this system has. Raises SettingsError for a chosen one that it lacks."""
+    """The transports of this system. Raises SettingsError for a chosen but missing transport."""
     found: dict[pb.KvTransport.ValueType, Transport | None] = {}
     for name in settings.transports:
         if name == "grpc":

@@ -18,7 +18,7 @@ from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.v1 import kv_transfer_pb2 as pb
 
 MAX_IDLE_SENDERS = 16
-"""Senders that stay connected between reads."""
+"""Most senders connected between reads."""
 
 
 class Nixl:
@@ -62,7 +62,7 @@ class Nixl:
 
 
 class _NixlSender(Peer):
-    """A sender's agent at this receiver, and its thread."""
+    """A sender's agent at this receiver, and the agent's thread."""
 
     def __init__(self, offer: NixlOffer, memory: KvMemory) -> None:
         super().__init__(ThreadPoolExecutor(1, "trtmesh-kv-read"))
@@ -70,7 +70,7 @@ class _NixlSender(Peer):
 
     @property
     def is_usable(self) -> bool:
-        """Also while it connects."""
+        """Also while connecting."""
         if not self._agent.done():
             return True
         return self._agent.exception() is None and self._agent.result().is_usable

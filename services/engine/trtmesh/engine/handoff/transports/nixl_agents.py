@@ -1,11 +1,12 @@
-"""Agents of NIXL, which reads through UCX: shared memory, TCP or RDMA, between host or device memory.
+"""Agents of NIXL. NIXL reads through UCX: shared memory, TCP or RDMA, between host or device memory.
 
-NIXL makes no promise about a transfer that is given up: it may still write. What ends for certain is an agent, with all
-connections and registrations. So each sender is read by an agent of its own, which is destroyed to end its reads.
+NIXL makes no promise about an abandoned transfer: the transfer may still write. Only the end of an agent, with all
+connections and registrations, is certain. So each sender is read by an agent of its own, destroyed to end the reads.
 
-All calls to an agent come from one thread, because agents have no thread of their own: such a thread would spin. A
+All calls to an agent come from a single thread, because agents have no thread of their own: such a thread would spin. A
 receiver's thread polls while it reads. A sender's agent is polled all the time, since it answers connecting receivers,
-and reads through TCP. No notification announces a read: UCX ends the process if the peer dies before one has left.
+and reads through TCP. No notification announces a read: UCX ends the process if the peer dies before a notification has
+left.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class NixlOffer:
-    """A sender's pools, and the metadata of its agent."""
+    """A sender's pools, and the metadata of the sender's agent."""
 
     pools: Pools
     metadata: bytes
@@ -131,7 +132,7 @@ class NixlOffer:
 
 
 class OfferingAgent:
-    """Lets receivers read the pools of this worker, until it is closed."""
+    """Lets receivers read the pools of this worker, until closed."""
 
     def __init__(self, pools: Pools) -> None:
         self._agent = new_agent()
@@ -170,7 +171,7 @@ class OfferingAgent:
 
 
 class ReadingAgent:
-    """Reads from one sender. All methods but `cut` are called in one thread."""
+    """Reads from a sender. All methods but `cut` are called in the same thread."""
 
     def __init__(self, offer: NixlOffer, memory: KvMemory) -> None:
         """Raises TransportUnusable."""
@@ -188,11 +189,11 @@ class ReadingAgent:
         return self._agent is not None
 
     def cut(self) -> None:
-        """Ends the read in progress, and with it this agent."""
+        """Ends the read in progress, and this agent too."""
         self._cut.set()
 
     def read(self, copies: Sequence[ShardCopy]) -> Iterator[None]:
-        """Reads, one request for each step. Raises ReadFailed."""
+        """Reads with a request per step. Raises ReadFailed."""
         check_bounds(copies, self._sources.sizes, self._targets.sizes)
         for sources, targets in _requests(copies, self._sources, self._targets):
             self._fetch(sources, targets)
@@ -274,7 +275,7 @@ def _regions(
 
 
 def _joined(source: Descriptors, target: Descriptors) -> tuple[Descriptors, Descriptors]:
-    """Joins regions that are neighbours on both sides."""
+    """Joins regions adjacent on both sides."""
     follows = [each[:-1, 0] + each[:-1, 1] == each[1:, 0] for each in (source, target)]
     starts = np.flatnonzero(np.concatenate(([True], ~(follows[0] & follows[1]))))
     sizes = np.add.reduceat(source[:, 1], starts)
@@ -306,7 +307,7 @@ def new_agent() -> Any:
 
 @cache
 def _api() -> Any:
-    """The API of NIXL, whose log goes to this process's log instead of its standard output."""
+    """The API of NIXL. The library's log goes to this process's log instead of the standard output."""
     raises = logging.raiseExceptions
     problem = "is not installed"
     for package in _PACKAGES:

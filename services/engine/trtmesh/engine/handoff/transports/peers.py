@@ -1,4 +1,4 @@
-"""Senders that a transport stays connected to, between the handoffs from them, and the reads from one."""
+"""Senders connected between handoffs, and the reads from each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Generic, TypeVar
 from trtmesh.engine.handoff.transports.transport import ReadFailed, ShardCopy, to_the_end
 
 CLOSE_SECONDS = 2.0
-"""Time for a read to end by itself when its source is closed. Then all reads from the sender are cut."""
+"""Time for a read to end alone after the close of the source. Then all reads from the sender are cut."""
 
 
 class Peer(ABC):
-    """A sender: its resources are released when the last user leaves."""
+    """A sender. All resources are released when the last user leaves."""
 
     def __init__(self, thread: Executor) -> None:
         """`thread` takes the steps of reads."""
@@ -40,12 +40,12 @@ class Peer(ABC):
         """A read in steps. Raises ReadFailed."""
 
     def next_step(self, remaining: Iterator[None]) -> asyncio.Future[bool]:
-        """Continues a read. Returns whether it goes on."""
+        """Continues a read. Returns whether more is to read."""
         return asyncio.get_running_loop().run_in_executor(self._thread, _has_next, remaining)
 
     @abstractmethod
     def cut(self) -> None:
-        """Ends all reads that do not end by themselves."""
+        """Ends all reads still in progress."""
 
     @abstractmethod
     def release(self) -> None:
@@ -96,7 +96,7 @@ P = TypeVar("P", bound=Peer)
 
 
 class PeerCache(Generic[P]):
-    """Peers by their offers. Of the idle ones, the least recently used are dropped."""
+    """Peers by their offers. Of idle peers, the least recently used are dropped."""
 
     def __init__(self, most_idle: int) -> None:
         self._most_idle = most_idle

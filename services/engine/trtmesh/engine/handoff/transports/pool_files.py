@@ -1,8 +1,8 @@
 """Hands the files of a worker's pools to other processes of the same user and host.
 
-The files are anonymous, and sealed before they are offered: they keep their size, and nobody can map them writable any
-more. Receivers ask for them at an abstract Unix socket, which is known in one network namespace only and leaves nothing
-in a file system. The connection stays open: its end tells each side of the other's end.
+The files are anonymous, and sealed before the offer: their size is fixed, and nobody can map them writable any more.
+Receivers ask at an abstract Unix socket, known in a single network namespace and without a trace in a file system. The
+connection stays open: the end of the connection tells each side of the other's end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEAD: Final = "<B16s16sH"
 """Version, name of the socket, token, number of pools."""
 _POOL: Final = "<QQ"
 _MAX_POOLS = 253
-"""SCM_MAX_FD: most files of one message."""
+"""SCM_MAX_FD: most files of a message."""
 _MAX_RECEIVERS = 256
 _TIMEOUT_SECONDS = 2.0
 _PAUSE_SECONDS = 0.5
@@ -54,7 +54,7 @@ class PoolFiles:
 
 @dataclass(frozen=True, slots=True)
 class PoolOffer:
-    """The socket of a sender, the token it expects, and its pools: their blocks, and the bytes of a block."""
+    """The socket of a sender, the expected token, and the pools: their blocks, and the bytes of a block."""
 
     name: bytes
     token: bytes
@@ -85,7 +85,7 @@ class PoolOffer:
 
 
 def sealed_files(memory: KvMemory) -> PoolFiles:
-    """Seals the files of all pools. Raises TransportUnusable for pools that are not in sealable files."""
+    """Seals the files of all pools. Raises TransportUnusable for pools outside sealable files."""
     if sys.platform != "linux":
         raise TransportUnusable(f"{sys.platform} has no sealed anonymous files")
     pools = [memory.memory(shard) for shard in range(len(memory.shards))]
@@ -102,7 +102,7 @@ def sealed_files(memory: KvMemory) -> PoolFiles:
 
 
 def seal(file: int) -> None:
-    """Fixes the size of a file, and refuses all writes but those through existing mappings."""
+    """Fixes the size of a file, and refuses all writes except through existing mappings."""
     if missing := _seals() & ~fcntl.fcntl(file, fcntl.F_GET_SEALS):
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, missing)
 
@@ -127,7 +127,7 @@ class PoolDoor:
         self._listener.close()
 
     async def serve(self) -> None:
-        """Serves until it is cancelled."""
+        """Serves until cancelled."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as receivers:
             while True:
@@ -164,7 +164,7 @@ class PoolDoor:
 
 @dataclass(frozen=True, slots=True)
 class MappedPools:
-    """A sender's pools, mapped read-only, and the connection that ends with the sender."""
+    """A sender's pools, mapped read-only, and the connection to the sender."""
 
     connection: socket.socket
     rows: list[Bytes]
@@ -211,7 +211,7 @@ async def _ask(connection: socket.socket, offer: PoolOffer) -> list[int]:
 
 
 def _map(file: int, pool: tuple[int, int]) -> Bytes:
-    """Maps a file, which must be sealed so that no access can fail."""
+    """Maps a file. Raises TransportUnusable unless sealed: no access may fail."""
     blocks, block_bytes = pool
     if (seals := fcntl.fcntl(file, fcntl.F_GET_SEALS)) & _seals() != _seals():
         raise TransportUnusable(f"the file of a pool has the seals {seals:#x} only")

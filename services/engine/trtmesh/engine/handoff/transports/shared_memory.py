@@ -1,4 +1,4 @@
-"""KV in shared memory, between processes of one user on one host."""
+"""KV in shared memory, between processes of the same user and host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trtmesh.engine.kv_memory import Bytes, KvMemory
 from trtmesh.v1 import kv_transfer_pb2 as pb
 
 MAX_IDLE_SENDERS = 64
-"""Senders that stay mapped between reads."""
+"""Most senders mapped between reads."""
 
 
 class SharedMemory:

@@ -1,4 +1,4 @@
-"""Parts that arrive in the messages of a fetch, and are copied into the receiver's blocks."""
+"""Parts in the messages of a fetch, copied into the receiver's blocks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trtmesh.engine.handoff.transports.transport import ReadFailed, ShardCopy
 from trtmesh.engine.kv_memory import Bytes, KvMemory, Span
 
 Band = tuple[int, int, Bytes]
-"""Rows of a part that lie together: shard, first row, [rows, bytes]."""
+"""Adjacent rows of a part: shard, first row, [rows, bytes]."""
 
 
 SMALL_BYTES = 2**14
-"""Smaller chunks are put together, so that a part has few."""
+"""Smaller chunks are joined, to keep a part to few chunks."""
 
 
 class Damaged(ReadFailed):
@@ -25,7 +25,7 @@ class Damaged(ReadFailed):
 
 
 class StreamedPart:
-    """A part under way: its bytes stay where they were received. Its blocks are rows of each of the sender's shards."""
+    """A part under way. The bytes stay where received; the blocks are rows of each of the sender's shards."""
 
     def __init__(
         self, memory: KvMemory, copying: Copying, spans: Sequence[Span], rows: int, checksum: int
@@ -37,12 +37,12 @@ class StreamedPart:
         self.chunks: list[memoryview | bytearray] = []
         """The bytes so far."""
         self._complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether all bytes came. No exception, which would refer to the reader, and the reader to this."""
+        """Whether all bytes came. Not an exception: an exception would refer to the reader, and the reader to this."""
         if not self.missing_bytes:
             self._complete.set_result(True)
 
     def feed(self, data: memoryview) -> None:
-        """Takes the next bytes, at most the missing ones. They must not change until the part was read."""
+        """Takes the next bytes, at most the missing ones. The bytes must not change until the part was read."""
         chunks = self.chunks
         if len(data) >= SMALL_BYTES:
             chunks.append(data)
@@ -109,7 +109,7 @@ class StreamedPart:
 
 
 def _taken(chunks: deque[Bytes], size: int) -> Bytes:
-    """Removes the first bytes of the chunks; copies those of several chunks to one place."""
+    """Removes the first bytes of the chunks; copies bytes of several chunks to one place."""
     taken: list[Bytes] = []
     while size:
         chunk = chunks.popleft()

@@ -1,7 +1,7 @@
-"""A transport offers a worker's KV memory, and reads that of another worker.
+"""A transport offers a worker's KV memory, and reads another worker's.
 
-Only the receiver moves data into its memory. `read` returns, or raises ReadFailed, once nothing of it can write any
-more; cancelling it does not end it earlier. So a lease leaves quarantine when its reads have returned.
+Only the receiver moves data into the receiver's memory. `read` returns, or raises ReadFailed, once no write of the read
+can follow; cancelling does not end the read earlier. So a lease leaves quarantine when all reads have returned.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def check_bounds(
 
 
 class Source(Protocol):
-    """A sender's memory, opened by the receiver of one handoff."""
+    """A sender's memory, opened by the receiver of a handoff."""
 
     async def read(self, copies: Sequence[ShardCopy]) -> None:
         """Copies into the receiver's blocks. Raises ReadFailed."""
@@ -77,7 +77,7 @@ class Source(Protocol):
 
 
 class Transport(Protocol):
-    """Reads the memory of senders on behalf of a receiver, and offers its own."""
+    """Reads the memory of senders on behalf of a receiver, and offers the receiver's own."""
 
     @property
     def kind(self) -> pb.KvTransport.ValueType: ...
@@ -93,7 +93,8 @@ class Transport(Protocol):
 
 
 async def to_the_end(future: asyncio.Future[T]) -> T:
-    """Awaits a future that goes on writing when its reader is cancelled: the cancellation is raised at its end."""
+    """Awaits a future to the end, even when the reader is cancelled, because the writes continue; then raises the
+    cancellation."""
     cancelled = False
     while not future.done():
         try:

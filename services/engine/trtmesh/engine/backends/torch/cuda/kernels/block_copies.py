@@ -33,7 +33,7 @@ def _copy(source, target, sources, targets, source_stride, target_stride, size, 
 def copy_blocks(
     source: Tensor, target: Tensor, sources: Sequence[int], targets: Sequence[int]
 ) -> None:
-    """Implements CopiesBlocks; the reference is `memory.block_copies.copy_blocks`."""
+    """Implements CopiesBlocks; the reference is `memory.kvcache.copy_blocks`."""
     if not sources:
         return
     device = source.device if source.is_cuda else target.device
