@@ -146,7 +146,6 @@ ROOMS = {
         "details",
         "adapter_folders",
         "adapter_layers",
-        "adapter_targets",
         "kv_events",
         "load",
         "library",

@@ -190,7 +190,7 @@ def _write_arrays(
     from trtmesh.engine.adapters.arrays import parse_arrays
     from trtmesh.engine.adapters.lora import fit, of_one_rank
     from trtmesh.engine.adapters.peft import write_peft
-    from trtmesh.engine.backends.tensorrt_llm.adapter_targets import names_of, targets_of
+    from trtmesh.engine.backends.tensorrt_llm.adapter_layers import names_of, targets_of
 
     targets = targets_of(config)
     lora = fit(parse_arrays(content, targets), targets)
