@@ -1,4 +1,4 @@
-"""The seam to a device. Only `loading` knows the kinds of devices, and picks one."""
+"""The seam to a device. Only `loading` knows the kinds of devices, and picks a device."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Batch:
     """Chunks with the number of logits for their readers."""
     adapters: list[AdapterRows]
     decoding: SequenceOf[Chunk] = ()
-    """Chunks of one token that the device computes in another way; the other fields leave them out."""
+    """Chunks of a single token, computed by the device in another way; the other fields leave these out."""
     prefilling: SequenceOf[Chunk] = ()
-    """Chunks that it computes in a third way, left out as well."""
+    """Chunks computed in a third way, left out as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +67,29 @@ class Forward:
 
 
 class Compute(Protocol):
-    """A model on a device. Calls take effect on the device in order and need not wait for results, which are read
-    when a step is collected."""
+    """A model on a device. Calls take effect on the device in order and need not wait for results. Collecting a step
+    reads the results."""
 
     def move(self, moves: SequenceOf[Move]) -> None:
         """Copies and clears blocks."""
 
     def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
-        """Lays the chunks out as one flat batch."""
+        """Lays the chunks out as a flat batch."""
 
     def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
-        """Writes the KV of a batch and computes its logits. A device that computes at once calls `written` after it has
-        written the KV of a layer."""
+        """Writes the KV of a batch and computes the logits. A device without delay calls `written` after writing the KV
+        of each layer."""
 
     @property
     def captured_steps(self) -> int:
-        """Steps that were replayed as graphs alone; only grows."""
+        """Steps replayed as graphs alone; only grows."""
 
     @property
     def may_follow(self) -> bool:
-        """Whether `follow` can compute the step after the last, whose tokens were not read yet."""
+        """Whether `follow` can compute a step before the tokens of the last step were read."""
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
-        """Computes the tokens that the last call of `choose` picked for its `rows`, one for each chunk."""
+        """Computes the tokens picked by the last call of `choose` for `rows`, a token for each chunk."""
 
     def synchronize(self) -> None:
         """Waits until everything is computed."""
@@ -101,17 +101,17 @@ class Compute(Protocol):
         """Computes the log-probabilities for ranking beams."""
 
     def check(self) -> None:
-        """Computes one token outside of all sequences. Raises where the model cannot compute at all."""
+        """Computes a token outside of all sequences. Raises where the model cannot compute at all."""
 
     def release_memory(self) -> None:
         """Returns cached memory to the device after an allocation failed."""
 
 
 class Device(ABC):
-    """What differs between devices while a model is loaded."""
+    """The differences between devices while a model is loaded."""
 
     pins_memory: ClassVar[bool]
-    """Whether the device copies from and to pinned host memory by itself."""
+    """Whether the device copies from and to pinned host memory without the CPU."""
     shares_memory: ClassVar[bool]
     """Whether other processes can map the device's memory as a file."""
     default_dtype: ClassVar[torch.dtype | None]
@@ -145,12 +145,12 @@ class Device(ABC):
 
     @abstractmethod
     def spare_memory(self, model: Model, largest: StepSize) -> int:
-        """Bytes that the KV cache may take: those still available, without what the largest steps take besides."""
+        """Bytes for the KV cache: all still available, without the needs of the largest steps."""
 
     @abstractmethod
     def default_cache_bytes(self, model: Model, largest: StepSize) -> int:
-        """Size of the KV cache where no setting limits it."""
+        """Size of the KV cache without a limit by settings."""
 
     @abstractmethod
     def allocated_bytes(self) -> int:
-        """Device memory that tensors hold; 0 where the device computes in host memory."""
+        """Device memory held by tensors; 0 where the device computes in host memory."""

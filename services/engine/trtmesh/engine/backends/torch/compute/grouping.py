@@ -1,8 +1,8 @@
 """Groups the sequences of a step for attention, and provides their keys and values: gathered, or copied earlier.
 
-In the flat batch, sequences with one token (decode) come first, sorted by length, then the chunks. Decoding sequences
-are cut into groups of similar lengths, small enough for the CPU's caches; a group costs one gather of rows and one
-attention call. Every chunk is a group of its own.
+In the flat batch, sequences with a single token (decode) come first, sorted by length, then the chunks. Decoding
+sequences are cut into groups of similar lengths, small enough for the CPU's caches; a group costs a gather of rows and
+an attention call. Every chunk is a separate group.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ SMALL_GROUP_BYTES = 512 * 1024
 PADDING = 1.25
 """Most keys gathered per key needed, in larger groups."""
 ROOM_TOKENS = 64
-"""Tokens by which sequences can grow before their copies are made anew."""
+"""Sequences can grow by so many tokens before their copies are made anew."""
 
 Partition = Callable[[Rows], list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sequences with equally many tokens in the step, attended to in one call.
+    """Sequences with equally many tokens in the step, attended to in a single call.
 
     `rows` [2 * sequences * kv_heads * blocks] are gathered into `gathered`, and converted into `widened` where the
     cache has another type; `keys` and `values` [sequences, kv_heads, keys, head_dim] are views of the result. `mask`
     broadcasts to [sequences, 1, tokens, keys] and is added. A group without rows has a `copy`, or is the beginning of a
-    sequence and attends to the keys of the step; `causal` marks a mask that hides only later tokens.
+    sequence and attends to the keys of the step; `causal` marks a mask against later tokens only.
     """
 
     first: int
@@ -75,7 +75,7 @@ class Grouping:
             lengths = step.starts[: step.singles] + 1
             visible = lengths if window is None else np.minimum(lengths, window)
             size = self._cache.tokens_per_block
-            # A window that begins inside a block touches an additional block.
+            # A window beginning inside a block touches an additional block.
             blocks = np.minimum(-(-lengths // size), -(-(visible + size - 1) // size))
             groups = [
                 self._single_group(step, first, last, int(blocks[last - 1]), window)
@@ -112,7 +112,7 @@ class Grouping:
         return groups
 
     def _group_end(self, blocks: Rows, first: int) -> int:
-        """The end of the group that begins at `first`."""
+        """The end of the group beginning at `first`."""
         shape = self._cache.shape
         block_bytes = shape.kv_heads * self._cache.tokens_per_block * shape.head_dim
         block_bytes *= self._dtype.itemsize
@@ -177,13 +177,13 @@ class Grouping:
         return torch.from_numpy(mask).to(self._device, self._dtype)
 
     def _provide(self, groups: list[Group]) -> None:
-        """Gives each group a view of the workspace; groups use it one after another."""
+        """Gives each group a view of the workspace; groups take turns there."""
         shape = self._cache.shape
         row_size = self._cache.tokens_per_block * shape.head_dim
         needed = max((len(group.rows) for group in groups if group.rows is not None), default=0)
         widens = self._workspace.dtype != self._dtype
         if needed * row_size > self._workspace.numel():
-            # Room to grow, so that growing sequences do not allocate in every step.
+            # Room to grow: growing sequences must not allocate in every step.
             room = int(needed * row_size * 1.25)
             self._workspace = self._workspace.new_empty(room)
             self._wide = self._wide.new_empty(room) if widens else self._workspace
@@ -204,9 +204,9 @@ class Grouping:
 class DecodeCopies:
     """Contiguous copies of the keys and values of decoding sequences, in at most `most_bytes` of memory.
 
-    Gathering blocks reads and writes all keys and values of a sequence for one new token. Where the same sequences
-    decode again, their blocks are gathered once, and later steps only add the new tokens. A sequence that joins or
-    leaves ends this until the batch has stayed the same for a step.
+    Gathering blocks reads and writes all keys and values of a sequence for a single new token. Where the same sequences
+    decode again, the blocks are gathered once, and later steps only add the new tokens. A joining or leaving sequence
+    ends this until the batch has stayed the same for a step.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class DecodeCopies:
         self._tables = tables
         self._most_bytes = most_bytes
         device = cache.pool.device
-        # One per layer, grown on demand.
+        # A tensor per layer, grown on demand.
         self._spaces = [
             torch.empty(0, dtype=dtype, device=device) for _ in range(cache.shape.layers)
         ]
@@ -303,7 +303,7 @@ class DecodeCopy:
     def take(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [sequences, kv_heads, length, head_dim].
 
-        `kv` [sequences, 2 * kv_heads, head_dim] are the new ones, which the cache already holds.
+        `kv` [sequences, 2 * kv_heads, head_dim] are the new keys and values, already in the cache.
         """
         space = self._spaces[layer]
         if self._filled[layer]:

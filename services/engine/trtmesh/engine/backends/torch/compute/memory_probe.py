@@ -39,7 +39,7 @@ class _NoAttention:
 
 
 def probe(model: Model, size: StepSize, device: torch.device) -> Tensor:
-    """Computes a step but for its attention; returns the logits [rows, vocabulary].
+    """Computes a step without attention; returns the logits [rows, vocabulary].
 
     Raises ModelUnusable where the model cannot run for another reason than a lack of memory.
     """

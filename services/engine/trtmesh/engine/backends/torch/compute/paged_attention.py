@@ -1,4 +1,4 @@
-"""Attention of a flat batch over the paged cache: what every way to read it shares, and the way that gathers."""
+"""Attention of a flat batch over the paged cache: the part for every way to read the cache, and the gathering way."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ class PagedAttention(CachedAttention):
     ) -> Tensor:
         """`queries` [rows, heads, head_dim], `keys` [sequences, kv_heads, keys, head_dim]; returns as `queries`.
 
-        Query heads that share a key head become rows of one matrix, [sequences, kv_heads, tokens * shared, head_dim].
+        Query heads of the same key head become rows of a matrix, [sequences, kv_heads, tokens * shared, head_dim].
         """
         sequences, kv_heads = keys.shape[:2]
         rows, heads, size = queries.shape
         if group.causal and rule.plain:
-            # The fused kernel skips hidden keys, which outweighs the repeated ones.
+            # The fused kernel skips hidden keys: more than the repeated keys cost.
             whole = queries.transpose(0, 1)[None]
             output = scaled_dot_product_attention(
                 whole, keys, values, is_causal=True, scale=rule.scale, enable_gqa=heads != kv_heads
@@ -155,7 +155,7 @@ class PagedAttention(CachedAttention):
 def _explicit(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: Rule
 ) -> Tensor:
-    """Attention by batched products, with capped scores and sinks, which the fused kernels cannot express."""
+    """Attention by batched products, with capped scores and sinks: the fused kernels have neither."""
     sequences, kv_heads, rows, size = queries.shape
     shape = (sequences, kv_heads, rows, keys.shape[2])
     transposed = keys.flatten(0, 1).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""A step's chunks as one flat batch and one forward."""
+"""A step's chunks as a single flat batch and a single forward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChoosesTokens(Protocol):
 
 
 class Runner:
-    """Implements Compute with PyTorch operations, one after another."""
+    """Implements Compute with PyTorch operations, in sequence."""
 
     may_follow = False
     captured_steps = 0
@@ -45,7 +45,7 @@ class Runner:
         release_memory: Callable[[], None],
         synchronize: Callable[[], None] | None = None,
     ) -> None:
-        """`synchronize` waits for a device; None for one that computes at once."""
+        """`synchronize` waits for a device; None without delay."""
         self._model = model
         self._cache = cache
         self._tables = tables.rows
@@ -77,7 +77,7 @@ class Runner:
             if chunk.completes:
                 completing.append(chunk)
                 rows.append(len(token_ids) - 1)
-            # A paused sequence computes again what its reader has read.
+            # A paused sequence computes positions again after the reader has read these.
             if sequence.reader and (wanted := _wanted(sequence.reader, chunk, first)):
                 reading.append((chunk, wanted))
         for _, wanted in reading:
@@ -126,7 +126,7 @@ class Runner:
             self._tables[0] = blocks
 
     def _check(self) -> None:
-        """As of the sequence in the first row of the table, which has no blocks."""
+        """As of a sequence without blocks in the first row of the table."""
         one = np.zeros(1, dtype=np.int64)
         null = np.full(1, NULL_BLOCK, dtype=np.int64)
         rows = torch.from_numpy(self._cache.rows_of_tokens(null, one).reshape(-1))
@@ -142,7 +142,7 @@ class Runner:
             raise FloatingPointError("the model's logits are not finite for a token on its own")
 
     def _step(self, chunks: Sequence[Chunk]) -> tuple[StepTokens, Tensor]:
-        """What attention needs, and the positions of the tokens [tokens]."""
+        """The input of attention, and the positions of the tokens [tokens]."""
         slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
         counts = np.array([chunk.count for chunk in chunks], dtype=np.int64)
@@ -173,7 +173,7 @@ def _adapter_rows(ordered: Sequence[Chunk]) -> list[AdapterRows]:
 
 
 def _wanted(reader: Reader, chunk: Chunk, first_row: int) -> range:
-    """Rows of the flat batch whose logits the reader needs; the chunk begins at `first_row`."""
+    """Rows of the flat batch with logits for the reader; the chunk begins at `first_row`."""
     first = max(reader.next, chunk.start)
     last = min(reader.end, chunk.start + chunk.count)
     return range(first_row + first - chunk.start, first_row + last - chunk.start)

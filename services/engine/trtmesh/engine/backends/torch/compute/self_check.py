@@ -1,8 +1,8 @@
 """Compares the paged engine with the model's own forward, once at load.
 
 Many architectures take a flat batch without complaint and answer wrongly: bidirectional models, hybrids with state
-outside the KV, layers that attend twice. Their logits give them away: suitable models differ by rounding, all others
-by a good part of the logits' spread.
+outside the KV, layers that attend twice. The logits show this: suitable models differ by rounding, all others by a good
+part of the logits' spread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXACT = 1e-3
 """Largest difference of logits in float32, as a share of their standard deviation."""
 ROUNDED = 0.35
 """The same for half precision, as root mean square. Random models amplify rounding most: with 32 layers in bfloat16,
-transformers is off by 0.22 from its own float32, and this engine by 0.17."""
+transformers is off by 0.22 from float32, and this engine by 0.17."""
 
 Parts = SequenceOf[SequenceOf[int]]
 """The sizes of each prompt's chunks."""
@@ -102,7 +102,7 @@ def check_invariance(model: Model, device: Device) -> None:
 
 
 def _window_tokens(model: Model) -> int:
-    """Tokens to add so that the check crosses a short sliding window."""
+    """Tokens to add for crossing a short sliding window."""
     window: Any = getattr(model.module.config.get_text_config(), "sliding_window", None)
     return window if isinstance(window, int) and 0 < window <= LONGEST_WINDOW else 0
 
@@ -129,7 +129,7 @@ def _own(model: Model, prompts: list[list[int]], chunks: Parts, device: Device) 
 
 
 def _paged(model: Model, prompts: list[list[int]], chunks: Parts, device: Device) -> Tensor:
-    """The same by the engine: both sequences step by step in one batch, with interleaved blocks."""
+    """The same by the engine: both sequences step by step in a batch, with interleaved blocks."""
     width = -(-max(len(prompt) for prompt in prompts) // TOKENS_PER_BLOCK)
     tables = BlockTables(len(prompts), width)
     cache = KvCache(

@@ -1,5 +1,5 @@
-"""The updates of a step's adapters for devices whose results must not depend on the batch: one adapter after another,
-with all ranks of its slot."""
+"""The updates of a step's adapters for devices with results independent of the batch: adapter by adapter, with all
+ranks of each slot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtmesh.engine.backends.torch.model.lora_layers import AdaptedPart, Adapter
 
 
 class SlotBySlot(ABC):
-    """Implements Products by a product whose rows do not depend on each other."""
+    """Implements Products by a product with independent rows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

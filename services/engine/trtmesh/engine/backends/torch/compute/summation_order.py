@@ -1,4 +1,4 @@
-"""A trial that shows in which order a product adds up."""
+"""A trial to show the order of additions in a product."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 def cancelling_trial(
     count: int, inputs: int, outputs: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Rows [count, inputs] and a matrix [outputs, inputs] whose products are 0: what is computed is the rounding errors
-    alone, and they differ with the order of the additions."""
+    """Rows [count, inputs] and a matrix [outputs, inputs] with products of 0: the computed values are rounding errors
+    alone, and differ with the order of the additions."""
     generator = torch.Generator().manual_seed(0)
     half = inputs // 2
     place = torch.randperm(half, generator=generator)

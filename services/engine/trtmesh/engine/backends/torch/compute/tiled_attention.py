@@ -1,8 +1,8 @@
-"""Attention whose result for a token does not depend on the batch or on the chunks of its prompt, to the last bit.
+"""Attention without influence of the batch, or of the chunks of a prompt, on the result for a token, to the last bit.
 
 Keys are taken in tiles at fixed positions, whatever the blocks of the cache. Each product has at least LEAST_ROWS rows,
-because fewer rows take other kernels. A tile that is hidden from a token changes nothing: its weights are 0 and its
-factor is 1. Everything is computed in float32, from the cache, which may have rounded the step's own keys and values.
+because fewer rows take other kernels. A tile hidden from a token changes nothing: the weights are 0 and the factor is
+1. Everything is computed in float32, from the cache, where even the step's own keys and values may be rounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TILE = 128
 """Keys of a tile."""
 LEAST_ROWS = 8
 LEAST = -1e30
-"""Below any score; finite, so that hidden tiles make no NaN."""
+"""Below any score; finite, so hidden tiles make no NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class TiledAttention(CachedAttention):
     def _attend_group(
         self, layer: int, group: _Group, queries: Tensor, rule: Rule, shared: int
     ) -> Tensor:
-        """`queries` [tokens, heads, head_dim]; query heads that share a key head become rows of one matrix."""
+        """`queries` [tokens, heads, head_dim]; query heads of the same key head become rows of a matrix."""
         heads, size = self.cache.shape.kv_heads, self.cache.shape.head_dim
         split = queries.view(group.sequences, -1, heads, shared, size).transpose(1, 2)
         packed = split.reshape(group.sequences * heads, -1, size).float().mul(rule.scale)
@@ -98,7 +98,7 @@ class TiledAttention(CachedAttention):
         return per_head[0], per_head[1]
 
     def _plan(self, step: StepTokens, window: int | None, shared: int) -> Iterator[_Group]:
-        """All sequences with one token are a group, and each other sequence."""
+        """All sequences with a single token are a group, and each other sequence."""
         groups = [slice(0, step.singles)] if step.singles else []
         groups += [slice(place, place + 1) for place in range(step.singles, len(step.slots))]
         token = 0
@@ -127,7 +127,7 @@ class TiledAttention(CachedAttention):
             )
 
     def _blocks(self, slots: Rows, key: int) -> tuple[Rows, int]:
-        """The blocks [sequences, blocks] of a tile, and its offset in the first."""
+        """The blocks [sequences, blocks] of a tile, and the tile's offset in the first."""
         size = self.cache.tokens_per_block
         places = np.arange(key // size, -(-(key + TILE) // size))
         known = places < self._tables.shape[1]

@@ -37,7 +37,7 @@ DECODE_COPY_BYTES = 2**30
 """Most memory for contiguous copies of the KV of decoding sequences, instead of gathering blocks in every step."""
 TOP_BLOCK = 32
 TOP_SHARE = 500
-"""Numbers of a row for each of its top, above which blocks are compared by their maxima first."""
+"""In rows with more numbers than this for each of the top, blocks are compared by their maxima first."""
 MANY_HEADS = 16
 FEW_QUERIES = 16
 MEMINFO = Path("/proc/meminfo")
@@ -52,7 +52,7 @@ class Cpu(Device):
     default_dtype = torch.float32
 
     def __init__(self, settings: TorchSettings, group: RankGroup | None = None) -> None:
-        """`group` are the ranks that share the model; None for a whole one."""
+        """`group` are the ranks of a divided model; None for a whole model."""
         super().__init__(torch.device("cpu"))
         self._settings = settings
         self._group = group
@@ -106,7 +106,7 @@ class Cpu(Device):
 
 
 def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
-    """Bytes that the machine has left, within the container's limit."""
+    """Bytes left on the machine, within the container's limit."""
     available = next(
         int(line.split()[1]) * 1024
         for line in meminfo.read_text().splitlines()
@@ -119,8 +119,8 @@ def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
 
 
 def fused_is_faster(queries: Tensor) -> bool:
-    """The fused kernel computes head after head, which is slow for many heads with few queries each. Batched
-    products beat it there, but only in float32."""
+    """The fused kernel computes head after head: slow for many heads with few queries each. Batched products are faster
+    there, but only in float32."""
     sequences, kv_heads, rows, _ = queries.shape
     if queries.dtype != torch.float32:
         return True
@@ -140,8 +140,8 @@ def descending(rows: Tensor) -> Tensor:
 
 
 def top(rows: Tensor, count: int) -> Tensor:
-    """numpy partitions several times faster than PyTorch; in long rows only the `count` blocks with the highest
-    maxima, which hold the top."""
+    """numpy partitions several times faster than PyTorch. In long rows, only the `count` blocks with the highest maxima
+    can hold the top."""
     values, size = rows.numpy(), rows.shape[1]
     if size > TOP_SHARE * count:
         end = size - size % TOP_BLOCK
@@ -164,8 +164,8 @@ def _nothing() -> None:
 
 
 def take_threads(threads: int, weights: int, *, engines: int = 1) -> None:
-    """Sets `threads`; 0 means OMP_NUM_THREADS, as in torch itself, or what suits so many bytes of weights, divided
-    among `engines` like the cores."""
+    """Sets `threads`; 0 means OMP_NUM_THREADS, as in torch itself, or the best number for so many bytes of weights,
+    divided among `engines` like the cores."""
     if threads or "OMP_NUM_THREADS" not in os.environ:
         cores = physical_cores() // engines
         torch.set_num_threads(threads or threads_for(weights // engines, cores))

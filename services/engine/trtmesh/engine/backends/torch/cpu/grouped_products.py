@@ -1,8 +1,8 @@
 """The updates of a step's adapters on a CPU: few and large products.
 
-With a token or two per adapter, reading the updates outweighs the arithmetic, and every operation costs microseconds
-before it begins. So neighbouring slots with few rows are one batched product over their tables; an adapter with many
-rows is a product of its own.
+With a token or two per adapter, reading the updates outweighs the arithmetic, and every operation costs microseconds at
+the start. So neighbouring slots with few rows are a batched product over their tables; an adapter with many rows is a
+separate product.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from trtmesh.engine.backends.torch.model.lora_layers import AdaptedPart, AdapterRows
 
 FEW_ROWS = 16
-"""Most rows of an adapter that is computed with others."""
+"""Most rows of an adapter computed with others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """One slot, whose rows are multiplied by themselves."""
+    """A slot with rows multiplied alone."""
 
     slot: int
     rows: Tensor | slice
@@ -46,7 +46,7 @@ class Batched:
     rows: Tensor
     """[slots * most rows] of the flat batch; filling repeats a row of the same slot."""
     filling: Tensor
-    """[slots, most rows, 1], true for rows that only fill up."""
+    """[slots, most rows, 1], true for filling rows."""
 
     def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
         ranks = [max(part.table.ranks[self.slots]) for part in parts]

@@ -1,7 +1,6 @@
-"""Layers whose result for a token does not depend on the other tokens of the batch, to the last bit.
-
-A kernel adds up in an order that depends on the shape of its operands, and computes some functions differently in whole
-vectors and in what is left. So each layer only ever sees shapes that gave the same bits in a trial at load.
+"""Layers without influence of other tokens in the batch on the result for a token, to the last bit. The shape of the
+operands decides in which order a kernel adds up, and some functions are computed differently in whole vectors and in
+the rest. So each layer only ever sees shapes with the same bits in a trial at load.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from trtmesh.engine.backends.torch.model.lora_layers import UpdateTable
 TILE_ROWS = 32
 """Most rows of a product."""
 VECTOR = 64
-"""A multiple of the elements that any CPU computes at once."""
+"""A multiple of the elements computed at once by any CPU."""
 UNSHARED = 2**15
-"""Elements from which PyTorch shares an operation among threads."""
+"""From so many elements on, PyTorch shares an operation among threads."""
 
 LINEARS = (nn.Linear, Conv1D, TransposedLinear, PackedLinear, HalfLinear, NativeLinear)
 Product = Callable[[Tensor], Tensor]
@@ -42,7 +41,7 @@ ACTIVATIONS = (activations.__name__, nn.modules.activation.__name__)
 
 
 def make_invariant(model: nn.Module, dtype: torch.dtype) -> None:
-    """Wraps the layers of a model that computes in `dtype`. Raises ModelUnusable where no shape of a product serves."""
+    """Wraps the layers of a model in `dtype`. Raises ModelUnusable where no shape of a product serves."""
     sizes: dict[tuple[object, ...], list[int]] = {}
 
     def wrapped(own: nn.Module) -> nn.Module | None:
@@ -54,7 +53,7 @@ def make_invariant(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class TiledLinear(nn.Module):
-    """A linear layer that computes rows in tiles."""
+    """A linear layer for rows in tiles."""
 
     def __init__(
         self, layer: nn.Module, dtype: torch.dtype, sizes: dict[tuple[object, ...], list[int]]
@@ -86,7 +85,7 @@ class TiledProducts(SlotBySlot):
     def __init__(self, tables: Iterable[UpdateTable]) -> None:
         super().__init__(torch.device("cpu"))
         self._sizes: dict[tuple[int, ...], list[int]] = {}
-        """Of products with the transposed matrix, by its shape."""
+        """Of products with the transposed matrix, by shape."""
         for table in tables:
             for matrix in (table.a[0], table.b[0].t()):
                 if matrix.shape not in self._sizes:
@@ -97,7 +96,7 @@ class TiledProducts(SlotBySlot):
 
 
 def tiled(product: Product, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """A product of at most TILE_ROWS rows at once, in numbers of rows that agree."""
+    """A product of at most TILE_ROWS rows at once, in numbers of rows with equal results."""
     parts = []
     for part in torch.split(rows, TILE_ROWS):
         count = len(part)
@@ -126,10 +125,10 @@ def agreeing_sizes(product: Product, rows: Tensor) -> list[int]:
 
 
 def _agreeing_sizes_of(layer: nn.Module, dtype: torch.dtype) -> list[int]:
-    """The sizes for a layer that computes in `dtype`.
+    """The sizes for a layer in `dtype`.
 
-    Another order of additions shows in most float32 elements. Rounding to half precision hides it in all but one of
-    10,000, so the trial has a weight that lets the rounding errors through.
+    Another order of additions shows in most float32 elements. Rounding to half precision hides the difference in all
+    but one of 10,000, so the trial has a weight against rounding.
     """
     weight: Tensor = layer.weight  # type: ignore[assignment]  # each of LINEARS has one
     inputs, outputs = weight.shape if isinstance(layer, Conv1D) else reversed(weight.shape)
@@ -152,7 +151,7 @@ def _agreeing_sizes_like(like: Tensor) -> list[int]:
 
 
 class TiledActivation(nn.Module):
-    """A function of single numbers, in whole vectors and by one thread."""
+    """A function of single numbers, in whole vectors and by a single thread."""
 
     def __init__(self, function: nn.Module) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 PyTorch's BLAS packs a float32 weight anew in every call, at the cost of a product when a step has few tokens. Weights
 packed once, in oneDNN's layout, are 1.2 to 1.8 times as fast for up to 32 tokens and as fast beyond. But every call of
-oneDNN costs some 25 microseconds, so small weights stay with BLAS, transposed, which suits BLAS best.
+oneDNN costs some 25 microseconds, so small weights stay with BLAS, in the transposed layout best for BLAS.
 
 A CPU without instructions for half precision converts every element of a weight in every call. For one or two tokens
 this still pays; beyond, a packed float32 copy is up to seven times as fast. On such a CPU, weights and KV are stored in
@@ -20,9 +20,9 @@ from transformers.pytorch_utils import Conv1D
 from trtmesh.engine.backends.torch.model.fusing import replace_layers
 
 SMALL_WEIGHT = 2**18
-"""Most elements of a weight that BLAS multiplies faster than oneDNN."""
+"""Up to so many elements of a weight, BLAS multiplies faster than oneDNN."""
 HALF_TOKENS = 2
-"""Most tokens for which a half-precision weight is read directly."""
+"""Up to so many tokens, a half-precision weight is read directly."""
 
 Maker = Callable[[Tensor, Tensor | None], nn.Module]
 
@@ -47,8 +47,8 @@ def lacks_instructions(dtype: torch.dtype) -> bool:
 
 
 def widen(model: nn.Module) -> None:
-    """Makes a half-precision model compute in float32. Its linear layers get float32 copies of their weights, and keep
-    the originals where these are faster for few tokens."""
+    """Makes a half-precision model compute in float32. Linear layers get float32 copies of the weights, and keep the
+    originals where faster for few tokens."""
     _replace_linears(model, dict.fromkeys((torch.bfloat16, torch.float16), _wide_linear))
     for module in model.modules():
         if type(module) is nn.Embedding:
@@ -64,7 +64,7 @@ def _to_float32(_module: nn.Module, _given: tuple[Tensor, ...], output: Tensor) 
 
 def _replace_linears(model: nn.Module, makers: dict[torch.dtype, Maker]) -> None:
     def faster(own: nn.Module) -> nn.Module | None:
-        # Not subclasses, which may compute something else.
+        # Not subclasses: these may compute something else.
         if type(own) is nn.Linear:
             weight = own.weight
         elif type(own) is Conv1D:
@@ -83,7 +83,7 @@ def float32_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
 
 
 class TransposedLinear(nn.Module):
-    """A float32 linear layer with its weight as [in_features, out_features] in memory."""
+    """A float32 linear layer with the weight as [in_features, out_features] in memory."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -96,13 +96,13 @@ class TransposedLinear(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """A float32 linear layer with its weight in oneDNN's layout."""
+    """A float32 linear layer with the weight in oneDNN's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        # Not a buffer: its layout is only good for the product.
+        # Not a buffer: the layout is only good for the product.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
@@ -117,13 +117,13 @@ class PackedLinear(nn.Module):
 
 
 class HalfLinear(nn.Module):
-    """A float32 linear layer with its weight in half precision, used for up to HALF_TOKENS tokens, and as a packed
+    """A float32 linear layer with the weight in half precision, used for up to HALF_TOKENS tokens, and as a packed
     float32 copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = weight.contiguous()
-        # Not a parameter, so that it stays in half precision too.
+        # Not a parameter: stays in half precision too.
         self.bias = None if bias is None else bias.detach()
         self.out_features, self.in_features = weight.shape
         self._wide = float32_linear(weight.float(), None if bias is None else bias.float())
@@ -136,7 +136,7 @@ class HalfLinear(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """A bfloat16 linear layer for a CPU with instructions for it; one token takes a matrix-vector product."""
+    """A bfloat16 linear layer for a CPU with bfloat16 instructions; a single token takes a matrix-vector product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

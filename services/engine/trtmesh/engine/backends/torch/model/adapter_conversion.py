@@ -1,7 +1,7 @@
 """Converts adapters: `python -m trtmesh.engine.backends.torch.model.adapter_conversion FROM INTO TYPE [MODEL]`.
 
-`trtmesh adapters convert` runs it. PEFT's format becomes TensorRT-LLM's arrays, and these become PEFT's format. Values
-are stored as TYPE; `auto` takes the smallest type that holds all.
+`trtmesh adapters convert` runs it. PEFT's format becomes TensorRT-LLM's arrays, and arrays become PEFT's format. Values
+are stored as TYPE; `auto` takes the smallest sufficient type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AUTO = "auto"
 
 
 def convert(source: Path, target: Path, dtype: str, model_dir: Path | None) -> None:
-    """Writes the other format. Without a model, an adapter of PEFT is not compared with its layers.
+    """Writes the other format. Without a model, the layers of a PEFT adapter are not checked.
 
     Raises InvalidRequest, UnsupportedField or ModelUnusable; StartupError where a file cannot be written.
     """
@@ -66,7 +66,7 @@ def _stored_type(lora: Lora, name: str) -> torch.dtype:
 
 
 def _type_of(lora: Lora) -> torch.dtype:
-    """The smallest type that holds every value."""
+    """The smallest type sufficient for every value."""
     each = (half.dtype for update in lora.updates.values() for half in (update.a, update.b))
     return reduce(torch.promote_types, each)
 

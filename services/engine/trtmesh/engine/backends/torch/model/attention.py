@@ -1,4 +1,4 @@
-"""The seam to transformers: a model calls attention by a registered name, and each engine attaches its own."""
+"""The seam to transformers: a model calls attention by a registered name, and each engine attaches its own attention."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ATTRIBUTE = "trtmesh_attention"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a layer attends, apart from its queries, keys and values."""
+    """How a layer attends, apart from queries, keys and values."""
 
     scale: float
     window: int | None
-    """Size of the sliding window, the token itself included; None for all tokens."""
+    """Size of the sliding window, including the present token; None for all tokens."""
     softcap: float | None
     sinks: Tensor | None
-    """A score per head that takes probability and adds no value, [heads]."""
+    """A score per head, [heads], to take probability without adding a value."""
 
     @property
     def plain(self) -> bool:
@@ -37,7 +37,7 @@ class StepTokens:
     """The tokens of a step in the order of the flat batch.
 
     `slots`, `starts` and `counts` are [sequences]: block table rows, positions of the first tokens, numbers of tokens.
-    The first `singles` sequences have one token each and are sorted by length. `token_rows` is [tokens * 2 * kv_heads].
+    The first `singles` sequences have a token each and are sorted by length. `token_rows` is [tokens * 2 * kv_heads].
     """
 
     slots: Rows
@@ -58,7 +58,7 @@ class Attention(Protocol):
     """Whether this step's queries and keys go to `attend_turning` of a TurningAttention before they are rotated."""
 
     def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
-        """Prepares for the next forward, which calls `written` after it has written the KV of a layer."""
+        """Prepares for the next forward, with calls of `written` after writing the KV of each layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """`query` [1, heads, tokens, head_dim], `key` and `value` with kv_heads; returns [1, tokens, heads, size]."""
@@ -68,7 +68,7 @@ class Attention(Protocol):
 
 
 class TurningAttention(Attention, Protocol):
-    """Attention that can apply rotary positions itself."""
+    """Attention with rotary positions built in."""
 
     def attend_turning(
         self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, angles: Angles
@@ -100,7 +100,7 @@ def _dispatch(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers. The attention hangs on the module, so engines in one process stay apart."""
+    """Called by transformers. The attention hangs on the module, so engines in the same process stay apart."""
     attention = getattr(module, ATTRIBUTE)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = Rule(scale, sliding_window, softcap, s_aux)

@@ -1,4 +1,4 @@
-"""A process that converts files for a command, ends with it, and reports one reason of failure."""
+"""A process for converting files for a command: ends with the command, and reports a reason of failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_conversion(convert: Callable[[], None]) -> int:
 
 
 def _end_with_parent() -> None:
-    """Ends the process when its standard input does."""
+    """Ends the process at the end of the standard input."""
 
     def wait() -> None:
         os.read(0, 1)

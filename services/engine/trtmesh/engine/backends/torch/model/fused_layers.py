@@ -1,8 +1,8 @@
 """Attention, gated MLP, norm and decoder layers of transformers with fewer and larger operations.
 
 With a small batch, the number of operations decides the duration of a step: each costs microseconds before computing
-anything. So one product makes queries, keys and values, another gate and up, and one rotation turns queries
-and keys in place.
+anything. So a product makes queries, keys and values, another gate and up, and a rotation turns queries and keys in
+place.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Part(nn.Module):
 
 
 def _joined(layers: list[nn.Linear]) -> nn.Linear:
-    """One linear layer with the outputs of several."""
+    """A linear layer with the outputs of several."""
     first = layers[0]
     weight = torch.cat([each.weight for each in layers])
     whole = nn.Linear(first.in_features, len(weight), bias=False, device="meta")
@@ -147,8 +147,8 @@ def _joined(layers: list[nn.Linear]) -> nn.Linear:
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer without the code of transformers for training, in two halves: only the first needs other tokens
-    than those that it gives."""
+    """A decoder layer without the code of transformers for training, in two halves. Only the first half needs other
+    tokens than the tokens of its output."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class FusedLayer(nn.Module):
         self.mlp = own.mlp
 
     def forward(self, hidden: Tensor, position_embeddings: Angles, **others: Any) -> Tensor:
-        """As transformers calls it; `hidden` is [1, tokens, size]."""
+        """The call from transformers; `hidden` is [1, tokens, size]."""
         if getattr(self.self_attn, ATTRIBUTE) is None:
             attended, _ = self.self_attn(
                 self.input_layernorm(hidden), position_embeddings, **others
@@ -170,15 +170,15 @@ class FusedLayer(nn.Module):
         return self.complete(rows, self.attend(rows, position_embeddings))[None]
 
     def attend(self, hidden: Tensor, angles: Angles) -> Tensor:
-        """Stores the keys and values of tokens; returns what they attend to, [tokens, size] as `hidden`."""
+        """Stores the keys and values of tokens; returns the result of attention, [tokens, size] as `hidden`."""
         attention = self.self_attn
         attended: Tensor = attention.attended(attention.qkv(self.input_layernorm(hidden)), angles)
         return attended
 
     def complete(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The output for tokens by what they attend to; may change `hidden`."""
+        """The output for tokens from the result of attention; may change `hidden`."""
         hidden = hidden + self.self_attn.o_proj(attended)
-        # Experts want the shape that transformers gives them.
+        # Experts want the shape given by transformers.
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden)[None])[0]
         return output
 
@@ -187,7 +187,7 @@ class Norm(nn.Module):
     """x / sqrt(mean(x ** 2) + epsilon) * weight, in float32."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]]
-    """Types of the weights of norms that it may replace."""
+    """Types of the weights of replaceable norms."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         """`weight` is float32."""
@@ -195,8 +195,8 @@ class Norm(nn.Module):
 
 
 class FusedNorm(Norm):
-    """One kernel finds the length of a vector, so everything is scaled by the root of its size: four operations instead
-    of the seven of transformers.
+    """A single kernel finds the length of a vector, so everything is scaled by the root of the size: four operations
+    instead of the seven of transformers.
     """
 
     dtypes = (torch.float32,)

@@ -1,6 +1,6 @@
 """Replaces layers of a model by fused layers.
 
-A layer is replaced only if its code equals the code of a known layer and if the fused layer gives the same result in a
+A layer is replaced only if the code equals the code of a known layer and the fused layer gives the same result in a
 trial. The code alone does not suffice: functions of the same name differ between models. Nor does the trial: some
 models treat later positions differently.
 """
@@ -42,7 +42,7 @@ def _codes(*kinds: type[nn.Module]) -> set[tuple[Any, ...]]:
 
 
 def _code(kind: type[nn.Module]) -> tuple[Any, ...]:
-    """The code of a module's forward, without the meaning of its names."""
+    """The code of a module's forward, without the meaning of names."""
     forward: Any = inspect.unwrap(kind.forward)
     code = forward.__code__
     return code.co_code, code.co_names, code.co_varnames
@@ -58,7 +58,7 @@ MODELS = _codes(llama.LlamaForCausalLM)
 
 
 def replace_layers(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replaces the submodules of `model` that have a replacement."""
+    """Replaces the submodules of `model` with a known replacement."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             new = replacement(child)
@@ -72,8 +72,8 @@ def fuse_layers(
     mlp: type[FusedMlp] = FusedMlp,
     layer: Callable[[Any], FusedLayer] = FusedLayer,
 ) -> None:
-    """Replaces the known layers of a model that uses this engine's attention. `rotation`, `mlp` and `layer` are the
-    device's; `layer` takes the layer that it replaces."""
+    """Replaces the known layers of a model with this engine's attention. `rotation`, `mlp` and `layer` are the
+    device's; `layer` takes the replaced layer."""
     trials = _trials(model)
 
     def fused(own: nn.Module) -> nn.Module | None:
@@ -91,12 +91,12 @@ def fuse_layers(
 
 
 def fuse_norms(model: nn.Module, kind: type[Norm]) -> None:
-    """Replaces the norms of a model that compute the same as the given kind."""
+    """Replaces the norms of a model by the given kind, if equal in result."""
     replace_layers(model, lambda own: _fused_norm(own, kind))
 
 
 def is_plain(model: Any) -> bool:
-    """Whether a model with fused layers is just embeddings, these layers, a norm and a head in a row, with the same
+    """Whether a model with fused layers is just embeddings, fused layers, a norm and a head in a row, with the same
     positions for all layers."""
     body: Any = getattr(model, "model", None)
     return (
@@ -107,7 +107,7 @@ def is_plain(model: Any) -> bool:
 
 
 def has_plain_layers(model: Any) -> bool:
-    """Whether a model of transformers is made of the layers that a plain one has once they are fused."""
+    """Whether a model of transformers has only layers known to fuse into a plain model."""
     body: Any = getattr(model, "model", None)
     return (
         _code(type(model)) in MODELS
@@ -131,7 +131,7 @@ class _Trial:
 
 
 class _Seen:
-    """Attention that records its arguments and returns the queries; zeros for unknown layers."""
+    """Attention for recording the arguments. Returns the queries; zeros for unknown layers."""
 
     queries: Tensor
     kv: Tensor
@@ -145,7 +145,7 @@ class _Seen:
         return self.attend_tokens(layer, queries, torch.cat((keys, values), 1), rule)[None]
 
     def attend_tokens(self, _layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
-        # Copies: the caller may change its own.
+        # Copies: the caller may change the arguments.
         self.queries, self.kv, self.rule = queries.clone(), kv.clone(), rule
         return self.queries
 
@@ -226,7 +226,7 @@ def _fused_mlp(own: Any, kind: type[FusedMlp]) -> nn.Module | None:
 
 
 def _fused_norm(module: nn.Module, kind: type[Norm]) -> nn.Module | None:
-    """A norm of this kind that computes the same as `module`; None where there is none."""
+    """A norm of this kind with the same results as `module`, or None."""
     own: Any = module
     weight = getattr(own, "weight", None)
     epsilon = getattr(own, "variance_epsilon", getattr(own, "eps", None))
@@ -242,7 +242,7 @@ def _fused_norm(module: nn.Module, kind: type[Norm]) -> nn.Module | None:
     rows[:, 0] *= math.sqrt(epsilon)
     with torch.inference_mode():
         expected = module(rows)
-        # Gemma adds one to its weights.
+        # Gemma adds 1 to the weights.
         for each in (weight.float(), 1 + weight.float()):
             fused = kind(each, epsilon)
             if weight.dtype is not torch.float32:

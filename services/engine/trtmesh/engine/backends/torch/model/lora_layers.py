@@ -1,7 +1,6 @@
-"""The linear layers of a model that adapters update: found, and exchanged for layers that add the updates.
-
-Adapters on the device lie in slots: each layer has a table of updates, one per slot. A step names the slots of its
-tokens, never tensors of an adapter, so its shapes do not depend on the adapters. A device chooses how to multiply.
+"""Finds the linear layers for adapters in a model, and exchanges them for layers with updates. Adapters on the device
+lie in slots: each layer has a table with an update per slot. A step names the slots of tokens, never tensors of an
+adapter, so shapes do not depend on the adapters. A device chooses how to multiply.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from transformers.pytorch_utils import Conv1D
 from trtmesh.engine.adapters.lora import PARTS, Module, Place, Target, Update, place_of
 
 ALIGNED_RANKS = 16
-"""Ranks of a table are a multiple, so that every slot begins at an address that suits all kernels alike."""
+"""Ranks of a table are a multiple: every slot begins at an address suited to all kernels alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The tokens of one adapter in a step."""
+    """The tokens of an adapter in a step."""
 
     slot: int
     rows: Sequence[int]
@@ -30,7 +29,7 @@ class AdapterRows:
 
 
 class UpdateTable:
-    """The updates of a linear layer by slot; ranks beyond that of an update are 0."""
+    """The updates of a linear layer by slot; ranks beyond an update's are 0."""
 
     def __init__(
         self, target: Target, slots: int, ranks: int, dtype: torch.dtype, device: torch.device
@@ -52,7 +51,7 @@ class UpdateTable:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedPart:
-    """Outputs of a layer with a table of their own: all, or those of a layer that a device joined with others."""
+    """Outputs of a layer with a table of their own: all, or the outputs of a layer joined with others by a device."""
 
     table: UpdateTable
     outputs: slice
@@ -94,7 +93,7 @@ class Room:
 
     max_rank: int
     slots: Callable[[int], int]
-    """The number of slots by the bytes of one."""
+    """The number of slots by the bytes of a slot."""
     products: Callable[[Collection[UpdateTable]], Products]
 
     def ranks(self, target: Target) -> int:
@@ -102,7 +101,7 @@ class Room:
         return -(-self.max_rank // ALIGNED_RANKS) * ALIGNED_RANKS * len(target.parts)
 
     def slot_bytes(self, targets: Collection[Target], dtype: torch.dtype) -> int:
-        """Memory of a slot, whatever the rank of its adapter."""
+        """Memory of a slot, for any rank."""
         values = sum(self.ranks(each) * (each.inputs + each.outputs) for each in targets)
         return values * dtype.itemsize
 
@@ -133,16 +132,16 @@ class DeviceAdapters:
 
     @property
     def in_use(self) -> bool:
-        """Whether the step that was begun has adapters."""
+        """Whether the present step has adapters."""
         return self._adapted
 
     def load(self, slot: int, updates: Mapping[Place, Update]) -> None:
-        """Copies an adapter into a slot that no step uses; on any thread."""
+        """Copies an adapter into an unused slot; on any thread."""
         for place, table in self._tables.items():
             table.put(slot, updates.get(place))
 
     def begin(self, step: Sequence[AdapterRows]) -> None:
-        """Prepares the model for a step; without adapters the step costs what it costs without this class."""
+        """Prepares the model for a step. A step without adapters costs no more than without this class."""
         adapted = bool(step)
         if adapted != self._adapted:
             self._adapted = adapted
@@ -182,9 +181,9 @@ def adapt_layers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[dict[Place, Target], DeviceAdapters | None]:
-    """The layers that adapters can update, and the room for adapters; None without such layers.
+    """The layers for adapters, and the room for adapters; None without such layers.
 
-    `own` are the targets before a device joined layers: an adapter updates each of these by itself.
+    `own` are the targets before a device joined layers: an adapter updates each of these alone.
     """
     found = {name: each for name, _ in model.named_modules() if (each := _places(name, own))}
     targets = {place: own[place] for places in found.values() for place in places}
@@ -206,7 +205,7 @@ def adapt_layers(
 def _parts_of(
     places: Sequence[Place], targets: Mapping[Place, Target], tables: Mapping[Place, UpdateTable]
 ) -> Iterator[AdaptedPart]:
-    """The places of a layer with their ranges of its outputs."""
+    """The places of a layer with their ranges of outputs."""
     first = 0
     for place in places:
         after = first + targets[place].outputs
@@ -221,7 +220,7 @@ def _layer(model: nn.Module, name: str, parts: Sequence[AdaptedPart], products: 
 
 
 def _places(name: str, own: Mapping[Place, Target]) -> list[Place]:
-    """The places of a layer: several where a device joined layers, none where adapters cannot update it."""
+    """The places of a layer: several where a device joined layers, none for a layer without updates."""
     if (place := place_of(name)) is None:
         return []
     if place in own:

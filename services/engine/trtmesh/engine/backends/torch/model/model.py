@@ -49,7 +49,7 @@ class Model:
     window: int | None
     """Widest sliding window of all layers; None where a layer sees all tokens."""
     targets: Mapping[Place, Target]
-    """The layers that adapters can update."""
+    """The layers open to adapters."""
     adapters: DeviceAdapters | None
     """None where the model takes no adapters."""
 
@@ -73,7 +73,7 @@ class Model:
         rows: Tensor | None,
         tables: Sequence[tuple[slice, PromptTable]] = (),
     ) -> Tensor:
-        """`logits` in the type in which the model computes them; after every token where `rows` is None."""
+        """`logits` in the model's type of computation; after every token where `rows` is None."""
         if self.plain:
             logits = self._plain_logits(self.embedding.inputs(token_ids, tables), positions, rows)
         else:
@@ -99,7 +99,7 @@ class Model:
         for layer in before:
             hidden = layer.complete(hidden, layer.attend(hidden, angles))
         attended = last.attend(hidden, angles)
-        # What follows sees one token at a time. Adapters know the rows of the whole batch.
+        # All later layers see one token at a time. Adapters know the rows of the whole batch.
         is_early = rows is not None and not (self.adapters and self.adapters.in_use)
         if is_early:
             hidden, attended = hidden[rows], attended[rows]
@@ -112,7 +112,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What a device made of a model's layers."""
+    """The result of a device's changes to a model's layers."""
 
     compute_dtype: torch.dtype
     plain: bool = False
@@ -131,8 +131,8 @@ def load_model(
     room: Room | None = None,
     divide: Callable[[PreTrainedModel], None] | None = None,
 ) -> Model:
-    """`dtype` is the type of weights and KV, None for the model's own; `fit` may replace layers; `room` is that
-    for adapters; `divide` drops the weights of other ranks before the rest goes to the device.
+    """`dtype` is the type of weights and KV, None for the model's own; `fit` may replace layers; `room` is for
+    adapters; `divide` drops the weights of other ranks before the rest goes to the device.
 
     Raises ModelUnusable with the reason.
     """
@@ -291,9 +291,8 @@ def _probe(module: PreTrainedModel, layers: int, device: torch.device) -> Probe:
 
 
 def _max_positions(config: Any, probe: Probe) -> int:
-    """The model's length, limited to the width of masks that paged attention does not see.
-
-    Some layers hide tokens by a mask alone; up to the width of the mask they hide nothing.
+    """The model's length, limited to the width of masks unseen by paged attention. Some layers hide tokens by a mask
+    alone; up to the width of the mask nothing is hidden.
     """
     longest = int(getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
     widths = {
@@ -341,6 +340,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _text(error: Exception) -> str:
-    """The first line: further ones of transformers are advice for programs of its own."""
+    """The first line: further lines of transformers are advice for programs of its own kind."""
     lines = str(error).strip().splitlines() or ["no further reason"]
     return f"{type(error).__name__}: {lines[0]}"

@@ -1,7 +1,7 @@
 """Converts pickled weights to safetensors: `python -m trtmesh.engine.backends.torch.model.pickles FROM INTO`.
 
-`trtmesh convert` runs it as a process of its own, which reads FROM and writes files into the empty directory INTO.
-PyTorch's `weights_only` loader builds tensors and refuses everything else, so no code of a file runs.
+`trtmesh convert` runs this in a process, to read FROM and write files into the empty directory INTO. PyTorch's
+`weights_only` loader builds tensors and refuses everything else, so no code of a file runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def _shards(source: Path) -> Mapping[str, Sequence[str]]:
-    """The pickles, each with the tensors that the index places there."""
+    """The pickles, each with the tensors placed there by the index."""
     index = source / INDEX
     if not index.is_file():
         if not (source / SINGLE).is_file():
@@ -93,15 +93,15 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 
 def _read(file: Path) -> object:
-    """The content of a pickle. Raises ModelUnusable for a torn file, and for one with anything but plain data."""
+    """The content of a pickle. Raises ModelUnusable for a torn file, and for anything but plain data."""
     try:
-        # Only files in PyTorch's present format can be mapped; those before 1.6 are read whole.
+        # Only files in PyTorch's present format can be mapped; files from before 1.6 are read whole.
         mapped = is_zipfile(file)
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file) if mapped else ()
         if not foreign:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except UnpicklingError as error:
-        # The error advises to load the file with its code.
+        # The error advises to load the file with code.
         raise ModelUnusable(
             f"{file} is torn or holds more than weights; it is not loaded"
         ) from error

@@ -1,10 +1,10 @@
 """Prompt tuning: embeddings from the request, addressed by ids beyond the vocabulary.
 
-The table extends the model's embedding matrix: id `vocabulary_size + n` is row n. The model treats these rows like its
-own (Gemma scales them), as in TensorRT-LLM.
+The table extends the model's embedding matrix: id `vocabulary_size + n` is row n. The model treats these rows like
+other embeddings (Gemma scales both), as in TensorRT-LLM.
 
-A table has megabytes to digest, convert and check, so a thread of its own reads it: neither the event loop nor the
-steps wait. Meanwhile the sequences of its item wait in the queue, where they can be stopped like all others.
+A table has megabytes to digest, convert and check, so a separate thread reads the table: neither the event loop nor the
+steps wait. Meanwhile the sequences of the item wait in the queue, and can be stopped like all others.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class PromptTable:
     rows: Tensor | None
     """[rows, hidden size] on the model's device, as the layers take them; None where the item has only extra ids."""
     digest: bytes
-    """Covers everything besides token ids that changes the KV."""
+    """Covers everything besides token ids with an effect on the KV."""
 
 
 class Embedding:
-    """The embedding module of a model, applied to its own rows or to rows of a request."""
+    """The embedding module of a model, applied to the model's rows or to rows of a request."""
 
     def __init__(self, module: torch.nn.Module, vocabulary_size: int) -> None:
         self.vocabulary_size = vocabulary_size
@@ -87,7 +87,7 @@ class Embedding:
             raise InvalidField.of("prompt_tuning.vocabulary_size", count, limit, source)
 
     def bytes_of(self, asked: PromptTuning) -> int:
-        """Memory for a checked table, as received and as the layers take it."""
+        """Memory for a checked table, as received and as given to the layers."""
         tensor = asked.embedding_table
         row_bytes = self.hidden_size * self._weight.itemsize
         return len(tensor.data) + table_rows(asked) * row_bytes if tensor else 0
@@ -112,7 +112,7 @@ class Embedding:
         return PromptTable(rows, digest.digest())
 
     def inputs(self, token_ids: Tensor, tables: Sequence[tuple[slice, PromptTable]]) -> Tensor:
-        """Embeddings [tokens, hidden size] of a flat batch; `tables` gives ranges of its tokens their prompt tables."""
+        """Embeddings [tokens, hidden size] of a flat batch; `tables` gives ranges of tokens their prompt tables."""
         if not tables:
             given: Tensor = self._module(token_ids)
             return given
@@ -126,7 +126,7 @@ class Embedding:
 
 
 def _bare(module: Any) -> Any:
-    """The same code for weights that come with each call, without a padding row."""
+    """The same code for weights from each call, without a padding row."""
     bare = copy.copy(module)
     bare._parameters = dict(module._parameters)
     bare.padding_idx = None
@@ -138,7 +138,7 @@ Done = Callable[[PromptTable | TrtmeshError], None]
 
 
 class TableLease:
-    """Memory of a table, counted until all holders have returned it."""
+    """Memory of a table, counted until all holders have returned theirs."""
 
     def __init__(self, size: int, holders: int, freed: Callable[[int], None]) -> None:
         self._size = size
@@ -194,7 +194,7 @@ class PromptTables:
                     limit_field="limits.max_prompt_table_bytes",
                 )
             self.held_bytes += size
-        # The read itself is a holder too.
+        # The read is a holder too.
         lease = TableLease(size, holders + 1, self._free)
         self._thread.submit(self._read, request_id, asked, lease, done)
         return lease

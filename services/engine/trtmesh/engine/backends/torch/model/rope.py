@@ -1,7 +1,6 @@
-"""Freezes rotary embeddings that depend on the whole batch.
-
-`dynamic` and `longrope` choose their frequencies by the largest position of a forward, so one long sequence would
-change its batch mates. They get the frequencies of the longest allowed sequence.
+"""Freezes rotary embeddings with frequencies by the whole batch. `dynamic` and `longrope` choose frequencies by the
+largest position of a forward, so a long sequence would change its batch mates. Both get the frequencies of the longest
+allowed sequence.
 """
 
 from __future__ import annotations
@@ -48,5 +47,5 @@ def _freeze(module: Any, kind: str, max_sequence_tokens: int) -> None:
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=length)
     module.inv_freq = inv_freq
     module.attention_scaling = scaling
-    # Forward updates inv_freq for the types that it knows by name.
+    # Forward updates inv_freq for the types known by name.
     module.rope_type = FROZEN

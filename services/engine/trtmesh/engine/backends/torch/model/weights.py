@@ -1,4 +1,4 @@
-"""The files of a model directory, checked, its model type included: the import of transformers takes seconds."""
+"""Checks the files of a model directory, and the model type without importing transformers, which takes seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIR = re.compile(r'(?:[({]|^\s+)"([^"\s]+)"[,:] "\w+Config"', re.MULTILINE)
 
 
 def check_type(file: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelUnusable for a type unknown to transformers, whose own error advises to run foreign code."""
+    """Raises ModelUnusable for a type unknown to transformers. The library's own error advises to run foreign code."""
     kind = config.get("model_type")
     if kind is None or kind in known_types():
         return
@@ -70,7 +70,7 @@ def check_config(model_dir: Path) -> None:
 
 
 def _check_index(index: Path) -> None:
-    """Raises ModelUnusable for a file of a divided model that is missing."""
+    """Raises ModelUnusable for a missing file of a divided model."""
     if not index.is_file():
         return
     named = _json_object(index).get("weight_map")
