@@ -30,12 +30,12 @@ from trtmesh.engine.scheduling.blocks import BlockTables
 log = logging.getLogger(__name__)
 
 FRACTION = 0.9
-"""Share of the spare memory that the KV cache takes by default."""
+"""Share of the spare memory for the KV cache by default."""
 
 KINDS_OF_STEPS = 3
-"""Each in memory of its own: operation by operation, and the two kinds of graphs of `cuda/`."""
+"""Each in separate memory: operation by operation, and the two kinds of graphs of `cuda/`."""
 WORKSPACES = 2**29
-"""Bytes for what steps share: code of kernels, workspaces of libraries, tables, gaps between allocations."""
+"""Bytes shared by steps: code of kernels, workspaces of libraries, tables, gaps between allocations."""
 
 
 class Accelerator(Device):
@@ -78,18 +78,18 @@ class Accelerator(Device):
         return free - taken
 
     def _kept_bytes(self, _model: Model, _largest: StepSize) -> int:
-        """Memory that results of steps keep for good."""
+        """Memory kept for good by results of steps."""
         return 0
 
     def peak_of(self, compute: Callable[[], object]) -> int:
-        """Most bytes of tensors that an operation has at once."""
+        """Most bytes of an operation's tensors at once."""
         torch.cuda.reset_peak_memory_stats(self.name)
         before = torch.cuda.memory_allocated(self.name)
         compute()
         return torch.cuda.max_memory_allocated(self.name) - before
 
     def release_memory(self) -> None:
-        """Returns to the device what PyTorch keeps for later allocations."""
+        """Returns memory kept by PyTorch for later allocations to the device."""
         torch.cuda.empty_cache()
 
     def default_cache_bytes(self, model: Model, largest: StepSize) -> int:

@@ -1,4 +1,4 @@
-"""The torch backend: an engine on its own thread, fed by an inbox.
+"""The torch backend: an engine on a separate thread, fed by an inbox.
 
 `submit` and `stop` put commands into the inbox and return; the thread takes them between two steps. Besides the inbox
 only the engine's counters are shared: the thread writes and `stats` reads them.
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOST_SECONDS = 5.0
-"""For the engine's thread to end its sequences, where it does not wait for a rank that has ended."""
+"""Time for the engine's thread to end all sequences, unless the thread waits for an ended rank."""
 
 Command = Callable[["Engine"], object]
 """Runs on the engine's thread, between two steps."""
@@ -98,7 +98,7 @@ class TorchBackend:
         with self._wake:
             if self._broken:
                 raise WorkerLost("the engine has failed and takes no more items")
-            # One number: a sequence that starts between two looks would count twice.
+            # A single number: a sequence starting between two looks would count twice.
             present = scheduler.present_sequences + self._incoming_sequences
             check_queue(item, info, present, len(scheduler.running))
             sequences = sequences_of(item, self._keys_of(item), rule, token_rules)
@@ -128,7 +128,7 @@ class TorchBackend:
             sequence.table_lease = lease
 
     def _keys_of(self, item: Submission) -> SequenceOf[int]:
-        """Keys of the sequences to compute: those of the item, the lanes of a beam search, or a prompt alone."""
+        """Keys of the sequences to compute: the item's sequences, the lanes of a beam search, or a prompt alone."""
         if item.sender_lease_id and is_shared(item):
             return item.keys[:1]
         width = item.config.beam_search.beam_width
@@ -212,7 +212,7 @@ class TorchBackend:
             self._closing = True
             self._wake.notify()
         if self._thread is not None:
-            # A thread that waits on a GPU for a lost rank may never end.
+            # A thread waiting on a GPU for a lost rank may never end.
             await asyncio.to_thread(self._thread.join, LOST_SECONDS if self._loss else None)
         # Frees weights and cache; a failed start left none.
         loaded: Loaded | None = self.__dict__.pop("_loaded", None)
@@ -225,7 +225,7 @@ class TorchBackend:
         # From now on a cancelled start cannot cancel the future, so setting a result never fails.
         loaded.set_running_or_notify_cancel()
         try:
-            # Before torch is imported, which takes seconds.
+            # Before the import of torch, which takes seconds.
             files = weight_files(self._model_dir)
             adapters = _prefetched(self._settings.adapters.prefetch_directory)
             tell_progress("imports PyTorch")
@@ -276,14 +276,14 @@ class TorchBackend:
                 following = None if self._has_commands else engine.launch_next(step)
                 output = engine.collect(step)
                 if ranks and ranks.loss:
-                    # Nothing that was read since can be trusted.
+                    # Nothing read since can be trusted.
                     raise ranks.loss
                 self._deliver(output)
                 step = following
 
     @property
     def _has_commands(self) -> bool:
-        """Without the lock: a command that comes at this moment waits for a step more."""
+        """Without the lock: a command coming at this moment waits for a step more."""
         return bool(self._inbox) or self._closing or self._loss is not None
 
     def _take_commands(self, *, idle: bool) -> tuple[list[Command], bool]:
@@ -296,7 +296,7 @@ class TorchBackend:
 
     def _add(self, engine: Engine, keys: tuple[int, ...], sequences: list[Sequence]) -> None:
         tokens = _pending_tokens(sequences)
-        # Atomic, so that `submit` counts them exactly once.
+        # Atomic: `submit` counts the sequences exactly once.
         with self._wake:
             engine.add(keys, sequences)
             self._incoming_sequences -= len(sequences)
@@ -318,8 +318,8 @@ class TorchBackend:
         self._report(error)
 
     def _lose(self, error: Exception) -> None:
-        """A rank has ended. Called on another thread than the engine's, which may wait for the rank, on a GPU for
-        good."""
+        """A rank has ended. Called on another thread than the engine's. The engine's may wait for the rank, on a GPU
+        for good."""
         with self._wake:
             self._broken, self._loss = True, error
             self._wake.notify()
@@ -329,7 +329,7 @@ class TorchBackend:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        """Tells the service once that the engine has failed."""
+        """Reports the failure of the engine to the service, once."""
         with self._wake:
             is_first, self._reported = not self._reported, True
         if is_first:

@@ -30,7 +30,7 @@ C = TypeVar("C", bound=Choice)
 
 
 class Decoding(ABC, Generic[C]):
-    """One or more sequences with a common end."""
+    """Sequences with a common end."""
 
     def __init__(self, keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
         self.keys = tuple(keys)
@@ -65,7 +65,7 @@ class Decoding(ABC, Generic[C]):
         """Adds tokens held back until the end."""
 
     def end_of(self, key: int, reason: int) -> SequenceEnd | None:
-        """Ends one key where the others can continue without it; None where all end together."""
+        """Ends a key where the others can continue alone; None where all end together."""
         return None
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Decoding(ABC, Generic[C]):
 
 
 class SampledDecoding(Decoding["TokenChoice"]):
-    """One sequence; its tokens are drawn, or picked greedily."""
+    """A single sequence, with tokens drawn, or picked greedily."""
 
     @staticmethod
     def choose(compute: Compute, sequences: SequenceOf[Sequence], logits: Tensor) -> TokenChoice:
@@ -97,7 +97,7 @@ class SampledDecoding(Decoding["TokenChoice"]):
             self.ends = [sequence.end(*end)]
 
     def deliver(self, output: StepOutput) -> None:
-        """Every token was delivered with its step."""
+        """Every token was delivered with the step."""
 
     def broken_off(self, reason: int, error: TrtmeshError | None = None) -> list[SequenceEnd]:
         return [self.sequences[0].end(reason, error=error)]

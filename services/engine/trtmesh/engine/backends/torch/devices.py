@@ -1,4 +1,4 @@
-"""The device that a setting names, as PyTorch knows it."""
+"""The device named by a setting, in PyTorch's terms."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LIST = "`nvidia-smi -L` lists the devices of this machine"
 
 
 def present(name: DeviceName) -> torch.device:
-    """Raises SettingsError for a device that this machine lacks. A process that names a device by its identity sees no
-    other one from then on."""
+    """Raises SettingsError for a device missing on this machine. A process with a device named by identity sees no
+    other device from then on."""
     if name.text == "cpu":
         return torch.device("cpu")
     if name.is_identity:
@@ -32,8 +32,8 @@ def present(name: DeviceName) -> torch.device:
 
 
 def see_alone(name: DeviceName, environ: MutableMapping[str, str]) -> None:
-    """Hides all other devices from CUDA, which reads the variable when the process first uses it. Raises SettingsError
-    where that is past, or where the device is hidden itself."""
+    """Hides all other devices from CUDA. CUDA reads the variable at the first use in the process. Raises SettingsError
+    after this use, or for a hidden device."""
     given = environ.get(VISIBLE)
     if given == name.text:
         return
@@ -53,7 +53,7 @@ def see_alone(name: DeviceName, environ: MutableMapping[str, str]) -> None:
 
 
 def _complaint(index: int) -> str:
-    """What PyTorch says of a device that it does not find."""
+    """PyTorch's words for a missing device."""
     try:
         torch.cuda.get_device_properties(index)
     except (AssertionError, RuntimeError) as error:

@@ -1,17 +1,17 @@
 """The steps of a loaded model: schedule, launch, collect, advance. Everything runs on the engine's thread.
 
-A device may compute a step while the previous step is read: further steps may be launched before the first is
+A device may compute a step during the reading of the previous step: further steps may be launched before the first is
 collected. Rules for the caller and the device:
 
 * Steps are collected in the order of their launches, and the device computes them in this order.
-* A sequence is in flight from the launch of its next token, or of prompt logits, until its step is collected. Meanwhile
-  it is neither scheduled nor preempted, so its blocks and its row of the block table stay.
-* A launch computes the sequences that are not in flight, and further chunks of their prompts. It computes nothing where
-  room is lacking that only a sequence in flight could give.
-* A sequence in flight may be stopped or fail. Its token is dropped, and its blocks are free for later steps at once.
-* The tokens do not depend on how many steps are launched ahead.
-* `launch_next` computes sequences in flight, with the tokens that the device has chosen: one step further, and only for
-  what has no effect before the tokens are known. What ends with a token of the step before has one token dropped; KV is
+* A sequence is in flight from the launch of the next token, or of prompt logits, until the step is collected. Meanwhile
+  the sequence is neither scheduled nor preempted, so the blocks and the row of the block table stay.
+* A launch computes the other sequences, and further chunks of their prompts; but nothing where only a sequence in
+  flight could give the missing room.
+* A sequence in flight may be stopped or fail. The token is dropped, and the blocks are free for later steps at once.
+* The tokens do not depend on the number of steps launched ahead.
+* `launch_next` computes sequences in flight, with the tokens chosen by the device: one step further, and only without
+  effects before the tokens are known. A sequence ending with a token of the step before has a token dropped; KV is
   counted, and so published, when the token is known.
 """
 
@@ -54,22 +54,22 @@ Failure = tuple[Sequence, TrtmeshError]
 
 @dataclass(slots=True)
 class Launched:
-    """A step that the device computes."""
+    """A step under way on the device."""
 
     forwards: list[Forward] = field(default_factory=list)
     choices: list[tuple[list[Sequence], Choice]] = field(default_factory=list)
-    """One per strategy, more after a fault."""
+    """A choice per strategy, more after a fault."""
     failures: list[Failure] = field(default_factory=list)
     sending: list[Sending[Sequence]] = field(default_factory=list)
-    """The sequences of the step that are handed over."""
+    """The sequences of the step under handoff."""
     uncounted: list[Chunk] = field(default_factory=list)
-    """Chunks of tokens that were unknown at the launch."""
+    """Chunks of tokens unknown at the launch."""
     following: Launched | None = None
     """The step of `launch_next`."""
 
     @property
     def awaited(self) -> Iterator[Sequence]:
-        """The sequences that are in flight with this step."""
+        """The sequences in flight with this step."""
         for forward in self.forwards:
             yield from (chunk.sequence for chunk in forward.completing)
             yield from (chunk.sequence for chunk, _ in forward.given)
@@ -77,7 +77,7 @@ class Launched:
 
 
 class Engine:
-    """Owns the sequences. The blocks of a sequence are free before its end is delivered."""
+    """Owns the sequences. The blocks of a sequence are free before the end is delivered."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.deliver: Deliver | None = None
-        """Takes news of handoffs while a step is computed; without it, they come with the step."""
+        """Takes news of handoffs during a step. Without `deliver`, the news come with the step."""
         self._handoffs = handoffs
         self._adapters = adapters
         self.step_count = 0
@@ -104,7 +104,7 @@ class Engine:
         return self._compute.captured_steps
 
     def add(self, keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
-        """Takes an item. A sequence that another worker generated to its end ends at once."""
+        """Takes an item. A sequence completed by another worker ends at once."""
         for decoding in _decodings(keys, sequences):
             for key in decoding.keys:
                 self._ledger.add(key, decoding)
@@ -124,7 +124,7 @@ class Engine:
             self._lose_kv(sequences)
 
     def prepared(self, sequences: Iterable[Sequence], part: PromptTable | TrtmeshError) -> None:
-        """Gives the sequences of an item their prompt table, so that they can start, or ends them with an error."""
+        """Gives the sequences of an item their prompt table, to start, or ends all with an error."""
         for sequence in sequences:
             # Sequences of one decoding fail together.
             if not self.scheduler.lives(sequence):
@@ -139,7 +139,7 @@ class Engine:
                 self._handoffs.report_awaiting(sequence)
 
     def lost_adapter(self, adapter: LoadedAdapter, error: TrtmeshError) -> None:
-        """Ends the sequences that wait for an adapter that cannot be copied to the device."""
+        """Ends the sequences waiting for an adapter after a failed copy to the device."""
         for sequence in self.scheduler.adapters.waiting_for(adapter):
             if self.scheduler.lives(sequence):
                 self._fail(sequence, error)
@@ -175,7 +175,7 @@ class Engine:
         self._handoffs.adopt(lease_id)
 
     def drop(self, lease_id: str) -> None:
-        """Frees the blocks of a lease; sequences that await their KV fail."""
+        """Frees the blocks of a lease; sequences waiting for the KV fail."""
         self._lose_kv(self._handoffs.drop(lease_id))
 
     def _lose_kv(self, sequences: Iterable[Sequence]) -> None:
@@ -185,7 +185,7 @@ class Engine:
                 self._fail(sequence, HandoffFailed("the KV of the sequence will not come"))
 
     def hand_over(self, key: int, lease_id: str) -> None:
-        """Hands a running sequence over after its next token."""
+        """Hands a running sequence over after the next token."""
         decoding = self._ledger.live.get(key)
         if decoding is None:
             return
@@ -203,7 +203,7 @@ class Engine:
         return self._output() if self._ledger.output.ends or has_news else None
 
     def launch(self) -> Launched:
-        """Schedules a step and hands it to the device. Raises BackendFailed once the model was found broken."""
+        """Schedules a step for the device. Raises BackendFailed once the model was found broken."""
         if self._broken:
             raise self._broken
         step = Launched()
@@ -215,7 +215,8 @@ class Engine:
         return step
 
     def launch_next(self, step: Launched) -> Launched | None:
-        """Launches the step after `step`, the last launched; None where it depends on more than its tokens."""
+        """Launches the step after `step`, the last launched. Returns None where more than the tokens of `step` must be
+        known."""
         plain = len(step.choices) == 1 and not (step.failures or step.sending)
         if not plain or self._broken or self._handoffs.outgoing or not self._compute.may_follow:
             return None
@@ -236,7 +237,7 @@ class Engine:
         return following
 
     def collect(self, step: Launched) -> StepOutput:
-        """Waits for a launched step, gives every sequence its next token, and ends complete sequences."""
+        """Waits for a launched step, gives every sequence the next token, and ends complete sequences."""
         self.step_count += 1
         output = self._ledger.output
         for chunk in step.uncounted:
@@ -269,7 +270,7 @@ class Engine:
             step.forwards.append(forward)
             for chunk in computed:
                 self.scheduler.computed(chunk)
-            # Before the next forward, which may overwrite the logits of this one.
+            # Before the next forward, which may overwrite these logits.
             self._choose(forward, step)
 
     def _announcer(self, sending: SequenceOf[Sending[Sequence]]) -> Callable[[int], None] | None:
@@ -311,8 +312,8 @@ class Engine:
         what: str,
         failures: list[Failure],
     ) -> Iterator[tuple[SequenceOf[Chunk], R]]:
-        """Yields results by chunks. Chunks that fail are tried again by halves, down to each alone; those that still
-        fail are added to `failures`, and `what` describes the fault."""
+        """Yields results by chunks. Failed chunks are tried again by halves, down to each alone. The rest is added to
+        `failures`, and `what` describes the fault."""
         waiting = [chunks] if chunks else []
         while waiting:
             part = waiting.pop()
@@ -378,7 +379,7 @@ class Engine:
         return output
 
     def _blame(self, sequence: Sequence, error: TrtmeshError) -> None:
-        """Ends an item for its own fault. With a broken model the item stays, and the next launch raises."""
+        """Ends an item at fault. With a broken model the item stays, and the next launch raises."""
         if self.scheduler.lives(sequence) and not (
             isinstance(error, BackendFailed) and self._is_broken()
         ):

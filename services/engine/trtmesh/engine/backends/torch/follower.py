@@ -1,6 +1,5 @@
-"""A rank of a worker besides the first, which starts it as `python -m trtmesh.engine.backends.torch.follower SOCKET`.
-
-It computes what the first rank commands, and ends with it: its socket closes however the first rank dies.
+"""A rank of a worker besides the first, started by the first as `python -m trtmesh.engine.backends.torch.follower
+SOCKET`. Computes the first rank's commands, and ends with the first rank: the socket closes at any death.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ HERE = b"here"
 
 
 def main(descriptor: int) -> NoReturn:
-    """Ends without the clean-up of an interpreter, which may wait for ranks that are gone."""
+    """Ends without the clean-up of an interpreter, which may wait for lost ranks."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # They go to all processes of a terminal or a container; the first rank finishes its work and ends this one.
+        # Signals go to all processes of a terminal or a container; the first rank finishes all work and ends this rank.
         signal.signal(number, signal.SIG_IGN)
-    # The first rank has these records too.
+    # The first rank has the same records.
     logging.getLogger().addHandler(logging.NullHandler())
     connection = Connection(descriptor)
     try:
@@ -43,7 +42,7 @@ def main(descriptor: int) -> NoReturn:
 
 
 def _follow(connection: Connection, task: dict[str, Any]) -> NoReturn:
-    # Only here: they take seconds, in which the first rank may end.
+    # Only here: the imports take seconds, and the first rank may end meanwhile.
     from trtmesh.engine.backends.torch.loading import load_follower
     from trtmesh.engine.backends.torch.parallel.group import RankPlace
     from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -59,9 +58,9 @@ def _follow(connection: Connection, task: dict[str, Any]) -> NoReturn:
 
 
 def _end_with_the_first(connection: Connection, task: dict[str, Any]) -> NoReturn:
-    """Waits for the end of the first rank, which the other thread does not see while it computes."""
+    """Waits for the end of the first rank, unseen by the computing thread."""
     closed = select.poll()
-    # No events but the hang-up, which needs no asking for.
+    # No events but the hang-up: always reported.
     closed.register(connection.fileno(), 0)
     closed.poll()
     shutil.rmtree(Path(task["store"]).parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Builds an engine from settings. The only place that distinguishes devices."""
+"""Builds an engine from settings. The only place to distinguish devices."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ ALL_ROLES = (epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DEC
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model on its device."""
+    """A model on a device."""
 
     engine: Engine
     info: BackendInfo
@@ -73,10 +73,10 @@ class Loaded:
     tables: PromptTables
     adapters: AdapterCache
     kv_memory: KvMemory | None
-    """None where the KV of a token depends on a setting, so that other workers may have other KV, and where several
-    ranks have a part of it each."""
+    """None where the KV of a token depends on a setting, and so may differ between workers, and where several ranks
+    have a part each."""
     ranks: Ranks | None
-    """The other ranks; None on a single device. Whoever drops the engine closes them."""
+    """The other ranks; None on a single device. To be closed with the engine."""
 
 
 def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> Loaded:
@@ -104,7 +104,7 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
 def load_follower(
     model_dir: Path, settings: TorchSettings, name: str, place: RankPlace, store: Path
 ) -> Follower:
-    """The same on another rank, as far as it takes part in the steps."""
+    """The same on another rank: the parts for steps."""
     take_threads(settings.threads, weight_bytes(model_dir), engines=place.ranks)
     group = RankGroup(store, place, torch.device(name))
     device = _device_of_rank(name, settings, group)
@@ -118,7 +118,7 @@ def load_follower(
 
 @dataclass(frozen=True, slots=True)
 class _Installed:
-    """A model, or the part of a rank, on its device with memory for KV."""
+    """A model, or the part of a rank, on a device with memory for KV."""
 
     model: Model
     device: Device
@@ -238,7 +238,7 @@ def _room(settings: TorchSettings, device: Device) -> Room | None:
 
 
 def _slots(settings: TorchAdapterSettings, slot_bytes: int, device: Device) -> int:
-    """Slots for adapters. Raises ModelUnusable where the device's memory for them is less than one."""
+    """Slots for adapters. Raises ModelUnusable where the device's memory is too small for any."""
     most = settings.max_batch_adapters
     if settings.device_fraction:
         given = int(settings.device_fraction * device.free_memory())
@@ -256,7 +256,7 @@ def _slots(settings: TorchAdapterSettings, slot_bytes: int, device: Device) -> i
 
 
 def _slots_setting(settings: TorchAdapterSettings, slots: int) -> str:
-    """The setting that limits the slots to this number."""
+    """The setting with this limit on the slots."""
     if slots == settings.max_batch_adapters:
         return "adapters.max_batch_adapters"
     return f"adapters.{'device_fraction' if settings.device_fraction else 'device_bytes'}"
@@ -279,8 +279,8 @@ def _most_adapter_bytes(settings: TorchAdapterSettings) -> int:
 
 
 def _names(settings: TorchSettings) -> list[str]:
-    """The devices of the worker, one for each rank. Raises SettingsError for several that cannot share a model, or a
-    setting that needs a single one."""
+    """The devices of the worker, one for each rank. Raises SettingsError for several devices unable to share a model,
+    or a setting for a single device."""
     names = settings.device.names
     texts = [name.text for name in names]
     if len(names) == 1:
@@ -343,7 +343,7 @@ def _device(settings: TorchSettings) -> Device:
 
 
 def _gpu(settings: TorchSettings) -> Device | None:
-    """The current GPU of this machine, where the kernels run on it."""
+    """The current GPU of this machine, if able to run the kernels."""
     if not torch.cuda.is_available():
         return None
     return _with_kernels(torch.device("cuda", torch.cuda.current_device()), settings)
@@ -352,7 +352,7 @@ def _gpu(settings: TorchSettings) -> Device | None:
 def _with_kernels(
     name: torch.device, settings: TorchSettings, group: RankGroup | None = None
 ) -> Device | None:
-    """A GPU with its kernels; None where they do not run, of which the log has the reason."""
+    """A GPU with kernels; None where these do not run, with the reason in the log."""
     if find_spec("triton") is None:
         log.warning("triton is not installed, so %s has no kernels for paged attention", name)
         return None
@@ -369,7 +369,7 @@ def _with_kernels(
 
 
 def _capabilities(settings: TorchSettings, model: Model, *, hands_over: bool) -> Capabilities:
-    # Otherwise rounding depends on the batch, and decides between tokens that nearly tie.
+    # Otherwise rounding depends on the batch, and decides between nearly tied tokens.
     exact = settings.batch_invariant
     return Capabilities(
         deterministic=exact,
@@ -432,7 +432,7 @@ def _tokenizer_fingerprint(model_dir: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes that the settings give a model."""
+    """The sizes of a model by settings."""
 
     blocks: int
     host_blocks: int
@@ -464,7 +464,7 @@ def size(settings: TorchSettings, model: Model, device: Device) -> Sizes:
 def _tokens(
     settings: TorchSettings, bytes_per_token: int, longest: int, model: Model, device: Device
 ) -> int:
-    """Tokens of the pool: the lowest limit that is set, or the device's default."""
+    """Tokens of the pool: the lowest set limit, or the device's default."""
     cache, limits = settings.kv_cache, []
     largest = StepSize(_most_step_tokens(settings), settings.limits.max_batch_size)
     if cache.tokens:

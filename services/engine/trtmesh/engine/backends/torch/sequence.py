@@ -1,4 +1,4 @@
-"""One sequence of the torch backend: what the scheduler needs of it, and what its layers and its choice need."""
+"""A sequence of the torch backend, with the data for scheduler, layers and choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(ScheduledSequence, Continuation):
-    """A continuation and its KV."""
+    """A continuation with KV."""
 
     request_id: str = ""
     """Request id in log lines."""
@@ -46,7 +46,7 @@ class Sequence(ScheduledSequence, Continuation):
         self._name_root()
 
     def give_adapter(self, adapter: LoadedAdapter) -> None:
-        """Takes the adapter and one of its holds."""
+        """Takes the adapter and a hold."""
         self.adapter = adapter
         self._name_root()
 
@@ -74,7 +74,7 @@ class Sequence(ScheduledSequence, Continuation):
     def tell_next(
         self, token: int, details: TokenDetails | None, output: StepOutput, now_ns: int
     ) -> None:
-        """Appends a generated token, and reports the token and its details in the output of a step."""
+        """Appends a generated token, and reports the token with details in the output of a step."""
         output.keys.append(self.key)
         output.token_offsets.append(self.generated_tokens)
         output.token_counts.append(1)

@@ -1,9 +1,9 @@
 """An item under beam search: beams as sequences of the scheduler, and changing results.
 
-A lane is a sequence that holds the KV of one beam. There are as many lanes as beams from the start, admitted and paused
-only together; a spare lane repeats the first. After each step a surviving beam keeps its lane; a second child
-takes over the lane of a dead beam, shares the full blocks and copies the last. All lanes have equally many tokens, so
-this never needs another block.
+A lane is a sequence with the KV of a beam. There are as many lanes as beams from the start, admitted and paused only
+together; a spare lane repeats the first. After each step a surviving beam keeps the lane; a second child takes over the
+lane of a dead beam, shares the full blocks and copies the last. All lanes have equally many tokens, so no further block
+is ever needed.
 
 Results are the best sequences so far, best first. Growth is delivered as new tokens; any other change delivers a
 sequence again from the first token, in place of the earlier delivery. Logits are too large for repetition: with them
@@ -49,7 +49,7 @@ class BeamDecoding(Decoding["Ranking"]):
     """A step of the search needs the rows of all lanes."""
 
     def __init__(self, keys: SequenceOf[int], lanes: SequenceOf[Sequence]) -> None:
-        """`keys` name the sequences that come back; `lanes` are new, and the first has the first key."""
+        """`keys` name the returned sequences; `lanes` are new, and the first has the first key."""
         super().__init__(keys, lanes)
         self.first = first = lanes[0]
         self._search = Beams(
@@ -103,7 +103,7 @@ class BeamDecoding(Decoding["Ranking"]):
         return False
 
     def _is_there(self, lane: Sequence) -> bool:
-        """Whether the lane has a row for the present tokens; a lane that was paused computes the row again."""
+        """Whether the lane has a row for the present tokens; after a pause a lane computes the row again."""
         row = self._rows.get(lane.key)
         return (
             row is not None
@@ -113,7 +113,7 @@ class BeamDecoding(Decoding["Ranking"]):
         )
 
     def _advance_search(self, now_ns: int) -> None:
-        """Takes one step of the search, and sets `forks`."""
+        """Takes a step of the search, and sets `forks`."""
         holders = [self._beams.index(beam) for beam in range(len(self._search.running))]
         rows = [self._rows[self.sequences[lane].key] for lane in holders]
         self._rows.clear()

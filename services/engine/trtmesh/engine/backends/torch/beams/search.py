@@ -1,16 +1,15 @@
 """Beam search without model and blocks.
 
-A step ranks all continuations of the running beams by one token. Among the first `width`, ending continuations become
-complete sequences; the best `width` that do not end keep running. Complete sequences are ranked by score, the sum of
+A step ranks all continuations of the running beams by a token. Among the first `width`, ending continuations become
+complete sequences; the best `width` others keep running. Complete sequences are ranked by score, the sum of
 log-probabilities divided by length ** length_penalty, and the best `width` are kept. The result equals transformers'
-`generate` to the token, and TensorRT-LLM with its `diversity_rate`: candidates are ranked by their sum plus
-diversity_rate times the number of their beam, which favours later beams. Sums and scores exclude the rate. Stop texts
+`generate` to the token, and to TensorRT-LLM with `diversity_rate`: candidates are ranked by their sum plus
+diversity_rate times the number of their beam, in favour of later beams. Sums and scores exclude the rate. Stop texts
 are found in the texts of tokens.
 
-The search is over when no beam runs on, or when `width` sequences are complete and, by `early_stopping`,
-    FIRST_COMPLETE  at once;
-    HEURISTIC       the best running sum, normalised by its present length, is no better than the worst complete score;
-    EXHAUSTIVE      the same, normalised by the longest length where the penalty rewards length.
+The search is over when no beam runs on, or when `width` sequences are complete and, by `early_stopping`, FIRST_COMPLETE
+at once; HEURISTIC the best running sum, normalised by the present length, is no better than the worst complete score;
+EXHAUSTIVE the same, normalised by the longest length where the penalty rewards length.
 """
 
 from __future__ import annotations
@@ -56,15 +55,15 @@ class Hypothesis:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     total: float = 0.0
-    """Sum of the log-probabilities, which ranks the sequence."""
+    """Sum of the log-probabilities, for the rank."""
     end: End | None = None
-    """None while it runs."""
+    """None while running."""
     extras: list[Extras] = field(default_factory=list)
-    """One per token; empty where the item asks for nothing."""
+    """An entry per token; empty where the item asks for nothing."""
     text_state: int = StopVocabulary.START
-    """How much of a stop text its text ends with."""
+    """The part of a stop text at the end of the text."""
     reported_total: float = 0.0
-    """The sum in float32, as messages carry it."""
+    """The sum in float32, as in messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +74,11 @@ class _Candidate:
     log_prob: float
     text_state: int
     stopped_text: str
-    """The text of the token up to the end of the stop text that it completes; empty where it completes none."""
+    """The text of the token up to the end of a completed stop text; empty without any."""
 
 
 EndAfter = Callable[[Hypothesis, int], End | None]
-"""The end of a hypothesis with one more token; None to continue."""
+"""The end of a hypothesis with a further token; None to continue."""
 
 
 class Beams:
@@ -94,8 +93,8 @@ class Beams:
         stop_vocabulary: StopVocabulary | None = None,
         min_tokens: int = 0,
     ) -> None:
-        """Every sequence ends at `most_tokens`; at most `ending_tokens` ids end one earlier, besides the stop texts of
-        `stop_vocabulary` after `min_tokens`."""
+        """Every sequence ends at `most_tokens`; at most `ending_tokens` ids end a sequence earlier, besides the stop
+        texts of `stop_vocabulary` after `min_tokens`."""
         self.width = asked.beam_width
         self.running = [Hypothesis()]
         """Incomplete beams in the order of their latest ranks."""
@@ -135,9 +134,8 @@ class Beams:
     def advance(
         self, log_probs: Tensor, end_after: EndAfter, extras: Sequence[Extras] = ()
     ) -> list[int]:
-        """One step. `log_probs` are [running beams, vocabulary]; `extras` those of each beam's next token.
-
-        Returns the parent of each running beam.
+        """Takes a step. `log_probs` are [running beams, vocabulary]; `extras` belong to each beam's next token. Returns
+        the parent of each running beam.
         """
         # At most `width` continuations of a beam keep running; only ending tokens can rank between these.
         chosen, ending = self._choose(log_probs, end_after, self.width + self._ending_tokens)
@@ -151,9 +149,8 @@ class Beams:
     def _choose(
         self, log_probs: Tensor, end_after: EndAfter, count: int
     ) -> tuple[list[_Candidate], list[tuple[_Candidate, End]]]:
-        """The continuations that keep running, and those that end, among `count` of each beam; more where stop texts
-        end so many that others may rank between these. Of continuations whose text ends alike at a stop text, only the
-        best counts."""
+        """Splits the best `count` continuations of each beam into running and ended, and looks at more if stop texts
+        end too many. Of continuations with equal text up to a stop text, only the best counts."""
         chosen, ending = list[_Candidate](), list[tuple[_Candidate, End]]()
         seen, stopped = [0] * len(self.running), set[tuple[int, str]]()
         place = -1

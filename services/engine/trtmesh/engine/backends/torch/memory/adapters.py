@@ -35,18 +35,18 @@ Updates = Mapping[Place, Update]
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class LoadedAdapter(StoredAdapter):
-    """An adapter as the layers take it. Sequences keep the version that they began with."""
+    """An adapter in the layers' form. Sequences keep the version of their beginning."""
 
     updates: Updates
     give_back: Callable[[LoadedAdapter], None]
     """Takes back the hold of a sequence."""
     slot: int = -1
-    """Its slot, while it has one."""
+    """The slot, or -1."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTargets:
-    """What an adapter must fit: layers of the model, their type, and limits."""
+    """The requirements for an adapter: layers of the model, their type, and limits."""
 
     layers: Mapping[Place, Target]
     dtype: torch.dtype
@@ -59,13 +59,13 @@ Slots = AdapterSlots[LoadedAdapter, Any]
 
 
 class EngineThread(Protocol):
-    """The engine's thread as the cache sees it; both methods return at once."""
+    """The engine's thread as seen by the cache; both methods return at once."""
 
     def run(self, act: Callable[[Slots], object]) -> None:
         """Calls `act` with the slots, then delivers the news."""
 
     def lost(self, adapter: LoadedAdapter, error: TrtmeshError) -> None:
-        """Ends the sequences that wait for an adapter."""
+        """Ends the sequences waiting for an adapter."""
 
 
 class AdapterCache:
@@ -92,7 +92,7 @@ class AdapterCache:
         # One core each: the others compute the steps.
         alone = partial(torch.set_num_threads, 1)
         self._loader = ThreadPoolExecutor(1, "adapter-loads", alone)
-        # Of its own: a sequence need not wait for loads of other adapters.
+        # Separate: a sequence need not wait for loads of other adapters.
         self._copier = ThreadPoolExecutor(1, "adapter-copies", alone)
 
     def connect(self, engine: EngineThread) -> None:
@@ -100,12 +100,12 @@ class AdapterCache:
 
     @property
     def states(self) -> list[HeldAdapter]:
-        """The adapters in memory, the longest unused first, and those of the prefetch directory that are unusable."""
+        """The adapters in memory, the longest unused first, and unusable adapters of the prefetch directory."""
         with self._lock:
             return [*self.store.states, *self._broken]
 
     def hold(self, asked: vocabulary.Lora, holders: int) -> LoadedAdapter:
-        """The adapter for `holders` sequences, each of which gives it back. Raises InvalidField, AdapterNotFound or
+        """The adapter for `holders` sequences. Each gives a hold back. Raises InvalidField, AdapterNotFound or
         AdaptersFull."""
         with self._lock:
             return self.store.hold(asked, holders)
@@ -125,8 +125,8 @@ class AdapterCache:
         self._dropped(removed)
 
     def prefetch(self, directories: Iterable[Path]) -> None:
-        """Loads an adapter from each directory, whose name is its number or its name. An unusable one is reported and
-        left out."""
+        """Loads an adapter from each directory. The directory's name is the adapter's number or name. An unusable
+        adapter is reported and left out."""
         for each in directories:
             try:
                 self._put(self._prefetched(each))
@@ -134,12 +134,12 @@ class AdapterCache:
                 log.warning("the adapter in %s cannot be loaded: %s", each, error.message)
                 self._report_broken(each.name, error)
             except Exception as error:
-                # Broad on purpose: the worker serves its other adapters.
+                # Broad on purpose: the worker serves the other adapters.
                 log.exception("the adapter in %s cannot be loaded", each)
                 self._report_broken(each.name, _defect(error))
 
     def take_news(self) -> list[HeldAdapter]:
-        """The states that changed since the last call."""
+        """The states changed since the last call."""
         with self._lock:
             return self.store.take_news()
 
@@ -231,7 +231,7 @@ class AdapterCache:
             self._dropped(removed)
 
     def _dropped(self, removed: Sequence[LoadedAdapter]) -> None:
-        """Takes adapters off the device; also wakes the engine's thread, which delivers the news."""
+        """Takes adapters off the device; also wakes the engine's thread, to deliver the news."""
 
         def drop(slots: Slots) -> None:
             for each in removed:
@@ -241,7 +241,7 @@ class AdapterCache:
 
 
 def _number_of(name: str) -> int:
-    """The number of a prefetched adapter: the name of its directory, if that is a number, as for Triton."""
+    """The number of a prefetched adapter: the name of the directory, if a number, as for Triton."""
     is_own = is_number(name) and int(name) <= MOST_NUMBER
     return int(name) if is_own else number_of(name)
 

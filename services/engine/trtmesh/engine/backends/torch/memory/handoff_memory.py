@@ -1,4 +1,4 @@
-"""The KV pool as handoffs see it."""
+"""The KV pool for handoffs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trtmesh.engine.kv_memory import (
 
 
 def kv_memory_of(cache: KvCache) -> KvMemory:
-    """The pool of a cache, as one shard."""
+    """The pool of a cache, as a single shard."""
     shard = _shard(cache)
     if cache.pool.device.type != "cpu":
         return DeviceKvMemory(shard, cache.pool, cache.copy_blocks)
@@ -29,10 +29,9 @@ def kv_memory_of(cache: KvCache) -> KvMemory:
 
 
 class DeviceKvMemory:
-    """KvMemory over a tensor of a device; copies go through pinned host memory, on a stream of their own.
-
-    This stream waits for no other: a worker announces blocks once it knows that the device has written them, and
-    reserves blocks once all that wrote to them before has ended (`Engine.collect` and `reserve`).
+    """KvMemory over a tensor of a device; copies go through pinned host memory, on a separate stream. This stream waits
+    for no other: a worker announces blocks once surely written by the device, and reserves blocks after the end of all
+    earlier writes (`Engine.collect` and `reserve`).
     """
 
     def __init__(self, shard: Shard, pool: torch.Tensor, copies_blocks: CopiesBlocks) -> None:
@@ -53,7 +52,7 @@ class DeviceKvMemory:
     def pieces(
         self, _shard: int, blocks: Sequence[int], span: Span, _take: TakeMemory
     ) -> list[memoryview]:
-        # Lent again by PyTorch, once nothing refers to it.
+        # Lent again by PyTorch, once nothing refers to the memory.
         return [self._read(blocks, span).view(-1).numpy().data]
 
     def write(self, _shard: int, blocks: Sequence[int], span: Span, data: Bytes) -> None:

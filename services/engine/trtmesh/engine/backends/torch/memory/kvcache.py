@@ -3,7 +3,7 @@
 Layout [blocks, layers, 2, kv_heads, tokens_per_block, head_dim], with 2 for key and value, so that a block, or a range
 of its heads, is contiguous. In a view of rows of [tokens_per_block * head_dim], the keys of (block, layer, head) are
 row ((block * layers + layer) * 2 + 0) * kv_heads + head, and the values kv_heads rows further. Rows of different layers
-differ by a constant, so one index serves all layers, each with a view shifted by its constant.
+differ by a constant, so the same index serves all layers, each with a view shifted by the layer's constant.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AnonymousFile:
     """Zeroed memory of a fixed size, with `file` as long as this object lives."""
 
     def __init__(self, size: int) -> None:
-        """Where the system has no anonymous files, the memory is private. Who offers the file seals it."""
+        """Where the system has no anonymous files, the memory is private. The file is sealed before an offer."""
         memory, self.file = map_anonymous(size)
         if self.file is not None:
             weakref.finalize(self, os.close, self.file)
@@ -37,14 +37,14 @@ class AnonymousFile:
 
 
 class CopiesBlocks(Protocol):
-    """A device's way to copy blocks in its memory, and between it and pinned host memory."""
+    """A device's way to copy blocks in device memory, and between device and pinned host memory."""
 
     def __call__(
         self, source: Tensor, target: Tensor, sources: Sequence[int], targets: Sequence[int]
     ) -> None:
         """Copies block `sources[i]` of `source` to block `targets[i]` of `target`, for every i, on the current stream.
 
-        Both are [blocks, ...] of one type, each block contiguous. No target occurs twice, or is a source too.
+        Both are [blocks, ...] of the same type, each block contiguous. No target occurs twice, or is a source too.
         """
 
 
@@ -57,7 +57,7 @@ def copy_blocks(
 
 
 def indexes(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """The numbers on a device, which need not be waited for."""
+    """The numbers on a device; no need to wait."""
     pinned = device.type == "cuda"
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
     return host.to(device, non_blocking=True)
@@ -68,7 +68,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The KV of one token. Where the sizes of keys and values differ, `head_dim` is the larger."""
+    """The KV of a token. Where the sizes of keys and values differ, `head_dim` is the larger."""
 
     layers: int
     kv_heads: int
@@ -125,7 +125,7 @@ class KvCache:
         return self._shared.file if self._shared else None
 
     def carry_out(self, moves: Sequence[Move]) -> None:
-        """Carries out the moves of the block pool, with the effect of one after another.
+        """Carries out the moves of the block pool, with the same effect as in sequence.
 
         New blocks are cleared: masked values are still multiplied, by zero, and must be finite.
         """
@@ -138,7 +138,7 @@ class KvCache:
                 self.copy_blocks(source, target, sources, targets)
 
     def _place(self, blocks: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """The tensor of some blocks of one kind, and their numbers there."""
+        """The tensor of some blocks of a kind, and their numbers there."""
         first_of_host = self.pool.shape[0]
         if blocks[0] < first_of_host:
             return self.pool, blocks
@@ -162,7 +162,7 @@ class KvCache:
 
 
 def _batches(moves: Sequence[Move], first_of_host: int) -> Iterator[list[Move]]:
-    """Runs of moves of one kind that can be carried out in any order: no target occurs twice, or as a source."""
+    """Runs of moves of the same kind, in any order: no target occurs twice, or as a source."""
     batch: list[Move] = []
     read: set[int] = set()
     written: set[int] = set()

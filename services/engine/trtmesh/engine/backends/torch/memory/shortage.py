@@ -1,4 +1,4 @@
-"""What allocations say when memory runs out."""
+"""Recognises a lack of memory by an allocator's words."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from trtmesh.chassis.errors import ModelUnusable
 
 SIGNS = ("out of memory", "can't allocate memory")
-"""In the words of CUDA, and of PyTorch on a CPU, which have no type of their own there."""
+"""In the words of CUDA, and of PyTorch on a CPU. Neither has a type for this error."""
 END = " is free."
-"""Of what PyTorch says first: how much was asked for, and how much is free. The rest is about its allocator."""
+"""The first part of PyTorch's words: the requested and the free memory. The rest is about the allocator."""
 
 LESS_STEP = "engine.torch.batching.max_step_tokens or engine.torch.limits.max_batch_size"
 
 
 def shortage(error: BaseException) -> str | None:
-    """What was asked for and what is free, where an error is a lack of memory; else None."""
+    """Returns the requested and the free memory, where an error is a lack of memory, else None."""
     text = str(error)
     if not _is_shortage(error, text):
         return None

@@ -18,7 +18,7 @@ DTYPES = {**FLOATS, pb.DATA_TYPE_INT32: torch.int32}
 
 
 def from_message(tensor: vocabulary.Tensor) -> Tensor:
-    """A copy of a tensor of one of DTYPES."""
+    """A copy of a tensor of any of DTYPES."""
     # PyTorch warns of read-only memory; numpy copies without the GIL.
     data = np.frombuffer(tensor.data, dtype=np.uint8).copy()
     dtype = DTYPES[pb.DataType.ValueType(tensor.data_type)]

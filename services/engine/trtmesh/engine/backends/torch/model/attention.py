@@ -1,4 +1,4 @@
-"""The seam to transformers: a model calls attention by a registered name, and each engine attaches its own attention."""
+"""The seam to transformers: a model calls attention by a registered name, and each engine attaches its attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a worker: processes of one host that compute each step together, each a part of every layer."""
+"""The ranks of a worker: processes of a host, for computing each step together, each a part of every layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)
-"""For a rank that answers no more. One that has ended is noticed at once, by its connections."""
+"""For a rank without an answer. An ended rank is noticed at once, by the connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,21 @@ class RankPlace:
 
 
 class RankGroup:
-    """What the ranks exchange while they compute. Each calls the same methods in the same order."""
+    """The exchange between computing ranks. Each calls the same methods in the same order."""
 
     def __init__(self, store: Path, place: RankPlace, device: torch.device) -> None:
-        """Waits for the other ranks; `store` is the file by which they find each other."""
+        """Waits for the other ranks; `store` is the file for finding each other."""
         self.place = place
         self._device = device
         self._backend = _backend(store, place, device)
         self._releases: list[Callable[[], None]] = []
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Replaces a tensor by the sum over all ranks, with the same bits on each; returns it."""
+        """Replaces a tensor by the sum over all ranks, with the same bits on each; returns the tensor."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def least(self, values: Iterable[int]) -> list[int]:
-        """The lowest that a rank has given, value by value."""
+        """The lowest of all ranks, value by value."""
         given = torch.tensor([*values], dtype=torch.int64, device=self._device)
         lowest: list[int] = self._reduce(given, dist.ReduceOp.MIN).tolist()
         return lowest
@@ -55,24 +55,24 @@ class RankGroup:
         self.least([0])
 
     def share(self, tensor: Tensor) -> None:
-        """Gives all ranks the content that the first has."""
+        """Gives all ranks the first rank's content."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.asyncOp = False
         _finish(self._backend.broadcast([tensor], options))
 
     def abort(self) -> None:
-        """Ends operations of a GPU that wait for a rank, from any thread. On a CPU they end by themselves."""
+        """Ends operations of a GPU waiting for a rank, from any thread. On a CPU no end is needed."""
         if self._device.type == "cuda":
             self._backend.abort()
 
     def release_first(self, release: Callable[[], None]) -> None:
-        """Lets `close` call `release` before it ends the group."""
+        """Lets `close` call `release` before ending the group."""
         self._releases.append(release)
 
     def close(self) -> None:
-        """Ends the group, whether the other ranks live or not. NCCL waits until the graphs are gone in which its
-        operations are captured, so these go first: the end of the interpreter destroys them in any order."""
+        """Ends the group, whether the other ranks live or not. NCCL waits for the end of all graphs with captured
+        operations, so these go first: the end of the interpreter destroys both in any order."""
         for release in self._releases:
             release()
         self._releases.clear()
@@ -81,21 +81,21 @@ class RankGroup:
     def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         options = dist.AllreduceOptions()
         options.reduceOp = operation
-        # On the stream of the caller, so that a captured step has it in its place.
+        # On the stream of the caller, for the right place in a captured step.
         options.asyncOp = False
         _finish(self._backend.allreduce([tensor], options))
         return tensor
 
 
 def _finish(work: Any) -> None:
-    """Waits on a CPU; on a GPU the stream waits. Raises RuntimeError for a rank that has ended."""
+    """Waits on a CPU; on a GPU the stream waits. Raises RuntimeError for an ended rank."""
     if work is not None:
         work.wait()
 
 
 def _backend(store: Path, place: RankPlace, device: torch.device) -> Any:
-    """Not the default group of the process: that is global, and a process may have several engines."""
-    # Untyped: builds of PyTorch differ in what they have.
+    """Not the default group of the process: the default is global, and a process may have several engines."""
+    # Untyped: builds of PyTorch differ.
     untyped: Any = dist
     file = untyped.FileStore(str(store), place.ranks)
     if device.type == "cuda":

@@ -1,7 +1,7 @@
 """The layers of a model divided among ranks.
 
-A rank keeps some heads of attention and some inner values of the MLP: rows of the weights before them and columns of
-those after them. What both give is then a part of a sum over all ranks, once in attention and once in the MLP. The
+A rank keeps some heads of attention and some inner values of the MLP: rows of the weights before and columns of the
+weights after these. Both results are then parts of a sum over all ranks, once in attention and once in the MLP. The
 embedding, the norms and the head are whole on every rank.
 """
 
@@ -17,11 +17,11 @@ from trtmesh.engine.backends.torch.model.fusing import has_plain_layers
 from trtmesh.engine.backends.torch.parallel.group import RankGroup, RankPlace
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""Sizes in the configuration of a model, which the ranks share equally."""
+"""Sizes in the configuration of a model, shared equally by the ranks."""
 
 
 def divide(model: Any, place: RankPlace) -> None:
-    """Keeps the weights of a rank. Raises ModelUnusable for a model that the ranks cannot share."""
+    """Keeps the weights of a rank. Raises ModelUnusable for an indivisible model."""
     kind = model.config.model_type
     if not has_plain_layers(model):
         raise ModelUnusable(_refusal(kind))
@@ -43,18 +43,18 @@ def divide(model: Any, place: RankPlace) -> None:
 
 
 def add_up(model: Any, group: RankGroup) -> None:
-    """Adds up over the ranks what the fused layers of a divided model give."""
+    """Adds up the results of the fused layers of a divided model over the ranks."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         if not (isinstance(attention, FusedAttention) and isinstance(mlp, FusedMlp)):
             raise ModelUnusable(_refusal(model.config.model_type))
-        # One layer for both ways of computing attention.
+        # The same layer for both ways of computing attention.
         attention.o_proj = attention.own.o_proj = SummedLinear(attention.o_proj, group)
         mlp.down_proj = SummedLinear(mlp.down_proj, group)
 
 
 class SummedLinear(nn.Module):
-    """A linear layer whose inputs are divided among the ranks."""
+    """A linear layer with inputs divided among the ranks."""
 
     def __init__(self, own: nn.Module, group: RankGroup) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ def _keep_outputs(linear: nn.Linear, place: RankPlace) -> None:
 def _keep_inputs(linear: nn.Linear, place: RankPlace) -> None:
     linear.weight = _kept(linear.weight[:, place.part_of(linear.in_features)])
     if place.rank:
-        # The sum has it once.
+        # The sum has the bias once.
         linear.register_parameter("bias", None)
     linear.in_features = linear.weight.shape[1]
 
 
 def _kept(part: Tensor) -> nn.Parameter:
-    """A copy, so that the rest is freed."""
+    """A copy, to free the rest."""
     copy = part.detach().clone(memory_format=torch.contiguous_format)
     return nn.Parameter(copy, requires_grad=False)

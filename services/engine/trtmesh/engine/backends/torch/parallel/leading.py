@@ -1,4 +1,4 @@
-"""The device of the first rank, which tells the others what to compute."""
+"""The device of the first rank, with commands for the others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class OrderedBatch(Batch):
-    """A batch with the command by which the other ranks lay out theirs."""
+    """A batch with the command for the other ranks' batches."""
 
     command: bytes = b""
 
 
 class LeadingCompute:
-    """Implements Compute. Tokens are chosen here alone.
-
-    After a fault during a step the other ranks may wait for this one, so the worker cannot compute any more: every
-    further call raises the same error.
+    """Implements Compute. Tokens are chosen here alone. After a fault during a step the other ranks may wait for this
+    rank, so the worker cannot compute any more: every further call raises the same error.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
-"""What the first rank tells the others: the same calls of Compute, as numbers.
-
-The others have no scheduler and no sequences of their own. A sequence is to them a row of the block table and the
-tokens of the step, which is all that a device reads of it.
+"""The first rank's commands for the others: the same calls of Compute, as numbers. The others have no scheduler and no
+sequences. Their sequence is a row of the block table and the tokens of the step: a device reads nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from trtmesh.engine.stopping import EndRule
 
 
 class Kind(IntEnum):
-    """The method of Compute that a command repeats."""
+    """The method of Compute repeated by a command."""
 
     MOVE = 1
     FORWARD = 2
@@ -35,8 +33,8 @@ class Kind(IntEnum):
 HEADER = 3
 """The kind, the number of chunks or moves, and the blocks of a row."""
 FIELDS = 7
-"""Of a chunk: row of the block table, its version, start, count, whether it completes, and the positions whose logits
-are read, from and to."""
+"""Of a chunk: row of the block table, its version, start, count, whether the chunk completes, and the positions with
+logits to read, from and to."""
 NOT_READ = (-1, -1)
 
 
@@ -70,7 +68,7 @@ def _of_chunks(
     tables: BlockTables,
     tokens_per_block: int,
 ) -> bytes:
-    """`numbers` are the tokens, or the rows in which the device has chosen them."""
+    """`numbers` are the tokens, or the rows of the device's choice."""
     slots = [chunk.sequence.slot for chunk in chunks]
     fields = [
         (slot, version, chunk.start, chunk.count, chunk.completes, *_read(chunk.sequence))
@@ -97,10 +95,10 @@ def _packed(header: tuple[int, int, int], *arrays: Rows) -> bytes:
 
 
 class Follower:
-    """Repeats on another rank what the first one computes."""
+    """Repeats the first rank's calls on another rank."""
 
     def __init__(self, compute: Compute, tables: BlockTables) -> None:
-        """`tables` are those of `compute`."""
+        """`tables` belong to `compute`."""
         self._compute = compute
         self._tables = tables
         self._sequences = [_sequence(slot) for slot in range(len(tables.rows))]
@@ -112,7 +110,7 @@ class Follower:
         }
 
     def obey(self, command: bytes) -> None:
-        """Raises whatever the device does; the ranks are out of step then."""
+        """Raises all errors of the device; the ranks are out of step then."""
         words = np.frombuffer(command, dtype=np.int64)
         kind, count, width = words[:HEADER].tolist()
         self._carry_out[Kind(kind)](count, width, words[HEADER:])
@@ -138,7 +136,7 @@ class Follower:
     def _chunks(
         self, count: int, width: int, words: Rows
     ) -> tuple[list[tuple[Chunk, bool]], list[int]]:
-        """The chunks of a command, each with whether it completes, and the numbers at its end."""
+        """The chunks of a command, each with whether the chunk completes, and the numbers at the command's end."""
         fields, rest = words[: count * FIELDS].reshape(count, FIELDS), words[count * FIELDS :]
         self._take_blocks(fields[:, 0], fields[:, 1], rest[: count * width].reshape(count, width))
         chunks = []
@@ -167,8 +165,7 @@ class Wanted:
 
 
 def _give(chunk: Chunk, tokens: list[int], *, completes: bool) -> None:
-    """Gives a sequence the tokens of a chunk, and a further one where others follow. Earlier ones that were not told
-    are read by nobody."""
+    """Gives a sequence the tokens of a chunk, and a further token where others follow. Nobody reads earlier tokens."""
     known = chunk.sequence.tokens
     del known[chunk.start :]
     known += [0] * (chunk.start - len(known))
@@ -178,8 +175,8 @@ def _give(chunk: Chunk, tokens: list[int], *, completes: bool) -> None:
 
 
 def _sequence(slot: int) -> Sequence:
-    """What is in a row of the block table, whichever sequence it is. It chooses greedily: the first rank shares its
-    tokens where these are needed."""
+    """The content of a row of the block table, of any sequence. Chooses greedily: the first rank shares tokens where
+    needed."""
     config = GenerationConfig()
     return Sequence(
         key=slot,

@@ -1,7 +1,6 @@
-"""The processes of the other ranks, as the first one starts, tells and ends them.
-
-Each has a socket pair with the first rank: commands go down it, and a report comes up before a rank gives up. Whichever
-side ends, and however, closes it.
+"""Starts the processes of the other ranks, sends them commands, and ends them. Each has a socket pair with the first
+rank: commands go down, and a report comes up before a rank gives up. The end of either side, in any way, closes the
+pair.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ STANDARD_ERROR = 2
 END_SECONDS = 2.0
 """For ranks to end by themselves."""
 CAUSE_SECONDS = 5.0
-"""Until the end of a rank is known, after an operation failed by it."""
+"""Until the end of a rank is known, after a failed operation."""
 LOOK_SECONDS = 0.1
 """Between two looks whether all ranks live, until all have joined the group."""
 
 Lost = Callable[[Exception], None]
-"""Called once, on a thread of its own, with the reason."""
+"""Called once, on a separate thread, with the reason."""
 
 REPORTED = {each.__name__: each for each in (ModelUnusable, SettingsError)}
-"""Errors of a start that a rank may report for all."""
+"""Errors of a start, reported by a rank for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,8 @@ class Ranks:
     """The other ranks, seen from the first."""
 
     def __init__(self, names: Sequence[str], model_dir: Path, settings: TorchSettings) -> None:
-        """Starts a process for each device of `names` but the first, and waits until they are there. Raises
-        StartupError where one ends."""
+        """Starts a process for each device of `names` but the first, and waits for all. Raises StartupError where any
+        ends."""
         self._lock = threading.Lock()
         # Guarded by `_lock`.
         self._losses: list[Exception] = []
@@ -93,8 +92,8 @@ class Ranks:
             watching.start()
 
     def _join(self, store: Path, place: RankPlace, device: torch.device) -> RankGroup:
-        """Waits for the others on another thread: for one that has ended, gloo waits for minutes and NCCL for good.
-        Raises StartupError where one ends before."""
+        """Waits for the others on another thread: for an ended rank, gloo waits for minutes and NCCL for good. Raises
+        StartupError where any ends before."""
         joined: Future[RankGroup] = Future()
 
         def join() -> None:
@@ -112,7 +111,7 @@ class Ranks:
         return joined.result()
 
     def watch(self, lost: Lost) -> None:
-        """Lets `lost` be called when a rank ends, and where one has."""
+        """Lets `lost` be called when a rank ends, or has ended already."""
         self._lost = lost
         self._is_watched.set()
 
@@ -123,18 +122,18 @@ class Ranks:
 
     @property
     def loss(self) -> Exception | None:
-        """Why the group is broken, once a rank has ended. Operations that waited for it on a GPU end only later, with
+        """Why the group is broken, once a rank has ended. Operations waiting for the rank on a GPU end only later, with
         any result."""
         return self._losses[0] if self._is_lost.is_set() else None
 
     def cause_of(self, error: Exception) -> Exception:
-        """The end of a rank by which an operation failed; `error` itself where none has ended."""
+        """The end of a rank as the cause of a failed operation; `error` where none has ended."""
         if not isinstance(error, StartupError) and self._is_lost.wait(CAUSE_SECONDS):
             return self._losses[0]
         return error
 
     def close(self) -> None:
-        """Ends the other ranks, and what this one has of the group. Called by the thread that computes."""
+        """Ends the other ranks, and this rank's part of the group. Called by the computing thread."""
         self._end_others()
         self.group.close()
 
@@ -186,7 +185,7 @@ def _start(name: str, task: dict[str, object]) -> _Other:
 
 
 def _await(other: _Other) -> None:
-    """Waits until a rank is about to join the group. Raises StartupError where it ends before."""
+    """Waits until a rank is about to join the group. Raises StartupError where the rank ends before."""
     try:
         other.connection.recv_bytes()
     except (EOFError, OSError):
