@@ -318,15 +318,18 @@ class ServerCall:
     async def write(self, message: Any) -> None:
         """Sends a message. Returns once flow control has admitted all bytes. The rest of a cancelled write is sent
         first."""
-        self._check_open()
-        data = self._serialized(message)
+        if self._ended:
+            raise _call_ended()
+        serialize = self._handler.response_serializer
+        data: bytes = message if serialize is None else serialize(message)
         if len(data) > self._max_plain_bytes:
             await self._write_large(data)
             return
         writer, stream = self._writer, self.stream
         if stream.unsent.size:
             await writer.drain(stream)
-            self._check_open()
+            if self._ended:
+                raise _call_ended()
         if not self._headers_sent:
             self._send_headers()
         writer.send_data(stream, pack_prefix(0, len(data)), data)
@@ -338,13 +341,8 @@ class ServerCall:
         if len(data) > self._policy.max_message_bytes:
             await self._refuse_size(len(data))
         pieces = await self._compressed(data)
+        await self._ready_to_send()
         writer, stream = self._writer, self.stream
-        self._check_open()
-        if stream.unsent.size:
-            await writer.drain(stream)
-            self._check_open()
-        if not self._headers_sent:
-            self._send_headers()
         if pieces is None:
             writer.send_data(stream, pack_prefix(0, len(data)), data)
         else:
@@ -368,30 +366,34 @@ class ServerCall:
     async def write_pieces(self, *pieces: Buffer) -> None:
         """Sends a large serialized message in pieces, neither joined nor compressed, in frames as large as the peer
         admits. Later changes of their memory may arrive at the peer. Otherwise like `write`."""
-        self._check_open()
+        if self._ended:
+            raise _call_ended()
         size = sum(map(len, pieces))
         if size > self._policy.max_message_bytes:
             await self._refuse_size(size)
+        await self._ready_to_send()
         writer, stream = self._writer, self.stream
-        if stream.unsent.size:
-            await writer.drain(stream)
-            self._check_open()
-        if not self._headers_sent:
-            self._send_headers()
         stream.max_data_size = MAX_BULK_DATA_SIZE
         writer.send_pieces(stream, (pack_prefix(0, size), *pieces))
         if stream.unsent.size:
             await self._drain()
+
+    async def _ready_to_send(self) -> None:
+        """Waits until the rest of a cancelled write is sent, and sends the headers if they are missing."""
+        if self._ended:
+            raise _call_ended()
+        if self.stream.unsent.size:
+            await self._writer.drain(self.stream)
+            if self._ended:
+                raise _call_ended()
+        if not self._headers_sent:
+            self._send_headers()
 
     async def _refuse_size(self, size: int) -> None:
         await self.abort(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             f"Sent message larger than max ({size} vs. {self._policy.max_message_bytes})",
         )
-
-    def _check_open(self) -> None:
-        if self._ended:
-            raise asyncio.CancelledError("the call has ended")
 
     async def send_initial_metadata(self, initial_metadata: Any) -> None:
         if self._headers_sent or self._ended:
@@ -570,7 +572,8 @@ class ServerCall:
         await self._policy.admission.backlog.enter(size)
         try:
             # If the call has ended meanwhile, the message is gone.
-            self._check_open()
+            if self._ended:
+                raise _call_ended()
             data = self._requests.take()
             steps = parse_in_steps(data, descriptor, self._parsed, self._policy.message_limits)
             # Freed right after parsing.
@@ -625,11 +628,6 @@ class ServerCall:
                 grpc.StatusCode.INTERNAL, f"Exception deserializing request! {error}"
             ) from error
 
-    def _serialized(self, message: Any) -> bytes:
-        write = self._handler.response_serializer
-        data: bytes = message if write is None else write(message)
-        return data
-
     def _send_headers(self, metadata: Metadata = ()) -> None:
         self._headers_sent = True
         self._connection.note_served()
@@ -656,6 +654,10 @@ class ServerCall:
             self._over()
         elif self._task_runs:
             self._connection.starts.add(self)
+
+
+def _call_ended() -> asyncio.CancelledError:
+    return asyncio.CancelledError("the call has ended")
 
 
 def _wrong_length() -> Http2StreamError:

@@ -238,7 +238,7 @@ class _InferStream:
 
 
 def _handler(method: Any, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    """A method with messages or serialised bytes as responses."""
+    """Returns the handler of a method. Responses of streams are bytes already, of others messages or bytes."""
     make = (
         grpc.stream_stream_rpc_method_handler
         if method.client_streaming
@@ -247,7 +247,7 @@ def _handler(method: Any, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
     return make(
         handler,
         request_deserializer=GetMessageClass(method.input_type).FromString,
-        response_serializer=_serialise,
+        response_serializer=None if method.client_streaming else _serialise,
     )
 
 
