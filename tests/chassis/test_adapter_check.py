@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trtmesh.chassis.adapter_check import check_content
 from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
 from trtmesh.chassis.errors import InvalidRequest, Unsupported
+from trtmesh.chassis.peft_adapter import check_content
 from trtmesh.v1 import generation_pb2 as pb
 
 ARRAYS = FILE_NAMES[pb.ADAPTER_FORMAT_ARRAYS]

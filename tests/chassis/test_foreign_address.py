@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trtmesh.chassis.addresses import Address
-from trtmesh.chassis.foreign_address import ForeignAddress, host_of, parse_engine
+from trtmesh.chassis.addresses import Address, ForeignAddress, host_of, parse_engine
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])

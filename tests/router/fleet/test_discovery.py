@@ -14,8 +14,8 @@ from e2e.mesh import SIMULATED, StreamReader
 from processes import service_process
 from router.names import Names
 from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
+from trtmesh.chassis.addresses import parse_engine
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.chassis.foreign_address import parse_engine
 from trtmesh.router.fleet import discovery
 from trtmesh.router.fleet.discovery import (
     UNKNOWN_ROUNDS,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from trtmesh.chassis.fair.budget import Budget
 from trtmesh.chassis.fair.turns import ParseScheduler
-from trtmesh.chassis.http2.send_buffer import SendBuffer
+from trtmesh.chassis.http2.writer import SendBuffer
 from trtmesh.chassis.logs import Occasionally
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from trtmesh.chassis.adapter_content import FILE_NAMES, MOST_CONFIG_BYTES, AdapterContent
+from trtmesh.chassis.adapter_content import (
+    FILE_NAMES,
+    MOST_CONFIG_BYTES,
+    AdapterContent,
+    check_arrays,
+)
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
 from trtmesh.chassis.layer_patterns import LayerPatterns
 from trtmesh.chassis.safetensors_header import Entry, read_entries
@@ -191,3 +196,12 @@ def _split_key(key: str) -> tuple[str, str]:
             field=f"adapter.{key}",
         )
     return found["layer"].removeprefix(PREFIX), found["side"]
+
+
+def check_content(content: AdapterContent, where: str = "") -> None:
+    """Raises InvalidRequest or UnsupportedField with file or layer, and the reason, for files that are torn, disagree
+    with each other, or are not a plain LoRA; `where` precedes the names of files."""
+    if content.format == pb.ADAPTER_FORMAT_PEFT:
+        read_adapter(content, where)
+    else:
+        check_arrays(content, where)

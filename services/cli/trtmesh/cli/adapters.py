@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from trtmesh.chassis.adapter_check import check_content
 from trtmesh.chassis.adapter_content import AdapterContent, is_number
 from trtmesh.chassis.errors import InvalidRequest, NotFound, Unsupported
+from trtmesh.chassis.peft_adapter import check_content
 from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_adapter

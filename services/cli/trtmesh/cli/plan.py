@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
+from trtmesh.chassis.addresses import is_foreign
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.cores import physical_cores, threads_for, weight_bytes
 from trtmesh.chassis.device_names import VISIBLE, DeviceName, DeviceNames
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
-from trtmesh.chassis.foreign_address import is_foreign
 from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.chassis.settings import split_commas
 from trtmesh.chassis.tls.client import ClientTls

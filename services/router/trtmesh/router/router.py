@@ -12,13 +12,12 @@ from functools import partial
 from typing import Any
 
 import grpc
-from trtmesh.chassis.addresses import Address
+from trtmesh.chassis.addresses import Address, ForeignAddress, is_foreign, parse_engine
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.connecting import check_address
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.fair.messages import MessageAdmission
 from trtmesh.chassis.fair.turns import ParseScheduler
-from trtmesh.chassis.foreign_address import ForeignAddress, is_foreign, parse_engine
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime, Service

@@ -22,7 +22,7 @@ from trtmesh.chassis.grpc.server import connection as server_connection
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.http2 import connection as http2_connection
 from trtmesh.chassis.http2 import rates
-from trtmesh.chassis.http2.closed_streams import MAX_REMEMBERED
+from trtmesh.chassis.http2.connection import MAX_CLOSED_STREAMS
 from trtmesh.chassis.http2.frames import (
     ACK,
     END_HEADERS,
@@ -514,14 +514,14 @@ async def test_frames_under_way_when_the_server_ended_a_call_are_dropped(
 async def test_closed_streams_are_forgotten(example: Example) -> None:
     """DATA on an old stream is taken for late."""
     async with wired(example) as wire:
-        last = 2 * MAX_REMEMBERED + 3
+        last = 2 * MAX_CLOSED_STREAMS + 3
         for stream in range(1, last, 2):
             wire.send(wire.call(stream, "None", END_STREAM))
             await wire.answer(stream)
         wire.send(wire.data(1, b"late"))
         await wire.echoes(last)
         (connection,) = example.server._connections
-        assert len(connection._closed_streams._ended_by_peer) == MAX_REMEMBERED
+        assert len(connection._closed_streams._ended_by_peer) == MAX_CLOSED_STREAMS
 
 
 async def test_ping_and_settings_are_acknowledged(example: Example) -> None:

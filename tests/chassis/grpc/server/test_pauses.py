@@ -61,7 +61,7 @@ async def answer_pings(wire: Wire, count: int) -> int:
 
 
 @pytest.mark.usefixtures("frequent_pings")
-async def test_stream_goes_on_where_its_reader_paused() -> None:
+async def test_stream_goes_on_where_its_reader_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     """60 MiB, of which the windows hold 64 KiB."""
     async with impatient(3600) as example, wired(example) as wire:
         wire.send(wire.call(1, "Many"), wire.data(1, b"%d,%d" % (MESSAGES, MESSAGE_BYTES)))
@@ -69,6 +69,8 @@ async def test_stream_goes_on_where_its_reader_paused() -> None:
         assert held == INITIAL_WINDOW_SIZE
         # The handler waits for the reader: nothing piles up.
         assert example.written == 0
+        # A slow machine takes longer to send it all than these PINGs admit.
+        monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 60.0)
         whole = (len(message(b"")) + MESSAGE_BYTES) * MESSAGES
         wire.send(window_update(0, whole), window_update(1, whole))
         body, said = await wire.answer(1)

@@ -13,8 +13,7 @@ import grpc
 from trtmesh.chassis.fair.budget import Account
 from trtmesh.chassis.fair.messages import LARGE_BYTES
 from trtmesh.chassis.fair.turns import ConnectionQueue
-from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError
-from trtmesh.chassis.http2.send_buffer import Buffer
+from trtmesh.chassis.http2.frames import Buffer, ErrorCode, Http2StreamError
 
 _PREFIX = struct.Struct(">BI")
 

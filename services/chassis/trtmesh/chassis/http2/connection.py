@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 from trtmesh.chassis.fair.budget import Account, Budget
 from trtmesh.chassis.fair.turns import ConnectionQueue, ParseScheduler
 from trtmesh.chassis.http2 import rates
-from trtmesh.chassis.http2.closed_streams import ClosedStreams
 from trtmesh.chassis.http2.frames import (
     ACK,
     END_STREAM,
     INITIAL_HEADER_TABLE_SIZE,
     INITIAL_WINDOW_SIZE,
     STREAM_ID_MASK,
+    Buffer,
     Data,
     ErrorCode,
     Frame,
@@ -40,7 +40,6 @@ from trtmesh.chassis.http2.frames import (
 )
 from trtmesh.chassis.http2.headers import MAX_HEADER_LIST_SIZE, HeaderBlock, HeaderDecoder
 from trtmesh.chassis.http2.rates import FrameRates
-from trtmesh.chassis.http2.send_buffer import Buffer
 from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 
 log = logging.getLogger(__name__)
@@ -75,6 +74,9 @@ CLOSE_SECONDS = 0.5
 
 MAX_DROPPED_BYTES = 2**20
 """Bytes read and dropped after the end of the connection."""
+
+MAX_CLOSED_STREAMS = 256
+"""Closed streams remembered for a connection."""
 
 CLOSED = "the connection was closed"
 
@@ -123,6 +125,38 @@ class StreamHandler(Protocol):
 
     def disconnect(self, reason: str) -> None:
         """The connection is lost."""
+
+
+class ClosedStreams:
+    """The latest closed streams of a connection, and the legality of further frames (RFC 9113, section 5.1).
+
+    Frames in flight when this side closed a stream are legal. Frames after the peer's END_STREAM or RST_STREAM are not.
+    Frames on older, forgotten streams pass as late.
+    """
+
+    def __init__(self) -> None:
+        self._ended_by_peer: dict[int, bool] = {}
+
+    def add(self, stream_id: int, *, ended_by_peer: bool) -> None:
+        """Remembers a closed stream, and whether the peer had ended or reset the stream."""
+        self._ended_by_peer[stream_id] = ended_by_peer
+        if len(self._ended_by_peer) > MAX_CLOSED_STREAMS:
+            del self._ended_by_peer[next(iter(self._ended_by_peer))]
+
+    def check_data(self, stream_id: int) -> None:
+        """Raises Http2StreamError for DATA after the peer's end of the stream."""
+        if self._ended_by_peer.get(stream_id):
+            raise Http2StreamError(ErrorCode.STREAM_CLOSED, "DATA on a closed stream")
+
+    def check_headers(self, stream_id: int) -> None:
+        """Raises Http2ConnectionError for HEADERS after the peer's end of the stream, or on a skipped stream."""
+        ended = self._ended_by_peer.get(stream_id)
+        if ended:
+            raise Http2ConnectionError(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")
+        if ended is None:
+            raise Http2ConnectionError(
+                ErrorCode.PROTOCOL_ERROR, "HEADERS on a stream below one that was opened"
+            )
 
 
 H = TypeVar("H", bound=StreamHandler)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from trtmesh.chassis.http2.send_buffer import Buffer
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+"""Bytes in memory. A memoryview has a single dimension of bytes."""
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """The first bytes of a client."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from trtmesh.chassis.http2.frames import (
     INITIAL_WINDOW_SIZE,
     MAX_WINDOW_SIZE,
     MIN_MAX_FRAME_SIZE,
+    Buffer,
     ErrorCode,
     FrameType,
     Http2ConnectionError,
@@ -21,7 +23,6 @@ from trtmesh.chassis.http2.frames import (
     frame_header,
     rst_stream,
 )
-from trtmesh.chassis.http2.send_buffer import Buffer, SendBuffer
 
 MAX_PASS_BYTES = 2**18
 """Limit of bytes written in a pass of the event loop, and of bytes buffered by the transport before writers wait."""
@@ -42,6 +43,40 @@ _pack_header = FRAME_HEADER.pack
 
 _EMPTY_HEADER_TABLE = b"\x20"
 """Dynamic table size update to 0 at the start of a header block (RFC 7541, sections 4.2 and 6.3)."""
+
+
+class SendBuffer:
+    """A queue of bytes, without copies."""
+
+    __slots__ = ("_pieces", "size")
+
+    def __init__(self) -> None:
+        self._pieces: deque[Buffer] = deque()
+        self.size = 0
+
+    def append(self, data: Buffer) -> None:
+        """Adds bytes. Their memory must not change until sent."""
+        if data:
+            self._pieces.append(data)
+            self.size += len(data)
+
+    def take(self, size: int) -> list[Buffer]:
+        """Removes the first `size` bytes."""
+        taken: list[Buffer] = []
+        self.size -= size
+        while size:
+            piece = self._pieces.popleft()
+            if len(piece) > size:
+                view = memoryview(piece)
+                piece = view[:size]
+                self._pieces.appendleft(view[size:])
+            taken.append(piece)
+            size -= len(piece)
+        return taken
+
+    def clear(self) -> None:
+        self._pieces.clear()
+        self.size = 0
 
 
 @dataclass(slots=True, eq=False)

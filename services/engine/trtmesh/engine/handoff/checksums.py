@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trtmesh.chassis.http2.send_buffer import Buffer
+from trtmesh.chassis.http2.frames import Buffer
 from trtmesh.engine.kv_memory import Bytes
 
 try:

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from trtmesh.chassis.adapter_check import check_content
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
 from trtmesh.chassis.errors import (
     AdapterBroken,
@@ -24,6 +23,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     Unsupported,
 )
+from trtmesh.chassis.peft_adapter import check_content
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
 from trtmesh.router.adapters.assembly import too_large
 from trtmesh.router.adapters.contents import Contents, FetchContent

@@ -20,10 +20,9 @@ from contextlib import suppress
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from trtmesh.chassis.addresses import Address, AddressCheck
+from trtmesh.chassis.addresses import Address, AddressCheck, ForeignAddress
 from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, TrtmeshError, Unavailable
-from trtmesh.chassis.foreign_address import ForeignAddress
 from trtmesh.chassis.settings import CommaList, Settings
 from trtmesh.chassis.tasks import until_first_ends
 

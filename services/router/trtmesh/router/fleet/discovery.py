@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from trtmesh.chassis.addresses import Address
+from trtmesh.chassis.addresses import Address, ForeignAddress, host_of, parse_engine
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.chassis.foreign_address import ForeignAddress, host_of, parse_engine
 from trtmesh.chassis.resting_file import RestingFile
 
 log = logging.getLogger(__name__)

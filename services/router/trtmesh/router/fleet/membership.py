@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from trtmesh.chassis.addresses import host_of, parse_engine
 from trtmesh.chassis.errors import AlreadyExists, Draining, InvalidField, NotFound, WorkerLost
-from trtmesh.chassis.foreign_address import host_of, parse_engine
 from trtmesh.router.fleet.discovery import addresses_of
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.link_local import check_dialled, refuse_link_local

@@ -26,9 +26,8 @@ from trtmesh.chassis.grpc.messages import (
     ReceivedMessages,
     pack_prefix,
 )
-from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError, rst_stream
+from trtmesh.chassis.http2.frames import Buffer, ErrorCode, Http2StreamError, rst_stream
 from trtmesh.chassis.http2.headers import HeaderBlock
-from trtmesh.chassis.http2.send_buffer import Buffer
 from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 
 ENDED = "the stream ended"

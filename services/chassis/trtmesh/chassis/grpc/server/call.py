@@ -32,9 +32,8 @@ from trtmesh.chassis.grpc.server.headers import (
     response_headers,
     trailers,
 )
-from trtmesh.chassis.http2.frames import INITIAL_WINDOW_SIZE, ErrorCode, Http2StreamError
+from trtmesh.chassis.http2.frames import INITIAL_WINDOW_SIZE, Buffer, ErrorCode, Http2StreamError
 from trtmesh.chassis.http2.headers import HeaderBlock
-from trtmesh.chassis.http2.send_buffer import Buffer
 from trtmesh.chassis.http2.writer import MAX_BULK_DATA_SIZE, FrameWriter, SendStream
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import request_id_of

@@ -12,9 +12,8 @@ from trtmesh.chassis.error_wire import to_metadata
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.grpc.metadata import Metadata, metadata_block
 from trtmesh.chassis.grpc.server.headers import check_trailers, response_headers, trailers
-from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError
+from trtmesh.chassis.http2.frames import Buffer, ErrorCode, Http2StreamError
 from trtmesh.chassis.http2.headers import HeaderBlock
-from trtmesh.chassis.http2.send_buffer import Buffer
 from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 from trtmesh.chassis.logs import Occasionally
 

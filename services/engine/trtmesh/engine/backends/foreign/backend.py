@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
+from trtmesh.chassis.addresses import ForeignAddress
 from trtmesh.chassis.errors import (
     BackendFailed,
     HandoffFailed,
@@ -26,7 +27,6 @@ from trtmesh.chassis.errors import (
     UnsupportedField,
     WorkerLost,
 )
-from trtmesh.chassis.foreign_address import ForeignAddress
 from trtmesh.chassis.json_text import load_json
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import grpc
+from trtmesh.chassis.addresses import ForeignAddress
 from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.errors import (
     BackendFailed,
@@ -16,7 +17,6 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
     WorkerLost,
 )
-from trtmesh.chassis.foreign_address import ForeignAddress
 
 S = grpc.StatusCode
 Request = TypeVar("Request")
