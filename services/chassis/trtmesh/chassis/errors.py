@@ -227,7 +227,7 @@ class AdaptersFull(Exhausted):
 
 
 class RateLimited(Exhausted):
-    """A caller has exhausted an own limit."""
+    """A caller has exhausted its own limit."""
 
 
 class SlowClient(Exhausted):

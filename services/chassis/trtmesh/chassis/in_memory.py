@@ -1,7 +1,7 @@
 """Calls between services of one process: gRPC's handlers, messages and statuses without a connection.
 
-A message is handed over as it is, neither copied nor serialized, so the sender must not change it afterwards. Flow
-control counts messages: a sender waits while UNREAD_MESSAGES wait for their reader.
+Messages are passed on without copying or serializing, so a sender must not change a message afterwards. Flow control
+counts messages: a sender waits while UNREAD_MESSAGES are unread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trtmesh.chassis.panics import is_failure
 log = logging.getLogger(__name__)
 
 UNREAD_MESSAGES = 2
-"""Messages of a call in flight each way. More would only wait: senders merge what follows meanwhile."""
+"""Unread messages of a call each way. More would only wait: senders merge their output meanwhile."""
 
 PEER = "in-memory:"
 """The peer of every call."""
@@ -40,16 +40,16 @@ Message = TypeVar("Message")
 
 
 class Pipe(Generic[Message]):
-    """Messages from one sender to one reader, in order."""
+    """Messages from a sender to a reader, in order."""
 
     def __init__(self) -> None:
         self._messages: deque[Message] = deque()
         self._closed = False
         self._change: asyncio.Future[None] | None = None
-        """Of the end that waits: never both do."""
+        """For the waiting end. Sender and reader never wait together."""
 
     async def put(self, message: Message) -> None:
-        """Returns when the message may be read. It is dropped if the pipe closes before."""
+        """Waits for room, then queues the message, or drops the message if the pipe is closed."""
         while len(self._messages) >= UNREAD_MESSAGES and not self._closed:
             await self._changed()
         if not self._closed:
@@ -67,7 +67,7 @@ class Pipe(Generic[Message]):
         return message
 
     def close(self) -> None:
-        """Ends the messages; those that wait can be read."""
+        """Ends the messages. Unread messages can still be read."""
         self._closed = True
         self._wake()
 
@@ -91,7 +91,7 @@ class Pipe(Generic[Message]):
 
 
 class InMemoryCall(Call[Request, Response]):
-    """A call as its client sees it, and the task of its handler."""
+    """A call as seen by the client, with the task of the handler."""
 
     def __init__(self, handler: Handler, timeout_seconds: float | None) -> None:
         self._requests = Pipe[Request]()
@@ -156,7 +156,7 @@ class InMemoryCall(Call[Request, Response]):
 
 
 class _Context:
-    """A call as its handler sees it: an RpcContext."""
+    """A call as seen by the handler: an RpcContext."""
 
     def __init__(
         self, requests: Pipe[Any], responses: Pipe[Any], timeout_seconds: float | None
@@ -199,7 +199,7 @@ class _Context:
 
 
 async def _handle(handler: Handler, context: _Context) -> None:
-    """Runs a handler of the kinds that services of the mesh have: coroutines, for one message or a stream of them."""
+    """Runs a handler of a service of the mesh: a coroutine for a message or for a stream of messages."""
     given = context.requests() if handler.request_streaming else await context.read()
     response = await function_of(handler)(given, context)
     if not handler.response_streaming:
@@ -207,7 +207,7 @@ async def _handle(handler: Handler, context: _Context) -> None:
 
 
 class InMemoryConnection(Connection):
-    """Opens calls on a server of this process, which need not listen anywhere."""
+    """Opens calls on a server of this process. The server need not listen anywhere."""
 
     def __init__(self, server: GrpcServer) -> None:
         self._server = server

@@ -46,7 +46,7 @@ Response = TypeVar("Response")
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Response]):
-    """A method: `/package.Service/Method`, and the functions for its messages."""
+    """A method: `/package.Service/Method`, and the functions for the messages."""
 
     path: str
     serialize: Callable[[Request], bytes]
@@ -55,11 +55,11 @@ class Method(Generic[Request, Response]):
 
 
 class Call(ABC, Generic[Request, Response]):
-    """A call to a service. Its caller ends it by `cancel`."""
+    """A call to a service. The caller ends the call by `cancel`."""
 
     @abstractmethod
     async def write(self, request: Request) -> None:
-        """Sends a message; returns when flow control has admitted all of it. Raises AioRpcError, or CallEnded if the
+        """Sends a message. Returns once flow control has admitted all bytes. Raises AioRpcError, or CallEnded if the
         call has ended with OK."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Call(ABC, Generic[Request, Response]):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ends the call unless it has ended, and forgets what was not read."""
+        """Ends the call unless ended, and drops unread messages."""
 
     def __aiter__(self) -> Call[Request, Response]:
         return self
@@ -84,13 +84,13 @@ class Call(ABC, Generic[Request, Response]):
 
 
 class Connection(ABC):
-    """Opens calls on one server."""
+    """Opens calls on a server."""
 
     @abstractmethod
     def open(
         self, method: Method[Request, Response], timeout_seconds: float | None = None
     ) -> Call[Request, Response]:
-        """Opens a call; the caller cancels it in `finally`. Its handler learns `timeout_seconds`. Raises
+        """Opens a call, for the caller to cancel in `finally`. The handler learns `timeout_seconds`. Raises
         Unavailable."""
 
     async def ask(
@@ -100,7 +100,7 @@ class Connection(ABC):
         call = self.open(method, timeout_seconds)
         try:
             async with asyncio.timeout(timeout_seconds):
-                # A server may respond before it has received the whole request.
+                # A server may respond before the end of the request.
                 with suppress(CallEnded):
                     await call.write(request)
                 call.half_close()
@@ -296,7 +296,7 @@ class ClientCall(Call[Request, Response]):
 
 
 def as_error(status: Status) -> grpc.aio.AioRpcError:
-    """The error that grpc.aio raises for a status."""
+    """Returns the error raised by grpc.aio for a status."""
     return grpc.aio.AioRpcError(
         status.code,
         grpc.aio.Metadata(),
