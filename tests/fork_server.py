@@ -24,6 +24,8 @@ from pathlib import Path
 LONGEST_MESSAGE = 2**20
 
 _SET_PARENT_DEATH_SIGNAL = 1
+_SET_NAME = 15
+LONGEST_NAME = 15
 _HELD_BACK = (signal.SIGINT, signal.SIGCHLD)
 
 
@@ -35,6 +37,8 @@ class Job:
     arguments: list[str]
     env: dict[str, str]
     directory: str
+    path: list[str]
+    """Directories to import from before those of the server."""
 
 
 def main() -> None:
@@ -111,7 +115,7 @@ class Server:
             self._control.send(str(pid).encode())
             return None
         # The server may be killed too.
-        assert ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0) == 0
+        _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != server:
             os._exit(1)
         signal.set_wakeup_fd(-1)
@@ -119,9 +123,19 @@ class Server:
             os.close(each)
         self._control.close()
         job = Job(**json.loads(message))
+        _prctl(_SET_NAME, name_of(job.module).encode())
         _take(job, files)
         os.close(standing)
         return job
+
+
+def name_of(module: str) -> str:
+    """The name of a forked process: the end of its module's, as long as the kernel allows."""
+    return module[-LONGEST_NAME:]
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    assert ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
 
 
 def _take(job: Job, files: list[int]) -> None:
@@ -133,7 +147,7 @@ def _take(job: Job, files: list[int]) -> None:
     os.environ.update(job.env)
     os.chdir(job.directory)
     # As `python -m` has it.
-    sys.path[0] = job.directory
+    sys.path[:1] = [job.directory, *job.path]
     sys.argv[1:] = job.arguments
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)

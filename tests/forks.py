@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ SERVER = Path(__file__).with_name("fork_server.py")
 
 OF_IMPORTS = ("GRPC_", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR")
 """Set in this process by what tests import, and alike by the same imports elsewhere."""
-LATE = ("TRTMESH_", "TRTLLM_STAND_IN_", "AIP_", "SAGEMAKER_", "PYTEST_", *OF_IMPORTS)
-"""Prefixes of variables that nothing reads before a service runs. The interpreter and libraries read others when they
-start."""
+LATE = ("TRTMESH_", "TRTLLM_STAND_IN_", "AIP_", "SAGEMAKER_", "PYTEST_", "COLUMNS", *OF_IMPORTS)
+"""Prefixes of variables that nothing reads before a service or a command runs. The interpreter and libraries read
+others when they start."""
 
 
 def early(env: Mapping[str, str]) -> Mapping[str, str]:
@@ -40,6 +41,36 @@ def early(env: Mapping[str, str]) -> Mapping[str, str]:
 
 EARLY = early(os.environ)
 """Of the processes that import."""
+
+PATH = "PYTHONPATH"
+
+OF_STARTS = {"sitecustomize", "usercustomize"}
+"""Modules that an interpreter imports when it starts."""
+
+
+def is_like_ours(env: Mapping[str, str]) -> bool:
+    """Whether processes with these variables import what ours do: directories that they have besides change nothing."""
+    added = added_directories(env)
+    is_alike = {**early(env), PATH: ""} == {**EARLY, PATH: ""}
+    return is_alike and added is not None and not any(map(changes_imports, added))
+
+
+def added_directories(env: Mapping[str, str]) -> list[str] | None:
+    """Directories that processes with these variables import from before ours; None where they lack some of ours."""
+    ours, given = (
+        [each for each in variables.get(PATH, "").split(os.pathsep) if each]
+        for variables in (EARLY, env)
+    )
+    added = len(given) - len(ours)
+    return given[:added] if added >= 0 and given[added:] == ours else None
+
+
+def changes_imports(directory: str) -> bool:
+    """Whether a directory has a module that this process would find elsewhere, or one of a start."""
+    with suppress(FileNotFoundError):
+        names = {each.stem for each in Path(directory).iterdir()} - {"__pycache__"}
+        return not names.isdisjoint(OF_STARTS) or any(map(PathFinder.find_spec, names))
+    return False
 
 
 class ForkServer:
@@ -111,11 +142,15 @@ def start_module(
     env: Mapping[str, str],
     **options: Any,
 ) -> subprocess.Popen[Any]:
-    """Starts `python -m MODULE ARGUMENTS` with pipes: forked, unless a variable must be there when it imports or the
-    imports start threads."""
+    """Starts `python -m MODULE ARGUMENTS`, with pipes unless `options` have files: forked, unless a variable must be
+    there when it imports or the imports start threads."""
     server.wait_ready()
-    options |= {"env": env} | dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    if server.is_fit and early(env) == EARLY:
+    options = {
+        **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+        **options,
+        "env": env,
+    }
+    if server.is_fit and is_like_ours(env):
         return Forked(server, module, arguments, **options)
     return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
 
@@ -159,7 +194,9 @@ class Forked(subprocess.Popen[Any]):
         told = inspect.signature(base._execute_child).bind(self, *given).arguments
         sys.audit("subprocess.Popen", sys.executable, told["args"], told["cwd"], told["env"])
         directory = str(told["cwd"] or Path.cwd())
-        job = Job(self._module, self._arguments, {**(told["env"] or os.environ)}, directory)
+        env = told["env"] or os.environ
+        path = added_directories(env) or []
+        job = Job(self._module, self._arguments, {**env}, directory, path)
         ours = told["p2cread"], told["c2pwrite"], told["errwrite"]
         # Where no file is given, the process has the one of this process.
         files = [own if given == -1 else given for own, given in enumerate(ours)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import IO
 
-from forks import fork_server, start_module
+from forks import ForkServer, fork_server, start_module
 
 START_SECONDS = 240.0
 STOP_SECONDS = 120.0
@@ -24,6 +24,8 @@ PORT_FLAGS = ("--port", "--admin-port", "--http-port", "--metrics-port")
 
 BACKENDS = {
     "simulated": ("trtmesh.engine.backends.simulated.backend",),
+    # The library itself is found where the environment of a process has it.
+    "tensorrt_llm": ("trtmesh.engine.backends.tensorrt_llm.backend",),
     "torch": (
         "trtmesh.engine.backends.torch.backend",
         "trtmesh.engine.backends.torch.engine",
@@ -159,7 +161,7 @@ def held_ports(flags: Sequence[str]) -> Iterator[None]:
 async def _start(
     service: str, flags: tuple[str, ...], env: Mapping[str, str] | None
 ) -> subprocess.Popen[bytes]:
-    server = fork_server(_imports(service, flags))
+    server = server_of(service, flags)
     # Only a first process waits long.
     await asyncio.to_thread(server.wait_ready)
     return start_module(
@@ -177,11 +179,11 @@ async def _start(
     )
 
 
-def _imports(service: str, flags: Sequence[str]) -> tuple[str, ...]:
-    """The modules that a process imports before it serves, if it starts with these flags."""
+def server_of(service: str, flags: Sequence[str]) -> ForkServer:
+    """The server with the imports of a process with these flags, before it serves."""
     main = f"trtmesh.{service}.__main__"
     backend = dict(pairwise(flags)).get("--backend", "torch")
-    return (main, *BACKENDS.get(backend, ())) if service == "engine" else (main,)
+    return fork_server((main, *BACKENDS.get(backend, ())) if service == "engine" else (main,))
 
 
 @asynccontextmanager

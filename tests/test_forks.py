@@ -115,6 +115,8 @@ def test_forked_process_is_as_an_executed_one(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRTMESH_GIVEN", "yes")
+    path = [str(tmp_path / "library"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     forked = facts(start(FACTS, "--flag", "ä b"))
     command = [sys.executable, "-m", "program", "--flag", "ä b"]
@@ -255,8 +257,7 @@ def test_import_that_fails_is_told(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "forked"),
     [
-        *(("TRTMESH_X", True), ("TOKENIZERS_PARALLELISM", True)),
-        *(("OMP_NUM_THREADS", False), ("PYTHONPATH", False)),
+        *(("TRTMESH_X", True), ("TOKENIZERS_PARALLELISM", True), ("OMP_NUM_THREADS", False)),
     ],
 )
 def test_process_is_executed_where_its_imports_read_the_environment(
@@ -268,6 +269,23 @@ def test_process_is_executed_where_its_imports_read_the_environment(
     stdout, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert json.loads(stdout)["env"][name] == "3"
     assert isinstance(process, Forked) is forked
+
+
+def test_process_is_executed_where_it_imports_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "EARLY", {**forks.EARLY, "PYTHONPATH": "ours"})
+    for path in (["theirs"], ["ours", "theirs"], []):
+        assert not forks.is_like_ours({**os.environ, "PYTHONPATH": os.pathsep.join(path)})
+    more = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), "b", "ours"])}
+    (tmp_path / "no_such_module.py").touch()
+    assert forks.is_like_ours(more)
+    assert forks.added_directories(more) == [str(tmp_path), "b"]
+    for name in ("typer", "sitecustomize"):
+        file = tmp_path / f"{name}.py"
+        file.touch()
+        assert not forks.is_like_ours(more)
+        file.unlink()
 
 
 def test_process_is_executed_where_an_import_starts_a_thread(

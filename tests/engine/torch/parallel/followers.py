@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import psutil
 from e2e.mesh import eventually
+from fork_server import name_of
 from processes import ServiceProcess
 from trtmesh.engine.backends.torch.parallel.ranks import PROGRAM
 
@@ -13,9 +14,9 @@ from trtmesh.engine.backends.torch.parallel.ranks import PROGRAM
 def followers(pid: int | None = None) -> list[psutil.Process]:
     """The living ones of a process, by default this one."""
     found = []
-    for child in psutil.Process(pid).children():
+    for child in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if PROGRAM in child.cmdline():
+            if PROGRAM in child.cmdline() or child.name() == name_of(PROGRAM):
                 found.append(child)
     return found
 
