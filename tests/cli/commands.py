@@ -46,13 +46,21 @@ def trtmesh(
     directory: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command to the end, in a process forked from one that has the imports."""
-    server, given = fork_server(IMPORTS), {**os.environ, **(env or {})}
-    with start_module(server, "trtmesh.cli", arguments, given, cwd=directory, text=True) as process:
+    given = {**os.environ, **(env or {})}
+    with start_command(*arguments, env=given, directory=directory) as process:
         try:
             out, err = process.communicate(stdin)
         finally:
             process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_command(
+    *arguments: str, env: Mapping[str, str], directory: Path | None = None
+) -> subprocess.Popen[str]:
+    """Starts a command in a process forked from one that has the imports."""
+    server = fork_server(IMPORTS)
+    return start_module(server, "trtmesh.cli", arguments, env, cwd=directory, text=True)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cli.commands import TRTMESH, trtmesh
+from cli.commands import start_command, trtmesh
 
 FAKE = Path(__file__).with_name("fake_tools.py")
 
@@ -84,13 +84,8 @@ class Workshop:
         }
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [TRTMESH, "build", "plan.yaml", *options],
-            cwd=self.directory,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        return start_command(
+            "build", "plan.yaml", *options, env=self.environment, directory=self.directory
         )
 
     def run(self, *options: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Kills a build at its first change of a file, another at its second, and so on until one ends by itself.
+"""Kills a build at its first change of a file, another STRIDE changes later, and so on until one ends by itself.
 
 Each build starts with the finished build of an older plan in `old/`, and is resumed after the kill. Prints a line of
 JSON for each: the change, the results after the kill, and those after the resumed build. Forks save the imports.
@@ -46,9 +46,10 @@ def build(kill_at: int) -> int:
 
 def main() -> None:
     workshop = Workshop(Path.cwd())
-    number, status = 0, -signal.SIGKILL
+    stride = int(sys.argv[1])
+    number, status = 1 - stride, -signal.SIGKILL
     while status == -signal.SIGKILL:
-        number += 1
+        number += stride
         shutil.rmtree("out", ignore_errors=True)
         shutil.copytree("old", "out")
         status = build(number)
