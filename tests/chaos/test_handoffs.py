@@ -16,7 +16,7 @@ from chaos.handoff_scenes import SCENES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SHARES = {"prefill": 5, "drain": 12, "role": 24, "pause": 12}
+SHARES = {"prefill": 5, "drain": 24, "role": 48, "pause": 24}
 """The suite runs one of so many cases of a scene."""
 
 
