@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from handoff.lane import FAULT, LOSS, TIMER, Violation
@@ -62,6 +64,17 @@ class Found(Exception):
         self.problem = problem
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Worlds are no garbage: the collector would look at all of them again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@without_collections()
 def explore(model: Model, *, most: int = 5_000_000) -> Graph:
     """Visits every reachable world; raises Found for a violation."""
     start = model.start()
