@@ -21,7 +21,7 @@ INSTALLED_DEV := .venv/installed-dev
 FOREIGN := .foreign
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test conformance compat-clients gateway-test foreign-test lint types protos bench chaos soak images compose-up compose-test attack gpu-test tensorrt-llm-test
+.PHONY: help demo check types-of-services fast-tests test conformance compat-clients gateway-test foreign-test lint types protos bench chaos soak images compose-up compose-test attack gpu-test tensorrt-llm-test
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +30,12 @@ demo: $(INSTALLED)  ## Start the stack, stream three prompts, serve until Ctrl-C
 	@$(BIN)/trtmesh demo $(if $(EXIT),--exit)
 
 check: lint  ## Run lint, types of the services and the tests that start no process and load no model
+	$(MAKE) --no-print-directory -j2 -k types-of-services fast-tests
+
+types-of-services:
 	$(BIN)/mypy services tools
+
+fast-tests:
 	$(BIN)/pytest -n 2 --dist worksteal -m fast
 
 # Tests wait for processes half of their time, so two cores carry four at once.
