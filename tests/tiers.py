@@ -56,18 +56,23 @@ def is_fast(test: pytest.Function) -> bool:
     return not any(map(reaches_slow, functions))
 
 
+_reaches_nothing_slow = dict[int, object]()
+"""Objects by `id`, from which nothing of SLOW is reached; tests share most of their helpers."""
+
+
 @cache
 def reaches_slow(root: object) -> bool:
     """Whether a function, or code reached from there in the tests, names something of SLOW."""
-    waiting, seen = [root], set[int]()
+    waiting, seen = [root], dict[int, object]()
     while waiting:
         found = inspect.unwrap(each) if callable(each := waiting.pop()) else each
-        if id(found) not in seen:
-            seen.add(id(found))
+        if id(found) not in seen and id(found) not in _reaches_nothing_slow:
+            seen[id(found)] = found
             names = _names(found)
             if names & SLOW:
                 return True
             waiting += _named(found, names)
+    _reaches_nothing_slow.update(seen)
     return False
 
 
