@@ -4,6 +4,7 @@ examples. Assigns every test to its tier.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -45,7 +46,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Terminals of tests have equal abilities everywhere.
 os.environ["TERM"] = "xterm"
 
-# The same examples in every run, without a deadline. `pytest --hypothesis-profile=default` draws new ones.
+# The same examples in every run, without a deadline; `make check` has some of them. `pytest
+# --hypothesis-profile=default` draws new ones.
 settings.register_profile(
     "same examples every time",
     derandomize=True,
@@ -55,14 +57,38 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("same examples every time")
+settings.register_profile(
+    "some of the examples", settings.get_profile("same examples every time"), max_examples=30
+)
 
 guard = ProcessGuard()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spares the collector of garbage the modules and tests, which stay: it would walk them at every import, and
+    then in every test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def is_check(config: pytest.Config) -> bool:
+    return bool(config.getoption("markexpr") == "fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if is_check(config):
+        settings.load_profile("some of the examples")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Keeps `make check` from importing what it does not run. Paths named on the command line are not asked about."""
-    is_check = config.getoption("markexpr") == "fast"
-    return True if is_check and is_left_out(collection_path) else None
+    return True if is_check(config) and is_left_out(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -189,9 +189,9 @@ async def test_removed_versions_outlive_any_number_of_changes() -> None:
     await known.upload(Registration("a", id=1), content(b"old"))
     await known.upload(Registration("a", id=1), content(b"new"))
     key = (1, content(b"old").version)
+    versions = (version_of(content(b"w")),)
     entries = {
-        ("m", n): Entry(n, "", "m", (version_of(content(b"w")),), brought=True)
-        for n in range(2, 2 * MOST_REMOVED)
+        ("m", n): Entry(n, "", "m", versions, brought=True) for n in range(2, 2 * MOST_REMOVED)
     }
     known.take(Registry({**known.registry.entries, **entries}))
     assert [*known.removed] == [key]
