@@ -14,11 +14,12 @@ from trtmesh.engine.backends.foreign.contract import Ask
 from trtmesh.engine.backends.foreign.sequence import Figures, ForeignSequence
 from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1.generation_fields import supported_by
 
 REQUESTS: dict[str, tuple[frozenset[str], Callable[[Ask], Any]]] = {
-    "vllm": (vllm.SUPPORTED_FIELDS, vllm.request_of),
-    "sglang": (sglang.SUPPORTED_FIELDS, sglang.request_of),
-    "trtllm": (trtllm.SUPPORTED_FIELDS, trtllm.request_of),
+    "vllm": (supported_by("vllm"), vllm.request_of),
+    "sglang": (supported_by("sglang"), sglang.request_of),
+    "trtllm": (supported_by("trtllm"), trtllm.request_of),
 }
 ALONG: dict[str, dict[str, Any]] = {
     "guided_decoding.guide": {"guided_decoding.guide_type": pb.GUIDE_TYPE_REGEX},

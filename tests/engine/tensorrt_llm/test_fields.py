@@ -10,6 +10,7 @@ import pytest
 from engine.config_fields import COMPANIONS, LEAVES, SEED, put, sample
 from engine.tensorrt_llm.harness import VOCABULARY, backend, executor, last_call
 from engine_streams import router_stream, serving, submit
+from trtmesh.engine.backends.tensorrt_llm import fields
 from trtmesh.v1 import generation_pb2 as pb
 
 Arrives = Callable[[dict[str, Any], Any], bool]
@@ -143,6 +144,10 @@ async def test_a_supported_field_arrives_at_its_argument(path: str, release: str
             assert received.end.error.message == ""
         call = last_call()
         assert ARRIVES[path](call, call["sampling_params"]), call
+
+
+def test_the_proto_names_the_fields_that_arrive() -> None:
+    assert ARRIVES.keys() | fields.PRIORITY.keys() | fields.ADAPTERS.keys() == fields.SUPPORTED
 
 
 async def test_every_other_field_is_refused_by_name(release: str) -> None:

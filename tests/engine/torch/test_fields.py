@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from chaos.tiny_adapters import tiny_adapter
-from engine.backend_lab import lab
+from engine.backend_lab import Lab, config_of, lab
 from engine.field_effects import (
     BLOCK,
     DRAWN,
@@ -31,13 +31,17 @@ from engine.field_effects import (
     survives,
 )
 from engine.short_names import by_short_names
+from engine.torch.gpu_choice import GpuChooser
 from oracle import tiny_models
 from trtmesh.engine.backend import Backend
 from trtmesh.engine.backends.torch.backend import TorchBackend
+from trtmesh.engine.backends.torch.cpu import device as cpu
 from trtmesh.engine.backends.torch.fields import ADAPTERS, SUPPORTED_FIELDS
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
 
+CHOSEN_BY = ("stopping.", "sampling.", "beam_search.", "output.")
+"""Groups of the fields by which tokens and their details are chosen."""
 SMALL_POOL = {"kv_cache_tokens": 12 * BLOCK}
 KEPT = pb.KvCacheConfig(token_ranges=[pb.TokenRangeRetention(priority=100)])
 
@@ -164,6 +168,40 @@ async def test_field_acts(path: str, llama: Path, plain: list[int]) -> None:
     cases = torch_cases(plain)
     assert path in cases, f"say in torch_cases what {path} changes"
     await check(path, cases[path], start)
+
+
+async def test_fields_act_where_a_gpu_chooses(
+    llama: Path, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone and all in one batch, with the tokens of a CPU."""
+    cases = torch_cases(plain)
+    chosen = {path: cases[path] for path in SUPPORTED_FIELDS if path.startswith(CHOSEN_BY)}
+    assert all(case.see is everything and not case.settings for case in chosen.values())
+    asked = {
+        path: [config_of(case.before), config_of({**case.before, **case.added})]
+        for path, case in chosen.items()
+    }
+
+    async def results(on: Lab) -> dict[str, list[list[tuple[Any, ...]]]]:
+        return {
+            path: [[each.summary() for each in await on.run(PROMPT, config)] for config in configs]
+            for path, configs in asked.items()
+        }
+
+    async with lab(torch_backend(llama)) as on:
+        expected = await results(on)
+    monkeypatch.setattr(cpu, "Chooser", GpuChooser)
+    async with lab(torch_backend(llama, max_batch_size=256)) as on:
+        found = await results(on)
+        with on.gate.held():
+            keys = {path: on.submit(PROMPT, configs[1]) for path, configs in asked.items()}
+        together = {path: await on.ended(keys[path]) for path in asked}
+    assert [path for path, (before, after) in found.items() if before == after] == []
+    assert [path for path in asked if found[path] != expected[path]] == []
+    # The last bits of logits depend on the batch.
+    for path, outcomes in together.items():
+        tokens = [outcome.token_ids for outcome in outcomes]
+        assert tokens == [token_ids for token_ids, *_ in expected[path][1]], path
 
 
 async def test_observations_are_repeatable(llama: Path) -> None:

@@ -19,6 +19,7 @@ from trtmesh.engine.backend import BackendInfo, Submission
 from trtmesh.engine.kv_blocks import blocks_needed
 from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1.generation_fields import FILTERS
 
 
 def admit(item: Submission, info: BackendInfo) -> EndRule:
@@ -160,16 +161,11 @@ def _check_beams(config: GenerationConfig, info: BackendInfo) -> None:
     if width > most:
         limit = f"at most {most}, the fewer of the worker's sequences of an item and of a batch"
         raise InvalidField.of("beam_search.beam_width", width, limit)
-    drawing = (
+    drawing = [
         # Clients that send every field send values that change nothing.
-        ("sampling.top_k", sampling.top_k, (None, 0, 1)),
-        ("sampling.top_p", sampling.top_p, (None, 0, 1)),
-        ("sampling.min_p", sampling.min_p, (None, 0)),
-        ("sampling.top_p_min", sampling.top_p_min, (None,)),
-        ("sampling.top_p_decay", sampling.top_p_decay, (None, 1)),
-        ("sampling.top_p_reset_id", sampling.top_p_reset_id, (None,)),
+        *((f"sampling.{name}", getattr(sampling, name), FILTERS[name]) for name in FILTERS),
         ("output.normalize_log_probs", config.output.normalize_log_probs, (None, True)),
-    )
+    ]
     for field, value, harmless in drawing:
         if value not in harmless:
             raise InvalidField(

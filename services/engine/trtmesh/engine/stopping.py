@@ -8,17 +8,6 @@ from trtmesh.chassis.stop_texts import StopTexts
 from trtmesh.chassis.vocabulary import Stopping
 from trtmesh.v1 import generation_pb2 as pb
 
-FIELDS = frozenset(
-    {
-        "stopping.max_tokens",
-        "stopping.min_tokens",
-        "stopping.end_id",
-        "stopping.ignore_end_id",
-        "stopping.stop_token_ids",
-    }
-)
-"""The fields applied by an EndRule, supported by every backend."""
-
 End = tuple[int, tuple[int, ...]]
 """A FinishReason and the ids at the end of the sequence."""
 

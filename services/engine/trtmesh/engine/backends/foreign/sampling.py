@@ -13,26 +13,6 @@ from trtmesh.engine.backend import Submission
 MOST_BIAS = 100.0
 """Largest bias of an id, either way: engines clamp or refuse others."""
 
-DRAWS = frozenset({"sampling.temperature", "sampling.top_k", "sampling.top_p", "sampling.min_p"})
-
-PENALTIES = frozenset(
-    {
-        "sampling.repetition_penalty",
-        "sampling.presence_penalty",
-        "sampling.frequency_penalty",
-        "sampling.prompt_ignore_length",
-    }
-)
-
-BIAS = frozenset(
-    {
-        "stopping.bad_token_ids",
-        "sampling.embedding_bias_token_ids",
-        "sampling.embedding_bias_weights",
-    }
-)
-"""Fields said by biases of single ids."""
-
 
 @dataclass(frozen=True, slots=True)
 class Draws:

@@ -11,16 +11,12 @@ from google.protobuf.json_format import MessageToDict
 from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2_grpc
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as sglang
 from trtmesh.chassis.vocabulary import GuidedDecoding
-from trtmesh.engine import stopping
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts, LoadRecord, News
 from trtmesh.engine.backends.foreign.load import record_of
 from trtmesh.engine.backends.foreign.log_probs import asked_top, top_of
 from trtmesh.engine.backends.foreign.sampling import (
-    BIAS,
-    DRAWS,
-    PENALTIES,
     Draws,
     bad_ids_of,
     banning,
@@ -28,21 +24,7 @@ from trtmesh.engine.backends.foreign.sampling import (
     check_counted,
 )
 from trtmesh.v1 import generation_pb2 as pb
-
-SUPPORTED_FIELDS = (
-    stopping.FIELDS
-    | DRAWS
-    | PENALTIES
-    | BIAS
-    | {
-        "sampling.num_return_sequences",
-        "output.log_probs",
-        "output.top_log_probs",
-        "output.prompt_log_probs",
-        "guided_decoding.guide_type",
-        "guided_decoding.guide",
-    }
-)
+from trtmesh.v1.generation_fields import supported_by
 
 WHOLE_PROMPT, NO_PROMPT = 0, -1
 """Values of logprob_start_len."""
@@ -52,7 +34,7 @@ class SglangContract:
     """Implements Contract."""
 
     engine = "sglang"
-    supported_fields = SUPPORTED_FIELDS
+    supported_fields = supported_by("sglang")
     asks_transfer = ""
 
     def __init__(self, connection: Connection) -> None:

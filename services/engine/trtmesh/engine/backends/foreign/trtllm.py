@@ -10,34 +10,13 @@ from collections.abc import AsyncGenerator, Iterable
 from smg_grpc_proto.generated import common_pb2, trtllm_service_pb2_grpc
 from smg_grpc_proto.generated import trtllm_service_pb2 as trtllm
 from trtmesh.chassis.errors import UnsupportedField
-from trtmesh.engine import stopping
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts, LoadRecord, News
 from trtmesh.engine.backends.foreign.log_probs import asked_top, most_likely
-from trtmesh.engine.backends.foreign.sampling import DRAWS, PENALTIES, Draws, bad_ids_of
+from trtmesh.engine.backends.foreign.sampling import Draws, bad_ids_of
 from trtmesh.v1 import generation_pb2 as pb
-
-SUPPORTED_FIELDS = (
-    stopping.FIELDS
-    | DRAWS
-    | PENALTIES
-    | {
-        "stopping.bad_token_ids",
-        "sampling.seed",
-        "sampling.top_p_min",
-        "sampling.top_p_decay",
-        "sampling.top_p_reset_id",
-        "sampling.prompt_ignore_length",
-        "sampling.no_repeat_ngram_size",
-        "sampling.embedding_bias",
-        "sampling.num_return_sequences",
-        "output.log_probs",
-        "output.top_log_probs",
-        "guided_decoding.guide_type",
-        "guided_decoding.guide",
-    }
-)
+from trtmesh.v1.generation_fields import supported_by
 
 GUIDES = {
     pb.GUIDE_TYPE_JSON: trtllm.GuidedDecodingParams.GUIDE_TYPE_JSON,
@@ -52,7 +31,7 @@ class TrtllmContract:
     """Implements Contract."""
 
     engine = "trtllm"
-    supported_fields = SUPPORTED_FIELDS
+    supported_fields = supported_by("trtllm")
     asks_transfer = ""
 
     def __init__(self, connection: Connection) -> None:

@@ -8,16 +8,12 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
-from trtmesh.engine import stopping
 from trtmesh.engine.backend import StateKind, Submission
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts, LoadRecord, News
 from trtmesh.engine.backends.foreign.load import record_of
 from trtmesh.engine.backends.foreign.log_probs import asked_top, top_of
 from trtmesh.engine.backends.foreign.sampling import (
-    BIAS,
-    DRAWS,
-    PENALTIES,
     Draws,
     bad_ids_of,
     banning,
@@ -27,22 +23,7 @@ from trtmesh.engine.backends.foreign.sampling import (
 )
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
-
-SUPPORTED_FIELDS = (
-    stopping.FIELDS
-    | DRAWS
-    | PENALTIES
-    | BIAS
-    | {
-        "sampling.seed",
-        "sampling.num_return_sequences",
-        "output.log_probs",
-        "output.top_log_probs",
-        "output.prompt_log_probs",
-        "guided_decoding.guide_type",
-        "guided_decoding.guide",
-    }
-)
+from trtmesh.v1.generation_fields import supported_by
 
 ROLES = {"kv_producer": epb.WORKER_ROLE_PREFILL, "kv_consumer": epb.WORKER_ROLE_DECODE}
 """Roles by vLLM's word for them."""
@@ -58,7 +39,7 @@ class VllmContract:
     """Implements Contract."""
 
     engine = "vllm"
-    supported_fields = SUPPORTED_FIELDS
+    supported_fields = supported_by("vllm")
     asks_transfer = '{"do_remote_decode": true, "do_remote_prefill": false}'
 
     def __init__(self, connection: Connection) -> None:

@@ -16,7 +16,6 @@ from functools import partial
 from hashlib import blake2b
 
 from trtmesh.chassis.errors import BackendFailed, HandoffFailed, QueueFull
-from trtmesh.engine import stopping
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
     AdapterLoad,
@@ -35,27 +34,18 @@ from trtmesh.engine.backends.simulated.sequence import sequences_of
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 from trtmesh.engine.backends.simulated.side_channel import SideChannel
 from trtmesh.engine.backends.simulated.states import KeptStates, RemoteState, UnusableState
-from trtmesh.engine.backends.simulated.tokens import DRAWS, PENALTIES
 from trtmesh.engine.kv_memory import Content, KvMemory
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1.generation_fields import supported_by
 
 log = logging.getLogger(__name__)
 
-SUPPORTED_FIELDS = stopping.FIELDS | frozenset(
-    {
-        "sampling.num_return_sequences",
-        *(f"sampling.{name}" for name in (*PENALTIES, *DRAWS)),
-        "output.perf_metrics",
-        "kv_cache.reuse",
-        "kv_cache.salt",
-        "priority",
-    }
-)
-"""Fields with an effect on tokens, their number, their order or the report."""
-
 ADAPTER_FIELDS = frozenset({"lora.id", "lora.name", "lora.version"})
 """Fields with an effect where there are slots for adapters."""
+
+SUPPORTED_FIELDS = supported_by("simulated") - ADAPTER_FIELDS
+"""Fields with an effect on tokens, their number, their order or the report."""
 
 CRASH_EXIT_STATUS = 70
 

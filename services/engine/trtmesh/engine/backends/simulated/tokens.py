@@ -7,36 +7,28 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import fields
 from hashlib import blake2b, shake_128
 from operator import attrgetter
 from struct import unpack
 
 from trtmesh.chassis.vocabulary import Adapter, Sampling
+from trtmesh.v1.generation_fields import FILTERS, supported_by
 
 CHUNK = 128
 """Tokens that are made at once; a chunk costs about 7 µs."""
 
 _WORDS = f"<{CHUNK}I"
 
-PENALTIES = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "prompt_ignore_length",
-    "no_repeat_ngram_size",
+DRAWS = ("temperature", *FILTERS, "seed")
+"""Sampling fields with an effect on sampled streams only."""
+PENALTIES = tuple(
+    field.name
+    for field in fields(Sampling)
+    if f"sampling.{field.name}" in supported_by("simulated") - {"sampling.num_return_sequences"}
+    and field.name not in DRAWS
 )
 """Sampling fields with an effect on every stream."""
-DRAWS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "top_p_min",
-    "top_p_decay",
-    "top_p_reset_id",
-    "seed",
-)
-"""Sampling fields with an effect on sampled streams only."""
 
 _penalties = attrgetter(*PENALTIES)
 _draws = attrgetter(*DRAWS)

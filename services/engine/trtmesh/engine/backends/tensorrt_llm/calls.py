@@ -19,12 +19,13 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding, IdSequence
 from trtmesh.engine.backend import Submission
-from trtmesh.engine.backends.tensorrt_llm.fields import SAMPLING
+from trtmesh.engine.backends.tensorrt_llm.fields import PLAIN
 from trtmesh.engine.backends.tensorrt_llm.handoff import context_params, generation_params
 from trtmesh.engine.backends.tensorrt_llm.library import Library
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1.generation_fields import FILTERS
 
 MAX_SALT_BYTES = 256
 """As in releases from 1.3 on, which check it late."""
@@ -35,18 +36,6 @@ DEFAULT_PRIORITY = 35
 
 _DRAWS = {"sampling.temperature": 1.0, "sampling.top_k": 0, "sampling.top_p": 1.0}
 """Values for sampled items: unset together they mean greedy to the library, and an unset top_p may."""
-
-_OTHERS = (
-    "sampling.embedding_bias",
-    "sampling.embedding_bias_token_ids",
-    "sampling.embedding_bias_weights",
-    "sampling.num_return_sequences",
-    "sampling.best_of",
-    "sampling.seed",
-    "stopping.bad_token_ids",
-    "output.perf_metrics",
-)
-"""Fields of the table that are no plain values."""
 
 _GUIDES: Mapping[int, str] = {
     pb.GUIDE_TYPE_JSON_SCHEMA: "json",
@@ -292,19 +281,19 @@ def _plain(config: GenerationConfig) -> dict[str, Any]:
     """The values that the library takes as they are."""
     sampling, beams = config.sampling, config.beam_search.beam_width > 1
     values = {
-        SAMPLING[path]: value
-        for path in sorted(config.fields_set & SAMPLING.keys() - {*_OTHERS})
+        PLAIN[path]: value
+        for path in sorted(config.fields_set & PLAIN.keys())
         if (value := _value(config, path)) is not None
     }
     if beams:
         # Harmless values of these were admitted; beams are ranked, not drawn.
-        for name in ("top_k", "top_p", "min_p", "top_p_decay"):
-            values.pop(name, None)
+        for name in FILTERS:
+            values.pop(PLAIN[f"sampling.{name}"], None)
         return values | dict(_beams(config))
     if sampling.greedy:
-        given = [values.pop(SAMPLING[path], None) for path in _DRAWS]
+        given = [values.pop(PLAIN[path], None) for path in _DRAWS]
         return values | ({"top_k": 1} if any(each is not None for each in given) else {})
-    defaults = {SAMPLING[path]: value for path, value in _DRAWS.items()}
+    defaults = {PLAIN[path]: value for path, value in _DRAWS.items()}
     return {**defaults, **values}
 
 

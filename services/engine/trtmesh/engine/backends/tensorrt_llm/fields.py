@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from trtmesh.engine import stopping
 from trtmesh.engine.backends.tensorrt_llm.library import Library
 from trtmesh.engine.backends.tensorrt_llm.model_files import BuiltEngine
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
+from trtmesh.v1.generation_fields import supported_by
 
-SAMPLING: Mapping[str, str] = {
-    "sampling.temperature": "temperature",
-    "sampling.top_k": "top_k",
-    "sampling.top_p": "top_p",
-    "sampling.min_p": "min_p",
-    "sampling.top_p_min": "top_p_min",
-    "sampling.top_p_decay": "top_p_decay",
-    "sampling.top_p_reset_id": "top_p_reset_ids",
+SUPPORTED = supported_by("tensorrt_llm")
+"""The most that any settings and release support."""
+
+COMPUTED: Mapping[str, str] = {
     "sampling.seed": "seed",
-    "sampling.repetition_penalty": "repetition_penalty",
-    "sampling.presence_penalty": "presence_penalty",
-    "sampling.frequency_penalty": "frequency_penalty",
-    "sampling.prompt_ignore_length": "prompt_ignore_length",
-    "sampling.no_repeat_ngram_size": "no_repeat_ngram_size",
     "sampling.embedding_bias": "embedding_bias",
     "sampling.embedding_bias_token_ids": "embedding_bias",
     "sampling.embedding_bias_weights": "embedding_bias",
     "sampling.num_return_sequences": "n",
     "sampling.best_of": "best_of",
-    "stopping.pad_id": "pad_id",
     "stopping.bad_token_ids": "bad_token_ids",
     "output.perf_metrics": "return_perf_metrics",
 }
-"""Arguments of the library's sampling parameters by field."""
+"""Arguments of the library's sampling parameters, by field, that are computed from an item."""
+
+PLAIN: Mapping[str, str] = {
+    **{
+        path: path.removeprefix("sampling.")
+        for path in sorted(SUPPORTED - COMPUTED.keys())
+        if path.startswith("sampling.")
+    },
+    "sampling.top_p_reset_id": "top_p_reset_ids",
+    "stopping.pad_id": "pad_id",
+}
+"""Those that take the field's value as it is."""
 
 BEAMS: Mapping[str, str] = {
     "beam_search.beam_width": "use_beam_search",
@@ -71,6 +72,11 @@ ADAPTERS: Mapping[str, str] = dict.fromkeys(
 )
 PRIORITY: Mapping[str, str] = {"priority": "priority"}
 
+ENDS = frozenset(path for path in SUPPORTED if path.startswith("stopping.")).difference(
+    COMPUTED, PLAIN
+)
+"""Fields that the worker itself applies to what the library delivers."""
+
 
 def supported_fields(
     settings: TensorRtLlmSettings, engine: BuiltEngine | None, library: Library
@@ -80,7 +86,7 @@ def supported_fields(
         field: name for table in _sampling(settings, engine) for field, name in table.items()
     }
     called = {field: name for table in _calls(settings, library) for field, name in table.items()}
-    return stopping.FIELDS | {
+    return ENDS | {
         *(field for field, name in sampled.items() if name in library.sampling_arguments),
         *(field for field, name in called.items() if name in library.request_arguments),
     }
@@ -89,7 +95,8 @@ def supported_fields(
 def _sampling(
     settings: TensorRtLlmSettings, engine: BuiltEngine | None
 ) -> Iterator[Mapping[str, str]]:
-    yield SAMPLING
+    yield COMPUTED
+    yield PLAIN
     if settings.limits.max_beam_width > 1:
         yield BEAMS
     if engine is None or engine.has_generation_logits:

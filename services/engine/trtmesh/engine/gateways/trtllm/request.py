@@ -18,7 +18,7 @@ from trtmesh.engine.backend import BackendInfo
 from trtmesh.engine.gateways.trtllm.texts import Texts
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1.generation_fields import LIMITS
+from trtmesh.v1.generation_fields import LIMITS, NEGATIVE_IS_UNSET
 
 MAX_REQUEST_ID_CHARACTERS = 256
 MOST_LOGPROBS = int(LIMITS["output.top_log_probs"][1])
@@ -26,24 +26,17 @@ LOGPROB_BYTES = 24
 """Most bytes of one log-probability in an answer."""
 
 SAMPLING = {
-    "top_k": "sampling.top_k",
-    "top_p": "sampling.top_p",
-    "top_p_min": "sampling.top_p_min",
+    **{
+        name: f"sampling.{name}"
+        for name in tpb.SamplingConfig.DESCRIPTOR.fields_by_name
+        if name in pb.SamplingConfig.DESCRIPTOR.fields_by_name and name != "num_return_sequences"
+    },
     "top_p_reset_ids": "sampling.top_p_reset_id",
-    "top_p_decay": "sampling.top_p_decay",
-    "seed": "sampling.seed",
-    "temperature": "sampling.temperature",
     "min_tokens": "stopping.min_tokens",
     "beam_search_diversity_rate": "beam_search.diversity_rate",
-    "repetition_penalty": "sampling.repetition_penalty",
-    "presence_penalty": "sampling.presence_penalty",
-    "frequency_penalty": "sampling.frequency_penalty",
-    "prompt_ignore_length": "sampling.prompt_ignore_length",
     "length_penalty": "beam_search.length_penalty",
-    "no_repeat_ngram_size": "sampling.no_repeat_ngram_size",
-    "min_p": "sampling.min_p",
 }
-"""Fields of SamplingConfig with one counterpart each."""
+"""Fields of SamplingConfig with one counterpart each, most of the same name."""
 
 EARLY_STOPPING = {
     0: pb.EARLY_STOPPING_HEURISTIC,
@@ -217,7 +210,7 @@ def _check_request_id(request_id: str) -> None:
 
 def _take_sampling(given: tpb.SamplingConfig, config: pb.GenerationConfig) -> None:
     for field, value in given.ListFields():
-        if field.name in ("top_k", "top_p") and value < 0:
+        if field.name in NEGATIVE_IS_UNSET and value < 0:
             # Clients say so that it is off.
             continue
         if field.name in SAMPLING:

@@ -44,7 +44,7 @@ class KernelChooser:
         filtered = [
             row
             for row, sequence in enumerate(sequences)
-            if _has_filters(sequence) and not _has_rules(sequence)
+            if sequence.token_rules.filters and not _has_rules(sequence)
         ]
         if tokens is None:
             tokens = _raced(sequences, logits)
@@ -100,7 +100,7 @@ def _raced(
 
 def are_plain(sequences: SequenceOf[Continuation]) -> bool:
     """Whether a graph chooses the tokens of all rows, and of the steps after."""
-    return not any(_has_rules(each) or _has_filters(each) for each in sequences)
+    return not any(each.token_rules.filters or _has_rules(each) for each in sequences)
 
 
 def _has_rules(sequence: Continuation) -> bool:
@@ -110,13 +110,6 @@ def _has_rules(sequence: Continuation) -> bool:
         or rules.remembers
         or rules.wants_details
         or sequence.rule.bans_end_ids(len(sequence.tokens))
-    )
-
-
-def _has_filters(sequence: Continuation) -> bool:
-    sampling = sequence.token_rules.sampling
-    return not sequence.token_rules.greedy and bool(
-        sampling.top_k or sampling.min_p or sequence.top_p < 1
     )
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 from trtmesh.chassis.vocabulary import GenerationConfig, IdSequence, Output, Sampling
+from trtmesh.v1.generation_fields import FILTERS
 
 Ids = NDArray[np.int64]
 HIGHEST_BIAS = 1e30
@@ -32,6 +33,9 @@ class TokenRules:
         self.sampling: Sampling = sampling
         self.output: Output = output
         self.greedy = sampling.greedy
+        self.filters = not self.greedy and any(
+            getattr(sampling, name) not in harmless for name, harmless in FILTERS.items()
+        )
         penalties = (
             sampling.repetition_penalty,
             sampling.presence_penalty,

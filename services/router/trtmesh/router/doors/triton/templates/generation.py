@@ -28,6 +28,7 @@ from trtmesh.router.doors.triton.tensors import MESH_DATA_TYPES, TensorSpec
 from trtmesh.router.values.request import GenerationRequest, parse_request
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
+from trtmesh.v1.generation_fields import FILTERS
 
 PHASES = {
     "context_and_generation": pb.GENERATION_PHASE_CONTEXT_AND_GENERATION,
@@ -37,7 +38,6 @@ PHASES = {
 DEFAULT_PRIORITY = 16
 """Triton's priority that equals an unset one, the mesh's 0. Triton serves lower numbers first; 0 is its unset."""
 LOWEST_PRIORITY = -(2**31)
-DRAW_FIELDS = ("top_k", "top_p", "top_p_min", "top_p_decay", "top_p_reset_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +226,11 @@ def _settle_beams(config: pb.GenerationConfig, max_beam_width: int | None) -> No
 
 
 def _drop_draws(config: pb.GenerationConfig) -> None:
-    """Removes valid fields of draws: a beam search draws nothing, and the executor accepts them."""
+    """Removes valid filters of draws: a beam search draws nothing, and the executor accepts them."""
     sampling: Any = config.sampling
-    if any(map(sampling.HasField, DRAW_FIELDS)):
+    if any(map(sampling.HasField, FILTERS)):
         parse_config(config)
-        for field in DRAW_FIELDS:
+        for field in FILTERS:
             sampling.ClearField(field)
 
 
