@@ -1,6 +1,6 @@
 """The crossover of conditional disaggregation: `auto` against `always` and `never`, over prompt lengths and loads.
 
-The router's own placement runs on a simulated fleet of equal workers (`trtmesh.router.replay`), one trace for each
+The router's own placement runs on a simulated fleet of equal workers (`trtmesh.tools.fleet_replay`), one trace for each
 cell of the grid and the same for every choice. The cost of an item is its time to the first token plus the times
 between its tokens, that is, the time to its last token: a split shortens one part at the price of the other, so that
 either part alone could be improved by always, or never, splitting. Mean and 99th percentile of the cost are compared
@@ -16,7 +16,9 @@ from random import Random
 from typing import Any, Literal
 
 from trtmesh.router.placement.settings import HandoffSettings
-from trtmesh.router.replay import Arrival, FleetModel, Outcome, replay
+from trtmesh.tools.fleet_replay.fleet_model import FleetModel, ReplayResult
+from trtmesh.tools.fleet_replay.simulation import replay
+from trtmesh.tools.fleet_replay.trace import Arrival
 
 Choice = Literal["auto", "always", "never"]
 CHOICES: tuple[Choice, ...] = ("auto", "always", "never")
@@ -83,7 +85,7 @@ def run(cell: Cell, fleet: FleetModel, policy: str, items: int, seed: int) -> di
     }
 
 
-def figures(outcome: Outcome) -> Figures:
+def figures(outcome: ReplayResult) -> Figures:
     return {
         "mean_ms": _ms(statistics.fmean(outcome.end_seconds)),
         "p99_ms": _ms(_p99(outcome.end_seconds)),

@@ -24,7 +24,7 @@ import grpc
 import numpy as np
 import uvloop
 from trtmesh.chassis.grpc.server import GrpcServer
-from trtmesh.engine.backend import Backend, HandedOver, Offered, PartFinal, Reserved
+from trtmesh.engine.backend import Backend, Content, HandedOver, Offered, PartFinal, Reserved
 from trtmesh.engine.handoff.copying import copying_of
 from trtmesh.engine.handoff.fetch_server import FetchServer
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
@@ -34,7 +34,7 @@ from trtmesh.engine.handoff.send_run import SenderRequest
 from trtmesh.engine.handoff.settings import HandoffSettings
 from trtmesh.engine.handoff.transports.choice import KNOWN, open_transports
 from trtmesh.engine.handoff.transports.nixl_agents import Pools, new_agent, register
-from trtmesh.engine.kv_memory import Bytes, Content, HostKvMemory, Shard, host_memory
+from trtmesh.engine.kv_memory import Bytes, HostKvMemory, Shard, host_memory
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
 from trtmesh.v1 import kv_transfer_pb2_grpc as transfer_grpc

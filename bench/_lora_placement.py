@@ -26,7 +26,9 @@ from router import Seen, ask, samples
 from trtmesh.router.placement import POLICIES, AdapterNeed, PlacementQuery
 from trtmesh.router.placement.policies import Fleet, Policy
 from trtmesh.router.placement.residency import AdapterOutlook
-from trtmesh.router.replay import Arrival, FleetModel, Outcome, replay
+from trtmesh.tools.fleet_replay.fleet_model import FleetModel, ReplayResult
+from trtmesh.tools.fleet_replay.simulation import replay
+from trtmesh.tools.fleet_replay.trace import Arrival
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -87,7 +89,7 @@ def simulated(items: int) -> Figures:
     return figures
 
 
-def _figures(outcome: Outcome, first: Outcome) -> Figures:
+def _figures(outcome: ReplayResult, first: ReplayResult) -> Figures:
     items = outcome.items - first.items
     loads = outcome.adapter_deliveries - first.adapter_deliveries
     ttft = outcome.first_token_seconds[first.items :]

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "router": {"v1", "kserve", "chassis"},
     "client": {"v1", "chassis"},
     "cli": {"v1", "chassis", "client", "router", "tools"},
-    "tools": {"v1", "kserve", "chassis", "client", "router", "cli"},
+    "tools": {"v1", "kserve", "chassis", "client", "engine", "router", "cli"},
 }
 COMPOSES = {"router/trtmesh/router/__main__.py": {"tokenizer"}}
 """What starts a process may put services of other packages into it."""
@@ -209,7 +209,7 @@ ROOMS = {
         "handoffs",
         "admission",
         "fleet",
-        "replay",
+        "recorder",
         "streams",
         "tokenizers",
         "links",
@@ -268,16 +268,24 @@ MODULES = {
 
 
 @cache
-def imported_modules(file: Path) -> tuple[str, ...]:
-    """The absolute names of all modules imported by `file`, `from a import b` as a.b."""
+def imported_modules(file: Path, *, for_types: bool = True) -> tuple[str, ...]:
+    """The absolute names of all modules imported by `file`, `from a import b` as a.b; without `for_types` only those
+    imported at run time."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if not for_types:
+        tree.body = [each for each in tree.body if not _is_for_types(each)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} has a relative import"
             names += (f"{node.module}.{alias.name}" for alias in node.names)
     return tuple(names)
+
+
+def _is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def test_every_package_has_an_import_rule() -> None:
@@ -297,9 +305,9 @@ def test_packages_import_only_what_they_may(name: str) -> None:
     assert broken == []
 
 
-def imports_of(module: str) -> set[str]:
-    """Modules of the project imported for types or at run time, `from a import b` as a or a.b."""
-    names = set(imported_modules(MODULES[module]))
+def imports_of(module: str, *, for_types: bool = True) -> set[str]:
+    """Modules of the project imported by a module, `from a import b` as a or a.b."""
+    names = set(imported_modules(MODULES[module], for_types=for_types))
     owners = {name.rpartition(".")[0] for name in names}
     return ((names | owners) & MODULES.keys()) - {module}
 
@@ -360,14 +368,19 @@ def test_no_imports_form_a_circle() -> None:
     assert sorted(waiting) == []
 
 
-def test_the_scheduler_needs_no_tensors() -> None:
-    """Nor does anything that it imports, so that every backend can run on it."""
+def test_scheduler_and_simulation_need_no_arrays() -> None:
+    """Nor does what they import: so every backend can run on the scheduler, and `replay` where a router can."""
     reached, new = set[str](), {each for each in MODULES if "engine.scheduling." in each}
+    new.add("trtmesh.engine.backends.simulated.engine")
     while new:
         reached |= new
-        new = set[str]().union(*map(imports_of, new)) - reached
-    libraries = {name.split(".")[0] for each in reached for name in imported_modules(MODULES[each])}
-    assert "torch" not in libraries
+        new = {name for each in new for name in imports_of(each, for_types=False)} - reached
+    loaded = {
+        name.split(".")[0]
+        for each in reached
+        for name in imported_modules(MODULES[each], for_types=False)
+    }
+    assert loaded & {"torch", "numpy"} == set()
 
 
 @pytest.mark.parametrize(("room", "others"), [("fair", ()), ("http2", ("fair",))])
@@ -420,10 +433,12 @@ def importers_of(package: str, prefix: str) -> set[str]:
 
 
 def test_few_commands_import_the_router() -> None:
-    """A stack's settings name policies, `keys` writes the file of callers, `replay` runs the router's placement, and
-    `import-triton` checks against the Triton door. Other commands talk to a router."""
+    """A stack's settings name policies, `keys` writes the file of callers, `replay` runs the router's placement and the
+    engine's scheduler, and `import-triton` checks against the Triton door. Other commands talk to a router."""
     assert importers_of("cli", "trtmesh.router.") == {"keys.py", "mesh_settings.py"}
-    assert importers_of("tools", "trtmesh.router.") == {"replay.py", "triton_import"}
+    importers = {"fleet_replay", "replay.py", "triton_import"}
+    assert importers_of("tools", "trtmesh.router.") == importers
+    assert importers_of("tools", "trtmesh.engine.") == {"fleet_replay"}
 
 
 def test_few_commands_import_the_tools() -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
+from trtmesh.engine.backend import Content
 from trtmesh.engine.handoff import receive_machine as receiving
 from trtmesh.engine.handoff import send_machine as sending
 from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
-from trtmesh.engine.kv_memory import Content
 from trtmesh.router.handoffs import machine as routing
 
 CONTENT = Content(tokens=7, digest=b"tokens")

@@ -7,7 +7,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from trtmesh.router.replay import Arrival, RecordedItem
+from trtmesh.router.recorder import RecordedItem
+from trtmesh.tools.fleet_replay.trace import Arrival
 
 
 def shared_prefixes(items: int = 600, prefixes: int = 24, blocks: int = 16) -> list[Arrival]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from trtmesh.engine.backend import Content
 from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
 from trtmesh.engine.handoff.receive_machine import (
     AnyReceiverAction,
@@ -23,7 +24,6 @@ from trtmesh.engine.handoff.receive_machine import (
     StopTarget,
     advance,
 )
-from trtmesh.engine.kv_memory import Content
 
 CONTENT = Content(7, b"tokens")
 MARK = CommitMark(2, CONTENT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from trtmesh.engine.backend import Content
 from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
 from trtmesh.engine.handoff.send_machine import (
     AnnouncePart,
@@ -17,7 +18,6 @@ from trtmesh.engine.handoff.send_machine import (
     StopSource,
     advance,
 )
-from trtmesh.engine.kv_memory import Content
 
 MARK = CommitMark(2, Content(7, b"tokens"))
 COMPUTED: list[AnySenderEvent] = [

@@ -65,7 +65,7 @@ def transfer(sender: Run, receiver: Run, offered: Offered, reserved: Reserved) -
 
 def write(run: Run, reserved: Reserved, tokens: tuple[int, ...]) -> None:
     """Writes the KV of tokens into the blocks of a lease."""
-    content = run.backend._engine.content
+    content = run.backend._content
     states = content.by_block(states_of(0, tokens), len(reserved.blocks))
     content.write(reserved.blocks, states, range(LAYERS))
 
@@ -328,7 +328,7 @@ class TestRunning:
             handed = await news(run, HandedOver)
             await run.generate(item(2, 5))
             states = states_of(0, [*PROMPT, *run.tokens[1]][: handed.content.tokens])
-            assert run.backend._engine.content.damaged(handed.blocks, states) is None
+            assert run.backend._content.damaged(handed.blocks, states) is None
             run.backend.drop("L")
 
     async def test_parked_sequence_returns_to_its_own_worker(self) -> None:

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.chassis.vocabulary import KvCache
 from trtmesh.engine.backend import Awaiting, HandedOver, PartFinal, Reserved, SequenceEnd
-from trtmesh.engine.backends.simulated.engine import SimulatedEngine
+from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 from trtmesh.engine.backends.simulated.kv_content import LAYERS, states_of
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence, sequences_of
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
@@ -71,7 +71,8 @@ class Handoffs(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = SimulatedEngine(SETTINGS)
+        backend = SimulatedBackend(SETTINGS)
+        self.engine, self.content = backend._engine, backend._content
         self.names = 0
         self.sequences: dict[int, SimulatedSequence] = {}
         self.ends: dict[int, SequenceEnd] = {}
@@ -129,7 +130,7 @@ class Handoffs(RuleBasedStateMachine):
 
     def check_empty(self, blocks: SequenceOf[int]) -> None:
         """Nothing is left of what the blocks held before."""
-        memory = self.engine.content.memory
+        memory = self.content.memory
         for shard in range(2):
             assert np.isin(memory.memory(shard).rows[list(blocks)], (0, 0xFD)).all()
 
@@ -175,7 +176,7 @@ class Handoffs(RuleBasedStateMachine):
         if not blocks:
             is_right = True
         elif is_right:
-            content = self.engine.content
+            content = self.content
             content.write(blocks, content.by_block(states, len(blocks)), range(LAYERS))
         return Kept(lease, prompt, reserved, is_right)
 
@@ -260,7 +261,7 @@ class Handoffs(RuleBasedStateMachine):
         for lease in self.handed_over.keys() & self.engine.handoffs._leases.keys():
             each = self.handed_over[lease]
             tokens = self.sequences[each.key].tokens[: each.content.tokens]
-            assert self.engine.content.damaged(each.blocks, states_of(0, tokens)) is None
+            assert self.content.damaged(each.blocks, states_of(0, tokens)) is None
 
     @invariant()
     def pending_tokens_are_computed_here(self) -> None:

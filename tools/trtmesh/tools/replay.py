@@ -17,7 +17,7 @@ from trtmesh.cli.session import FAILED, USAGE
 from trtmesh.cli.tables import add_row, new_table, print_tables
 
 if TYPE_CHECKING:
-    from trtmesh.router.replay import Outcome
+    from trtmesh.tools.fleet_replay.fleet_model import ReplayResult
 
 
 def _finite(value: float) -> float:
@@ -52,7 +52,7 @@ def replay(
         float, typer.Option(min=0.001, help="Time of a step.", callback=_finite)
     ] = 10.0,
     cache_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of reusable KV that a worker keeps.")
+        int, typer.Option(min=0, help="Tokens of KV in a worker's pool.")
     ] = 500_000,
     adapter_slots: Annotated[
         int, typer.Option(min=1, help="Adapters that a worker has ready to run.")
@@ -78,7 +78,7 @@ def replay(
     *,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """Replay recorded traffic over a simulated fleet, with the router's own placement, and compare policies.
+    """Replay recorded traffic over a simulated fleet, with the mesh's own placement and scheduler; compare policies.
 
     Not simulated: waits between siblings, slow start, the breaker, limits of admission, sequences beyond an item's
     first, lost or unequal workers. Compare policies with each other, not milliseconds with a real fleet. With --json
@@ -86,13 +86,14 @@ def replay(
 
     Exit status: 0 done, 1 the file cannot be read, 2 wrong usage.
     """
-    # Loaded here: no other command needs the router's code.
+    # Loaded here: no other command needs the router's and the engine's code.
     from dataclasses import replace
 
     from trtmesh.router.placement import POLICIES
     from trtmesh.router.placement.settings import HandoffSettings
-    from trtmesh.router.replay import FleetModel, read_trace
-    from trtmesh.router.replay import replay as run
+    from trtmesh.tools.fleet_replay.fleet_model import FleetModel
+    from trtmesh.tools.fleet_replay.simulation import replay as run
+    from trtmesh.tools.fleet_replay.trace import read_trace
 
     for name in policy or ():
         if name not in POLICIES:
@@ -130,7 +131,7 @@ def replay(
         _print_table(outcomes)
 
 
-def figures(outcome: Outcome) -> dict[str, Any]:
+def figures(outcome: ReplayResult) -> dict[str, Any]:
     """The figures of one policy; times in milliseconds."""
     return {
         "policy": outcome.policy,
@@ -148,7 +149,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _adapter_figures(outcome: Outcome) -> dict[str, Any]:
+def _adapter_figures(outcome: ReplayResult) -> dict[str, Any]:
     """Loads of adapters per 1,000 items; nothing for a trace without adapters."""
     if not outcome.adapter_items:
         return {}
@@ -162,7 +163,7 @@ def _percentile(values: Sequence[float], percent: int) -> float:
     return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1] * 1000, 1)
 
 
-def _print_table(outcomes: Sequence[Outcome]) -> None:
+def _print_table(outcomes: Sequence[ReplayResult]) -> None:
     rows = [figures(outcome) for outcome in outcomes]
     table = new_table(*(name.replace("_", "\n") for name in rows[0]))
     for row in rows:

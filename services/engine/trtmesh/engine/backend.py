@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Tensor
-from trtmesh.engine.kv_memory import Content, KvMemory
 from trtmesh.engine.stopping import StopVocabulary
 from trtmesh.v1 import engine_pb2 as epb
+
+if TYPE_CHECKING:
+    # Needs numpy, which a simulation does without.
+    from trtmesh.engine.kv_memory import KvMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +250,15 @@ class BlocksCleared:
 
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The tokens of the handed over KV."""
+
+    tokens: int
+    digest: bytes
+    """Digest of the tokens, with adapter, salt and prompt table."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,6 @@ TakeMemory = Callable[[int], memoryview]
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """The tokens of the handed over KV."""
-
-    tokens: int
-    digest: bytes
-    """Digest of the tokens, with adapter, salt and prompt table."""
-
-
-@dataclass(frozen=True, slots=True)
 class Shard:
     """The blocks of a pool, and the pool's layers and heads."""
 

@@ -44,7 +44,7 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.links.replica import Replica
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.replay import Recorder
+from trtmesh.router.recorder import Recorder
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.settings import RouterSettings

@@ -19,7 +19,7 @@ from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.fleet.bridge import ForeignWorkerSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
-from trtmesh.router.replay import RecordSettings
+from trtmesh.router.recorder import RecordSettings
 from trtmesh.router.streams.client_stream import ClientLimits
 from trtmesh.router.tokenizers.local import LOCAL
 

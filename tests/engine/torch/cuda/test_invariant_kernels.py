@@ -36,10 +36,10 @@ from trtmesh.engine.backends.torch.cuda.kernels.sums import (
     running_sums,
     running_sums_reference,
 )
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Rule
 from trtmesh.engine.backends.torch.model.model import load_model
-from trtmesh.engine.scheduling.blocks import BlockTables
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from hashlib import blake2b
 
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.kv_memory import Content
+from trtmesh.engine.backend import Content
 
 PROTOCOL_VERSION = 1
 DIGEST_BYTES = 16

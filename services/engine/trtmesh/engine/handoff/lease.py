@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from trtmesh.chassis.errors import HandoffFailed, InvalidField
-from trtmesh.engine.kv_memory import Content
+from trtmesh.engine.backend import Content
 
 _LEASE_ID = re.compile(r"[0-9a-f]{32}")
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from trtmesh.engine.backend import Content
 from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
-from trtmesh.engine.kv_memory import Content
 
 
 class ReceiverPhase(Enum):

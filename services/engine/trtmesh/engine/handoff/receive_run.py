@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
-from trtmesh.engine.backend import Awaiting, Reserved, SequenceEnd
+from trtmesh.engine.backend import Awaiting, Content, Reserved, SequenceEnd
 from trtmesh.engine.handoff.block_plan import problem_between
 from trtmesh.engine.handoff.descriptor import Incompatible, RemoteKv, parse
 from trtmesh.engine.handoff.fetch import Fetch, ProtocolBroken
@@ -44,7 +44,6 @@ from trtmesh.engine.handoff.transports.transport import (
     Source,
     TransportUnusable,
 )
-from trtmesh.engine.kv_memory import Content
 from trtmesh.v1 import generation_pb2
 from trtmesh.v1 import kv_transfer_pb2 as pb
 

@@ -93,9 +93,9 @@ class AdapterSlots(Generic[A, S]):
             del self._in_use[adapter]
         self._settle()
 
-    def step(self) -> None:
-        """Counts a step of the scheduler; needed only while sequences are parked."""
-        self._steps += 1
+    def step(self, steps: int = 1) -> None:
+        """Counts steps of the scheduler; needed only while sequences are parked."""
+        self._steps += steps
 
     def offer(self, adapter: A) -> None:
         """Brings a loaded adapter to the device ahead of its sequences: to a free slot, a pinned one to any."""

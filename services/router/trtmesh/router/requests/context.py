@@ -13,7 +13,7 @@ from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.replay import Recorder
+from trtmesh.router.recorder import Recorder
 from trtmesh.router.requests.siblings import Siblings
 from trtmesh.router.streams.client_stream import ClientStream, Pace, WriteScheduler
 from trtmesh.router.tokenizers.pool import TokenizerPool

@@ -24,7 +24,7 @@ from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
 from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
 from trtmesh.router.placement.place import DecisionRecord
 from trtmesh.router.placement.snapshot import PREFILL_PHASE
-from trtmesh.router.replay import RecordedItem
+from trtmesh.router.recorder import RecordedItem
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.encoding import EncodedItem
 from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, GroupMember

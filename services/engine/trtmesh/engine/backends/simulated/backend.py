@@ -22,19 +22,23 @@ from trtmesh.engine.backend import (
     BackendInfo,
     BackendStats,
     Capabilities,
+    Content,
     Deliver,
     Fail,
     HeldAdapter,
     StateKind,
     Submission,
 )
-from trtmesh.engine.backends.simulated.engine import SimulatedEngine
-from trtmesh.engine.backends.simulated.kv_content import LAYERS
+from trtmesh.engine.backends.simulated.adapters import SimulatedAdapters
+from trtmesh.engine.backends.simulated.engine import SimulatedEngine, new_scheduler
+from trtmesh.engine.backends.simulated.handoffs import WrittenHandoffs
+from trtmesh.engine.backends.simulated.kv_content import LAYERS, KvContent
 from trtmesh.engine.backends.simulated.sequence import sequences_of
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 from trtmesh.engine.backends.simulated.side_channel import SideChannel
 from trtmesh.engine.backends.simulated.states import KeptStates, RemoteState, UnusableState
-from trtmesh.engine.kv_memory import Content, KvMemory
+from trtmesh.engine.backends.simulated.tokens import TokenSource
+from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1.generation_fields import supported_by
@@ -56,7 +60,24 @@ class SimulatedBackend:
     def __init__(self, settings: SimulatedSettings) -> None:
         self._settings = settings
         self._info = _info(settings)
-        self._engine = SimulatedEngine(settings)
+        cache, ids = settings.kv_cache, settings.vocabulary
+        self._content = KvContent(cache)
+        self._adapters = SimulatedAdapters(settings.adapters)
+        scheduler = new_scheduler(
+            self._adapters,
+            total_blocks=cache.total_blocks,
+            tokens_per_block=cache.tokens_per_block,
+            prefill_tokens_per_step=settings.timing.prefill_tokens_per_step,
+            max_batch_size=settings.limits.max_batch_size,
+            adapter_slots=settings.adapters.slots,
+        )
+        self._adapters.slots = scheduler.adapters
+        self._states: KeptStates | None = None
+        if settings.handoff.by == "state":
+            self._states = KeptStates(scheduler, self._content, settings.handoff.kept_seconds)
+        handoffs = self._states or WrittenHandoffs(scheduler, self._content)
+        source = TokenSource(ids.first_token_id, ids.last_token_id, ids.end_id, ids.end_probability)
+        self._engine = SimulatedEngine(scheduler, self._adapters, handoffs, source)
         self._items = 0
         self._step_ends_at = 0.0
         self._timer: asyncio.Handle | None = None
@@ -68,8 +89,8 @@ class SimulatedBackend:
         self._deliver, self._fail = deliver, fail
         self._loop = asyncio.get_running_loop()
         await asyncio.sleep(self._settings.timing.load_ms / 1000)
-        if isinstance(self._engine.handoffs, KeptStates):
-            self._engine.handoffs.port = await self._side_channel.start()
+        if self._states:
+            self._states.port = await self._side_channel.start()
         return self._info
 
     def submit(self, item: Submission) -> None:
@@ -80,7 +101,7 @@ class SimulatedBackend:
         running = len(engine.scheduler.running)
         check_queue(item, self._info, engine.present_sequences, running)
         lora = item.config.lora
-        adapter = engine.adapters.hold(lora, len(item.keys)) if lora else None
+        adapter = self._adapters.hold(lora, len(item.keys)) if lora else None
         self._items += 1
         sequences = sequences_of(item, rule, adapter)
         for sequence in sequences:
@@ -99,7 +120,7 @@ class SimulatedBackend:
 
     def stats(self) -> BackendStats:
         engine, scheduler = self._engine, self._engine.scheduler
-        store, slots = engine.adapters.store, scheduler.adapters
+        store, slots = self._adapters.store, scheduler.adapters
         return BackendStats(
             step_count=engine.step_count,
             running_sequences=len(scheduler.running),
@@ -120,22 +141,21 @@ class SimulatedBackend:
             adapter_loads=store.loads,
             adapter_evictions=store.evictions,
             adapter_hits=slots.hits,
-            adapter_load_seconds=engine.adapters.load_seconds,
+            adapter_load_seconds=self._adapters.load_seconds,
         )
 
     def adapters(self) -> SequenceOf[HeldAdapter]:
-        return self._engine.adapters.store.states
+        return self._adapters.store.states
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        self._engine.adapters.load(load, self._go_on)
+        self._adapters.load(load, self._go_on)
 
     def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
-        self._engine.adapters.unload(number, version, unpin=unpin)
+        self._adapters.unload(number, version, unpin=unpin)
         self._go_on()
 
     def kv_memory(self) -> KvMemory | None:
-        by_state = isinstance(self._engine.handoffs, KeptStates)
-        return None if by_state else self._engine.content.memory
+        return None if self._states else self._content.memory
 
     def reserve(self, lease_id: str, tokens: int, block_hashes: SequenceOf[int]) -> None:
         self._engine.reserve(lease_id, tokens, block_hashes)
@@ -157,9 +177,9 @@ class SimulatedBackend:
 
     def _give_away(self, lease_id: str) -> Content | None:
         """Another process pulls KV."""
-        if self._frozen or not isinstance(self._engine.handoffs, KeptStates):
+        if self._frozen or not self._states:
             return None
-        content = self._engine.handoffs.pull(lease_id)
+        content = self._states.pull(lease_id)
         self._go_on()
         return content
 
@@ -171,11 +191,12 @@ class SimulatedBackend:
 
     async def close(self) -> None:
         await self._side_channel.close()
-        self._engine.handoffs.close()
+        if self._states:
+            self._states.close()
         for handle in (self._timer, self._flush):
             if handle:
                 handle.cancel()
-        self._engine.adapters.close()
+        self._adapters.close()
         self._engine.stop_all(pb.FINISH_REASON_CANCELLED)
         self._deliver_leftover()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice
 
 from trtmesh.engine.backend import StepOutput
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
@@ -46,6 +47,16 @@ class GeneratingBatch:
         output.token_offsets += [step - first for first in self._first_steps]
         output.token_counts += [1] * len(self._keys)
         output.token_ids += map(next, self._tokens)
+
+    @property
+    def next_end(self) -> int:
+        """The step with which the next run ends; one of a member that left counts too."""
+        return min(self._due, default=0)
+
+    def skip(self, steps: int) -> None:
+        """Passes over the tokens of steps in which no run ends."""
+        for tokens in self._tokens:
+            next(islice(tokens, steps - 1, None))
 
     def finished(self, step: int) -> list[SimulatedSequence]:
         """The members whose run ends with `step`."""

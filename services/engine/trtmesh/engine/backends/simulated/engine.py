@@ -10,22 +10,19 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import Protocol
 
 from trtmesh.chassis.errors import BackendFailed, HandoffFailed, TrtmeshError
-from trtmesh.engine.backend import SequenceStart, StepOutput
-from trtmesh.engine.backends.simulated.adapters import SimulatedAdapters
+from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter
+from trtmesh.engine.backend import Content, HandoffState, SequenceStart, StepOutput
 from trtmesh.engine.backends.simulated.batch import GeneratingBatch
-from trtmesh.engine.backends.simulated.handoffs import WrittenHandoffs
-from trtmesh.engine.backends.simulated.kv_content import LAYERS, KvContent
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
-from trtmesh.engine.backends.simulated.settings import SimulatedHandoffSettings, SimulatedSettings
-from trtmesh.engine.backends.simulated.states import KeptStates, UnusableState
 from trtmesh.engine.backends.simulated.tokens import TokenSource
 from trtmesh.engine.handoff.identity import content_of
-from trtmesh.engine.kv_memory import Content
 from trtmesh.engine.ledger import Ledger
-from trtmesh.engine.scheduling.blocks import BlockPool
-from trtmesh.engine.scheduling.handoffs import Sending
+from trtmesh.engine.scheduling.adapter_slots import AdapterDevice
+from trtmesh.engine.scheduling.blocks import BlockPool, Move
+from trtmesh.engine.scheduling.handoffs import BlockHandoffs, Sending
 from trtmesh.engine.scheduling.leases import Outgoing
 from trtmesh.engine.scheduling.rules import SchedulingRules
 from trtmesh.engine.scheduling.scheduler import Scheduler
@@ -51,35 +48,76 @@ class Places:
         self.free_slots += 1
 
 
+def new_scheduler(
+    adapters: AdapterDevice[StoredAdapter],
+    *,
+    total_blocks: int,
+    tokens_per_block: int,
+    prefill_tokens_per_step: int,
+    max_batch_size: int,
+    adapter_slots: int,
+) -> Scheduler[SimulatedSequence]:
+    """The scheduler of a worker without sequences."""
+    rules = SchedulingRules(
+        tokens_per_block,
+        prefill_tokens_per_step,
+        chunk_tokens=prefill_tokens_per_step,
+        never_pause=True,
+        partial_reuse=False,
+        max_adapters=adapter_slots,
+    )
+    return Scheduler(BlockPool(total_blocks), Places(max_batch_size), rules, adapters)
+
+
+class Adapters(Protocol):
+    """What holds the adapters of the sequences."""
+
+    store: AdapterStore[StoredAdapter]
+
+    def release(self, adapter: StoredAdapter) -> None:
+        """Takes back the hold of a sequence."""
+
+
+class SimulatedHandoffs(BlockHandoffs[SimulatedSequence]):
+    """The leases of both sides, of blocks without content."""
+
+    def __init__(self, scheduler: Scheduler[SimulatedSequence], *, layers: int = 1) -> None:
+        super().__init__(scheduler, layers=layers, layers_per_part=1)
+
+    @property
+    def layers(self) -> int:
+        """Layers whose KV a step computes one after another."""
+        return self._layers
+
+    def carry_out(self, moves: SequenceOf[Move]) -> None:
+        """Moves the content of blocks."""
+
+    def damage(self, _lease_id: str) -> BackendFailed | None:
+        """What is wrong with the KV in the blocks of a receiver's lease."""
+        return None
+
+    def state_of(self, _sequence: SimulatedSequence) -> HandoffState | None:
+        """The state with which a handed over sequence ends: leases have none."""
+        return None
+
+
 class SimulatedEngine:
     """Every sequence of a simulated worker."""
 
-    def __init__(self, settings: SimulatedSettings) -> None:
-        cache, ids = settings.kv_cache, settings.vocabulary
-        self.content = KvContent(cache)
-        self.adapters = SimulatedAdapters(settings.adapters)
-        rules = SchedulingRules(
-            cache.tokens_per_block,
-            settings.timing.prefill_tokens_per_step,
-            chunk_tokens=settings.timing.prefill_tokens_per_step,
-            never_pause=True,
-            partial_reuse=False,
-            max_adapters=settings.adapters.slots,
-        )
-        self.scheduler = Scheduler[SimulatedSequence](
-            BlockPool(cache.total_blocks),
-            Places(settings.limits.max_batch_size),
-            rules,
-            self.adapters,
-        )
-        self.adapters.slots = self.scheduler.adapters
-        self.handoffs = _handoffs(settings.handoff, self.scheduler, self.content)
+    def __init__(
+        self,
+        scheduler: Scheduler[SimulatedSequence],
+        adapters: Adapters,
+        handoffs: SimulatedHandoffs,
+        source: TokenSource,
+    ) -> None:
+        self.scheduler = scheduler
+        self.handoffs = handoffs
         self.batch = GeneratingBatch()
         self.step_count = 0
         self.generated_tokens = 0
-        self._source = TokenSource(
-            ids.first_token_id, ids.last_token_id, ids.end_id, ids.end_probability
-        )
+        self._adapters = adapters
+        self._source = source
         self._ledger = Ledger[SimulatedSequence]()
         self.changed = False
         """Whether the scheduler may have something to start or to compute."""
@@ -169,7 +207,7 @@ class SimulatedEngine:
         self.changed = True
         self._lose_kv(self.handoffs.drop(lease_id))
 
-    def pulled(self, key: int, found: Content | UnusableState) -> None:
+    def pulled(self, key: int, found: Content | Exception) -> None:
         """Lets the sequence whose KV the library pulled start, or ends it without KV."""
         sequence = self._ledger.live.get(key)
         if sequence is None:
@@ -177,7 +215,7 @@ class SimulatedEngine:
         if found == content_of(sequence.root, sequence.tokens[:-1]):
             self._pulled.append(sequence)
             return
-        why = found if isinstance(found, UnusableState) else "names the KV of other tokens"
+        why = found if isinstance(found, Exception) else "names the KV of other tokens"
         self._end(sequence, pb.FINISH_REASON_ERROR, error=HandoffFailed(f"the handoff state {why}"))
 
     def hand_over(self, key: int, lease_id: str) -> None:
@@ -200,20 +238,34 @@ class SimulatedEngine:
             self.scheduler.adapters.step()
             return 0
         chunks = self.scheduler.schedule()
-        self.content.carry_out(self.scheduler.pool.take_moves())
-        self.changed = bool(chunks)
+        self.handoffs.carry_out(self.scheduler.pool.take_moves())
         self._sending = self.handoffs.sending(chunks)
         for chunk in chunks:
             self.scheduler.computed(chunk)
             if chunk.completes:
                 self._join(chunk.sequence)
+        # Where all generate and none waits, the scheduler has nothing to do before the next change.
+        waits = self.scheduler.waiting_sequences > 0
+        self.changed = any(waits or not chunk.completes for chunk in chunks)
         return sum(chunk.count for chunk in chunks)
+
+    @property
+    def uneventful_steps(self) -> int:
+        """Steps from this one on in which sequences only generate: the last of them ends a run."""
+        return self.batch.next_end - self.step_count
+
+    def skip(self, steps: int) -> None:
+        """Completes some of the uneventful steps, of which the last remains to be finished, without their output."""
+        self.step_count += steps
+        self.batch.skip(steps)
+        self.generated_tokens += steps * len(self.batch)
+        self.scheduler.adapters.step(steps)
 
     def finish_layer(self) -> int:
         """Announces the KV of the step's next layer; returns the number of layers left."""
         self._layer += 1
         self.handoffs.announce(self._sending, self._layer)
-        return LAYERS - self._layer
+        return self.handoffs.layers - self._layer
 
     def finish(self) -> StepOutput:
         """Completes the step of `begin` and returns its output."""
@@ -243,7 +295,7 @@ class SimulatedEngine:
         news = (
             self._ledger.output.ends
             or self.scheduler.pool.published.events
-            or self.adapters.store.has_news
+            or self._adapters.store.has_news
             or self.handoffs.news
         )
         return self._output() if news else None
@@ -251,7 +303,7 @@ class SimulatedEngine:
     def _output(self) -> StepOutput:
         output = self._ledger.take(self.step_count)
         output.kv_events = self.scheduler.pool.take_events()
-        output.adapters = self.adapters.store.take_news()
+        output.adapters = self._adapters.store.take_news()
         output.handoffs = self.handoffs.take_news()
         return output
 
@@ -329,12 +381,4 @@ class SimulatedEngine:
     def _give_back_adapter(self, sequence: SimulatedSequence) -> None:
         """Takes back one of the holds of a sequence."""
         if sequence.adapter:
-            self.adapters.release(sequence.adapter)
-
-
-def _handoffs(
-    settings: SimulatedHandoffSettings, scheduler: Scheduler[SimulatedSequence], content: KvContent
-) -> WrittenHandoffs:
-    if settings.by == "leases":
-        return WrittenHandoffs(scheduler, content)
-    return KeptStates(scheduler, content, settings.kept_seconds)
+            self._adapters.release(sequence.adapter)

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from trtmesh.chassis.errors import BackendFailed
-from trtmesh.engine.backend import HandoffState
+from trtmesh.engine.backends.simulated.engine import SimulatedHandoffs
 from trtmesh.engine.backends.simulated.kv_content import LAYERS, KvContent, states_of
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
 from trtmesh.engine.kv_blocks import extend_names
-from trtmesh.engine.scheduling.blocks import NULL_BLOCK
-from trtmesh.engine.scheduling.handoffs import BlockHandoffs, Sending
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
+from trtmesh.engine.scheduling.handoffs import Sending
 from trtmesh.engine.scheduling.leases import LeasedBlocks
 from trtmesh.engine.scheduling.scheduler import Scheduler
 
@@ -19,12 +19,15 @@ NO_NAME = 0
 """Of a block that is not full."""
 
 
-class WrittenHandoffs(BlockHandoffs[SimulatedSequence]):
+class WrittenHandoffs(SimulatedHandoffs):
     """The leases of both sides."""
 
     def __init__(self, scheduler: Scheduler[SimulatedSequence], content: KvContent) -> None:
-        super().__init__(scheduler, layers=LAYERS, layers_per_part=1)
+        super().__init__(scheduler, layers=LAYERS)
         self._content = content
+
+    def carry_out(self, moves: SequenceOf[Move]) -> None:
+        self._content.carry_out(moves)
 
     # The receiver.
 
@@ -84,13 +87,6 @@ class WrittenHandoffs(BlockHandoffs[SimulatedSequence]):
             last = self._scheduler.rules.blocks(len(sequence.tokens) - 1)
             self._write(sequence, outgoing.announced, last, range(outgoing.layers, LAYERS))
         super().leave(sequence, with_kv=with_kv)
-
-    def state_of(self, _sequence: SimulatedSequence) -> HandoffState | None:
-        """The state with which a handed over sequence ends: leases have none."""
-        return None
-
-    def close(self) -> None:
-        """Frees what is kept for others."""
 
     def _write(self, sequence: SimulatedSequence, first: int, last: int, layers: range) -> None:
         """Writes blocks [first, last) of a sequence."""

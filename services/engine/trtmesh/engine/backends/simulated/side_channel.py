@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from trtmesh.engine.backend import Content
 from trtmesh.engine.backends.simulated.states import PULL_BYTES, RemoteState, UnusableState
-from trtmesh.engine.kv_memory import Content
 
 log = logging.getLogger(__name__)
 

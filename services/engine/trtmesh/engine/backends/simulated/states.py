@@ -8,12 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trtmesh.chassis.json_text import load_json
-from trtmesh.engine.backend import HandoffState
+from trtmesh.engine.backend import Content, HandoffState
 from trtmesh.engine.backends.simulated.handoffs import WrittenHandoffs
 from trtmesh.engine.backends.simulated.kv_content import KvContent
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
 from trtmesh.engine.handoff.identity import content_of
-from trtmesh.engine.kv_memory import Content
 from trtmesh.engine.scheduling.handoffs import Sending
 from trtmesh.engine.scheduling.leases import LeasedBlocks
 from trtmesh.engine.scheduling.scheduler import Scheduler

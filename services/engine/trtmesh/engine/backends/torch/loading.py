@@ -26,6 +26,7 @@ from trtmesh.engine.backends.torch.devices import present
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterTargets
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.handoff_memory import kv_memory_of
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, fitting
@@ -47,7 +48,7 @@ from trtmesh.engine.backends.torch.settings import (
 )
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.model_fingerprint import model_fingerprint
-from trtmesh.engine.scheduling.blocks import BlockPool, BlockTables
+from trtmesh.engine.scheduling.blocks import BlockPool
 from trtmesh.engine.scheduling.handoffs import BlockHandoffs
 from trtmesh.engine.scheduling.rules import SchedulingRules
 from trtmesh.engine.scheduling.scheduler import Scheduler

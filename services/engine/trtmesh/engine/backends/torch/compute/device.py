@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import CopiesBlocks, KvCache, copy_blocks
 from trtmesh.engine.backends.torch.model.attention import StepTokens
 from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Products, UpdateTable
@@ -20,7 +21,7 @@ from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sequence import Chunk
-from trtmesh.engine.scheduling.blocks import BlockTables, Move
+from trtmesh.engine.scheduling.blocks import Move
 
 
 @dataclass(frozen=True, slots=True)

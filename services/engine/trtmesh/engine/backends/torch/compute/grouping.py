@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, Rows
 from trtmesh.engine.backends.torch.model.attention import StepTokens
-from trtmesh.engine.scheduling.blocks import BlockTables
 
 GROUP_BYTES = 4 * 2**20
 """Most bytes of gathered keys of a decode group; larger copies fall out of the caches."""

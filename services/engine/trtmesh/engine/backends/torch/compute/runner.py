@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.compute.device import Batch, Forward
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens, attach
 from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows
@@ -18,7 +19,7 @@ from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.readers import Reader
 from trtmesh.engine.backends.torch.sequence import Chunk
-from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockTables
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK
 
 
 class ChoosesTokens(Protocol):

@@ -19,6 +19,7 @@ from trtmesh.engine.backends.torch.compute.tiled_attention import TiledAttention
 from trtmesh.engine.backends.torch.cpu.grouped_products import GroupedProducts
 from trtmesh.engine.backends.torch.cpu.invariance import TiledProducts, make_invariant
 from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention
 from trtmesh.engine.backends.torch.model.fused_layers import FusedNorm, Rotation
@@ -30,7 +31,6 @@ from trtmesh.engine.backends.torch.parallel.layers import add_up
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 from trtmesh.engine.backends.torch.settings import TorchSettings
-from trtmesh.engine.scheduling.blocks import BlockTables
 
 CACHE_BYTES = 2**30
 DECODE_COPY_BYTES = 2**30

@@ -36,6 +36,7 @@ from trtmesh.engine.backends.torch.cuda.layers import (
 )
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
 from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import CopiesBlocks, KvCache
 from trtmesh.engine.backends.torch.memory.shortage import shortage
 from trtmesh.engine.backends.torch.model.fusing import (
@@ -48,7 +49,6 @@ from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.parallel.group import RankGroup
 from trtmesh.engine.backends.torch.parallel.layers import add_up
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
-from trtmesh.engine.scheduling.blocks import BlockTables
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from trtmesh.engine.backends.torch.cuda.invariant_layers import InvariantUpdates
 from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import InvariantProducts
 from trtmesh.engine.backends.torch.cuda.kernels.sums import running_sums
 from trtmesh.engine.backends.torch.cuda.layers import KernelMlp, KernelNorm, KernelRotation
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.fusing import fuse_layers, fuse_norms
 from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
-from trtmesh.engine.scheduling.blocks import BlockTables
 
 
 class InvariantCuda(Cuda):

@@ -13,11 +13,12 @@ from torch import Tensor
 from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
 from trtmesh.engine.backend import PromptDetails
 from trtmesh.engine.backends.torch.compute.device import Compute
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling import sequence as scheduled
-from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockTables, Move
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
 from trtmesh.engine.stopping import EndRule
 
 

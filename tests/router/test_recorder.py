@@ -26,9 +26,12 @@ from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.cli.app import app
 from trtmesh.router.placement import AdapterNeed, PlacementQuery, WorkerSnapshot, place
 from trtmesh.router.placement.place import DecisionRecord
-from trtmesh.router.replay import FleetModel, Recorder, read_trace, replay
+from trtmesh.router.recorder import Recorder
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings
+from trtmesh.tools.fleet_replay.fleet_model import FleetModel
+from trtmesh.tools.fleet_replay.simulation import replay
+from trtmesh.tools.fleet_replay.trace import read_trace
 from typer.testing import CliRunner
 
 

@@ -30,8 +30,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 MOST_MS = 1e15
 """Largest timestamp: above 30,000 years, and exact to the millisecond in floating point."""
-MOST_TOKENS = 2**32 - 1
-"""Largest length: a uint32 of the protos."""
+MOST_TOKENS = 2**24
+"""Largest length: beyond every model's, and little enough to be simulated."""
 
 NEVER_WORK = {
     row.reason

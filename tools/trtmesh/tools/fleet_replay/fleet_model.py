@@ -33,8 +33,6 @@ class FleetModel:
     step_seconds_per_rank: float = 0.00004
     prefill_tokens_per_step: int = 2048
     """Most prompt tokens beside the sequences of a step."""
-    patience: float = 4.0
-    """Time for which shorter prompts may overtake one on a prefill worker, in durations of its own prefill."""
     prefill_workers: int = 0
     decode_workers: int = 0
     """The other workers are mixed."""
@@ -54,7 +52,7 @@ class FleetModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayResult:
     """Result of a trace under a policy. Times are seconds from an item's arrival."""
 
     policy: str

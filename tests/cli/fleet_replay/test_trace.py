@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from router.traces import recorded_item
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.replay import Arrival, Recorder, read_trace
+from trtmesh.router.recorder import Recorder
+from trtmesh.tools.fleet_replay.trace import Arrival, read_trace
 
 
 def test_mooncake_trace_is_read(tmp_path: Path) -> None:
