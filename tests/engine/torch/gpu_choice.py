@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.accelerator import ORDERING
 from trtmesh.engine.backends.torch.sampling import draws
-from trtmesh.engine.backends.torch.sampling.choice import Chooser, Ranking, TokenChoice
+from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 
@@ -70,10 +70,8 @@ class GpuChooser:
         with torch.inference_mode():
             choose_tokens(logits, places, temperatures, everything, tokens)
         if self._choice.are_plain(sequences):
-            # The steps after are launched without asking anything else of the rows.
-            rest = Chooser(ORDERING).choose(sequences, logits)
-            rest.read()
-            assert tokens.tolist() == rest.token_ids
+            # The step after is launched with them.
+            return self._choice.KernelChoice(tokens)  # type: ignore[no-any-return]
         choice: TokenChoice = self._chooser.choose(sequences, logits, tokens)
         return choice
 

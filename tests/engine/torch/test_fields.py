@@ -33,6 +33,7 @@ from engine.field_effects import (
 from engine.short_names import by_short_names
 from engine.torch.gpu_choice import GpuChooser
 from oracle import tiny_models
+from trtmesh.chassis.errors import InvalidField
 from trtmesh.engine.backend import Backend
 from trtmesh.engine.backends.torch.backend import TorchBackend
 from trtmesh.engine.backends.torch.cpu import device as cpu
@@ -170,15 +171,25 @@ async def test_field_acts(path: str, llama: Path, plain: list[int]) -> None:
     await check(path, cases[path], start)
 
 
+def alone(case: Case) -> Options:
+    """The field without others that change tokens, as far as it can stand without them."""
+    options = {**(DRAWN if "temperature" in case.before else NEW), **case.added}
+    try:
+        config_of(options)
+    except InvalidField:
+        return {**case.before, **case.added}
+    return options
+
+
 async def test_fields_act_where_a_gpu_chooses(
     llama: Path, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each alone and all in one batch, with the tokens of a CPU."""
+    """By itself and with all others in a batch, each field gives the tokens of a CPU."""
     cases = torch_cases(plain)
     chosen = {path: cases[path] for path in SUPPORTED_FIELDS if path.startswith(CHOSEN_BY)}
     assert all(case.see is everything and not case.settings for case in chosen.values())
     asked = {
-        path: [config_of(case.before), config_of({**case.before, **case.added})]
+        path: [*map(config_of, (case.before, {**case.before, **case.added}, alone(case)))]
         for path, case in chosen.items()
     }
 
@@ -196,7 +207,7 @@ async def test_fields_act_where_a_gpu_chooses(
         with on.gate.held():
             keys = {path: on.submit(PROMPT, configs[1]) for path, configs in asked.items()}
         together = {path: await on.ended(keys[path]) for path in asked}
-    assert [path for path, (before, after) in found.items() if before == after] == []
+    assert [path for path, (before, after, _) in found.items() if before == after] == []
     assert [path for path in asked if found[path] != expected[path]] == []
     # The last bits of logits depend on the batch.
     for path, outcomes in together.items():
