@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
 from rich.console import Console
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.parsing import parse_config
@@ -40,8 +43,11 @@ from trtmesh.client import (
     ItemFailed,
 )
 from trtmesh.client.options import build_config
+from trtmesh.v1.generation_fields import HELP, NEGATIVE_IS_UNSET
+from trtmesh.v1.generation_pb2 import SamplingConfig
 
 UINT32 = 2**32 - 1
+MOST = {FieldDescriptor.CPPTYPE_UINT32: UINT32, FieldDescriptor.CPPTYPE_UINT64: 2**64 - 1}
 
 RouterOption = Annotated[
     str | None,
@@ -53,7 +59,36 @@ RouterOption = Annotated[
 ]
 
 
+def takes_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives `command(sampling=, own options)` an option for each field of SamplingConfig with a help, at the place of
+    its parameter `sampling`."""
+
+    def with_options(**values: Any) -> None:
+        command(sampling={name: values.pop(name) for name in HELP}, **values)
+
+    parameters = inspect.signature(command, eval_str=True).parameters
+    own, place = [*parameters.values()], [*parameters].index("sampling")
+    own[place : place + 1] = [_sampling_option(name, text) for name, text in HELP.items()]
+    signature = inspect.Signature(own)
+    functools.update_wrapper(with_options, command, assigned=("__name__", "__doc__", "__module__"))
+    with_options.__annotations__ = {n: p.annotation for n, p in signature.parameters.items()}
+    with_options.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect.signature
+    return with_options
+
+
+def _sampling_option(name: str, text: str) -> inspect.Parameter:
+    field = SamplingConfig.DESCRIPTOR.fields_by_name[name]
+    kind: Any = Annotated[float | None, typer.Option(help=text)]
+    if field.cpp_type in MOST:
+        lowest = -1 if name in NEGATIVE_IS_UNSET else 0
+        option = typer.Option(min=lowest, max=MOST[field.cpp_type], help=text)
+        kind = Annotated[int | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
+@takes_sampling_options
 def generate(
+    *,
     prompts: Annotated[list[str], typer.Argument(help=PROMPTS_HELP)],
     router: RouterOption = None,
     api_key_file: ApiKeyFileOption = None,
@@ -67,27 +102,7 @@ def generate(
     min_tokens: Annotated[
         int | None, typer.Option(min=0, max=UINT32, help="Fewest new tokens.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(min=-1, max=UINT32, help="Keep the k most likely tokens; -1 is off."),
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep tokens up to this probability.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the draws.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Divides the scores of tokens that occurred; 1 is none.")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Subtracted from the scores of tokens that occurred.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="The same for each time that they occurred.")
-    ] = None,
+    sampling: Mapping[str, float | None],
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends a sequence; repeatable.")
     ] = None,
@@ -122,7 +137,6 @@ def generate(
     cert: CertOption = None,
     key: KeyOption = None,
     server_name: ServerNameOption = "",
-    *,
     tls: TlsOption = False,
     lines: LinesOption = False,
     log_probs: Annotated[
@@ -141,14 +155,7 @@ def generate(
     given = {
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
+        **sampling,
         "log_probs": log_probs or None,
         "stop_texts": stop or None,
         "end_id": end_id,
