@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from trtmesh.chassis.fair.limits import origin_of
+from trtmesh.chassis.logs import Occasionally
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.chassis.tls.client import H2
 from trtmesh.chassis.tls.identity import has_expired, identity_of
@@ -76,7 +77,7 @@ class TlsListener:
         self._tls = tls
         self._pending: dict[str, dict[asyncio.Task[None], None]] = {}
         """Tasks of connections without a finished handshake by address, the oldest first."""
-        self._complaints = _Complaints()
+        self._occasionally = Occasionally(log)
 
     def open(self) -> None:
         self._listener.settimeout(0)
@@ -118,7 +119,7 @@ class TlsListener:
             # At once: further connections may arrive before the end of the task.
             self._forget(busiest, oldest)
             oldest.cancel()
-            self._complaints.add(f"refused TLS client {busiest}: {MAX_PENDING} wait for handshakes")
+            self._complain(busiest, f"{MAX_PENDING} wait for handshakes")
         visitor = _Visitor(connection, host)
         task = asyncio.get_running_loop().create_task(self._admit(visitor))
         self._pending.setdefault(host, {})[task] = None
@@ -150,7 +151,10 @@ class TlsListener:
         except OSError as error:
             log.debug("TLS client %s left: %s", visitor.host, error)
         if problem:
-            self._complaints.add(f"refused TLS client {visitor.host}: {problem}")
+            self._complain(visitor.host, problem)
+
+    def _complain(self, host: str, problem: str) -> None:
+        self._occasionally("refused", logging.INFO, "refused TLS client %s: %s", host, problem)
 
     async def _await_turn(self, visitor: _Visitor) -> str:
         """Returns when the handshake may begin, '' or why there is none."""
@@ -207,22 +211,6 @@ class _Arrival(asyncio.Protocol):
         if names and identity is not None and not names & identity.all_names:
             return f"its certificate, {str(identity)[:100]!r}, has none of the client_names"
         return ""
-
-
-class _Complaints:
-    """Logs lines about clients, at most a line a second."""
-
-    def __init__(self) -> None:
-        self._next_at = 0.0
-        self._left_out = 0
-
-    def add(self, text: str) -> None:
-        now = asyncio.get_running_loop().time()
-        if now < self._next_at:
-            self._left_out += 1
-            return
-        log.info("%s%s", text, f" (and {self._left_out} more)" if self._left_out else "")
-        self._next_at, self._left_out = now + 1.0, 0
 
 
 async def _readable(connection: socket.socket) -> None:
