@@ -6,7 +6,7 @@ import asyncio
 from time import perf_counter
 from typing import cast
 
-from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.limits import Budget
 from trtmesh.chassis.fair.turns import PARSE_SLICE_SECONDS, TURN_SECONDS, ParseScheduler
 from trtmesh.chassis.http_input import PIECE_BYTES, InputTransport
 

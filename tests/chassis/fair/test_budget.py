@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.fair.budget import Account, Budget
+from trtmesh.chassis.fair.limits import Account, Budget
 
 
 def test_the_largest_connection_gives_way() -> None:

@@ -7,7 +7,7 @@ import tracemalloc
 import zlib
 
 import pytest
-from trtmesh.chassis.fair.budget import Account, Budget
+from trtmesh.chassis.fair.limits import Account, Budget
 from trtmesh.chassis.fair.turns import ConnectionQueue, ParseScheduler
 from trtmesh.chassis.grpc.messages import (
     INFLATED_BYTES,

@@ -21,7 +21,7 @@ from router.scripted import (
 )
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import SlowClient
-from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.limits import Budget
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Pace, WriteScheduler
 from trtmesh.v1 import generation_pb2 as pb

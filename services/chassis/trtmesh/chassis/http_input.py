@@ -11,7 +11,7 @@ import logging
 from time import perf_counter
 from typing import Any, Protocol
 
-from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.limits import Budget
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.http2.writer import SendBuffer
 from trtmesh.chassis.logs import Occasionally

@@ -14,8 +14,7 @@ from typing import cast
 from aiohttp import HttpVersion10, HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from trtmesh.chassis.addresses import bind
-from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.limits import ConnectionCounts, origin_of
+from trtmesh.chassis.fair.limits import Budget, ConnectionCounts, origin_of
 from trtmesh.chassis.fair.turns import ParseScheduler, StartQueue, StartScheduler
 from trtmesh.chassis.http_input import InputTransport
 from trtmesh.chassis.logs import Occasionally

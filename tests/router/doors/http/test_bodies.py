@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.limits import Budget
 from trtmesh.chassis.fair.messages import LARGE_BYTES, MessageAdmission
 from trtmesh.chassis.fair.turns import MAX_IN_SLICE
 from trtmesh.chassis.http_server import HttpLimits, HttpServer

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from typing import TypeAlias
 
 import grpc
-from trtmesh.chassis.fair.budget import Account
+from trtmesh.chassis.fair.limits import Account
 from trtmesh.chassis.fair.messages import LARGE_BYTES
 from trtmesh.chassis.fair.turns import ConnectionQueue
 from trtmesh.chassis.http2.frames import Buffer, ErrorCode, Http2StreamError

@@ -11,7 +11,7 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
-from trtmesh.chassis.fair.budget import Account, Budget
+from trtmesh.chassis.fair.limits import Account, Budget
 from trtmesh.chassis.fair.turns import ConnectionQueue, ParseScheduler
 from trtmesh.chassis.http2 import rates
 from trtmesh.chassis.http2.frames import (

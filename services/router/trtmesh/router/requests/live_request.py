@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.limits import Budget
 from trtmesh.chassis.fair.turns import StartQueue
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.admission import Account, Permit

@@ -15,7 +15,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     Unavailable,
 )
-from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.limits import Budget
 from trtmesh.chassis.quoting import quoted
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import ModelMetrics

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from trtmesh.chassis.errors import SlowClient
-from trtmesh.chassis.fair.budget import Account, Budget
+from trtmesh.chassis.fair.limits import Account, Budget
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.v1 import generation_pb2 as pb

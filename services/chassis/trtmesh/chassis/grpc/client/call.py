@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.chassis.fair.budget import Account
+from trtmesh.chassis.fair.limits import Account
 from trtmesh.chassis.fair.turns import ConnectionQueue
 from trtmesh.chassis.grpc.client.headers import (
     Status,

@@ -14,7 +14,7 @@ from typing import Any
 from trtmesh.chassis import addresses
 from trtmesh.chassis.addresses import Address, AddressCheck
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.chassis.fair.budget import Budget
+from trtmesh.chassis.fair.limits import Budget
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.client.call import (
     WINDOW_SIZE,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, cast
 
 import grpc
 from google.protobuf.descriptor import Descriptor
-from trtmesh.chassis.fair.budget import Account
+from trtmesh.chassis.fair.limits import Account
 from trtmesh.chassis.fair.messages import LARGE_BYTES, MessageAdmission, ReceivedMessage
 from trtmesh.chassis.fair.turns import ConnectionQueue, StartQueue
 from trtmesh.chassis.grpc.large_message import MessageLimits, parse_in_steps

@@ -12,8 +12,7 @@ from time import perf_counter
 from typing import Protocol
 
 import grpc
-from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.limits import ConnectionCounts, origin_of
+from trtmesh.chassis.fair.limits import Budget, ConnectionCounts, origin_of
 from trtmesh.chassis.fair.turns import ParseScheduler, StartQueue, StartScheduler
 from trtmesh.chassis.grpc.server.call import CallPolicy, Handler, ServerCall
 from trtmesh.chassis.grpc.server.headers import (

@@ -13,8 +13,7 @@ import grpc
 from trtmesh.chassis.addresses import listeners
 from trtmesh.chassis.allocator import FreePages
 from trtmesh.chassis.connection_settings import ConnectionSettings
-from trtmesh.chassis.fair.budget import Budget
-from trtmesh.chassis.fair.limits import ConnectionCounts
+from trtmesh.chassis.fair.limits import Budget, ConnectionCounts
 from trtmesh.chassis.fair.messages import MessageAdmission
 from trtmesh.chassis.fair.turns import ParseScheduler, StartScheduler
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings

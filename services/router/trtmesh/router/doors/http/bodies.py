@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from aiohttp import hdrs, web
 from trtmesh.chassis.errors import Exhausted, InvalidRequest, UnsupportedCall
-from trtmesh.chassis.fair.budget import Account, Budget
+from trtmesh.chassis.fair.limits import Account, Budget
 from trtmesh.chassis.fair.messages import MessageAdmission, ReceivedMessage
 from trtmesh.chassis.http_server import HttpServer
 from trtmesh.chassis.quoting import cut
