@@ -1,4 +1,4 @@
-"""`trtmesh convert`, with real pickles and the engine that serves the result."""
+"""`trtmesh convert`, with real pickles and the backend that serves the result."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.commands import TRTMESH, running_stack, trtmesh
+from cli.commands import TRTMESH, trtmesh
+from engine.torch.harness import configure, running
 from engine.torch.model.pickled import GPT2, UNUSABLE, old_layout, sharded, tied
 from oracle.tiny_models import build
 from safetensors.torch import load_file
 from torch import Tensor
-from trtmesh.client import Client
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +44,14 @@ def made(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name.startswith((".", "model")))
 
 
-def test_weights_are_as_readable_as_the_pickle(directory: Path, weights: dict[str, Tensor]) -> None:
-    torch.save(weights, directory / GPT2)
-    (directory / GPT2).chmod(0o644)
-    assert trtmesh("convert", str(directory)).returncode == 0
-    assert (directory / "model.safetensors").stat().st_mode & 0o777 == 0o644
-
-
 def test_pickle_stays_beside_the_equal_weights(directory: Path, weights: dict[str, Tensor]) -> None:
     torch.save(weights, directory / GPT2)
+    (directory / GPT2).chmod(0o644)
     result = trtmesh("convert", str(directory))
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"wrote {directory / 'model.safetensors'}\n"
+    # As readable as the pickle.
+    assert (directory / "model.safetensors").stat().st_mode & 0o777 == 0o644
     written = load_file(directory / "model.safetensors")
     assert written.keys() == weights.keys()
     assert all(torch.equal(written[name], weights[name]) for name in weights)
@@ -76,16 +72,12 @@ async def test_converted_models_generate_the_same_tokens(
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ]
-    models = (original, directory, shards)
-    flags = ("--backend", "torch", "--port", "0", "--model", str(original))
-    with running_stack(*flags, "--models", f"{directory},{shards}") as stack:
-        async with Client(stack.wait_ready()) as client:
-            texts = [
-                (await client.complete(["The quick"], model=each.name, max_tokens=24))[0].text
-                for each in models
-            ]
-    assert texts[0]
-    assert texts == texts[:1] * 3
+    tokens = []
+    for model in (original, directory, shards):
+        async with running(model) as engine:
+            tokens += await engine.run([[5, 6, 7]], configure(max_tokens=24, ignore_end_id=True))
+    assert len(tokens[0]) == 24
+    assert tokens == tokens[:1] * 3
 
 
 def test_worker_names_the_command(directory: Path, weights: dict[str, Tensor]) -> None:

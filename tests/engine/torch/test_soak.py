@@ -11,7 +11,7 @@ import pytest
 from engine.torch.conftest import Device
 
 SOAK = Path(__file__).parents[3] / "bench" / "soak.py"
-REQUESTS, SECONDS = 2500, 90.0
+REQUESTS, SECONDS = 1000, 90.0
 GPU_REQUESTS, GPU_MINUTES = 10_000, 5.0
 
 
