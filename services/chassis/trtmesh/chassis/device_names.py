@@ -71,4 +71,4 @@ def _parsed(value: object) -> DeviceNames:
 
 
 Devices = Annotated[DeviceNames, BeforeValidator(_parsed), PlainSerializer(str, return_type=str)]
-"""Returns the names of devices in the form of the setting."""
+"""The names of devices, in the form of the setting."""

@@ -95,8 +95,8 @@ class LargeMessageThread:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parsing")
         self._entrance = asyncio.Lock()
-        """Held while waiting for the first turn of a message. So a single message waits beside begun requests, and few
-        requests exist in part."""
+        """Held while a message waits for its first turn. Beside requests that have begun, only one message waits, so
+        that few requests exist in part."""
         self._turn = asyncio.Lock()
         self._rested_at = 0.0
 

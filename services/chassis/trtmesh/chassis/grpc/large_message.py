@@ -49,7 +49,7 @@ _LONG = frozenset(
 )
 """Types of variable length that take 8 bytes in parsed form."""
 _NOT_LAST = bytes(range(128, 256))
-"""All bytes but the last of a number."""
+"""Values of a byte with another byte of the same number to follow."""
 
 
 def parse_in_steps(

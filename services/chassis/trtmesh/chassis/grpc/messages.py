@@ -283,7 +283,7 @@ class ReceivedMessages:
                 ErrorCode.FLOW_CONTROL_ERROR, "DATA exceeds the window of the stream"
             )
         reader = self._reader
-        # Singly: objects for a window of the smallest messages would take many times the memory.
+        # One at a time: objects for a window of the smallest messages would take many times the memory.
         if not self._ready and (message := reader.whole(data)) is not None:
             self._ready.append((False, message))
             self._count()
@@ -370,7 +370,7 @@ class ReceivedMessages:
         return len(body)
 
     def take(self) -> Message:
-        """Removes and returns the message after `arrived`."""
+        """Removes and returns the message that `arrived` has waited for."""
         _, body = self._ready.popleft()
         self._count()
         self._taken += 1

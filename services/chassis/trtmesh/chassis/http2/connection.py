@@ -391,7 +391,7 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
 
     @property
     def _is_excused(self) -> bool:
-        """Whether an answer of a silent peer may be unread, or the PING may be unsent."""
+        """Whether a silent peer is excused: an answer may be unread, or the PING unsent."""
         late = self._loop.time() - self._look_at > LATE_SECONDS
         return late or self._waits_for_turn or self.writer.paused
 

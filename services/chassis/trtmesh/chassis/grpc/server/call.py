@@ -57,7 +57,7 @@ CLIENTS_FAULTS = frozenset(
         *(grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED),
     )
 )
-"""Statuses of calls refused by a fault of the client. A server without room is no fault of clients."""
+"""Statuses that blame the client. A server without room is not the fault of a client."""
 
 HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 """Clients may keep calls of this method open for any time."""
@@ -100,7 +100,7 @@ class CallConnection(Protocol):
         """A call has a response."""
 
     def count_failure(self) -> None:
-        """Counts a call failed by a fault of the client."""
+        """Counts a call that failed by a fault of the client."""
 
     def forget(self, stream_id: int) -> None:
         """A call is over."""
@@ -135,7 +135,7 @@ class ServerCall:
             connection.account,
         )
         self._checking = 0
-        """Bytes of messages in parsing, or waiting to be read."""
+        """Bytes of messages that are being parsed, or wait to be read."""
         self._message_bytes = 0
         """Bytes of the latest message of the handler. Measuring a parsed message takes as long as serialising."""
         self._unread_counted = 0
@@ -531,7 +531,7 @@ class ServerCall:
             while (size := await self._arrived()) is not None:
                 yield await self._message(size)
         except BadMessage as error:
-            # To the handler, this ends the call. No fault of the handler.
+            # The handler sees the end of the call: the error is the client's.
             await self.abort(error.status, str(error))
 
     async def _arrived(self) -> int | None:

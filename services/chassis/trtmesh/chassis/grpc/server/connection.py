@@ -274,7 +274,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self.rates.note_served()
 
     def count_failure(self) -> None:
-        """Counts a call failed by a fault of the client."""
+        """Counts a call that failed by a fault of the client."""
         try:
             self.rates.count(rates.FAILED_CALL)
         except Http2ConnectionError as error:
