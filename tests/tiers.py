@@ -24,6 +24,8 @@ SLOW = {
     *("subprocess", "multiprocessing", "create_subprocess_exec", "create_subprocess_shell"),
     # Load models.
     *("TorchBackend", "load_engine", "AutoModelForCausalLM"),
+    # Imports PyTorch.
+    "AutoTokenizer",
 }
 
 LEFT_OUT = Path(TESTS, "left_out.txt")

@@ -6,6 +6,7 @@ import asyncio
 import struct
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -189,9 +190,10 @@ async def test_removed_versions_outlive_any_number_of_changes() -> None:
     await known.upload(Registration("a", id=1), content(b"old"))
     await known.upload(Registration("a", id=1), content(b"new"))
     key = (1, content(b"old").version)
-    versions = (version_of(content(b"w")),)
+    other = version_of(content(b"w"))
     entries = {
-        ("m", n): Entry(n, "", "m", versions, brought=True) for n in range(2, 2 * MOST_REMOVED)
+        ("m", n): Entry(n, "", "m", (replace(other, digest=f"{n:032x}"),), brought=True)
+        for n in range(2, 2 * MOST_REMOVED)
     }
     known.take(Registry({**known.registry.entries, **entries}))
     assert [*known.removed] == [key]
