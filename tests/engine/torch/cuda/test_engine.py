@@ -19,11 +19,11 @@ from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch.cuda import chunk_graphs
 from trtmesh.engine.backends.torch.cuda.capturing import Rows
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs, parts_of
-from trtmesh.engine.backends.torch.cuda.chunk_inputs import MOST_CHUNKS
 from trtmesh.engine.backends.torch.cuda.decode_graphs import sizes
 from trtmesh.engine.backends.torch.cuda.device import Cuda
 from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
+from trtmesh.engine.backends.torch.cuda.step_inputs import MOST_CHUNKS
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.stopping import EndRule

@@ -16,7 +16,6 @@ from transformers import LlamaConfig
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.compute import self_check
 from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
-from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.invariant_layers import Trial, make_invariant
 from trtmesh.engine.backends.torch.cuda.kernels import decode_attention
@@ -36,6 +35,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.sums import (
     running_sums,
     running_sums_reference,
 )
+from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Rule

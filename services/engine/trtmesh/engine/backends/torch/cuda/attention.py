@@ -1,4 +1,4 @@
-"""Attention of a flat batch by kernels that read the pages themselves."""
+"""Attention of a flat batch by kernels with access to the pages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.chunk_inputs import ChunkInputs
-from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
@@ -21,14 +19,14 @@ from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import (
     tiles_of,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
-from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
+from trtmesh.engine.backends.torch.cuda.step_inputs import ChunkInputs, GraphAttention, StepInputs
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Angles, Rule, StepTokens
 
 
 class KernelAttention(GraphAttention):
-    """New tokens in a row by one kernel, with their rotation and store; chunks by another, in tiles."""
+    """New tokens by a kernel with rotation and store; chunks by another, in tiles."""
 
     def __init__(self, cache: KvCache, tables: BlockTables) -> None:
         super().__init__(cache)
@@ -117,7 +115,7 @@ class Chunks:
     """Where the tokens of a step are, on the device."""
 
     rows: tuple[Tensor, Tensor, Tensor] | None
-    """Positions, table and its width, for the sequences with one token, which come first; None without any."""
+    """Positions, table and the table's width, for the leading sequences with a single token; None without any."""
     table: Tensor
     """[sequences, width]"""
     tiles: Tensor

@@ -1,4 +1,4 @@
-"""Steps as captured graphs, one for each of some sizes."""
+"""Steps as captured graphs, each of some size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rows:
     """The results of a graph; the next launch may overwrite them."""
 
     logits: Tensor
-    """[rows, vocabulary], in the type in which the model computes them"""
+    """[rows, vocabulary], in the model's type of computation."""
     tokens: Tensor
     """The highest logits, or draws without filters, [rows] int64."""
 
@@ -42,16 +42,16 @@ def capture(
     what: str,
     unit: str,
 ) -> dict[int, Replay]:
-    """The graphs of `step` by ascending size; none of a model that cannot be captured, which still runs, only slower.
+    """The graphs of `step` by ascending size. None where capturing fails: the model still runs, only slower.
 
-    `what` and `unit` name steps and what their sizes count.
+    `what` and `unit` name steps and the unit of their sizes.
     """
     if model.adapters:
         model.adapters.begin(())
     begun = time.monotonic()
     replays: dict[int, Replay] = {}
     try:
-        # The largest first, so that the smaller ones share its memory.
+        # The largest first: the smaller graphs share this memory.
         for size in reversed(sizes):
             replays[size] = record(partial(step, size))
     except Exception as error:
@@ -77,7 +77,7 @@ def capture(
 
 
 def needs_only_tokens(chunk: Chunk) -> bool:
-    """Whether the forward of a chunk is a function of its tokens and blocks, as that of a graph."""
+    """Whether the forward of a chunk is a function of tokens and blocks alone, as in a graph."""
     sequence = chunk.sequence
     return (
         sequence.reader is None

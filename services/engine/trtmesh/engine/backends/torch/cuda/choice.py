@@ -35,11 +35,10 @@ class KernelChooser:
     def choose(
         self, sequences: SequenceOf[Continuation], logits: Tensor, tokens: Tensor | None = None
     ) -> TokenChoice:
-        """`tokens` [rows] are those that the rows without filters and rules have already, and are changed; None where
-        they have none."""
+        """`tokens` [rows] are the known tokens of rows without filters and rules, and are changed; None if unknown."""
         ruled = [row for row, sequence in enumerate(sequences) if _has_rules(sequence)]
         if len(ruled) == len(sequences):
-            # Of a graph's logits, which the next step overwrites, it takes a copy.
+            # A copy of a graph's logits: the next step overwrites the graph's.
             return self._chooser.choose(sequences, logits.clone() if tokens is not None else logits)
         filtered = [
             row
@@ -73,8 +72,8 @@ class KernelChooser:
 def draws_of(
     sequences: SequenceOf[Continuation], unknown: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The places and temperatures by which `choose_tokens` draws, [rows], after `unknown` tokens that the device alone
-    knows; 0 for a row that takes its highest logit."""
+    """The places and temperatures of the draws by `choose_tokens`, [rows], after `unknown` tokens known to the device
+    alone; 0 for a row with its highest logit as the choice."""
     places = np.zeros(len(sequences), dtype=np.int64)
     temperatures = np.zeros(len(sequences))
     drawing = [row for row, each in enumerate(sequences) if not each.token_rules.greedy]
@@ -88,7 +87,7 @@ def draws_of(
 def _raced(
     sequences: SequenceOf[Continuation], logits: Tensor, lowest: Tensor | None = None
 ) -> Tensor:
-    """The tokens [rows] that `choose_tokens` gives."""
+    """The tokens [rows] from `choose_tokens`."""
     places, temperatures = draws_of(sequences)
     temperature = given(temperatures, logits)
     if lowest is None:
@@ -114,7 +113,7 @@ def _has_rules(sequence: Continuation) -> bool:
 
 
 class KernelChoice:
-    """Implements TokenChoice: tokens on their way to the host, and the rows that were chosen in another way."""
+    """Implements TokenChoice: tokens being copied to the host, and the rows handled by the general chooser."""
 
     def __init__(
         self, tokens: Tensor, ruled: SequenceOf[int] = (), rest: TokenChoice | None = None

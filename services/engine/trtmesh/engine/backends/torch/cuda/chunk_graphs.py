@@ -1,7 +1,7 @@
-"""Chunks of prompts as captured graphs, one for each of some numbers of tokens.
+"""Chunks of prompts as captured graphs, each for some number of tokens.
 
-Operation by operation, a short prompt costs the time in which the host starts kernels. A graph has the forward of the
-model over static inputs, and the choice of tokens; what a step leaves over is filled up with tokens that store nothing.
+Operation by operation, the host's starts of kernels decide the time of a short prompt. A graph has the forward of the
+model over static inputs, and the choice of tokens; the rest of a graph is filled with tokens without a store.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.capturing import Record, Rows, capture, needs_only_tokens
-from trtmesh.engine.backends.torch.cuda.chunk_inputs import MOST_CHUNKS, ChunkInputs
-from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens
+from trtmesh.engine.backends.torch.cuda.step_inputs import MOST_CHUNKS, ChunkInputs, GraphAttention
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sequence import Chunk
 from trtmesh.engine.scheduling import sequence as scheduled
 
 SIZES = (64, 128, 256, *range(384, 2049, 128))
-"""Tokens of a graph. More are computed by several, as one of more tokens would not be faster."""
+"""Tokens of a graph. More take several graphs, since larger graphs would not be faster."""
 
 
 class ChunkGraphs:
-    """Computes chunks of any number and size, as many in a graph as it takes."""
+    """Computes chunks of any number and size, as many as possible in each graph."""
 
     def __init__(
         self,
@@ -36,8 +35,7 @@ class ChunkGraphs:
         record: Record,
         share: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`most_tokens` are those of the largest step, beyond which no graph is useful; for `share` see
-        DecodeGraphs."""
+        """`most_tokens` is the largest step: no larger graph is useful. For `share` see DecodeGraphs."""
         self._model = model
         self._attention = attention
         self._inputs = inputs

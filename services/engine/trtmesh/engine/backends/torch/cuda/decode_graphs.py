@@ -1,7 +1,5 @@
-"""Decode steps as captured graphs, one for each of some numbers of rows.
-
-A graph holds the forward of the model over static inputs and the choice of the tokens. A step with fewer rows than a
-graph has fills it up with rows that store nothing.
+"""Decode steps as captured graphs, each for some number of rows. A graph holds the forward of the model over static
+inputs and the choice of the tokens. A step with fewer rows than the graph fills up with rows without a store.
 """
 
 from __future__ import annotations
@@ -13,9 +11,8 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.capturing import Record, Rows, capture, needs_only_tokens
-from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens, known_tokens
-from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
+from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention, StepInputs
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sequence import Chunk
 
@@ -25,7 +22,7 @@ FURTHER = 128
 
 
 class DecodeGraphs:
-    """Computes chunks of one token each that complete their sequences."""
+    """Computes completing chunks of a token each."""
 
     def __init__(
         self,
@@ -36,7 +33,7 @@ class DecodeGraphs:
         record: Record,
         share: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`share` gives other ranks the tokens that the first has chosen; None on a single device."""
+        """`share` gives other ranks the tokens chosen by the first; None on a single device."""
         self._share = share
         self._model = model
         self._attention = attention
@@ -62,7 +59,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def with_more(self, rows: Rows | None, more: Rows) -> Rows:
-        """The rows of the last launch, None without any, and more of the same step, as a launch that `follow` knows."""
+        """The rows of the last launch, None without any, and more rows of the same step, as a launch for `follow`."""
         if rows and not len(more.tokens):
             return rows
         if rows is None:
@@ -75,7 +72,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Rows:
-        """Launches the step of the tokens that the last launch chose in its `rows`."""
+        """Launches the step of the tokens chosen in `rows` by the last launch."""
         size = self._size(len(chunks))
         self._inputs.fill_chosen(chunks, size, rows)
         return self._replay(size, len(chunks))

@@ -20,9 +20,7 @@ from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
 from trtmesh.engine.backends.torch.cuda.capturing import Record
 from trtmesh.engine.backends.torch.cuda.choice import KernelChooser
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
-from trtmesh.engine.backends.torch.cuda.chunk_inputs import MOST_CHUNKS, ChunkInputs
 from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
-from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.block_copies import copy_blocks
 from trtmesh.engine.backends.torch.cuda.kernels.layers import norm, norm_reference
 from trtmesh.engine.backends.torch.cuda.layers import (
@@ -35,7 +33,12 @@ from trtmesh.engine.backends.torch.cuda.layers import (
     RotaryTable,
 )
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
-from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
+from trtmesh.engine.backends.torch.cuda.step_inputs import (
+    MOST_CHUNKS,
+    ChunkInputs,
+    GraphAttention,
+    StepInputs,
+)
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import CopiesBlocks, KvCache
 from trtmesh.engine.backends.torch.memory.shortage import shortage
@@ -53,7 +56,7 @@ from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 log = logging.getLogger(__name__)
 
 LEAST_CAPABILITY = (8, 0)
-"""Of devices whose tensor cores multiply bfloat16."""
+"""Of devices with tensor cores for bfloat16."""
 
 STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 """Types of transformers."""
@@ -69,7 +72,7 @@ class Cuda(Accelerator):
     ordering: ClassVar[Ordering] = ORDERING
 
     def __init__(self, name: torch.device, group: RankGroup | None = None) -> None:
-        """`group` are the ranks that share the model; None for a whole one."""
+        """`group` are the ranks of a divided model; None for a whole model."""
         super().__init__(name)
         self._group = group
 
@@ -109,10 +112,10 @@ class Cuda(Accelerator):
         prompts = ChunkInputs(
             tables.rows, cache.tokens_per_block, chunk_graphs.sizes(most_tokens)[-1], self.name
         )
-        # In memory of its own: a step may launch graphs of both kinds.
+        # In separate memory: a step may launch graphs of both kinds.
         chunks = ChunkGraphs(model, attention, prompts, most_tokens, self._recorder(), share)
         if self._group and not (graphs.are_captured and chunks.are_captured):
-            # Ranks that compute in different ways would wait for each other's sums.
+            # Ranks computing in different ways would wait for each other's sums.
             raise ModelUnusable(
                 f"steps of model type {model.module.config.model_type} cannot be captured on {self.name}, as several"
                 " GPUs need; the log has the reason; name one in engine.torch.device"
@@ -130,7 +133,7 @@ class Cuda(Accelerator):
 
 
 def fitted(module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
-    """A model whose layers have been replaced."""
+    """A model with replaced layers."""
     plain = is_plain(module)
     if plain:
         _tabulate_positions(module, dtype)
@@ -138,17 +141,17 @@ def fitted(module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
 
 
 def _tabulate_positions(module: Any, dtype: torch.dtype) -> None:
-    """Gives a plain model a table of its rotary positions, unless these depend on the length of the sequence."""
+    """Gives a plain model a table of rotary positions, unless these depend on the length of the sequence."""
     rotary, positions = module.model.rotary_emb, module.config.max_position_embeddings
     if rotary.rope_type in STATIC_ROTATIONS and positions <= MOST_TABLED_POSITIONS:
         module.model.rotary_emb = RotaryTable(rotary, positions, dtype)
 
 
 class _Recorder:
-    """Captures operations as graphs that share memory but for their results."""
+    """Captures operations as graphs with shared memory, but separate results."""
 
     def __init__(self, device: torch.device, group: RankGroup | None) -> None:
-        """`group` are the ranks that the operations need; None without any."""
+        """`group` are the ranks for the operations; None without any."""
         self._device = device
         self._group = group
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -176,8 +179,8 @@ class _Recorder:
 
 
 def works(device: torch.device) -> bool:
-    """Whether the kernels compile and compute on a device; says in the log why they do not. Raises what says that there
-    is no memory even for a trial."""
+    """Whether the kernels compile and compute on a device; if not, the log has the reason. Raises the error of a trial
+    without memory."""
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         log.warning("%s has no tensor cores for bfloat16, which the kernels need", device)
         return False

@@ -1,8 +1,7 @@
-"""Attention whose result for a token does not depend on the batch or on the chunks of its prompt, to the last bit.
-
-Every token, decoded or of a prompt, is a row of the same kernel with the same tiling: it attends to the stored keys
-before its position and to its own. So a chunk is stored before its tokens attend. A token of a prompt costs as much as
-a decoded one.
+"""Attention without influence of the batch, or of the chunks of a prompt, on the result for a token, to the last bit.
+Every token, decoded or of a prompt, is a row of the same kernel with the same tiling, and attends to the stored keys
+before its position and to its own key. So a chunk is stored before the attention. A token of a prompt costs as much as
+a decoded token.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.chunk_inputs import ChunkInputs
-from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
@@ -21,13 +18,13 @@ from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
 )
 from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages, TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
-from trtmesh.engine.backends.torch.cuda.step_inputs import StepInputs
+from trtmesh.engine.backends.torch.cuda.step_inputs import ChunkInputs, GraphAttention, StepInputs
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
 
 ROWS_AT_ONCE = 256
-"""Rows of a launch, which needs memory for each."""
+"""Rows of a launch; each needs memory."""
 
 
 class InvariantAttention(GraphAttention):

@@ -1,4 +1,4 @@
-"""A GPU whose results for a token do not depend on the batch, to the last bit."""
+"""A GPU without influence of the batch on the results for a token, to the last bit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.accelerator import ORDERING
 from trtmesh.engine.backends.torch.cuda.device import Cuda, fitted
-from trtmesh.engine.backends.torch.cuda.graph_attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.invariant_attention import InvariantAttention
 from trtmesh.engine.backends.torch.cuda.invariant_layers import InvariantUpdates, make_invariant
 from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import InvariantProducts
 from trtmesh.engine.backends.torch.cuda.kernels.sums import running_sums
 from trtmesh.engine.backends.torch.cuda.layers import KernelMlp, KernelNorm, KernelRotation
+from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.fusing import fuse_layers, fuse_norms
@@ -25,7 +25,7 @@ from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 
 
 class InvariantCuda(Cuda):
-    """Every layer computes any number of tokens in one way: nothing is chosen by their number, and no norm or sum is
+    """Every layer computes any number of tokens in the same way: nothing depends on the number, and no norm or sum is
     part of a product."""
 
     ordering: ClassVar[Ordering] = replace(ORDERING, running_sums=running_sums)

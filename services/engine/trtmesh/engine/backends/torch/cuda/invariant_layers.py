@@ -1,4 +1,4 @@
-"""Linear layers, and the updates of adapters, whose result for a token does not depend on the others of a batch."""
+"""Linear layers, and the updates of adapters, without influence of other tokens of a batch on a token's result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_invariant(model: PreTrainedModel, products: InvariantProducts) -> None:
     depends on the number of rows."""
 
     def invariant(own: nn.Module) -> nn.Module | None:
-        # Not subclasses, which may compute something else.
+        # Not subclasses: these may compute something else.
         return InvariantLinear(own, products) if type(own) in (nn.Linear, Conv1D) else None
 
     replace_layers(model, invariant)
@@ -44,7 +44,7 @@ def make_invariant(model: PreTrainedModel, products: InvariantProducts) -> None:
 
 
 class InvariantLinear(nn.Module):
-    """A linear layer that adds up the inputs of a row in the same order whatever the other rows."""
+    """A linear layer with the same order of additions in a row for any other rows."""
 
     def __init__(self, own: nn.Module, products: InvariantProducts) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class InvariantUpdates(SlotBySlot):
 
 class Trial:
     """Compares the bits of rows alone and among others, once for each kind of product. Half precision hides most
-    differences, so it multiplies what cancels to the rounding errors."""
+    differences, so the trial's products cancel to the rounding errors."""
 
     def __init__(self, products: InvariantProducts) -> None:
         self._products = products

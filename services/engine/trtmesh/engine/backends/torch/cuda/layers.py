@@ -31,14 +31,14 @@ class KernelNorm(Norm):
 
 
 class KernelRotation(Rotation):
-    """Turns queries and keys in one operation."""
+    """Turns queries and keys in a single operation."""
 
     def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         turn(heads, cos[0], sin[0])
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of all positions, found in one operation instead of computed in seven."""
+    """Cosines and sines of all positions, found in a single operation instead of computed in seven."""
 
     def __init__(self, own: nn.Module, positions: int, dtype: torch.dtype) -> None:
         """`own` is the rotary embedding of a model."""
@@ -56,7 +56,7 @@ class RotaryTable(nn.Module):
 
 
 class KernelMlp(FusedMlp):
-    """With an activation that reads gate and up where they are."""
+    """With an activation on gate and up in place."""
 
     def __init__(self, own: Any) -> None:
         super().__init__(own)
@@ -67,7 +67,7 @@ class KernelMlp(FusedMlp):
 
 
 class LayerProducts:
-    """Linear layers with the norm, the activation or the sum that the best way of computing them includes."""
+    """Linear layers with any norm, activation or sum included by the fastest computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._few = FewRows(device)
@@ -117,7 +117,7 @@ class LayerProducts:
 
 
 def _plain_weight(linear: nn.Module) -> Tensor | None:
-    """The weight of a layer that is no more than it, without the updates of adapters."""
+    """The weight of a plain layer, without the updates of adapters."""
     untyped: Any = linear
     return untyped.weight if type(linear) is nn.Linear and untyped.bias is None else None
 
@@ -146,7 +146,7 @@ class KernelLayer(FusedLayer):
 
 
 class KernelHead(nn.Module):
-    """The linear layer that gives logits."""
+    """The linear layer of the logits."""
 
     def __init__(self, products: LayerProducts, own: nn.Linear) -> None:
         super().__init__()

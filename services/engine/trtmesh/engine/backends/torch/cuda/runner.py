@@ -1,5 +1,4 @@
-"""A step: its decoding sequences as a captured graph, chunks of prompts as others, and operation by operation what no
-graph can compute."""
+"""A step: decoding sequences as a captured graph, chunks of prompts as others, and all else operation by operation."""
 
 from __future__ import annotations
 
@@ -33,13 +32,13 @@ class GraphRunner:
         chooser: KernelChooser,
         device: torch.device,
     ) -> None:
-        """`runner` computes what no graph can."""
+        """`runner` computes all that no graph can."""
         self._runner = runner
         self._graphs = graphs
         self._chunks = chunks
         self._chooser = chooser
         self._nothing = _nothing(device)
-        # Of the last step, if graphs computed it whole.
+        # Of the last step, if computed whole by graphs.
         self._rows: Rows | None = None
         self.may_follow = False
         self.captured_steps = 0

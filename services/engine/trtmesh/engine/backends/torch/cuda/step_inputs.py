@@ -1,47 +1,103 @@
-"""The inputs of a captured decode step."""
+"""The static inputs of captured steps, each filled by one copy from pinned memory, and attention over them."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence as SequenceOf
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from trtmesh.engine.backends.torch.compute.paged_attention import CachedAttention
 from trtmesh.engine.backends.torch.cuda.choice import draws_of
-from trtmesh.engine.backends.torch.cuda.staging import ALIGNED, StagedWords, aligned
+from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
+from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import TILE, tiles_of
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
-from trtmesh.engine.backends.torch.sequence import Chunk
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK
 
+ALIGNED = 16
+"""Fields beginning at a multiple are read at once by kernels."""
+IN_FLIGHT = 2
+"""Pinned buffers: a step is filled while the copy of the step before may still run."""
+
+
+class StagedWords:
+    """The inputs of a captured step."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        self.buffer = torch.zeros(words, dtype=torch.int64, device=device)
+        self._stages = [_Stage(words, device) for _ in range(IN_FLIGHT)]
+        self._next = 0
+
+    def begin(self) -> Rows:
+        """The words to fill, after the end of their last copy."""
+        self._next = (self._next + 1) % IN_FLIGHT
+        stage = self._stages[self._next]
+        stage.wait()
+        return stage.words
+
+    def send(self, count: int) -> None:
+        """Copies the first `count` of the filled words."""
+        self._stages[self._next].send(self.buffer, count)
+
+
+class _Stage:
+    """Pinned memory, and the end of the last copy from there."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._memory = torch.zeros(words, dtype=torch.int64, pin_memory=pinned)
+        untyped: Any = torch.cuda
+        self._copied = untyped.Event() if pinned else None
+        self.words = self._memory.numpy()
+
+    def wait(self) -> None:
+        if self._copied:
+            self._copied.synchronize()
+
+    def send(self, buffer: torch.Tensor, count: int) -> None:
+        buffer[:count].copy_(self._memory[:count], non_blocking=True)
+        if self._copied:
+            self._copied.record()
+
+
+def aligned(words: int) -> int:
+    """The next multiple of ALIGNED."""
+    return -(-words // ALIGNED) * ALIGNED
+
+
 HEADER = ALIGNED
-FIELDS = 4
+ROW_FIELDS = 4
 
 
 class StepInputs:
-    """Rows of one new token each. `table` has `width` [1] blocks a row, as many as the longest sequence of the step
-    needs, so that a copy takes what a step needs and no more. A negative token id stands for a token that only the
-    device knows, see `known_tokens`."""
+    """Rows of a new token each. `table` has `width` [1] blocks a row, as many as the longest sequence of the step
+    needs: a copy takes no more than a step needs. A negative token id stands for a token known only to the device, see
+    `known_tokens`."""
 
     def __init__(self, tables: Rows, tokens_per_block: int, device: torch.device) -> None:
         """`tables` are the rows of the BlockTables."""
         self._tables = tables
         self._tokens_per_block = tokens_per_block
         self._most = aligned(len(tables))
-        self._staged = StagedWords(HEADER + self._most * (FIELDS + tables.shape[1]), device)
+        self._staged = StagedWords(HEADER + self._most * (ROW_FIELDS + tables.shape[1]), device)
         buffer = self._staged.buffer
         self.width = buffer[:1]
-        fields = buffer[HEADER : HEADER + FIELDS * self._most].view(FIELDS, self._most)
+        fields = buffer[HEADER : HEADER + ROW_FIELDS * self._most].view(ROW_FIELDS, self._most)
         self.token_ids, self.positions, self.places = fields[0], fields[1], fields[2]
         self.temperatures = fields[3].view(torch.float64)
         self.lowest = torch.full((self._most,), -math.inf, dtype=torch.float64, device=device)
-        self.table = buffer[HEADER + FIELDS * self._most :]
+        self.table = buffer[HEADER + ROW_FIELDS * self._most :]
 
     def fill(self, chunks: SequenceOf[Chunk], rows: int) -> None:
-        """Takes the last tokens of sequences; further ones of the `rows` have the null block and store nothing."""
+        """Takes the last tokens of sequences; the rest of the `rows` have the null block and store nothing."""
         self._fill(chunks, rows, [chunk.sequence.tokens[chunk.start] for chunk in chunks])
 
     def fill_chosen(self, chunks: SequenceOf[Chunk], rows: int, sources: SequenceOf[int]) -> None:
-        """Takes the tokens that the device has chosen in the rows `sources`, and the host does not know."""
+        """Takes the tokens chosen by the device in the rows `sources`, still unknown to the host."""
         self._fill(chunks, rows, [-1 - source for source in sources], unknown=1)
 
     def _fill(
@@ -52,15 +108,118 @@ class StepInputs:
         width = max(starts) // self._tokens_per_block + 1
         words = self._staged.begin()
         words[0] = width
-        fields = words[HEADER : HEADER + FIELDS * most].reshape(FIELDS, most)
+        fields = words[HEADER : HEADER + ROW_FIELDS * most].reshape(ROW_FIELDS, most)
         fields[:, :rows] = 0
         fields[0, :count] = first_field
         fields[1, :count] = starts
         places, temperatures = draws_of([chunk.sequence for chunk in chunks], unknown)
         fields[2, :count] = places
         fields[3].view(np.float64)[:count] = temperatures
-        first = HEADER + FIELDS * most
+        first = HEADER + ROW_FIELDS * most
         table = words[first : first + rows * width].reshape(rows, width)
         table[:count] = self._tables[[chunk.sequence.slot for chunk in chunks], :width]
         table[count:] = NULL_BLOCK
         self._staged.send(first + rows * width)
+
+
+MOST_CHUNKS = 16
+KEPT_FIELDS = 3
+TOKEN_FIELDS = 3
+TILE_WORDS = 4
+
+Words = TypeVar("Words", Rows, Tensor)
+
+
+class ChunkInputs:
+    """The tokens of chunks in a row. A chunk has a row of `table` [1 + chunks, width]; row 0 has the null block, for
+    filling tokens without a store or a tile."""
+
+    def __init__(
+        self, tables: Rows, tokens_per_block: int, most_tokens: int, device: torch.device
+    ) -> None:
+        """`tables` are the rows of the BlockTables."""
+        self._tables = tables
+        self._tokens_per_block = tokens_per_block
+        width = tables.shape[1]
+        kept = KEPT_FIELDS * aligned(MOST_CHUNKS)
+        tiles = aligned(_most_tiles(most_tokens) * TILE_WORDS)
+        self._most = aligned(most_tokens)
+        self._first_tile = kept
+        self._first_field = kept + tiles
+        self._first_row = self._first_field + TOKEN_FIELDS * self._most
+        self._staged = StagedWords(self._first_row + (1 + MOST_CHUNKS) * width, device)
+        kept_fields, self._tiles, fields, self.table = self._parts(self._staged.buffer)
+        self.kept_rows, self.places = kept_fields[0], kept_fields[1]
+        self.temperatures = kept_fields[2].view(torch.float64)
+        self.lowest = torch.full_like(self.temperatures, -math.inf)
+        self.token_ids, self.positions, self._owners = fields
+        self._width = torch.tensor([width], device=device)
+
+    def rows(self, size: int) -> TableRows:
+        """The tokens of a graph with `size` tokens."""
+        return TableRows(self.positions[:size], self._owners[:size], self.table, self._width)
+
+    def tiles(self, size: int) -> Tensor:
+        """The tiles of a graph with `size` tokens, [tiles, 4], see `tiles_of`; some have no tokens."""
+        return self._tiles[: _most_tiles(size)]
+
+    def fill(self, chunks: SequenceOf[Chunk], size: int) -> None:
+        """Takes the tokens of chunks for a graph with `size` tokens. `kept_rows` are the last tokens of completing
+        chunks, in order; `places` and `temperatures` belong to the draws."""
+        kept_fields, tiles, fields, table = self._parts(self._staged.begin())
+        token_ids, positions, owners = fields
+        kept: list[tuple[int, Sequence]] = []
+        first = 0
+        table[0] = NULL_BLOCK
+        for row, chunk in enumerate(chunks, 1):
+            last, end = first + chunk.count, chunk.start + chunk.count
+            token_ids[first:last] = chunk.sequence.tokens[chunk.start : end]
+            positions[first:last] = np.arange(chunk.start, end)
+            owners[first:last] = row
+            width = -(-end // self._tokens_per_block)
+            table[row, :width] = self._tables[chunk.sequence.slot, :width]
+            if chunk.completes:
+                kept.append((last - 1, chunk.sequence))
+            first = last
+        fields[:, first:size] = 0
+        kept_fields[:] = 0
+        kept_fields[0, : len(kept)] = [row for row, _ in kept]
+        places, temperatures = draws_of([sequence for _, sequence in kept])
+        kept_fields[1, : len(kept)] = places
+        kept_fields[2].view(np.float64)[: len(kept)] = temperatures
+        starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
+        found = tiles_of(starts, counts, first_row=1, first=0)
+        tiles[: len(found)] = found
+        # A tile without tokens reads and stores nothing.
+        tiles[len(found) : _most_tiles(size)] = 0
+        self._staged.send(self._first_row + (1 + len(chunks)) * self._tables.shape[1])
+
+    def _parts(self, words: Words) -> tuple[Words, Words, Words, Words]:
+        """Fields of kept rows, tiles, fields of tokens and table, as views."""
+        width = self._tables.shape[1]
+        return (
+            words[: self._first_tile].reshape(KEPT_FIELDS, -1)[:, :MOST_CHUNKS],
+            words[self._first_tile : self._first_field].reshape(-1, TILE_WORDS),
+            words[self._first_field : self._first_row].reshape(TOKEN_FIELDS, self._most),
+            words[self._first_row :].reshape(-1, width),
+        )
+
+
+def _most_tiles(tokens: int) -> int:
+    """Of up to MOST_CHUNKS chunks with so many tokens together."""
+    return tokens // TILE + MOST_CHUNKS
+
+
+class GraphAttention(CachedAttention):
+    """Attention of a step of any chunks, and of the static inputs of graphs."""
+
+    @abstractmethod
+    def begin_rows(self, inputs: StepInputs, rows: int) -> None:
+        """Prepares for forwards over the first `rows` of a graph's inputs, a new token each."""
+
+    @abstractmethod
+    def begin_chunks(self, inputs: ChunkInputs, size: int) -> None:
+        """Prepares for forwards over the first `size` tokens of a graph's inputs."""
+
+    def _forget_groups(self) -> None:
+        """There are none."""
