@@ -248,13 +248,17 @@ ROOMS = {
 
 SMALL_LINES = 80
 SMALL_IDEAS = {
-    "adapters.writing": "a queue with a life of its own",
-    "doors.guard": "what every gRPC server of the router asks",
-    "doors.http.origins": "which pages of browsers may ask",
-    "doors.triton.templates.ensemble": "a template, like its neighbours",
-    "doors.triton.triton": "the door as a whole",
-    "doors.triton.unmerged": "tokens taken apart for clients that count responses",
-    "fleet.link_local": "a rule against strangers, to be read alone",
+    "engine.gateways.choice": "imports only the contracts that settings choose",
+    "engine.gateways.trtllm.tokenizer_files": "what gateways may download",
+    "router.adapters.writing": "a queue with a life of its own",
+    "router.doors.guard": "what every gRPC server of the router asks",
+    "router.doors.http.origins": "which pages of browsers may ask",
+    "router.doors.triton.templates.ensemble": "a template, like its neighbours",
+    "router.doors.triton.triton": "the door as a whole",
+    "router.doors.triton.unmerged": "tokens taken apart for clients that count responses",
+    "router.fleet.link_local": "a rule against strangers, to be read alone",
+    "tokenizer.conversion": "a process of its own",
+    "tokenizer.detokenizers.choice": "the fastest family that is right",
 }
 """Small modules with one importer, and what makes each an idea of its own."""
 
@@ -346,14 +350,20 @@ def test_no_two_public_classes_of_a_package_share_a_name() -> None:
     assert {package: names for package, names in twice.items() if names} == {}
 
 
-@pytest.mark.parametrize("package", ["client", "router"])
-def test_small_module_with_one_importer_is_an_idea_of_its_own(package: str) -> None:
+@pytest.mark.parametrize(
+    "room",
+    [
+        *("client", "router", "tokenizer"),
+        *("engine.gateways", "engine.handoff", "engine.scheduling", "engine.service"),
+    ],
+)
+def test_small_module_with_one_importer_is_an_idea_of_its_own(room: str) -> None:
     """A module that exists for its only importer is part of it."""
     importers = Counter(name for module in MODULES for name in imports_of(module))
     slivers = {
-        module.removeprefix(f"trtmesh.{package}.")
+        module.removeprefix("trtmesh.")
         for module, file in MODULES.items()
-        if module.startswith(f"trtmesh.{package}.")
+        if module.startswith(f"trtmesh.{room}.")
         and importers[module] == 1
         and len(file.read_text(encoding="utf-8").splitlines()) < SMALL_LINES
     }

@@ -23,7 +23,7 @@ from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, Token
 from trtmesh.engine.backends.torch.beams.search import Beams, Extras, Hypothesis
 from trtmesh.engine.backends.torch.decoding import Decoding
 from trtmesh.engine.backends.torch.memory.tensors import to_message
-from trtmesh.engine.backends.torch.sampling.details import most_likely
+from trtmesh.engine.backends.torch.sampling.choice import most_likely
 from trtmesh.engine.backends.torch.sampling.token_rules import BANS
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.scheduling.sequence import Pairs

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from trtmesh.engine.backend import PromptDetails
 from trtmesh.engine.backends.torch.memory.tensors import to_message
-from trtmesh.engine.backends.torch.sampling.choice import TokenChoice
+from trtmesh.engine.backends.torch.sampling.choice import TokenChoice, log_softmax, most_likely
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.details import log_softmax, most_likely
 
 PIECE_BYTES = 2**20
 """Most logits in one PromptDetails, but at least a row: messages have a size limit."""
