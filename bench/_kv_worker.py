@@ -24,7 +24,14 @@ import grpc
 import numpy as np
 import uvloop
 from trtmesh.chassis.grpc.server import GrpcServer
-from trtmesh.engine.backend import Backend, Content, HandedOver, Offered, PartFinal, Reserved
+from trtmesh.engine.backend import (
+    Content,
+    HandedOver,
+    HandsOverBlocks,
+    Offered,
+    PartFinal,
+    Reserved,
+)
 from trtmesh.engine.handoff.copying import copying_of
 from trtmesh.engine.handoff.fetch_server import FetchServer
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
@@ -124,7 +131,7 @@ async def handoffs_of(
     own = OwnKv(
         worker="bench",
         settings=settings,
-        backend=cast("Backend", backend),
+        backend=cast("HandsOverBlocks", backend),
         memory=memory,
         kind=kind_of(memory, "model", "tokenizer"),
         total_blocks=blocks,

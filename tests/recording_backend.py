@@ -19,7 +19,6 @@ from trtmesh.engine.backend import (
     StepOutput,
     Submission,
 )
-from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.v1 import generation_pb2 as pb
 
 INFO = BackendInfo(
@@ -99,21 +98,6 @@ class RecordingBackend:
 
     def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
         self.unloads.append((number, version, unpin))
-
-    def kv_memory(self) -> KvMemory | None:
-        return None
-
-    def reserve(self, lease_id: str, tokens: int, block_hashes: Sequence[int]) -> None:
-        raise AssertionError("not without KV pools")
-
-    def hand_over(self, key: int, lease_id: str) -> None:
-        raise AssertionError("not without KV pools")
-
-    def adopt(self, lease_id: str) -> None:
-        raise AssertionError("not without KV pools")
-
-    def drop(self, lease_id: str) -> None:
-        raise AssertionError("not without KV pools")
 
     async def close(self) -> None:
         self.closed = True

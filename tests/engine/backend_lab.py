@@ -15,6 +15,7 @@ from trtmesh.client.options import build_config
 from trtmesh.engine.backend import (
     AdapterLoad,
     Backend,
+    HoldsAdapters,
     PromptDetails,
     SequenceEnd,
     StepOutput,
@@ -63,6 +64,12 @@ class Lab:
         self._loop = asyncio.get_running_loop()
         self.gate = Gate()
 
+    @property
+    def adapters(self) -> HoldsAdapters:
+        """The backend, which must hold adapters."""
+        assert isinstance(self.backend, HoldsAdapters)
+        return self.backend
+
     def submit(self, prompt: Sequence[int], config: GenerationConfig) -> list[int]:
         """The keys of the item's sequences."""
         keys = range(len(self.outcomes), len(self.outcomes) + config.sequences)
@@ -79,9 +86,9 @@ class Lab:
     async def load(self, loads: Sequence[AdapterLoad]) -> None:
         """Loads adapters into a backend without any."""
         for load in loads:
-            self.backend.load_adapter(load)
-        await self._until(lambda: len(self.backend.adapters()) == len(loads))
-        assert not any(state.error for state in self.backend.adapters())
+            self.adapters.load_adapter(load)
+        await self._until(lambda: len(self.adapters.adapters()) == len(loads))
+        assert not any(state.error for state in self.adapters.adapters())
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Waits for a condition that a delivery fulfils."""

@@ -39,11 +39,11 @@ def content(seed: int, rank: int = 8) -> AdapterContent:
 
 async def load(on: Lab, number: int, of: AdapterContent, version: str) -> HeldAdapter | None:
     """Loads a content; returns its state, or None where it is not in memory."""
-    on.backend.load_adapter(AdapterLoad(Adapter(number, "prose", version), of))
+    on.adapters.load_adapter(AdapterLoad(Adapter(number, "prose", version), of))
     found: list[HeldAdapter] = []
 
     def is_known() -> bool:
-        found[:] = [each for each in on.backend.adapters() if each.adapter.version == version]
+        found[:] = [each for each in on.adapters.adapters() if each.adapter.version == version]
         return bool(found)
 
     await on._until(is_known)
@@ -85,8 +85,8 @@ async def test_every_content_keeps_a_number_of_its_own(release: str) -> None:
 
         await use("a", content(1))
         await use("b", content(2))
-        on.backend.unload_adapter(7, "a", unpin=False)
-        await on._until(lambda: len(on.backend.adapters()) == 1)
+        on.adapters.unload_adapter(7, "a", unpin=False)
+        await on._until(lambda: len(on.adapters.adapters()) == 1)
         await use("a", content(1))
         first, other, again = numbers
         assert first != other
@@ -103,11 +103,11 @@ async def test_an_unloaded_adapter_leaves_with_its_last_sequence(
         endless = {**with_adapter(7, "a"), "max_tokens": 1500}
         keys = on.submit(PROMPT, config_of(endless))
         await on._until(lambda: bool(on.outcomes[keys[0]].token_ids))
-        on.backend.unload_adapter(7, "a", unpin=False)
-        assert len(on.backend.adapters()) == 1
+        on.adapters.unload_adapter(7, "a", unpin=False)
+        assert len(on.adapters.adapters()) == 1
         on.backend.stop(keys, pb.FINISH_REASON_STOPPED)
         await on.ended(keys)
-        assert on.backend.adapters() == []
+        assert on.adapters.adapters() == []
 
 
 async def test_files_of_killed_workers_leave_and_those_of_others_stay(
@@ -137,8 +137,8 @@ async def test_a_request_that_the_library_refuses_holds_no_adapter(
             shutil.rmtree(files)
         with pytest.raises(InvalidRequest, match="does not exist"):
             on.submit(PROMPT, config_of(with_adapter(7, "a")))
-        on.backend.unload_adapter(7, "a", unpin=False)
-        assert on.backend.adapters() == []
+        on.adapters.unload_adapter(7, "a", unpin=False)
+        assert on.adapters.adapters() == []
 
 
 async def test_a_failed_load_leaves_nothing(release: str, tmp_path: Path) -> None:
@@ -147,11 +147,11 @@ async def test_a_failed_load_leaves_nothing(release: str, tmp_path: Path) -> Non
     async with lab(backend(adapters=settings)) as on:
         news: list[HeldAdapter] = []
         watch(on, lambda step: news.extend(step.adapters))
-        on.backend.load_adapter(AdapterLoad(Adapter(7, "", "a"), content(1, rank=8)))
+        on.adapters.load_adapter(AdapterLoad(Adapter(7, "", "a"), content(1, rank=8)))
         await on._until(lambda: bool(news))
         assert news[0].error is not None
         assert "max_rank" in news[0].error.message
-        assert on.backend.adapters() == []
+        assert on.adapters.adapters() == []
         (own,) = folder.iterdir()
         assert list(own.iterdir()) == []
 
@@ -161,9 +161,9 @@ async def refusal(content: AdapterContent, **settings: Any) -> TrtmeshError:
     async with lab(backend(adapters={**ROOM, **settings})) as on:
         news: list[HeldAdapter] = []
         watch(on, lambda step: news.extend(step.adapters))
-        on.backend.load_adapter(AdapterLoad(Adapter(7, "", "a"), content))
+        on.adapters.load_adapter(AdapterLoad(Adapter(7, "", "a"), content))
         await on._until(lambda: bool(news))
-        assert on.backend.adapters() == []
+        assert on.adapters.adapters() == []
         assert news[0].error is not None
         return news[0].error
 
@@ -252,7 +252,7 @@ async def test_arrays_of_a_layer_that_is_not_computed_are_refused(
     async with lab(backend(model, adapters=ROOM)) as on:
         news: list[HeldAdapter] = []
         watch(on, lambda step: news.extend(step.adapters))
-        on.backend.load_adapter(AdapterLoad(Adapter(7, "", "a"), brought(tiny_adapter(3, 4))))
+        on.adapters.load_adapter(AdapterLoad(Adapter(7, "", "a"), brought(tiny_adapter(3, 4))))
         await on._until(lambda: bool(news))
         assert isinstance(news[0].error, InvalidField)
         assert "adapters.target_modules" in news[0].error.message

@@ -13,10 +13,11 @@ from engine.gate import Gate
 from engine.short_names import by_short_names
 from trtmesh.chassis.vocabulary import GenerationConfig, Output, Sampling, Stopping
 from trtmesh.engine.backend import (
-    Backend,
     BackendInfo,
     BackendStats,
     HandoffNews,
+    HandsOverBlocks,
+    HoldsAdapters,
     PerfMetrics,
     PromptDetails,
     SequenceEnd,
@@ -48,7 +49,7 @@ class Harness:
 
     def __init__(self, model_dir: Path, settings: TorchSettings) -> None:
         self.backend = TorchBackend(model_dir, settings)
-        self.as_protocol: Backend = self.backend
+        self.as_protocols: tuple[HandsOverBlocks, HoldsAdapters] = self.backend, self.backend
         self.streams: dict[int, Stream] = {}
         self.beams: set[int] = set()
         self.outputs: list[StepOutput] = []

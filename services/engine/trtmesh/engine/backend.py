@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import TrtmeshError
@@ -393,8 +393,9 @@ Fail = Callable[[BaseException], None]
 
 
 class Backend(Protocol):
-    """Executes a model. Call order: `start` once; then the other methods any number of times, always from the event
-    loop's thread; `close` once, and nothing after it.
+    """Executes a model: what every backend does. Call order: `start` once; then the other methods any number of times,
+    always from the event loop's thread; `close` once, and nothing after it. The same goes for the methods of the
+    protocols below, of which a backend implements those that it can.
 
     Promises of every implementation:
 
@@ -408,22 +409,6 @@ class Backend(Protocol):
     * A fault of one item MUST end that item alone, with an error. A fault of the whole backend MUST be reported once
       through `fail`; the service then stops serving and exits. Sequences that the backend ends because of such a fault
       MUST end with WorkerLost, so that another worker continues them.
-    * `load_adapter` and `unload_adapter` MUST NOT block. Each MUST lead to a HeldAdapter of its id and version in the
-      `adapters` of a step, also where nothing changes. A failed load MUST leave nothing in memory, and a version in
-      memory is never loaded again.
-    * An adapter of a sequence, and a pinned one, MUST stay in memory. A sequence MUST use the version that its item
-      names, to its end.
-    * The blocks of a lease MUST keep their place and content from the news of it until `drop`, `adopt`, or, before the
-      handoff, the end of its sequence. A sequence with a sender's lease is not preempted. `reserve` MUST NOT grant a
-      block before every earlier write to it has ended.
-    * A lease has blocks, or a sequence with blocks, never both: `stop` of the sequence followed by `drop` of the lease
-      MUST free the blocks in any case. An unknown lease MUST be ignored by `adopt` and `drop`.
-    * A sequence that waits for `adopt` MUST NOT be computed. The end of such a sequence leaves the blocks to the lease.
-    * With a StateKind, an item with `sender_lease_id` MUST end after its first new token with FINISH_REASON_HANDOFF and
-      its `handoff_state`, unless that token ends it. The KV MUST stay until a receiver's library has fetched it, `drop`
-      of the lease, or the end of its `seconds`, and MUST be free after any of them. An item with `handoff_state` MUST
-      NOT deliver any of its `emitted_tokens` again. Where it cannot continue from the state, it MUST end with
-      HandoffFailed before its first token, unless it computes the prompt itself.
     * `stats` MUST be cheap (under 50 µs) and safe while a step runs.
     * `close` MUST end every live sequence, release the model and return within seconds.
     """
@@ -440,18 +425,61 @@ class Backend(Protocol):
     def stats(self) -> BackendStats:
         """The load now."""
 
+    async def close(self) -> None:
+        """Ends everything and releases the model. Called once, even if `start` failed or was never called."""
+
+
+@runtime_checkable
+class HoldsAdapters(Backend, Protocol):
+    """A backend that computes with adapters. Only with `max_adapter_bytes` above 0 it is asked to load or unload one.
+
+    * `load_adapter` and `unload_adapter` MUST NOT block. Each MUST lead to a HeldAdapter of its id and version in the
+      `adapters` of a step, also where nothing changes. A failed load MUST leave nothing in memory, and a version in
+      memory is never loaded again.
+    * An adapter of a sequence, and a pinned one, MUST stay in memory. A sequence MUST use the version that its item
+      names, to its end.
+    """
+
     def adapters(self) -> Sequence[HeldAdapter]:
         """The adapters in memory, and those of its own directory that cannot be loaded."""
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        """Loads an adapter; only called with `max_adapter_bytes` above 0."""
+        """Loads an adapter."""
 
     def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
         """Unloads a version of an adapter, or all with '', once no sequence uses it; with `unpin`, only unpins it."""
 
+
+@runtime_checkable
+class HandsOverStates(Backend, Protocol):
+    """A backend with a StateKind: its library moves the KV itself.
+
+    * An item with `sender_lease_id` MUST end after its first new token with FINISH_REASON_HANDOFF and
+      its `handoff_state`, unless that token ends it. The KV MUST stay until a receiver's library has fetched it, `drop`
+      of the lease, or the end of its `seconds`, and MUST be free after any of them. An item with `handoff_state` MUST
+      NOT deliver any of its `emitted_tokens` again. Where it cannot continue from the state, it MUST end with
+      HandoffFailed before its first token, unless it computes the prompt itself.
+    """
+
+    def drop(self, lease_id: str) -> None:
+        """Frees the KV of a HandoffState, where the library can."""
+
+
+@runtime_checkable
+class HandsOverBlocks(Backend, Protocol):
+    """A backend whose KV the service moves, block by block.
+
+    * The blocks of a lease MUST keep their place and content from the news of it until `drop`, `adopt`, or, before the
+      handoff, the end of its sequence. A sequence with a sender's lease is not preempted. `reserve` MUST NOT grant a
+      block before every earlier write to it has ended.
+    * A lease has blocks, or a sequence with blocks, never both: `stop` of the sequence followed by `drop` of the lease
+      MUST free the blocks in any case. An unknown lease MUST be ignored by `adopt` and `drop`.
+    * A sequence that waits for `adopt` MUST NOT be computed. The end of such a sequence leaves the blocks to the lease.
+    """
+
     def kv_memory(self) -> KvMemory | None:
-        """The KV pools; None if no blocks can be handed over. The methods below, and lease ids of items, are only used
-        with KV pools; with a StateKind only `drop` and `sender_lease_id`."""
+        """The KV pools; None if no blocks can be handed over. The other methods, and lease ids of items, are only used
+        with KV pools."""
 
     def reserve(self, lease_id: str, tokens: int, block_hashes: Sequence[int]) -> None:
         """Allocates blocks for `tokens` tokens, beginning with those published under `block_hashes`. Leads to
@@ -466,8 +494,4 @@ class Backend(Protocol):
         """Gives the blocks of a receiver's lease, with the KV of its content, to the sequence that awaits them."""
 
     def drop(self, lease_id: str) -> None:
-        """Returns the blocks of a lease to the pool, or frees the KV of a HandoffState. Without effect on a sequence
-        that is not handed over."""
-
-    async def close(self) -> None:
-        """Ends everything and releases the model. Called once, even if `start` failed or was never called."""
+        """Returns the blocks of a lease to the pool. Without effect on a sequence that is not handed over."""

@@ -10,7 +10,12 @@ from hashlib import blake2b
 from trtmesh.chassis.errors import HandoffFailed, InvalidField
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.backend import MAX_STATE_BYTES, Backend, StateKind
+from trtmesh.engine.backend import (
+    MAX_STATE_BYTES,
+    HandsOverBlocks,
+    HandsOverStates,
+    StateKind,
+)
 from trtmesh.engine.handoff.copying import Copying
 from trtmesh.engine.handoff.identity import DIGEST_BYTES, PROTOCOL_VERSION, KvKind
 from trtmesh.engine.handoff.messages import MessageMemory
@@ -26,7 +31,7 @@ class OwnKv:
 
     worker: str
     settings: HandoffSettings
-    backend: Backend
+    backend: HandsOverBlocks
     memory: KvMemory
     kind: KvKind
     total_blocks: int
@@ -71,7 +76,7 @@ class OwnStates:
 
     worker: str
     settings: HandoffSettings
-    backend: Backend
+    backend: HandsOverStates
     kind: StateKind
     model_fingerprint: str
     tokenizer_fingerprint: str

@@ -11,7 +11,7 @@ from functools import partial
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import BackendFailed, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.backend import AdapterLoad, HeldAdapter
+from trtmesh.engine.backend import AdapterLoad, HeldAdapter, HoldsAdapters
 from trtmesh.engine.service.adapter_delivery import Deliveries, Delivery, identity_of
 from trtmesh.engine.service.event_outbox import EventOutbox
 from trtmesh.engine.service.loaded_engine import LoadedEngine
@@ -33,12 +33,12 @@ class AdapterCommands:
         self._router = router
         self._deliveries = Deliveries(engine.delivery_memory)
         self._open = True
-        self._tell(engine.backend.adapters())
+        self._tell(engine.held_adapters)
 
     def load(self, command: epb.LoadAdapterCommand) -> None:
         """Takes a part of a content, or loads an adapter without one."""
         try:
-            self._check_support("load_adapter")
+            self._holder("load_adapter")
             identity = identity_of(command.adapter)
             if command.config_bytes or command.weights_bytes or command.data:
                 if delivery := self._deliveries.put(command):
@@ -50,11 +50,11 @@ class AdapterCommands:
 
     def unload(self, command: epb.UnloadAdapterCommand) -> None:
         try:
-            self._check_support("unload_adapter")
+            holder = self._holder("unload_adapter")
         except UnsupportedCall as error:
             self._refuse(command.id, "", command.version, error)
             return
-        self._engine.backend.unload_adapter(command.id, command.version, unpin=command.unpin)
+        holder.unload_adapter(command.id, command.version, unpin=command.unpin)
 
     def take_states(self, held: Sequence[HeldAdapter]) -> None:
         """Tells changes. Raises SlowClient when too many answers wait."""
@@ -98,9 +98,10 @@ class AdapterCommands:
             self._outbox.finish(slow)
 
     def _load(self, load: AdapterLoad) -> None:
+        holder = self._holder("load_adapter")
         log.info("router %s loads adapter %d", self._router, load.identity.id)
         self._deliveries.await_answer((load.identity.id, load.identity.version))
-        self._engine.backend.load_adapter(load)
+        holder.load_adapter(load)
 
     def _refuse(self, number: int, name: str, version: str, error: TrtmeshError) -> None:
         error.worker = error.worker or self._engine.name
@@ -113,16 +114,17 @@ class AdapterCommands:
 
     def _held(self, number: int, version: str) -> HeldAdapter | None:
         """The adapter's state, if it is in memory: a refused delivery leaves it there."""
-        for each in self._engine.backend.adapters():
+        for each in self._engine.held_adapters:
             if (each.adapter.id, each.adapter.version) == (number, version) and not each.error:
                 return each
         return None
 
-    def _check_support(self, command: str) -> None:
-        if not self._engine.info.max_adapter_bytes:
-            raise UnsupportedCall(
-                f"the {self._engine.info.backend} backend of worker {self._engine.name} does not support {command}"
-            )
+    def _holder(self, command: str) -> HoldsAdapters:
+        if (holder := self._engine.adapters) and self._engine.info.max_adapter_bytes:
+            return holder
+        raise UnsupportedCall(
+            f"the {self._engine.info.backend} backend of worker {self._engine.name} does not support {command}"
+        )
 
     def _tell(self, held: Sequence[HeldAdapter]) -> None:
         if held:

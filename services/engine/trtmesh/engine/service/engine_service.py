@@ -26,7 +26,15 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.rpc import RpcContext, answering
 from trtmesh.chassis.service import Runtime
-from trtmesh.engine.backend import Backend, BackendInfo, BackendStats, StateKind
+from trtmesh.engine.backend import (
+    Backend,
+    BackendInfo,
+    BackendStats,
+    HandsOverBlocks,
+    HandsOverStates,
+    HoldsAdapters,
+    StateKind,
+)
 from trtmesh.engine.handoff.copying import copying_of
 from trtmesh.engine.handoff.fetch_server import FetchServer
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks, HandoffsByState
@@ -141,8 +149,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         info = await self._backend.start(self._streams.deliver, self._on_failure)
         if self._gateway:
             await self._gateway.load(self._settings.model_dir)
-        memory = None if info.state_kind else self._backend.kv_memory()
-        if memory or info.state_kind:
+        backend = self._backend
+        by_state = backend if info.state_kind and isinstance(backend, HandsOverStates) else None
+        by_blocks = backend if not by_state and isinstance(backend, HandsOverBlocks) else None
+        memory = by_blocks.kv_memory() if by_blocks else None
+        if memory or by_state:
             info = _with_handoffs(info)
         role = role_of(self._settings, info)
         if role not in info.capabilities.roles:
@@ -158,14 +169,15 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self._settings.worker or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         )
         handoffs: HandoffsByBlocks | HandoffsByState | None = None
-        if info.state_kind:
-            handoffs = self._by_state(info, name, info.state_kind)
-        elif memory:
-            handoffs = self._by_blocks(info, name, memory)
+        if by_state and info.state_kind:
+            handoffs = self._by_state(by_state, info, name, info.state_kind)
+        elif by_blocks and memory:
+            handoffs = self._by_blocks(by_blocks, info, name, memory)
         self._engine = LoadedEngine(
             name=name,
             settings=self._settings,
-            backend=self._backend,
+            backend=backend,
+            adapters=backend if isinstance(backend, HoldsAdapters) else None,
             info=info,
             description=describe(info, name, self._settings, handoffs.own if handoffs else None),
             streams=self._streams,
@@ -226,13 +238,15 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self.metrics.errors[error.reason] += 1
             raise
 
-    def _by_blocks(self, info: BackendInfo, name: str, memory: KvMemory) -> HandoffsByBlocks:
+    def _by_blocks(
+        self, backend: HandsOverBlocks, info: BackendInfo, name: str, memory: KvMemory
+    ) -> HandoffsByBlocks:
         settings = self._settings
         threads = ThreadPoolExecutor(HANDOFF_THREADS, "handoff")
         own = OwnKv(
             worker=name,
             settings=settings.handoff,
-            backend=self._backend,
+            backend=backend,
             memory=memory,
             kind=kind_of(memory, info.model_fingerprint, info.tokenizer_fingerprint),
             total_blocks=info.total_blocks,
@@ -249,11 +263,13 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._streams.take_handoff = handoffs.take
         return handoffs
 
-    def _by_state(self, info: BackendInfo, name: str, kind: StateKind) -> HandoffsByState:
+    def _by_state(
+        self, backend: HandsOverStates, info: BackendInfo, name: str, kind: StateKind
+    ) -> HandoffsByState:
         own = OwnStates(
             worker=name,
             settings=self._settings.handoff,
-            backend=self._backend,
+            backend=backend,
             kind=kind,
             model_fingerprint=info.model_fingerprint,
             tokenizer_fingerprint=info.tokenizer_fingerprint,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtmesh.engine.backend import Backend, BackendInfo
+from trtmesh.engine.backend import Backend, BackendInfo, HeldAdapter, HoldsAdapters
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks, HandoffsByState
 from trtmesh.engine.service.adapter_delivery import DeliveryMemory
 from trtmesh.engine.service.metrics import EngineMetrics
@@ -31,6 +32,8 @@ class LoadedEngine:
     streams: Streams
     metrics: EngineMetrics
     delivery_memory: DeliveryMemory
+    adapters: HoldsAdapters | None
+    """The backend, where it holds adapters."""
     handoffs: HandoffsByBlocks | HandoffsByState | None
     """None for a backend without handoffs."""
     role: epb.WorkerRole.ValueType
@@ -39,6 +42,11 @@ class LoadedEngine:
     """Monotonic time for cutting the streams of a stopping worker; None before."""
     drained: bool = False
     """Whether an admin drains the worker."""
+
+    @property
+    def held_adapters(self) -> Sequence[HeldAdapter]:
+        """The adapters in memory, and those of the backend's own directory that cannot be loaded."""
+        return self.adapters.adapters() if self.adapters else ()
 
     @property
     def states(self) -> HandoffsByState | None:

@@ -30,13 +30,11 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.json_text import load_json
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
-    AdapterLoad,
     BackendInfo,
     BackendStats,
     Capabilities,
     Deliver,
     Fail,
-    HeldAdapter,
     KvEvent,
     Submission,
 )
@@ -50,7 +48,6 @@ from trtmesh.engine.backends.foreign.settings import ForeignSettings
 from trtmesh.engine.backends.foreign.sglang import SglangContract
 from trtmesh.engine.backends.foreign.trtllm import TrtllmContract
 from trtmesh.engine.backends.foreign.vllm import VllmContract
-from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.ledger import Ledger
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -177,27 +174,6 @@ class ForeignBackend:
             reused_prompt_tokens=figures.reused_prompt_tokens,
             generated_tokens=figures.generated_tokens,
         )
-
-    def adapters(self) -> Sequence[HeldAdapter]:
-        return ()
-
-    def load_adapter(self, load: AdapterLoad) -> None:
-        raise AssertionError("the service loads no adapter with max_adapter_bytes 0")
-
-    def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
-        raise AssertionError("the service unloads no adapter with max_adapter_bytes 0")
-
-    def kv_memory(self) -> KvMemory | None:
-        return None
-
-    def reserve(self, lease_id: str, tokens: int, block_hashes: Sequence[int]) -> None:
-        raise AssertionError("the service reserves nothing without KV pools")
-
-    def hand_over(self, key: int, lease_id: str) -> None:
-        raise AssertionError("the service hands nothing over without KV pools")
-
-    def adopt(self, lease_id: str) -> None:
-        raise AssertionError("the service adopts nothing without KV pools")
 
     def drop(self, lease_id: str) -> None:
         """No contract frees handed-over KV: the engine does so once it was fetched, or by its own limit."""

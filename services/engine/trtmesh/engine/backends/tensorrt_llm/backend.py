@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from trtmesh.chassis.block_hashes import root_hash
 from trtmesh.chassis.errors import (
@@ -53,7 +53,6 @@ from trtmesh.engine.backends.tensorrt_llm.load import Counts, Row, row_of
 from trtmesh.engine.backends.tensorrt_llm.model_files import ModelFiles, read_model
 from trtmesh.engine.backends.tensorrt_llm.sequences import LibrarySequence, LiveItem, sequences_of
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
-from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.ledger import Ledger
 from trtmesh.engine.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
@@ -464,18 +463,6 @@ class TensorRtLlmBackend:
 
     # Handoffs: the library's pools are its own, and it moves the KV itself.
 
-    def kv_memory(self) -> KvMemory | None:
-        return None
-
-    def reserve(self, lease_id: str, tokens: int, block_hashes: SequenceOf[int]) -> None:
-        _has_no_pools()
-
-    def hand_over(self, key: int, lease_id: str) -> None:
-        _has_no_pools()
-
-    def adopt(self, lease_id: str) -> None:
-        _has_no_pools()
-
     def drop(self, lease_id: str) -> None:
         """The library frees the KV once it is fetched, or after transceiver.timeout_seconds; it has no call for it."""
 
@@ -607,10 +594,6 @@ def _root(item: Submission, call: Call) -> Root:
         return PLAIN
     adapter = Adapter(lora.id or 0, lora.name or "", lora.version or "") if lora else None
     return root_hash(salt, adapter=adapter), adapter
-
-
-def _has_no_pools() -> NoReturn:
-    raise AssertionError("only with KV pools")
 
 
 def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:

@@ -238,7 +238,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
 
     def _parsed(self, request: tpb.GenerateRequest, engine: LoadedEngine) -> AskedGeneration:
         room = engine.settings.max_message_bytes // 2
-        versions = _versions(engine.backend.adapters())
+        versions = _versions(engine.held_adapters)
         asked = parse_generate(request, engine.info, self._texts, versions, room)
         if asked.request_id in self._calls:
             raise AlreadyExists(
