@@ -14,12 +14,11 @@ from trtmesh.chassis.peft_adapter import check_content
 from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_adapter
-from trtmesh.cli.output import put, put_json, say_error
-from trtmesh.cli.session import OK, USAGE
+from trtmesh.cli.output import say_error
+from trtmesh.cli.session import USAGE
 from trtmesh.cli.tables import (
     adapter_versions_table,
     adapters_table,
-    print_tables,
     residencies_table,
     short_version,
 )
@@ -40,13 +39,8 @@ AdapterArgument = Annotated[
 @admin_command
 async def list_adapters(context: Context) -> int:
     """List the versions of all adapters; with --json one adapter per line."""
-    seen = await context.admin.list_adapters()
-    if context.as_json:
-        for adapter in seen.adapters:
-            put_json(adapter)
-    else:
-        print_tables(adapters_table(seen.adapters))
-    return OK
+    seen = (await context.admin.list_adapters()).adapters
+    return context.answer_each(seen, adapters_table(seen))
 
 
 @adapters.command()
@@ -57,14 +51,10 @@ async def status(context: Context, adapter: AdapterArgument) -> int:
     Exit status: 0 success, 1 unknown adapter or the call failed, 2 wrong usage.
     """
     found = await _find(context, adapter)
-    if context.as_json:
-        put_json(found)
-    else:
-        put(_headline(found))
-        if found.refused_version:
-            put(escaped(f"version {found.refused_version} was refused: {found.refusal.message}"))
-        print_tables(adapter_versions_table(found), residencies_table(found))
-    return OK
+    refused = f"version {found.refused_version} was refused: {found.refusal.message}"
+    notes = [refused] if found.refused_version else []
+    tables = (adapter_versions_table(found), residencies_table(found))
+    return context.answer(found, _headline(found), *notes, *tables)
 
 
 @adapters.command()
@@ -133,11 +123,7 @@ async def add(
             say_error(str(error))
             return USAGE
         added = await _upload(context, asked, content)
-    if context.as_json:
-        put_json(added)
-    else:
-        put(_headline(added))
-    return OK
+    return context.answer(added, _headline(added))
 
 
 async def _upload(
@@ -176,12 +162,9 @@ async def remove(
     found = await _find(context, adapter)
     whole = _version_of(found, version) if version else ""
     await context.admin.remove_adapter(found.id, whole)
-    if context.as_json:
-        put_json(pb.RemoveAdapterResponse())
-    else:
-        what = f"version {short_version(whole)} of " if whole else ""
-        put(escaped(f"{what}adapter {found.name or found.id} was removed"))
-    return OK
+    what = f"version {short_version(whole)} of " if whole else ""
+    removed = f"{what}adapter {found.name or found.id} was removed"
+    return context.answer(pb.RemoveAdapterResponse(), removed)
 
 
 @adapters.command()
@@ -201,11 +184,7 @@ async def unpin(context: Context, adapter: AdapterArgument) -> int:
 async def _pin(context: Context, adapter: str, *, pinned: bool) -> int:
     found = await _find(context, adapter)
     changed = await context.admin.pin_adapter(found.id, pinned=pinned)
-    if context.as_json:
-        put_json(changed)
-    else:
-        put(_headline(changed))
-    return OK
+    return context.answer(changed, _headline(changed))
 
 
 def adapter_key(text: str) -> str | int:
@@ -255,7 +234,7 @@ def _headline(adapter: pb.Adapter) -> str:
     parts += [f"model {adapter.model}"] * bool(adapter.model)
     parts += ["pinned"] * adapter.pinned
     parts += ["brought by a client"] * adapter.brought
-    return escaped(", ".join(parts))
+    return ", ".join(parts)
 
 
 def _share(version: pb.AdapterVersion) -> str:

@@ -6,11 +6,12 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import fields
 
 import typer
 from trtmesh.chassis.errors import StartupError, TrtmeshError
 from trtmesh.cli.stacks import stack_meant
-from trtmesh.cli.tls import tls_of
+from trtmesh.cli.tls import TlsOptions
 from trtmesh.client import AdminClient, AdminToken
 from trtmesh.v1 import router_admin_pb2 as pb
 
@@ -34,12 +35,9 @@ def _completing(ask: Ask) -> Complete:
 async def _names(context: typer.Context, ask: Ask) -> Iterable[str]:
     address = context.params.get("admin") or stack_meant("--admin").admin
     token = AdminToken.read(context.params.get("token_file"), os.environ)
-    given = {name: context.params.get(name) for name in ("ca", "cert", "key")}
-    tls = tls_of(
-        tls=bool(context.params.get("tls")),
-        **given,
-        server_name=context.params.get("server_name") or "",
-    )
+    names = [field.name for field in fields(TlsOptions)]
+    given = {name: value for name in names if (value := context.params.get(name))}
+    tls = TlsOptions(**given).client_tls()
     async with AdminClient(
         address, token=token, timeout_seconds=PATIENCE_SECONDS, tls=tls
     ) as admin:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.coming_back import followed
 from trtmesh.cli.completion import complete_policy, complete_worker
-from trtmesh.cli.output import put, put_json, say, say_error
+from trtmesh.cli.output import local_time, say, say_error
 from trtmesh.cli.session import FAILED, OK, USAGE
 from trtmesh.cli.tables import (
-    print_tables,
     role_word,
     tokenizers_table,
     worker_state,
@@ -51,12 +48,9 @@ async def status(context: Context) -> int:
     Exit status: 0 a worker and a tokenizer are ready, 1 otherwise or no answer, 2 wrong usage.
     """
     router, seen = context.admin.address, await context.admin.list_workers()
-    if context.as_json:
-        put_json(seen)
-    else:
-        drains = ", drains: it refuses new requests" if seen.draining else ""
-        put(f"router {router}: policy {seen.policy}, {seen.live_requests} live requests{drains}")
-        print_tables(workers_table(seen.workers), tokenizers_table(seen.tokenizers))
+    drains = ", drains: it refuses new requests" if seen.draining else ""
+    headline = f"router {router}: policy {seen.policy}, {seen.live_requests} live requests{drains}"
+    context.answer(seen, headline, workers_table(seen.workers), tokenizers_table(seen.tokenizers))
     if _anything_ready(seen.workers) and _anything_ready(seen.tokenizers):
         return OK
     say(f"router {router} cannot serve: it needs a ready worker and a ready tokenizer")
@@ -67,13 +61,8 @@ async def status(context: Context) -> int:
 @admin_command
 async def list_workers(context: Context) -> int:
     """List the workers; with --json one worker per line."""
-    seen = await context.admin.list_workers()
-    if context.as_json:
-        for worker in seen.workers:
-            put_json(worker)
-    else:
-        print_tables(workers_table(seen.workers))
-    return OK
+    seen = (await context.admin.list_workers()).workers
+    return context.answer_each(seen, workers_table(seen))
 
 
 @workers.command()
@@ -86,13 +75,10 @@ async def watch(context: Context) -> int:
     """
     told = None
     async for seen in followed(context.admin.watch_workers):
-        if context.as_json:
-            put_json(seen)
-        elif (standing := _standing(seen)) != told:
+        if (standing := _standing(seen)) != told or context.as_json:
             told = standing
-            now = datetime.now().astimezone().isoformat(timespec="seconds")
-            put(f"{now}: {len(seen.workers)} workers")
-            print_tables(workers_table(seen.workers))
+            headline = f"{local_time()}: {len(seen.workers)} workers"
+            context.answer(seen, headline, workers_table(seen.workers))
     return FAILED
 
 
@@ -127,8 +113,7 @@ async def add(
     except InvalidField as error:
         say_error(f"{error.reason}: {error}")
         return USAGE
-    _show(context, response, response.worker)
-    return OK
+    return context.answer(response, _state_line(response.worker))
 
 
 @workers.command()
@@ -152,9 +137,8 @@ async def drain(
     Exit status: 0 drained, 1 sequences are left or the call failed, 2 wrong usage, 130 Ctrl-C.
     """
     response = await context.admin.drain_worker(worker, finish_seconds=finish_seconds)
-    _show(context, response, response.worker)
-    if not context.as_json:
-        put(f"sequences: {response.finished_sequences} ended, {response.moved_sequences} moved")
+    ended = f"{response.finished_sequences} ended, {response.moved_sequences} moved"
+    context.answer(response, _state_line(response.worker), f"sequences: {ended}")
     if response.only_here:
         say(
             "this router alone places nothing more there, until it restarts: the worker is not connected, or older"
@@ -170,8 +154,7 @@ async def drain(
 async def resume(context: Context, worker: WorkerArgument) -> int:
     """Place items on a drained worker again. `add` brings back a removed one."""
     response = await context.admin.resume_worker(worker)
-    _show(context, response, response.worker)
-    return OK
+    return context.answer(response, _state_line(response.worker))
 
 
 @workers.command()
@@ -186,11 +169,8 @@ async def role(
     Exit status: 0 changed, 1 the backend has no such role or the call failed, 2 wrong usage, 130 Ctrl-C.
     """
     response = await context.admin.set_worker_role(worker, role)
-    if context.as_json:
-        put_json(response)
-    else:
-        put(escaped(f"worker {worker} is for {role}; {response.moved_sequences} sequences moved"))
-    return OK
+    moved = f"{response.moved_sequences} sequences moved"
+    return context.answer(response, f"worker {worker} is for {role}; {moved}")
 
 
 @workers.command()
@@ -201,28 +181,18 @@ async def remove(context: Context, worker: WorkerArgument) -> int:
     A router that restarts connects again to what `router.engines` names.
     """
     response = await context.admin.remove_worker(worker)
-    if context.as_json:
-        put_json(response)
-    else:
-        put(f"{worker} was removed; {response.moved_sequences} sequences moved")
-    return OK
+    moved = f"{response.moved_sequences} sequences moved"
+    return context.answer(response, f"{worker} was removed; {moved}")
 
 
 def _anything_ready(peers: Iterable[pb.Worker] | Iterable[pb.TokenizerReplica]) -> bool:
     return any(peer.state == pb.WORKER_STATE_READY for peer in peers)
 
 
-def _show(
-    context: Context,
-    response: pb.AddWorkerResponse | pb.DrainWorkerResponse | pb.ResumeWorkerResponse,
-    worker: pb.Worker,
-) -> None:
-    if context.as_json:
-        put_json(response)
-    else:
-        name = f"{worker.worker} at {worker.address}" if worker.worker else worker.address
-        problem = f": {worker.problem}" if worker.problem else ""
-        put(escaped(f"worker {name} is {worker_state(worker)}{problem}"))
+def _state_line(worker: pb.Worker) -> str:
+    name = f"{worker.worker} at {worker.address}" if worker.worker else worker.address
+    problem = f": {worker.problem}" if worker.problem else ""
+    return f"worker {name} is {worker_state(worker)}{problem}"
 
 
 @policy.command("get")
@@ -230,12 +200,8 @@ def _show(
 async def get_policy(context: Context) -> int:
     """Print all policies and mark the current one."""
     response = await context.admin.get_policy()
-    if context.as_json:
-        put_json(response)
-    else:
-        for name in response.available:
-            put(f"{'*' if name == response.policy else ' '} {name}")
-    return OK
+    marks = ("*" if name == response.policy else " " for name in response.available)
+    return context.answer(response, *map(" ".join, zip(marks, response.available, strict=True)))
 
 
 @policy.command("set")
@@ -255,8 +221,4 @@ async def set_policy(
     except InvalidField as error:
         say_error(f"{error.reason}: {error}")
         return USAGE
-    if context.as_json:
-        put_json(response)
-    else:
-        put(f"policy {policy}, {response.previous} until now")
-    return OK
+    return context.answer(response, f"policy {policy}, {response.previous} until now")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
-from datetime import datetime
 from typing import Annotated
 
 import typer
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.coming_back import repeated
-from trtmesh.cli.output import put, put_json
+from trtmesh.cli.output import local_time
 from trtmesh.cli.session import OK
-from trtmesh.cli.tables import handoffs_table, print_tables
+from trtmesh.cli.tables import handoffs_table
 from trtmesh.v1 import router_admin_pb2 as pb
 
 WATCH_SECONDS = 0.25
@@ -39,15 +38,12 @@ async def handoffs(
         return OK
     seen = await context.admin.list_handoffs()
     if context.as_json:
-        for handoff in seen.handoffs:
-            put_json(handoff)
-    else:
-        if seen.handoffs:
-            print_tables(handoffs_table(seen.handoffs))
-        under_way = len(seen.handoffs) or "none"
-        workers = (await context.admin.list_workers()).workers
-        put(f"{under_way} under way; so far {'; '.join(_totals(workers)) or 'none'}")
-    return OK
+        return context.answer_each(seen.handoffs)
+    tables = [handoffs_table(seen.handoffs)] if seen.handoffs else []
+    workers = (await context.admin.list_workers()).workers
+    so_far = "; ".join(_totals(workers)) or "none"
+    count = f"{len(seen.handoffs) or 'none'} under way; so far {so_far}"
+    return context.answer(seen, *tables, count)
 
 
 def _totals(workers: Iterable[pb.Worker]) -> Iterator[str]:
@@ -64,19 +60,11 @@ async def _watch(context: Context) -> None:
     async for seen in repeated(context.admin.list_handoffs):
         if (standing := _standing(seen)) != told:
             told = standing
-            _show(context, seen)
+            headline = f"{local_time()}: {len(seen.handoffs)} handoffs"
+            context.answer(seen, headline, handoffs_table(seen.handoffs))
         await asyncio.sleep(WATCH_SECONDS)
 
 
 def _standing(seen: pb.ListHandoffsResponse) -> list[tuple[str, str, str]]:
     """The stage of each handoff. Ages are left out: they change with each look."""
     return [(each.lease_id, each.stage, each.receiver) for each in seen.handoffs]
-
-
-def _show(context: Context, seen: pb.ListHandoffsResponse) -> None:
-    if context.as_json:
-        put_json(seen)
-    else:
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        put(f"{now}: {len(seen.handoffs)} handoffs")
-        print_tables(handoffs_table(seen.handoffs))

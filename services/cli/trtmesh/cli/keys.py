@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -10,6 +9,7 @@ import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from trtmesh.chassis.bearer import ApiKey
 from trtmesh.chassis.errors import SettingsError, StartupError
+from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import put, say, say_error
 from trtmesh.cli.session import FAILED
 from trtmesh.cli.tables import add_row, new_table, print_tables
@@ -45,14 +46,19 @@ FileOption = Annotated[
     ),
 ]
 
-TokensPerSecond = Annotated[float | None, typer.Option(help="Rate of prompt and generated tokens.")]
-BurstTokens = Annotated[int | None, typer.Option(help="Tokens at once after a pause.")]
-ItemsPerSecond = Annotated[
-    float | None, typer.Option(help="Rate of items: the prompts of requests.")
-]
-BurstItems = Annotated[int | None, typer.Option(help="Items at once after a pause.")]
-MaxItems = Annotated[int | None, typer.Option(help="Most live items.")]
-MaxPriority = Annotated[int | None, typer.Option(help="Highest priority of a request.")]
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    tokens_per_second: float | None = option("Rate of prompt and generated tokens.")
+    burst_tokens: int | None = option("Tokens at once after a pause.")
+    items_per_second: float | None = option("Rate of items: the prompts of requests.")
+    burst_items: int | None = option("Items at once after a pause.")
+    max_items: int | None = option("Most live items.")
+    max_priority: int | None = option("Highest priority of a request.")
+
+    def given(self) -> dict[str, str]:
+        """The limits that are set, as a line of the file has them."""
+        return {name: str(value) for name, value in asdict(self).items() if value is not None}
 
 
 @contextmanager
@@ -64,21 +70,12 @@ def _errors_told() -> Iterator[None]:
         raise typer.Exit(error.exit_status) from None
 
 
-def _given(**limits: float | None) -> dict[str, str]:
-    """The limits that are set, as a line of the file has them."""
-    return {limit: str(value) for limit, value in limits.items() if value is not None}
-
-
 @keys.command()
+@grouped
 def add(
     name: NameArgument,
     file: FileOption,
-    tokens_per_second: TokensPerSecond = None,
-    burst_tokens: BurstTokens = None,
-    items_per_second: ItemsPerSecond = None,
-    burst_items: BurstItems = None,
-    max_items: MaxItems = None,
-    max_priority: MaxPriority = None,
+    limits: LimitOptions,
     expires: Annotated[
         str, typer.Option(help="Date or time of its end, such as 2027-01-31T12:00:00Z.")
     ] = "",
@@ -93,19 +90,11 @@ def add(
 
     Exit status: 0 success, 2 wrong usage or an unusable file.
     """
-    limits = _given(
-        tokens_per_second=tokens_per_second,
-        burst_tokens=burst_tokens,
-        items_per_second=items_per_second,
-        burst_items=burst_items,
-        max_items=max_items,
-        max_priority=max_priority,
-    )
     with _errors_told():
         key = new_key() if api_key_file is None else _existing(api_key_file)
         with _changing(file) as lines:
             own = next((k.limits for k in _parsed(file, lines) if k.name == name), {})
-            added = str(ListedKey(name, digest_of(key), limits or own))
+            added = str(ListedKey(name, digest_of(key), limits.given() or own))
             added += f" expires={expires}" if expires else ""
             _check(added, name)
             lines.append(added)
@@ -116,15 +105,11 @@ def add(
 
 
 @keys.command("limit")
+@grouped
 def set_limits(
     name: NameArgument,
     file: FileOption,
-    tokens_per_second: TokensPerSecond = None,
-    burst_tokens: BurstTokens = None,
-    items_per_second: ItemsPerSecond = None,
-    burst_items: BurstItems = None,
-    max_items: MaxItems = None,
-    max_priority: MaxPriority = None,
+    limits: LimitOptions,
     unset: Annotated[
         list[str] | None,
         typer.Option(
@@ -136,14 +121,6 @@ def set_limits(
 
     Exit status: 0 success, 1 no such key, 2 wrong usage or an unusable file.
     """
-    limits = _given(
-        tokens_per_second=tokens_per_second,
-        burst_tokens=burst_tokens,
-        items_per_second=items_per_second,
-        burst_items=burst_items,
-        max_items=max_items,
-        max_priority=max_priority,
-    )
     with _errors_told(), _changing(file) as lines:
         if unknown := set(unset or ()) - RateLimit.model_fields.keys():
             names = ", ".join(RateLimit.model_fields)
@@ -151,7 +128,7 @@ def set_limits(
         own = [key for key in _parsed(file, lines) if key.name == name]
         for key in own:
             kept = {n: value for n, value in key.limits.items() if n not in (unset or ())}
-            changed = str(dataclasses.replace(key, limits=kept | limits))
+            changed = str(replace(key, limits=kept | limits.given()))
             _check(changed, name)
             comment = lines[key.line - 1].partition("#")[2]
             lines[key.line - 1] = f"{changed}  #{comment}" if comment else changed

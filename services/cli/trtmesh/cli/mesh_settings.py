@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from trtmesh.chassis.settings import (
     help_of,
     load_settings,
 )
+from trtmesh.cli.option_groups import with_options
 from trtmesh.cli.tls import CONNECTION
 from trtmesh.router.fleet.discovery import check_engines
 from trtmesh.router.placement.settings import PolicyName
@@ -160,7 +160,7 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     def with_flags(**values: Any) -> None:
-        own = {name: values.pop(name) for name in own_parameters}
+        own = {name: values.pop(name) for name in own_names}
         values["tls"] = "true" if values["tls"] else None
         first, *further = values["model"] or [None]
         values["model"] = first
@@ -169,17 +169,14 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
         command({name: value for name, value in values.items() if value is not None}, **own)
 
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
-    own_parameters = [parameter.name for parameter in own]
+    own_names = [parameter.name for parameter in own]
     config = _option("config", "YAML file with the sections mesh, router, tokenizer and engine.")
     infos = MeshSettings.model_fields
     titles = ["", *dict.fromkeys(PANELS.values())]
     order = sorted(infos, key=lambda name: titles.index(PANELS.get(name, "")))
     fields = [_option(name, help_of(infos[name])) for name in order if name != "tls"]
-    signature = inspect.Signature([config, *fields, _switch("tls", help_of(infos["tls"])), *own])
-    functools.update_wrapper(with_flags, command, assigned=("__name__", "__doc__", "__module__"))
-    with_flags.__annotations__ = {n: p.annotation for n, p in signature.parameters.items()}
-    with_flags.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect.signature
-    return with_flags
+    tls = _switch("tls", help_of(infos["tls"]))
+    return with_options(with_flags, [config, *fields, tls, *own], like=command)
 
 
 def _option(name: str, text: str) -> inspect.Parameter:

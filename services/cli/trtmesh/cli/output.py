@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,6 +43,11 @@ def say_equal(sequences: int, remedy: str) -> None:
 def readable(text: str) -> str:
     """Text of several lines, without what commands a terminal."""
     return escaped(text, kept="\n\t")
+
+
+def local_time(timespec: str = "seconds") -> str:
+    """Now, with the offset of the local time zone."""
+    return datetime.now().astimezone().isoformat(timespec=timespec)
 
 
 def put(text: str, end: str = "\n") -> None:

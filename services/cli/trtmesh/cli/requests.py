@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.table import Table
 from trtmesh.chassis.errors import NotFound
-from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_request_id
-from trtmesh.cli.output import put, put_json
 from trtmesh.cli.session import OK
 from trtmesh.cli.tables import (
     candidates_table,
     items_table,
-    print_tables,
     requests_table,
     short_version,
 )
@@ -40,14 +38,9 @@ async def list_requests(
 ) -> int:
     """List the live requests; with --json one request per line."""
     seen = await context.admin.list_requests(limit=limit)
-    if context.as_json:
-        for request in seen.requests:
-            put_json(request)
-    else:
-        print_tables(requests_table(seen.requests))
-        if seen.live_requests > len(seen.requests):
-            put(f"{len(seen.requests)} of {seen.live_requests} live requests")
-    return OK
+    count = f"{len(seen.requests)} of {seen.live_requests} live requests"
+    note = [count] if seen.live_requests > len(seen.requests) else []
+    return context.answer_each(seen.requests, requests_table(seen.requests), *note)
 
 
 @requests.command()
@@ -64,11 +57,7 @@ async def show(context: Context, request_id: RequestArgument) -> int:
             " `trtmesh explain` knows ended requests, --admin names another router"
         )
     for request in seen.requests:
-        if context.as_json:
-            put_json(request)
-        else:
-            put(_headline(request))
-            print_tables(items_table(request))
+        context.answer(request, _headline(request), items_table(request))
     return OK
 
 
@@ -88,10 +77,8 @@ async def stop(
     Exit status: 0 stopped, 1 not live or the call failed, 2 wrong usage.
     """
     stopped = await context.admin.stop_request(request_id, item or (), owner=owner)
-    if context.as_json:
-        put_json(pb.StopRequestResponse(stopped_items=stopped))
-    elif stopped:
-        put(escaped(f"stopped {stopped} items of request {request_id}"))
+    line = [f"stopped {stopped} items of request {request_id}"] if stopped else []
+    context.answer(pb.StopRequestResponse(stopped_items=stopped), *line)
     if not stopped:
         raise NotFound(
             f"no item to stop: request {request_id!r} or its named items are not live on router"
@@ -107,20 +94,14 @@ async def explain(context: Context, request_id: RequestArgument, owner: OwnerOpt
     Exit status: 0 success, 1 unknown request or the call failed, 2 wrong usage.
     """
     response = await context.admin.explain(request_id, owner=owner)
-    if context.as_json:
-        put_json(response)
-        return OK
+    shown: list[str | Table] = []
     for placement in response.placements:
-        put(_placement_line(placement))
-        if split := split_line(placement):
-            put(split)
-        print_tables(candidates_table(placement))
+        shown += (_placement_line(placement), *filter(None, [split_line(placement)]))
+        shown.append(candidates_table(placement))
     for batch_index, usage in zip(response.usage_batch_indexes, response.usages, strict=True):
-        put(
-            f"item {batch_index} so far: {usage.prompt_tokens} prompt tokens,"
-            f" {usage.generated_tokens} new"
-        )
-    return OK
+        counts = f"{usage.prompt_tokens} prompt tokens, {usage.generated_tokens} new"
+        shown.append(f"item {batch_index} so far: {counts}")
+    return context.answer(response, *shown)
 
 
 def _headline(request: pb.LiveRequest) -> str:
@@ -134,7 +115,7 @@ def _headline(request: pb.LiveRequest) -> str:
         parts.append(f"unread for {request.unread_ms / 1000:.1f} s")
     if request.HasField("remaining_ms"):
         parts.append(f"{request.remaining_ms / 1000:.1f} s to its deadline")
-    return escaped(", ".join(parts))
+    return ", ".join(parts)
 
 
 def _placement_line(placement: pb.Placement) -> str:
@@ -149,7 +130,7 @@ def _placement_line(placement: pb.Placement) -> str:
         )
     if placement.regret_tokens:
         text += f"; another worker could have reused {placement.regret_tokens} tokens more"
-    return escaped(text)
+    return text
 
 
 def split_line(placement: pb.Placement) -> str:
@@ -165,4 +146,4 @@ def split_line(placement: pb.Placement) -> str:
     costs = f"{placement.whole_seconds * 1000:.0f} ms on one worker"
     if placement.split_seconds:
         costs = f"{placement.split_seconds * 1000:.0f} ms on two, {costs}"
-    return escaped(f"  {legs}: {placement.split_reason} (predicted cost: {costs})")
+    return f"  {legs}: {placement.split_reason} (predicted cost: {costs})"

@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,12 +29,14 @@ from trtmesh.chassis.errors import (
     Unauthenticated,
     Unavailable,
 )
+from trtmesh.cli.option_groups import option
 from trtmesh.cli.output import give_up, say_error
 from trtmesh.cli.stacks import stack_meant
-from trtmesh.cli.tls import CONNECTION
-from trtmesh.client import Client, ClientTls
+from trtmesh.cli.tls import CONNECTION, TlsOptions
+from trtmesh.client import DEFAULT_ADDRESS, Client
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
 
 ApiKeyFileOption = Annotated[
     Path | None,
@@ -123,17 +126,29 @@ def _why(error: Unavailable, address: str, option: AddressOption) -> str:
     return f"{why} ({option.tls} set TLS)" if matters else why
 
 
-@asynccontextmanager
-async def connected(
-    address: str | None, tls: ClientTls | None, api_key: ApiKey | None
-) -> AsyncIterator[Client]:
-    """Connects to a router, without an address to that of the user's stack; errors name it and the remedy."""
-    if address is None:
-        stack = stack_meant(ROUTER.setting)
-        address, tls = stack.router, stack.tls(tls)
-    with address_explained(address, ROUTER):
-        try:
-            async with Client(address, tls=tls, api_key=api_key) as client:
-                yield client
-        except Unauthenticated as error:
-            raise Unauthenticated(f"router {address}: {error}; {API_KEY_HINT}") from error
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """Options of a command that calls a router as a client."""
+
+    router: str | None = option(
+        f"Router to talk to, host:port; unset, that of your stack, else {DEFAULT_ADDRESS}.",
+        envvar="TRTMESH_ROUTER",
+        panel=CONNECTION,
+    )
+    api_key_file: ApiKeyFileOption = None
+    tls: TlsOptions = field(default_factory=TlsOptions)
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[Client]:
+        """Connects to the router, without an address to that of the user's stack; errors name it and the remedy."""
+        api_key = ApiKey.read(self.api_key_file, os.environ)
+        address, tls = self.router, self.tls.client_tls()
+        if address is None:
+            stack = stack_meant(ROUTER.setting)
+            address, tls = stack.router, stack.tls(tls)
+        with address_explained(address, ROUTER):
+            try:
+                async with Client(address, tls=tls, api_key=api_key) as client:
+                    yield client
+            except Unauthenticated as error:
+                raise Unauthenticated(f"router {address}: {error}; {API_KEY_HINT}") from error

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.cells import cell_len
@@ -19,6 +19,11 @@ from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1.engine_pb2 import AdapterPlace, Load, WorkerRole
 from trtmesh.v1.generation_pb2 import AdapterFormat, FinishReason
 
+R = TypeVar("R")
+
+Columns = Mapping[str, Callable[[R], object]]
+"""Columns of a table: the cell of a row by heading."""
+
 LEAST_REMARK_WIDTH = 20
 """Least width of a remark, in characters."""
 
@@ -30,27 +35,19 @@ LEASE_DIGITS = 12
 
 
 def workers_table(workers: Sequence[pb.Worker]) -> Table:
-    extra = load_columns(workers)
-    table = new_table(
-        "worker", "address", "state", "model", "backend", "role", "items", "KV\nblocks",
-        *(each.heading for each in extra), remark="problem",
-    )  # fmt: skip
-    for worker in workers:
-        engine, load = worker.engine, worker.load
-        add_row(
-            table,
-            worker.worker or "?",
-            worker.address,
-            worker_state(worker),
-            engine.model,
-            engine.backend,
-            role_word(worker),
-            worker.items,
-            f"{load.used_blocks}/{load.total_blocks}",
-            *(each.cell(load) for each in extra),
-            worker.problem,
-        )
-    return table
+    columns: Columns[pb.Worker] = {
+        "worker": lambda worker: worker.worker or "?",
+        "address": lambda worker: worker.address,
+        "state": worker_state,
+        "model": lambda worker: worker.engine.model,
+        "backend": lambda worker: worker.engine.backend,
+        "role": role_word,
+        "items": lambda worker: worker.items,
+        "KV\nblocks": lambda worker: f"{worker.load.used_blocks}/{worker.load.total_blocks}",
+    }
+    extra = {column.heading: column.of_worker for column in load_columns(workers)}
+    problem: Columns[pb.Worker] = {"problem": lambda worker: worker.problem}
+    return table_of(workers, {**columns, **extra, **problem}, remark="problem")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +57,9 @@ class LoadColumn:
     heading: str
     is_used: Callable[[Load], object]
     cell: Callable[[Load], object]
+
+    def of_worker(self, worker: pb.Worker) -> object:
+        return self.cell(worker.load)
 
 
 LOAD_COLUMNS = (
@@ -112,37 +112,33 @@ def role_word(worker: pb.Worker) -> str:
 
 
 def tokenizers_table(tokenizers: Iterable[pb.TokenizerReplica]) -> Table:
-    table = new_table("tokenizer", "state", "model", "sequences", remark="problem")
-    for replica in tokenizers:
-        add_row(
-            table,
-            replica.address,
-            state_word(replica.state),
-            replica.model,
-            replica.sequences,
-            replica.problem,
-        )
-    return table
+    columns: Columns[pb.TokenizerReplica] = {
+        "tokenizer": lambda replica: replica.address,
+        "state": lambda replica: state_word(replica.state),
+        "model": lambda replica: replica.model,
+        "sequences": lambda replica: replica.sequences,
+        "problem": lambda replica: replica.problem,
+    }
+    return table_of(tokenizers, columns, remark="problem")
 
 
 def requests_table(requests: Iterable[pb.LiveRequest]) -> Table:
-    table = new_table(
-        "request", "owner", "model", "age s", "items", "stages", "workers", "new\ntokens", "unread"
-    )
-    for request in requests:
-        add_row(
-            table,
-            request.request_id,
-            request.owner,
-            request.model,
-            f"{request.age_ms / 1000:.1f}",
-            len(request.items),
-            stage_words(request),
-            ", ".join(sorted({item.worker for item in request.items if item.worker})),
-            sum(item.generated_tokens for item in request.items),
-            request.waiting_tokens,
-        )
-    return table
+    columns: Columns[pb.LiveRequest] = {
+        "request": lambda request: request.request_id,
+        "owner": lambda request: request.owner,
+        "model": lambda request: request.model,
+        "age s": lambda request: f"{request.age_ms / 1000:.1f}",
+        "items": lambda request: len(request.items),
+        "stages": stage_words,
+        "workers": lambda request: ", ".join(sorted({i.worker for i in request.items if i.worker})),
+        "new\ntokens": generated_tokens,
+        "unread": lambda request: request.waiting_tokens,
+    }
+    return table_of(requests, columns)
+
+
+def generated_tokens(request: pb.LiveRequest) -> int:
+    return sum(item.generated_tokens for item in request.items)
 
 
 def stage_words(request: pb.LiveRequest) -> str:
@@ -183,52 +179,42 @@ def _sequence_state(sequence: pb.LiveSequence) -> str:
 
 
 def handoffs_table(handoffs: Iterable[pb.Handoff]) -> Table:
-    table = new_table(
-        "lease", "request", "item", "sequence", "cause", "stage", "sender", "receiver", "transport", "tokens",
-        "present", "age ms", "expires\nin ms",
-    )  # fmt: skip
-    for handoff in handoffs:
-        add_row(
-            table,
-            handoff.lease_id[:LEASE_DIGITS],
-            handoff.request_id,
-            handoff.batch_index,
-            handoff.sequence_index,
-            handoff.cause,
-            handoff.stage,
-            handoff.sender,
-            handoff.receiver,
-            handoff.transport,
-            handoff.tokens,
-            handoff.present_tokens,
-            handoff.age_ms,
-            handoff.expires_in_ms,
-        )
-    return table
+    columns: Columns[pb.Handoff] = {
+        "lease": lambda handoff: handoff.lease_id[:LEASE_DIGITS],
+        "request": lambda handoff: handoff.request_id,
+        "item": lambda handoff: handoff.batch_index,
+        "sequence": lambda handoff: handoff.sequence_index,
+        "cause": lambda handoff: handoff.cause,
+        "stage": lambda handoff: handoff.stage,
+        "sender": lambda handoff: handoff.sender,
+        "receiver": lambda handoff: handoff.receiver,
+        "transport": lambda handoff: handoff.transport,
+        "tokens": lambda handoff: handoff.tokens,
+        "present": lambda handoff: handoff.present_tokens,
+        "age ms": lambda handoff: handoff.age_ms,
+        "expires\nin ms": lambda handoff: handoff.expires_in_ms,
+    }
+    return table_of(handoffs, columns)
 
 
 def candidates_table(placement: pb.Placement) -> Table:
     """The workers of a placement; those of an item with an adapter show its place and the time to have it ready."""
-    adapter = ("adapter", "adapter\nms") if placement.adapter else ()
-    table = new_table(
-        "worker", "score", "cached\ntokens", "sequences", "wait ms", "prefill\nms/token", "step ms",
-        *adapter, remark="excluded by",
-    )  # fmt: skip
-    for candidate in placement.candidates:
-        place = enum_word(AdapterPlace, candidate.adapter_place)
-        add_row(
-            table,
-            candidate.worker,
-            "" if candidate.excluded_by else f"{candidate.score:.4g}",
-            candidate.cached_tokens,
-            candidate.sequences,
-            f"{candidate.wait_seconds * 1000:.1f}",
-            f"{candidate.prefill_seconds * 1000:.3g}",
-            f"{candidate.step_seconds * 1000:.3g}",
-            *((place, f"{candidate.adapter_seconds * 1000:.3g}") if adapter else ()),
-            candidate.excluded_by,
-        )
-    return table
+    columns: Columns[pb.PlacementCandidate] = {
+        "worker": lambda each: each.worker,
+        "score": lambda each: "" if each.excluded_by else f"{each.score:.4g}",
+        "cached\ntokens": lambda each: each.cached_tokens,
+        "sequences": lambda each: each.sequences,
+        "wait ms": lambda each: f"{each.wait_seconds * 1000:.1f}",
+        "prefill\nms/token": lambda each: f"{each.prefill_seconds * 1000:.3g}",
+        "step ms": lambda each: f"{each.step_seconds * 1000:.3g}",
+    }
+    adapter: Columns[pb.PlacementCandidate] = {
+        "adapter": lambda each: enum_word(AdapterPlace, each.adapter_place),
+        "adapter\nms": lambda each: f"{each.adapter_seconds * 1000:.3g}",
+    }
+    excluded: Columns[pb.PlacementCandidate] = {"excluded by": lambda each: each.excluded_by}
+    shown = {**columns, **(adapter if placement.adapter else {}), **excluded}
+    return table_of(placement.candidates, shown, remark="excluded by")
 
 
 def adapters_table(adapters: Iterable[pb.Adapter]) -> Table:
@@ -263,26 +249,20 @@ def _refusal(adapter: pb.Adapter) -> str:
 
 
 def adapter_versions_table(adapter: pb.Adapter) -> Table:
-    table = new_table(
-        "version", "format", "size", "rank", "share", "items", "hits", "loads", "evictions", "source",
-        remark="error",
-    )  # fmt: skip
-    for version in adapter.versions:
-        add_row(
-            table,
-            version.version,
-            enum_word(AdapterFormat, version.format),
-            size_word(version.size_bytes),
-            version.rank or "?",
-            f"{version.share:.0%}",
-            version.items,
-            version.hits,
-            version.loads,
-            version.evictions,
-            version.source or "uploaded",
-            version.error.message,
-        )
-    return table
+    columns: Columns[pb.AdapterVersion] = {
+        "version": lambda version: version.version,
+        "format": lambda version: enum_word(AdapterFormat, version.format),
+        "size": lambda version: size_word(version.size_bytes),
+        "rank": lambda version: version.rank or "?",
+        "share": lambda version: f"{version.share:.0%}",
+        "items": lambda version: version.items,
+        "hits": lambda version: version.hits,
+        "loads": lambda version: version.loads,
+        "evictions": lambda version: version.evictions,
+        "source": lambda version: version.source or "uploaded",
+        "error": lambda version: version.error.message,
+    }
+    return table_of(adapter.versions, columns, remark="error")
 
 
 def residencies_table(adapter: pb.Adapter) -> Table:
@@ -308,6 +288,14 @@ def short_version(version: str) -> str:
 
 def size_word(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
+
+
+def table_of(rows: Iterable[R], columns: Columns[R], remark: str = "") -> Table:
+    """Makes a table with a row for each of `rows`; `remark` names the last column if it folds."""
+    table = new_table(*(heading for heading in columns if heading != remark), remark=remark)
+    for row in rows:
+        add_row(table, *(cell(row) for cell in columns.values()))
+    return table
 
 
 def new_table(*headings: str, remark: str = "") -> Table:

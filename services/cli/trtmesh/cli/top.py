@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime
 from functools import partial
 from typing import Annotated
 
@@ -20,13 +19,14 @@ from rich.text import Text
 from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.coming_back import repeated
-from trtmesh.cli.output import as_fields, put
+from trtmesh.cli.output import as_fields, local_time, put
 from trtmesh.cli.rates import Rates, Sample, measure
 from trtmesh.cli.session import OK
 from trtmesh.cli.tables import (
     LOAD_COLUMNS,
     add_row,
     fitted,
+    generated_tokens,
     has_roles,
     load_columns,
     new_table,
@@ -98,7 +98,7 @@ def _shown(context: Context) -> Iterator[Show]:
 
 def _put_json(sample: Sample, rates: Rates) -> None:
     look = {
-        "time": datetime.now().astimezone().isoformat(timespec="milliseconds"),
+        "time": local_time("milliseconds"),
         **as_fields(sample.fleet),
         **as_fields(sample.requests),
         "rates": asdict(rates),
@@ -162,7 +162,7 @@ def _streams(sample: Sample, rates: Rates) -> Table:
             f"{request.age_ms / 1000:.1f}",
             len(request.items),
             stage_words(request),
-            sum(item.generated_tokens for item in request.items),
+            generated_tokens(request),
             _number(rate.tokens_per_second),
             request.waiting_tokens,
         )

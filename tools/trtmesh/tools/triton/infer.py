@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 from trtmesh.chassis.bearer import ApiKey
 from trtmesh.chassis.errors import InvalidRequest, Unauthenticated
 from trtmesh.chassis.tls.client import ClientTls
+from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import say_equal, say_error
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import (
@@ -44,7 +46,7 @@ def _group() -> None:
     """Client of Triton models."""
 
 
-INT32 = 2**31 - 1
+INT32, UINT64 = 2**31 - 1, 2**64 - 1
 
 DRAWING = frozenset({"top_k", "runtime_top_k", "top_p", "runtime_top_p"})
 """Inputs of which one has the executor draw tokens."""
@@ -56,13 +58,161 @@ URL = AddressOption(
 
 
 @dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How to reach the server."""
+
+    url: str | None = option(
+        f"Server of the KServe protocol, host:port; unset, your stack, else {DEFAULT_ADDRESS}.",
+        envvar="TRTMESH_ROUTER",
+        panel=CONNECTION,
+    )
+    api_key_file: ApiKeyFileOption = None
+    root_certificates: Path | None = option(
+        "PEM file to check the server by; turns on TLS.", panel=CONNECTION
+    )
+    private_key: Path | None = option("PEM file with the client's key, for TLS.", panel=CONNECTION)
+    certificate_chain: Path | None = option(
+        "PEM file with the client's certificates, for TLS.", panel=CONNECTION
+    )
+    compression: Compression = option(
+        "Compression of the requests.", default=Compression.NONE, panel=CONNECTION
+    )
+    tls: bool = option("Connect over TLS.", "--tls", default=False, panel=CONNECTION)
+
+    def client_tls(self) -> ClientTls | None:
+        """Returns TLS as the options ask for it, or None for plain text."""
+        if not (self.tls or self.root_certificates or self.private_key):
+            return None
+        settings = ("--root-certificates", "--certificate-chain", "--private-key")
+        files = (self.root_certificates, self.certificate_chain, self.private_key)
+        return ClientTls(*files, settings=settings)
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[TritonConnection]:
+        """Connects to the server, without an address to the user's stack; errors name it and the remedy."""
+        api_key = ApiKey.read(self.api_key_file, os.environ)
+        url, tls = self.url, self.client_tls()
+        if url is None:
+            stack = stack_meant(URL.setting)
+            url, tls = stack.router, stack.tls(tls)
+        with address_explained(url, URL):
+            async with TritonConnection(url, tls, self.compression, api_key) as connection:
+                yield connection
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """Inputs of the model with an option of their own; each field has the name of its input."""
+
+    max_tokens: int = option("Most new tokens.", default=16, min=1, max=INT32)
+    stream: bool | None = option(
+        "Print tokens as they arrive; default for decoupled models.", "--stream/--no-stream"
+    )
+    beam_width: int | None = option("Beams of a search.", min=1, max=INT32)
+    num_return_sequences: int | None = option(
+        "Sequences of each prompt.", "--sequences", min=1, max=INT32
+    )
+    temperature: float | None = option("Needs --top-k or --top-p too.")
+    top_k: int | None = option("Keep the k most likely tokens; -1 is off.", min=-1, max=INT32)
+    top_p: float | None = option("Keep tokens up to this probability.")
+    seed: int | None = option("Seed of the draws.", min=0, max=UINT64)
+    end_id: int | None = option("Token id to end a sequence at.")
+    stop_words: list[str] | None = option("Text to end a sequence at; repeatable.", "--stop-word")
+    bad_words: list[str] | None = option("Text to exclude; repeatable.", "--bad-word")
+
+
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """Other inputs, and the outputs."""
+
+    given: list[str] | None = option(
+        "Any other input; NAME=@FILE reads a .npy, .csv or .json file; repeatable.",
+        "--input",
+        metavar="NAME=JSON",
+    )
+    prompt_table: Path | None = option(
+        "Prompt embedding table, .npy: [rows, size] or [tasks, rows, size]."
+    )
+    prompt_task: int = option("Task of a table with several.", default=0, min=0)
+    prompt_table_id: int | None = option(
+        "Identity of the table; its prompts share KV.", min=1, max=UINT64
+    )
+    vocab_size: int = option("First token id that addresses the table.", default=0, min=0)
+    requested_outputs: list[str] | None = option(
+        "Exactly these outputs, separated by commas; default all; repeatable.", metavar="NAMES"
+    )
+
+    def inputs(self, options: Mapping[str, Any]) -> Inputs:
+        """Returns the inputs beside the prompts. Raises BadParameter."""
+        own = {
+            **_table(self.prompt_table, self.prompt_task),
+            **dict(map(read_input, self.given or ())),
+        }
+        table = TableId(self.prompt_table_id, self.vocab_size) if self.prompt_table_id else None
+        names = [
+            name for each in self.requested_outputs or () for name in each.replace(",", " ").split()
+        ]
+        return Inputs({**options, **own}, table, names)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """Outputs to compare with, and to save."""
+
+    check_output: Path | None = option(
+        "Expected outputs, a sequence or a prompt each: .csv with rows of token ids, or .json with"
+        " texts or lists of ids; either may begin with the prompt."
+    )
+    match: float = option("Least share of equal tokens or characters.", default=1.0, min=0, max=1)
+    save_output: Path | None = option("Write the outputs as a file for --check-output.")
+
+    def expected(self) -> Expected | None:
+        return Expected.read(self.check_output, self.match) if self.check_output else None
+
+
+@dataclass(frozen=True, slots=True)
+class EndOptions:
+    """The name of the requests, and when they end, if not by themselves."""
+
+    request_id: str = option("Id of the request; default random.", default="")
+    stop_after_ms: int | None = option("Stop the requests after this time.", min=0)
+    timeout: float | None = option("Deadline of the call in seconds.", min=0)
+    stop_via_request_cancel: bool = option(
+        "Cancel the call after --stop-after-ms instead of sending stop requests.",
+        "--stop-via-request-cancel",
+        default=False,
+    )
+
+    def ending(self) -> Ending:
+        """Returns when the requests end. Raises BadParameter."""
+        if self.stop_after_ms is None:
+            if self.stop_via_request_cancel:
+                raise typer.BadParameter("--stop-via-request-cancel needs --stop-after-ms")
+            return Ending(self.timeout)
+        return Ending(self.timeout, self.stop_after_ms / 1000, self.stop_via_request_cancel)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSwitches:
+    """What answers have beside the new tokens; each field has the name of its input."""
+
+    exclude_input: bool = option(
+        "Leave the prompt out of a whole answer.", "--exclude-input", default=False
+    )
+    log_probs: bool = option("Print log-probabilities.", "--log-probs", default=False)
+    return_context_logits: bool = option(
+        "Print the logits of the prompt.", "--context-logits", default=False
+    )
+    return_generation_logits: bool = option(
+        "Print the logits of new tokens.", "--generation-logits", default=False
+    )
+    perf_metrics: bool = option("Print times and KV figures.", "--perf-metrics", default=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """The parsed command line."""
 
-    url: str | None
-    api_key_file: Path | None
-    tls: ClientTls | None
-    compression: Compression
     model: str
     preprocessing: str
     prompts: Sequence[Prompt]
@@ -77,6 +227,7 @@ class Ask:
 
 
 @triton.command("infer")
+@grouped
 def infer(
     prompts: Annotated[list[str] | None, typer.Argument(help=PROMPTS_HELP)] = None,
     ids: Annotated[
@@ -85,143 +236,20 @@ def infer(
             help="Token ids to continue: '1 2 3', or @FILE.csv, a prompt a row; repeatable."
         ),
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            envvar="TRTMESH_ROUTER",
-            help=f"Server of the KServe protocol, host:port; unset, your stack, else {DEFAULT_ADDRESS}.",
-            rich_help_panel=CONNECTION,
-        ),
-    ] = None,
+    *,
+    server: ServerOptions,
     model: Annotated[
         str, typer.Option(help="Model; default ensemble, and tensorrt_llm for --ids.")
     ] = "",
     preprocessing: Annotated[
         str, typer.Option(help="Model that encodes texts for a model of token ids.")
     ] = "preprocessing",
-    max_tokens: Annotated[int, typer.Option(min=1, max=INT32, help="Most new tokens.")] = 16,
-    stream: Annotated[
-        bool | None,
-        typer.Option(
-            "--stream/--no-stream",
-            help="Print tokens as they arrive; default for decoupled models.",
-        ),
-    ] = None,
-    beam_width: Annotated[
-        int | None, typer.Option(min=1, max=INT32, help="Beams of a search.")
-    ] = None,
-    sequences: Annotated[
-        int | None, typer.Option(min=1, max=INT32, help="Sequences of each prompt.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Needs --top-k or --top-p too.")] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(min=-1, max=INT32, help="Keep the k most likely tokens; -1 is off."),
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep tokens up to this probability.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the draws.")
-    ] = None,
-    end_id: Annotated[int | None, typer.Option(help="Token id to end a sequence at.")] = None,
-    stop_word: Annotated[
-        list[str] | None, typer.Option(help="Text to end a sequence at; repeatable.")
-    ] = None,
-    bad_word: Annotated[list[str] | None, typer.Option(help="Text to exclude; repeatable.")] = None,
-    given: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            metavar="NAME=JSON",
-            help="Any other input; NAME=@FILE reads a .npy, .csv or .json file; repeatable.",
-        ),
-    ] = None,
-    prompt_table: Annotated[
-        Path | None,
-        typer.Option(help="Prompt embedding table, .npy: [rows, size] or [tasks, rows, size]."),
-    ] = None,
-    prompt_task: Annotated[int, typer.Option(min=0, help="Task of a table with several.")] = 0,
-    prompt_table_id: Annotated[
-        int | None,
-        typer.Option(min=1, max=2**64 - 1, help="Identity of the table; its prompts share KV."),
-    ] = None,
-    vocab_size: Annotated[
-        int, typer.Option(min=0, help="First token id that addresses the table.")
-    ] = 0,
-    requested_outputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Exactly these outputs, separated by commas; default all; repeatable.",
-        ),
-    ] = None,
-    check_output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Expected outputs, a sequence or a prompt each: .csv with rows of token ids, or .json with"
-            " texts or lists of ids; either may begin with the prompt."
-        ),
-    ] = None,
-    match: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Least share of equal tokens or characters."),
-    ] = 1.0,
-    save_output: Annotated[
-        Path | None, typer.Option(help="Write the outputs as a file for --check-output.")
-    ] = None,
-    request_id: Annotated[str, typer.Option(help="Id of the request; default random.")] = "",
-    stop_after_ms: Annotated[
-        int | None, typer.Option(min=0, help="Stop the requests after this time.")
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(min=0, help="Deadline of the call in seconds.")
-    ] = None,
-    api_key_file: ApiKeyFileOption = None,
-    root_certificates: Annotated[
-        Path | None,
-        typer.Option(
-            help="PEM file to check the server by; turns on TLS.", rich_help_panel=CONNECTION
-        ),
-    ] = None,
-    private_key: Annotated[
-        Path | None,
-        typer.Option(help="PEM file with the client's key, for TLS.", rich_help_panel=CONNECTION),
-    ] = None,
-    certificate_chain: Annotated[
-        Path | None,
-        typer.Option(
-            help="PEM file with the client's certificates, for TLS.", rich_help_panel=CONNECTION
-        ),
-    ] = None,
-    compression: Annotated[
-        Compression, typer.Option(help="Compression of the requests.", rich_help_panel=CONNECTION)
-    ] = Compression.NONE,
-    *,
-    tls: Annotated[
-        bool, typer.Option("--tls", help="Connect over TLS.", rich_help_panel=CONNECTION)
-    ] = False,
-    stop_via_request_cancel: Annotated[
-        bool,
-        typer.Option(
-            "--stop-via-request-cancel",
-            help="Cancel the call after --stop-after-ms instead of sending stop requests.",
-        ),
-    ] = False,
+    generation: GenerationOptions,
+    others: InputOptions,
+    checks: CheckOptions,
+    end: EndOptions,
     lines: LinesOption = False,
-    exclude_input: Annotated[
-        bool, typer.Option("--exclude-input", help="Leave the prompt out of a whole answer.")
-    ] = False,
-    log_probs: Annotated[
-        bool, typer.Option("--log-probs", help="Print log-probabilities.")
-    ] = False,
-    context_logits: Annotated[
-        bool, typer.Option("--context-logits", help="Print the logits of the prompt.")
-    ] = False,
-    generation_logits: Annotated[
-        bool, typer.Option("--generation-logits", help="Print the logits of new tokens.")
-    ] = False,
-    perf_metrics: Annotated[
-        bool, typer.Option("--perf-metrics", help="Print times and KV figures.")
-    ] = False,
+    switches: OutputSwitches,
     batch: Annotated[
         bool, typer.Option("--batch", help="All prompts as rows of one request.")
     ] = False,
@@ -239,55 +267,31 @@ def infer(
     asked += [row for each in ids or () for row in read_ids(each)]
     if not asked:
         raise typer.BadParameter("give prompts, or token ids with --ids")
-    if stop_via_request_cancel and stop_after_ms is None:
-        raise typer.BadParameter("--stop-via-request-cancel needs --stop-after-ms")
-    values = {
-        "max_tokens": max_tokens,
-        "beam_width": beam_width,
-        "num_return_sequences": sequences,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "end_id": end_id,
-        "stop_words": stop_word,
-        "bad_words": bad_word,
-        "exclude_input": exclude_input or None,
-        "log_probs": log_probs or None,
-        "return_context_logits": context_logits or None,
-        "return_generation_logits": generation_logits or None,
-        "perf_metrics": perf_metrics or None,
-    }
-    options = {name: value for name, value in values.items() if value is not None}
-    options |= {**_table(prompt_table, prompt_task), **dict(map(read_input, given or ()))}
-    if (sequences or 1) > 1 and (beam_width or 1) == 1 and not options.keys() & DRAWING:
-        say_equal(sequences or 1, "add --top-k or --top-p")
-    table = TableId(prompt_table_id, vocab_size) if prompt_table_id else None
-    names = [name for each in requested_outputs or () for name in each.replace(",", " ").split()]
-    options_of_tls = ("--root-certificates", "--certificate-chain", "--private-key")
-    security = ClientTls(root_certificates, certificate_chain, private_key, settings=options_of_tls)
+    ending = end.ending()
+    values = {**asdict(generation), **asdict(switches), "stream": None}
+    inputs = others.inputs({n: v for n, v in values.items() if v is not None and v is not False})
+    _note_equal(generation, inputs)
     ask = Ask(
-        url=url,
-        api_key_file=api_key_file,
-        tls=security if tls or root_certificates or private_key else None,
-        compression=compression,
         model=model,
         preprocessing=preprocessing,
         prompts=asked,
-        inputs=Inputs(options, table, names),
-        request_id=request_id or uuid.uuid4().hex,
-        stream=stream,
+        inputs=inputs,
+        request_id=end.request_id or uuid.uuid4().hex,
+        stream=generation.stream,
         batch=batch,
-        ending=Ending(
-            timeout,
-            None if stop_after_ms is None else stop_after_ms / 1000,
-            stop_via_request_cancel,
-        ),
+        ending=ending,
         as_json=json,
-        expected=Expected.read(check_output, match) if check_output else None,
-        save_output=save_output,
+        expected=checks.expected(),
+        save_output=checks.save_output,
     )
-    run(_infer(ask))
+    run(_infer(server, ask))
+
+
+def _note_equal(generation: GenerationOptions, inputs: Inputs) -> None:
+    """Says that all sequences will be equal, if nothing draws their tokens."""
+    sequences = generation.num_return_sequences or 1
+    if sequences > 1 and (generation.beam_width or 1) == 1 and not inputs.options.keys() & DRAWING:
+        say_equal(sequences, "add --top-k or --top-p")
 
 
 def _table(file: Path | None, task: int) -> Mapping[str, Any]:
@@ -304,16 +308,9 @@ def _table(file: Path | None, task: int) -> Mapping[str, Any]:
     return {"prompt_embedding_table": rows, "prompt_vocab_size": rows.shape[0]}
 
 
-async def _infer(ask: Ask) -> int:
-    api_key = ApiKey.read(ask.api_key_file, os.environ)
-    url, tls = ask.url, ask.tls
-    if url is None:
-        stack = stack_meant(URL.setting)
-        url, tls = stack.router, stack.tls(tls)
-    with address_explained(url, URL):
-        connecting = TritonConnection(url, tls, ask.compression, api_key)
-        async with connecting as connection:
-            return await _converse(connection, ask)
+async def _infer(server: ServerOptions, ask: Ask) -> int:
+    async with server.connected() as connection:
+        return await _converse(connection, ask)
 
 
 async def _converse(connection: TritonConnection, ask: Ask) -> int:
