@@ -37,18 +37,18 @@ log = logging.getLogger(__name__)
 
 Lease = SentLease | ReceivedBlocks | ReceivedState
 
+Own = TypeVar("Own", bound=OwnKv | OwnStates)
 S = TypeVar("S", bound=SentLease)
 R = TypeVar("R", bound=GrantedLease)
 
 
-class Handoffs(ABC, Generic[S, R]):
+class Handoffs(ABC, Generic[Own, S, R]):
     """The leases of both sides. Used on the event loop's thread."""
 
-    def __init__(self, own: OwnKv | OwnStates, metrics: HandoffMetrics) -> None:
-        limits = own.limits.max_leases, own.limits.max_leases_per_stream
-        self.sent = LeaseTable[S](*limits)
-        self.received = LeaseTable[R](*limits)
-        self._metrics = metrics
+    def __init__(self, own: Own, metrics: HandoffMetrics) -> None:
+        self.own = own
+        self.sent = LeaseTable[S]("sent", metrics, own.limits)
+        self.received = LeaseTable[R]("received", metrics, own.limits)
 
     @abstractmethod
     def submit(self, item: Submission, asked: SenderRequest, state_lease_id: str) -> Lease | None:
@@ -103,12 +103,8 @@ class Handoffs(ABC, Generic[S, R]):
             sent.release()
 
 
-class HandoffsByState(Handoffs[SentState, ReceivedState]):
+class HandoffsByState(Handoffs[OwnStates, SentState, ReceivedState]):
     """The leases of a worker with a KV transport of the library's own."""
-
-    def __init__(self, own: OwnStates, metrics: HandoffMetrics) -> None:
-        super().__init__(own, metrics)
-        self.own = own
 
     def submit(self, item: Submission, asked: SenderRequest, state_lease_id: str) -> Lease | None:
         """A state is used once."""
@@ -118,9 +114,9 @@ class HandoffsByState(Handoffs[SentState, ReceivedState]):
             self.received.claim(state_lease_id, asked.owner, "submit.handoff.lease_id")
         self.own.backend.submit(item)
         if item.sender_lease_id:
-            return SentState(self.own, self.sent, self._metrics, asked)
+            return SentState(self.own, self.sent, asked)
         if item.handoff_state:
-            return ReceivedState(self.received, self._metrics, state_lease_id, asked.owner)
+            return ReceivedState(self.received, state_lease_id, asked.owner)
         return None
 
 
@@ -135,12 +131,11 @@ class _Reservation:
     is_released: bool = False
 
 
-class HandoffsByBlocks(Handoffs[SentBlocks, ReceivedBlocks]):
+class HandoffsByBlocks(Handoffs[OwnKv, SentBlocks, ReceivedBlocks]):
     """The leases of a worker with KV pools."""
 
     def __init__(self, own: OwnKv, metrics: HandoffMetrics) -> None:
         super().__init__(own, metrics)
-        self.own = own
         self._reservations: dict[str, _Reservation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -202,7 +197,7 @@ class HandoffsByBlocks(Handoffs[SentBlocks, ReceivedBlocks]):
         return self._send(asked)
 
     def _send(self, asked: SenderRequest) -> SentBlocks:
-        return SentBlocks(self.own, self.sent, self._metrics, asked)
+        return SentBlocks(self.own, self.sent, asked)
 
     def _renewed(self, owner: LeaseOwner, lease_id: str, seconds: float) -> bool:
         waiting = self._reservations.get(lease_id)
@@ -263,13 +258,7 @@ class HandoffsByBlocks(Handoffs[SentBlocks, ReceivedBlocks]):
                 waiting.owner.tell_reserved(news.lease_id, 0, news.error)
             return
         received = ReceivedBlocks(
-            self.own,
-            self.received,
-            self._metrics,
-            self._spawn,
-            news,
-            waiting.owner,
-            waiting.seconds,
+            self.own, self.received, self._spawn, news, waiting.owner, waiting.seconds
         )
         if waiting.is_released:
             received.release()

@@ -9,6 +9,8 @@ from typing import Generic, Protocol, TypeVar
 
 from trtmesh.chassis.errors import AlreadyExists, QueueFull, TrtmeshError
 from trtmesh.engine.handoff.lease import Outcome
+from trtmesh.engine.handoff.metrics import HandoffMetrics
+from trtmesh.engine.handoff.settings import HandoffLimits
 from trtmesh.v1 import kv_transfer_pb2 as pb
 
 REMEMBERED_IDS = 2**15
@@ -86,9 +88,9 @@ L = TypeVar("L", bound=GrantedLease)
 class LeaseTable(Generic[L]):
     """Leases by id and by stream. A lease in quarantine has an outcome, and stays until the end of the last read."""
 
-    def __init__(self, max_leases: int, max_leases_per_stream: int) -> None:
-        self._max_leases = max_leases
-        self._max_leases_per_stream = max_leases_per_stream
+    def __init__(self, side: str, metrics: HandoffMetrics, limits: HandoffLimits) -> None:
+        """`side` is `sent` or `received`."""
+        self._side, self._metrics, self._limits = side, metrics, limits
         self._leases: dict[str, L] = {}
         self._of_owner: dict[LeaseOwner, dict[str, L]] = {}
         self._expected: Counter[LeaseOwner] = Counter()
@@ -126,8 +128,8 @@ class LeaseTable(Generic[L]):
         of_all = len(self._leases) + self._expected.total()
         of_owner = len(self._of_owner.get(owner, ())) + self._expected[owner]
         for held, most, whose in (
-            (of_all, self._max_leases, "of all routers"),
-            (of_owner, self._max_leases_per_stream, "of this router"),
+            (of_all, self._limits.max_leases, "of all routers"),
+            (of_owner, self._limits.max_leases_per_stream, "of this router"),
         ):
             if held >= most:
                 raise QueueFull.of(most, f"{held} leases {whose} are held")
@@ -161,9 +163,20 @@ class LeaseTable(Generic[L]):
             self._leave(lease.owner, lease.lease_id)
             lease.owner = None
 
-    def end(self, outcome: Outcome) -> None:
-        """Counts the outcome of a lease."""
+    def end(
+        self,
+        outcome: Outcome,
+        transport: pb.KvTransport.ValueType | None,
+        size: int = 0,
+        seconds: float | None = None,
+    ) -> None:
+        """Counts the outcome of a lease, and the bytes and seconds of the transfer. `transport` is None without a
+        fetch, `seconds` where the backend fetches."""
         self._outcomes[outcome] += 1
+        self._bytes += size
+        if outcome is Outcome.CONSUMED and seconds is not None:
+            self._transfer_seconds += seconds
+        self._metrics.ended(self._side, transport, outcome, size, seconds)
 
     def forget(self, lease: GrantedLease) -> None:
         """Removes a lease without blocks."""
@@ -178,11 +191,6 @@ class LeaseTable(Generic[L]):
     def quarantine(self, blocks: int) -> None:
         """Counts blocks on entering quarantine; on leaving, `count` is negative."""
         self._quarantined_blocks += blocks
-
-    def transferred(self, size: int, seconds: float) -> None:
-        """Counts a transfer."""
-        self._bytes += size
-        self._transfer_seconds += seconds
 
     def counts(self) -> pb.HandoffCounts:
         return pb.HandoffCounts(

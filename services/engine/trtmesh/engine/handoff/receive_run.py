@@ -16,7 +16,7 @@ from trtmesh.engine.handoff.fetch import Fetch, ProtocolBroken
 from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem, failure, unknown
 from trtmesh.engine.handoff.leases import LeaseOwner, LeaseTable, Timer
 from trtmesh.engine.handoff.messages import Chunk
-from trtmesh.engine.handoff.metrics import HandoffMetrics, word_of
+from trtmesh.engine.handoff.metrics import word_of
 from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.engine.handoff.parts import Part, checksum_after, copies_of, span_of
 from trtmesh.engine.handoff.receive_machine import (
@@ -62,7 +62,6 @@ class ReceivedBlocks:
         self,
         own: OwnKv,
         table: LeaseTable[ReceivedBlocks],
-        metrics: HandoffMetrics,
         spawn: Spawn,
         news: Reserved,
         owner: LeaseOwner,
@@ -72,7 +71,7 @@ class ReceivedBlocks:
         self.lease_id = news.lease_id
         self.owner: LeaseOwner | None = owner
         self.blocks = news.blocks
-        self._own, self._table, self._metrics, self._spawn = own, table, metrics, spawn
+        self._own, self._table, self._spawn = own, table, spawn
         self._lease = ReceiverLease()
         self._leader: int | None = None
         self._live: list[int] = []
@@ -249,11 +248,8 @@ class ReceivedBlocks:
 
     def _end(self, outcome: Outcome) -> None:
         self._timer.cancel()
-        transfer = self._transfer
-        kind, size, seconds = transfer.measured if transfer else (None, 0, 0.0)
-        self._table.transferred(size, seconds if outcome is Outcome.CONSUMED else 0.0)
-        self._table.end(outcome)
-        self._metrics.ended("received", kind, outcome, size, seconds)
+        measured = self._transfer.measured if self._transfer else (None, 0, 0.0)
+        self._table.end(outcome, *measured)
 
     def _carry_out(self, action: AnyReceiverAction) -> None:
         transfer = self._transfer
@@ -317,17 +313,11 @@ class ReceivedState:
 
     lacking_tokens = 0
 
-    def __init__(
-        self,
-        table: LeaseTable[ReceivedState],
-        metrics: HandoffMetrics,
-        lease_id: str,
-        owner: LeaseOwner,
-    ) -> None:
+    def __init__(self, table: LeaseTable[ReceivedState], lease_id: str, owner: LeaseOwner) -> None:
         self.lease_id = lease_id
         self.owner: LeaseOwner | None = owner
         self.outcome: Outcome | None = None
-        self._table, self._metrics = table, metrics
+        self._table = table
         table.grant(self)
 
     def renew(self, seconds: float) -> None:
@@ -345,8 +335,7 @@ class ReceivedState:
         if self.outcome is not None:
             return
         self.outcome = outcome
-        self._table.end(outcome)
-        self._metrics.ended("received", pb.KV_TRANSPORT_BACKEND, outcome, 0, None)
+        self._table.end(outcome, pb.KV_TRANSPORT_BACKEND)
         self._table.forget(self)
 
 

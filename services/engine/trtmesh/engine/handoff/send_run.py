@@ -16,7 +16,6 @@ from trtmesh.engine.handoff.descriptor import shape_of
 from trtmesh.engine.handoff.identity import PROTOCOL_VERSION
 from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem, failure
 from trtmesh.engine.handoff.leases import LeaseOwner, LeaseTable, Timer
-from trtmesh.engine.handoff.metrics import HandoffMetrics
 from trtmesh.engine.handoff.own_kv import OwnKv, OwnStates
 from trtmesh.engine.handoff.parts import Part
 from trtmesh.engine.handoff.send_machine import (
@@ -51,10 +50,6 @@ class PeerFetch(Protocol):
         """Ends with an error."""
 
 
-Transferred = tuple[pb.KvTransport.ValueType | None, int, float]
-"""Transport, bytes and seconds."""
-
-
 @dataclass(frozen=True, slots=True)
 class SenderRequest:
     """A router's request for a lease of the KV of running sequences."""
@@ -72,16 +67,12 @@ class SentLease(ABC):
     """A granted lease of KV of this worker, from the submit to the outcome."""
 
     def __init__(
-        self,
-        own: OwnKv | OwnStates,
-        table: LeaseTable[Self],
-        metrics: HandoffMetrics,
-        asked: SenderRequest,
+        self, own: OwnKv | OwnStates, table: LeaseTable[Self], asked: SenderRequest
     ) -> None:
         self.lease_id = asked.lease_id
         self.owner: LeaseOwner | None = asked.owner
         self.hash = own.hash(asked.adapter)
-        self._backend, self._table, self._metrics = own.backend, table, metrics
+        self._backend, self._table = own.backend, table
         self._leader = asked.keys[0]
         self._live = list(asked.keys)
         """Sequences of the item without an end."""
@@ -141,8 +132,8 @@ class SentLease(ABC):
         """Returns the descriptor of a sequence's KV after the handoff, or None if the lease has no KV."""
 
     @abstractmethod
-    def _transferred(self) -> Transferred:
-        """Returns the transport and the amount of the transfer so far."""
+    def _count(self, outcome: Outcome) -> None:
+        """Counts the outcome, and the transfer so far."""
 
     def _expire(self) -> None:
         self._feed(SenderEvent.EXPIRED)
@@ -157,14 +148,10 @@ class SentLease(ABC):
 
     def _end(self, outcome: Outcome) -> None:
         self._timer.cancel()
-        transport, size, seconds = self._transferred()
-        self._table.transferred(size, seconds if outcome is Outcome.CONSUMED else 0.0)
-        self._table.end(outcome)
-        self._metrics.ended("sent", transport, outcome, size, seconds)
-        owner = self.owner
+        self._count(outcome)
         self._table.forget(self)
-        if owner:
-            owner.owes_less()
+        if self.owner:
+            self.owner.owes_less()
 
     def _carry_out(self, action: AnySenderAction) -> None:
         match action:
@@ -179,13 +166,7 @@ class SentLease(ABC):
 class SentBlocks(SentLease):
     """A lease of blocks for a receiver to fetch."""
 
-    def __init__(
-        self,
-        own: OwnKv,
-        table: LeaseTable[Self],
-        metrics: HandoffMetrics,
-        asked: SenderRequest,
-    ) -> None:
+    def __init__(self, own: OwnKv, table: LeaseTable[Self], asked: SenderRequest) -> None:
         self.parts: list[Part] = []
         self.blocks: tuple[int, ...] = ()
         self._own, self._asked = own, asked
@@ -196,7 +177,7 @@ class SentBlocks(SentLease):
         self._dial_timer: Timer | None = None
         """Runs from the commit until a receiver would have connected."""
         self._is_parked = False
-        super().__init__(own, table, metrics, asked)
+        super().__init__(own, table, asked)
 
     @property
     def is_parked(self) -> bool:
@@ -251,10 +232,12 @@ class SentBlocks(SentLease):
         if self.owner:
             self.owner.owes_less()
 
-    def _transferred(self) -> Transferred:
+    def _count(self, outcome: Outcome) -> None:
         if self._fetch is None:
-            return None, 0, 0.0
-        return self._fetch.transport, self._fetch.sent_bytes, time.monotonic() - self._fetch_began
+            self._table.end(outcome, None)
+        else:
+            seconds = time.monotonic() - self._fetch_began
+            self._table.end(outcome, self._fetch.transport, self._fetch.sent_bytes, seconds)
 
     def _end(self, outcome: Outcome) -> None:
         if self._dial_timer:
@@ -297,17 +280,11 @@ class SentBlocks(SentLease):
 class SentState(SentLease):
     """A lease of KV kept by the backend and moved by its library."""
 
-    def __init__(
-        self,
-        own: OwnStates,
-        table: LeaseTable[Self],
-        metrics: HandoffMetrics,
-        asked: SenderRequest,
-    ) -> None:
+    def __init__(self, own: OwnStates, table: LeaseTable[Self], asked: SenderRequest) -> None:
         self._own = own
         self._state_ends_at: float | None = None
         """The backend frees the KV at this time of the loop; None before the handoff."""
-        super().__init__(own, table, metrics, asked)
+        super().__init__(own, table, asked)
 
     def renew(self, seconds: float) -> None:
         super().renew(min(seconds, self._state_seconds))
@@ -341,5 +318,5 @@ class SentState(SentLease):
             return float("inf")
         return max(0.0, self._state_ends_at - asyncio.get_running_loop().time())
 
-    def _transferred(self) -> Transferred:
-        return pb.KV_TRANSPORT_BACKEND, 0, 0.0
+    def _count(self, outcome: Outcome) -> None:
+        self._table.end(outcome, pb.KV_TRANSPORT_BACKEND)

@@ -24,16 +24,14 @@ MAX_IDLE_SENDERS = 16
 class Nixl:
     """The Transport of NIXL. Raises TransportUnusable where NIXL is not installed or does not work."""
 
+    kind = pb.KV_TRANSPORT_NIXL
+
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
         self._offering = OfferingAgent(Pools.of(memory))
         self._offer = self._offering.offer.encode()
         self._senders: PeerCache[_NixlSender] = PeerCache(MAX_IDLE_SENDERS)
         self._sources: set[PeerSource] = set()
-
-    @property
-    def kind(self) -> pb.KvTransport.ValueType:
-        return pb.KV_TRANSPORT_NIXL
 
     def offer(self) -> bytes:
         self._offering.serve()

@@ -27,6 +27,8 @@ MAX_IDLE_SENDERS = 64
 class SharedMemory:
     """The Transport of pools in anonymous files. Made on the event loop; raises TransportUnusable."""
 
+    kind = pb.KV_TRANSPORT_SHARED_MEMORY
+
     def __init__(self, memory: KvMemory) -> None:
         pools = sealed_files(memory)
         self._targets = pools.rows
@@ -36,10 +38,6 @@ class SharedMemory:
         self._senders: PeerCache[_MappedSender] = PeerCache(MAX_IDLE_SENDERS)
         self._sources: set[PeerSource] = set()
         self._serving = asyncio.get_running_loop().create_task(self._door.serve())
-
-    @property
-    def kind(self) -> pb.KvTransport.ValueType:
-        return pb.KV_TRANSPORT_SHARED_MEMORY
 
     def offer(self) -> bytes:
         return self._offer
