@@ -414,11 +414,11 @@ NEGATIVE_IS_UNSET = (
 """Fields of Sampling that clients leave unset by a negative value."""
 
 HELP: Mapping[str, str] = {
-    "temperature": "0 is greedy.",
-    "top_k": "Keep the k most likely tokens; -1 is off.",
-    "top_p": "Keep tokens up to this probability.",
-    "min_p": "Drop tokens below this share of the likeliest.",
-    "seed": "Seed of the draws.",
+    "temperature": "Divides the scores; 0 is greedy. Unset means 1 beside --top-k, --top-p or --min-p, else greedy.",
+    "top_k": "Keep the k most likely tokens; -1 is off, and so is unset.",
+    "top_p": "Keep tokens up to this probability; unset keeps all.",
+    "min_p": "Drop tokens below this share of the likeliest; unset keeps all.",
+    "seed": "Seed of the draws; unset, the router draws one.",
     "repetition_penalty": "Divides the scores of tokens that occurred; 1 is none.",
     "presence_penalty": "Subtracted from the scores of tokens that occurred.",
     "frequency_penalty": "The same for each time that they occurred.",

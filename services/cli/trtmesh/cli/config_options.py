@@ -14,6 +14,7 @@ from trtmesh.chassis.vocabulary import GenerationConfig as Defaults
 from trtmesh.cli.option_groups import with_options
 from trtmesh.client import GenerationConfig
 from trtmesh.client.options import GROUP_OF
+from trtmesh.v1.generation_fields import HELP, NEGATIVE_IS_UNSET
 
 TYPES = {
     FieldDescriptor.CPPTYPE_UINT32: int,
@@ -23,6 +24,9 @@ TYPES = {
 }
 MOST = {FieldDescriptor.CPPTYPE_UINT32: 2**32 - 1, FieldDescriptor.CPPTYPE_UINT64: 2**64 - 1}
 
+LEAST = dict.fromkeys(NEGATIVE_IS_UNSET, -1)
+"""Least values of numbers without a fraction; others begin at 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigOption:
@@ -30,7 +34,6 @@ class ConfigOption:
 
     keyword: str
     help: str
-    """{default} in it stands for the value of an unset field."""
     least: int = 0
     """Least value of a number without a fraction."""
     name: str = ""
@@ -43,11 +46,12 @@ class ConfigOption:
         field = message.fields_by_name[self.keyword]
         default = getattr(getattr(Defaults(), group), self.keyword)
         most = MOST.get(field.cpp_type)
+        says_default = not isinstance(default, int | float) or "nset means" in self.help
         option = typer.Option(
             "--" + (self.name or self.keyword).replace("_", "-"),
             min=None if most is None else self.least,
             max=most,
-            help=self.help.format(default=default),
+            help=self.help if says_default else f"{self.help} Unset means {default:g}.",
         )
         value: Any = TYPES[field.cpp_type]
         several: Any = list[value]
@@ -62,41 +66,19 @@ class ConfigOption:
 
 OPTIONS = (
     ConfigOption("max_tokens", "Most new tokens; unset means up to the model's length.", least=1),
-    ConfigOption("min_tokens", "Fewest new tokens; unset means {default:g}."),
-    ConfigOption(
-        "temperature",
-        "Divides the scores before a draw; 0 is greedy. Unset means 1 beside --top-k, --top-p or --min-p, else greedy.",
-    ),
-    ConfigOption("top_k", "Keep the k most likely tokens; -1 is off. Unset keeps all.", least=-1),
-    ConfigOption("top_p", "Keep tokens up to this probability; unset keeps all."),
-    ConfigOption("min_p", "Drop tokens below this share of the likeliest; unset keeps all."),
-    ConfigOption("seed", "Seed of the draws; unset, the router draws one."),
-    ConfigOption(
-        "repetition_penalty",
-        "Divides the scores of tokens that occurred; unset means {default:g}, none.",
-    ),
-    ConfigOption(
-        "presence_penalty",
-        "Subtracted from the scores of tokens that occurred; unset means {default:g}.",
-    ),
-    ConfigOption(
-        "frequency_penalty",
-        "The same for each time that they occurred; unset means {default:g}.",
-    ),
+    ConfigOption("min_tokens", "Fewest new tokens."),
+    *(ConfigOption(keyword, text, LEAST.get(keyword, 0)) for keyword, text in HELP.items()),
     ConfigOption("stop_texts", "Text that ends a sequence; repeatable.", name="stop"),
     ConfigOption("end_id", "Token id that ends a sequence; unset means the model's."),
     ConfigOption(
         "num_return_sequences",
-        "Sequences per prompt; with beams, the best ones. Unset means {default:g}, or all beams.",
+        "Sequences per prompt; with beams, the best. Unset means 1, or all beams.",
         least=1,
         name="sequences",
     ),
-    ConfigOption(
-        "beam_width",
-        "Beams; all are returned without --sequences. Unset means {default:g}: no beam search.",
-        least=1,
-    ),
+    ConfigOption("beam_width", "Beams; all are returned without --sequences.", least=1),
 )
+"""In the order of the help. A field of SamplingConfig with a help in the proto has an option."""
 
 
 def takes_config_options(command: Callable[..., None]) -> Callable[..., None]:
