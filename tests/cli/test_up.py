@@ -115,7 +115,7 @@ def test_every_router_serves_grpc_and_http(stack: Stack) -> None:
         assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("stage", ["listening on", "tokenizer demo:"])
+@pytest.mark.parametrize("stage", ["engine-0 starts", "tokenizer demo:"])
 def test_ctrl_c_while_starting_leaves_no_process(stage: str) -> None:
     with running_stack("--port", "0", env=SLOW_LOAD) as stack:
         stack.wait_for(stage)
@@ -181,7 +181,7 @@ def test_process_unable_to_start_ends_the_command_with_the_reason(tmp_path: Path
 
 def test_process_ending_while_another_loads_ends_the_command() -> None:
     with running_stack("--port", "0", env=SLOW_LOAD) as stack:
-        stack.wait_for("trtmesh.chassis.health: serving")
+        stack.wait_for("tokenizer-0 serves")
         (tokenizer,) = [p for p in stack.descendants() if "trtmesh.tokenizer" in p.cmdline()]
         tokenizer.kill()
         assert stack.wait() == 1
@@ -245,6 +245,8 @@ def test_a_healthy_start_says_how_far_it_is_and_alarms_nobody() -> None:
         assert f"{doing}\n" in told
     for word in ("not serving", "UNAVAILABLE", "No module", "rror", "arning"):
         assert word not in told
+    for said_already in ("health: starting", "listening", "health: serving"):
+        assert said_already not in told
 
 
 def test_stack_runs_without_http_and_metrics() -> None:
@@ -389,7 +391,7 @@ def test_ctrl_c_while_the_command_loads_is_quiet(tmp_path: Path) -> None:
 def test_process_that_never_served_is_killed_at_once() -> None:
     """A process loading a model has no work to finish."""
     with running_stack("--port", "0", env=SLOW_LOAD) as stack:
-        stack.wait_for("listening on")
+        stack.wait_for("engine-0 starts")
         stack.wait_for("tokenizer demo:")
         (engine,) = [p for p in stack.descendants() if "trtmesh.engine" in p.cmdline()]
         engine.suspend()

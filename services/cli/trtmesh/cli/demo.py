@@ -39,11 +39,11 @@ def demo(
     """
 
     async def use(stack: Stack) -> int:
-        tls = ClientTls(stack.ca) if stack.ca else None
-        status = await _request(stack.router.address, tls)
+        ca = stack.plan.ca
+        status = await _request(stack.router.address, ClientTls(ca) if ca else None)
         if exit_after or status:
             return status
-        _say_how_to_go_on(stack.router.address, stack.router.admin_address, stack.ca)
+        _say_how_to_go_on(stack.router.address, stack.router.admin_address, ca)
         await asyncio.Event().wait()
         return status
 

@@ -11,17 +11,32 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.child import Log
 from trtmesh.cli.output import say
 
+STARTING, SERVING = "chassis.health: starting", "chassis.health: serving"
+"""Lines of a process's log in the form `text`, from the logger's name on."""
 
-def to_terminal(name: str, line: str) -> None:
-    """Prints a line after the name of its process."""
-    say(f"{name:<11} | {line}")
+
+class TerminalLog:
+    """Prints lines after the names of their processes. Leaves out those of a start that the command says itself: that
+    a process starts, where it listens, and that it serves."""
+
+    def __init__(self) -> None:
+        self._starting: set[str] = set()
+
+    def __call__(self, name: str, line: str) -> None:
+        _, _, message = line.partition(" - trtmesh.")
+        if message == STARTING:
+            self._starting.add(name)
+        elif name in self._starting and message == SERVING:
+            self._starting.remove(name)
+        elif name not in self._starting or ": listening " not in message:
+            say(f"{name:<11} | {line}")
 
 
 @contextmanager
 def process_log(directory: Path | None) -> Iterator[Log]:
     """Logs to the terminal, or to one file per process in `directory`."""
     if directory is None:
-        yield to_terminal
+        yield TerminalLog()
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)

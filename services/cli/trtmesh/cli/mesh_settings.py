@@ -128,7 +128,7 @@ Flags = Mapping[str, str]
 
 def load_mesh_settings(flags: Flags, defaults: Flags = MappingProxyType({})) -> MeshSettings:
     """Loads the settings of the stack from flags, environment, file and `defaults`, in this order of precedence."""
-    argv = [part for name, value in flags.items() for part in (_flag(name), value)]
+    argv = [part for name, value in flags.items() for part in (flag_of(name), value)]
     settings = load_settings(MeshSettings, argv)
     check_engines(settings.spelling("mesh.engines_at"), settings.engines_at)
     unsaid = {name: v for name, v in defaults.items() if not settings.asks_for(name)}
@@ -181,7 +181,7 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def _option(name: str, text: str) -> inspect.Parameter:
     option = typer.Option(
-        _flag(name),
+        flag_of(name),
         metavar="VALUE",
         help=text,
         show_default=False,
@@ -197,12 +197,13 @@ def _option(name: str, text: str) -> inspect.Parameter:
 def _switch(name: str, text: str) -> inspect.Parameter:
     """An option without a value."""
     annotation = Annotated[
-        bool, typer.Option(_flag(name), help=text, rich_help_panel=PANELS.get(name))
+        bool, typer.Option(flag_of(name), help=text, rich_help_panel=PANELS.get(name))
     ]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation
     )
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def flag_of(name: str) -> str:
+    """Returns the flag of a setting, by its dotted name."""
+    return "--" + name.replace(".", "-").replace("_", "-")

@@ -19,7 +19,7 @@ from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.chassis.settings import split_commas
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.extras import check_extras
-from trtmesh.cli.mesh_settings import MeshSettings
+from trtmesh.cli.mesh_settings import MeshSettings, flag_of
 from trtmesh.cli.temporary_ca import TemporaryCa
 
 LOOPBACK = "127.0.0.1"
@@ -115,7 +115,7 @@ class ProcessPlan:
     def command(self, ports: Mapping[str, int | None]) -> list[str]:
         flags: list[str] = []
         for name, port in ports.items():
-            flags += [f"--{name.replace('_', '-')}", "none" if port is None else str(port)]
+            flags += [flag_of(name), "none" if port is None else str(port)]
         return [sys.executable, "-m", f"trtmesh.{self.service}", *self.arguments, *flags]
 
 
@@ -216,7 +216,7 @@ class Plan:
         """The flag that lets engines take adapters, where there are some and nothing else says how many."""
         if not self.adapters or any(self._given.sources("engine", ADAPTER_MEMORY)):
             return ()
-        return ("--" + ADAPTER_MEMORY.replace(".", "-").replace("_", "-"), str(ADAPTER_BYTES))
+        return (flag_of(ADAPTER_MEMORY), str(ADAPTER_BYTES))
 
     def routers(self, tokenizers: Iterable[str], engines: Iterable[str]) -> list[ProcessPlan]:
         settings = self._settings
@@ -364,7 +364,7 @@ class Plan:
         flags += ["--grace-seconds", str(settings.grace_seconds)]
         for name in ("log_level", "log_format", "max_message_bytes"):
             if name in settings.model_fields_set:
-                flags += ["--" + name.replace("_", "-"), str(getattr(settings, name))]
+                flags += [flag_of(name), str(getattr(settings, name))]
         if self._config_file:
             flags += ["--config", self._config_file]
         if self._tls is not None:

@@ -55,7 +55,7 @@ class Stack:
         """`tell` hears what the processes do until they serve."""
         self._tell = tell
         self.settings = settings
-        self._plan = plan
+        self.plan = plan
         self._log = log
         self.tokenizers: list[Child] = []
         self.engines: list[Child] = []
@@ -66,25 +66,10 @@ class Stack:
         return [*self.routers, *self.engines, *self.tokenizers]
 
     @property
-    def ca(self) -> Path | None:
-        """The authority by which clients check the routers; None for plain text."""
-        return self._plan.ca
-
-    @property
     def place(self) -> RunningStack:
         """Where the stack is, for commands of this machine."""
-        at, ca = self.router, str(self.ca or "")
-        return RunningStack(at.address, at.admin_address, ", ".join(self.models), ca, network())
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The names of the models, the default one first."""
-        return self._plan.models
-
-    @property
-    def needs_api_key(self) -> bool:
-        """Whether clients need a key."""
-        return self._plan.needs_api_key
+        at, models, ca = self.router, ", ".join(self.plan.models), str(self.plan.ca or "")
+        return RunningStack(at.address, at.admin_address, models, ca, network())
 
     @property
     def router(self) -> Addresses:
@@ -105,13 +90,13 @@ class Stack:
 
     async def _start(self) -> None:
         self._check_ports()
-        self.tokenizers = self._children(self._plan.tokenizers())
-        self.engines = self._children(self._plan.engines())
+        self.tokenizers = self._children(self.plan.tokenizers())
+        self.engines = self._children(self.plan.engines())
         peers = (*self.tokenizers, *self.engines)
         await while_alive(peers, _all(child.start() for child in peers))
         # While models load, so that a wrong setting of the routers is reported at once.
         self.routers = self._children(
-            self._plan.routers(
+            self.plan.routers(
                 [child.bound.address for child in self.tokenizers],
                 [child.bound.address for child in self.engines],
             )
@@ -124,7 +109,7 @@ class Stack:
         settings = self.settings
         hosts = {"port": settings.host, "http_port": settings.host, "metrics_port": settings.host}
         hosts |= {"admin_port": LOOPBACK, "tokenizer_port": LOOPBACK, "engine_port": LOOPBACK}
-        tokenizers, engines = len(self._plan.tokenizers()), len(self._plan.engines())
+        tokenizers, engines = len(self.plan.tokenizers()), len(self.plan.engines())
         counts = {"tokenizer_port": tokenizers, "engine_port": engines}
         for name, host in hosts.items():
             first = getattr(settings, name) if settings.asks_for(name) else None
@@ -159,18 +144,19 @@ class Stack:
 
     async def _register_adapters(self, router: Child) -> None:
         """Registers the adapters of the stack that the router does not know; says which are unusable."""
-        if not self._plan.adapters:
+        if not self.plan.adapters:
             return
         client = self._admin_client(router, self.settings.start_seconds)
         with suppress(Unavailable):
             async with client as admin:
                 known = {adapter.name for adapter in (await admin.list_adapters()).adapters}
-                for path in self._plan.adapters:
+                for path in self.plan.adapters:
                     if path.name not in known:
                         await self._register(admin, path)
 
     async def _register(self, admin: AdminClient, path: Path) -> None:
-        adapter = AddAdapterRequest(name=path.name, source=path.name, model=self._plan.first_model)
+        model = self.plan.first_model
+        adapter = AddAdapterRequest(name=path.name, source=path.name, model=model)
         try:
             await admin.add_adapter(adapter)
         except Unavailable:
@@ -251,8 +237,8 @@ class Stack:
     def _admin_client(self, router: Child, timeout_seconds: float) -> AdminClient:
         return AdminClient(
             router.local.admin_address,
-            token=self._plan.admin_token(),
-            tls=self._plan.client_tls,
+            token=self.plan.admin_token(),
+            tls=self.plan.client_tls,
             timeout_seconds=timeout_seconds,
         )
 

@@ -33,23 +33,23 @@ async def _serve(stack: Stack) -> int:
     as_json = stack.settings.output == "json"
     for child in stack.children:
         put(json.dumps(_as_json(child)) if as_json else _as_text(child))
-    router = stack.router
+    router, plan = stack.router, stack.plan
     if as_json:
         ready: dict[str, object] = {"router": router.address, "admin": router.admin_address}
         ready |= {"http": router.http_address} if router.http_address else {}
-        ready |= {"models": stack.models}
-        ready |= {"ca": str(stack.ca)} if stack.ca else {}
+        ready |= {"models": plan.models}
+        ready |= {"ca": str(plan.ca)} if plan.ca else {}
         put(json.dumps({"event": "ready", **ready}))
     else:
-        ca, cacert = (f" --ca {stack.ca}", f"--cacert {stack.ca} ") if stack.ca else ("", "")
-        scheme = "https://" if stack.ca else ""
+        ca, cacert = (f" --ca {plan.ca}", f"--cacert {plan.ca} ") if plan.ca else ("", "")
+        scheme = "https://" if plan.ca else ""
         put(f"ready: trtmesh generate --router {router.address}{ca} {GENERATE_ARGUMENTS}")
         put(f"       trtmesh status --admin {router.admin_address}{ca}")
         if router.http_address:
-            key = CURL_KEY if stack.needs_api_key else ""
+            key = CURL_KEY if plan.needs_api_key else ""
             url = f"{scheme}{router.http_address}/v2/models/ensemble/generate"
             put(f"       curl {cacert}{key}-d '{CURL_BODY}' {url}")
-        _put_models(*stack.models)
+        _put_models(*plan.models)
     await asyncio.Event().wait()
     raise AssertionError("nothing sets this event")
 
