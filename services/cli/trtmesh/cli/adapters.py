@@ -188,12 +188,12 @@ async def _pin(context: Context, adapter: str, *, pinned: bool) -> int:
 
 
 def adapter_key(text: str) -> str | int:
-    """The number that digits write; other texts are names."""
+    """Returns a text of digits as a number, and any other text as a name."""
     return int(text) if is_number(text) else text
 
 
 async def _find(context: Context, text: str) -> pb.Adapter:
-    """The adapter with the name or the number, an operator's before those of clients.
+    """Returns the adapter with the name or the number; an operator's precedes a client's.
 
     Raises NotFound, or InvalidRequest for a name of several clients' adapters.
     """
@@ -216,7 +216,7 @@ async def _find(context: Context, text: str) -> pb.Adapter:
 
 
 def _version_of(adapter: pb.Adapter, start: str) -> str:
-    """The only version that starts so. Raises NotFound."""
+    """Returns the only version with this start. Raises NotFound."""
     known = [version.version for version in adapter.versions]
     match [version for version in known if version.startswith(start)]:
         case [version]:

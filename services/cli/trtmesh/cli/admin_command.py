@@ -1,4 +1,4 @@
-"""Options, connection, output and errors of the commands that call a router's admin address."""
+"""Options, connection, output and errors of the admin commands."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class AdminOptions:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Context]:
-        """Connects to the router; errors name its address and the remedy."""
+        """Connects to the router; errors name the address and the remedy."""
         token = AdminToken.read(self.token_file, os.environ)
         address, tls = self.admin, self.tls.client_tls()
         if address is None:

@@ -1,4 +1,4 @@
-"""All commands of `trtmesh`, as one application."""
+"""The application with all commands of `trtmesh`."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ MEANT = {
     **dict.fromkeys(("lora", "adapter"), "adapters --help"),
     "import": "import-triton REPOSITORY",
 }
-"""The command that others' commands mean here."""
+"""Commands of other servers, and their counterparts here."""
 
 
 class Commands(TyperGroup):
-    """The commands; an unknown one is answered with the one that was probably meant."""
+    """The commands. An unknown command is refused with the most likely alternative."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands and (meant := self._meant(args[0])):
@@ -63,7 +63,7 @@ class Commands(TyperGroup):
 
 
 class StackCommand(TyperCommand):
-    """A command of a stack, whose settings are options; a directory alone was probably meant as the model."""
+    """A command of a stack, with its settings as options. Takes a lone directory for a forgotten --model."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True

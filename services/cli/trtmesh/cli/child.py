@@ -1,4 +1,4 @@
-"""One process of the stack, from start to end."""
+"""A process of the stack, from start to end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Log = Callable[[str, str], None]
 
 
 class ChildEnded(StartupError):
-    """A required process of the stack ended; its exit status becomes the command's."""
+    """A required process of the stack ended; the command ends with the same status."""
 
     def __init__(self, plan: ProcessPlan, status: int, last_lines: Sequence[str]) -> None:
         super().__init__(f"{plan.name}{_cause(plan.service, status, last_lines)}")
@@ -40,7 +40,7 @@ class ChildEnded(StartupError):
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a process listens; '' and None where it does not."""
+    """The addresses of a process; '' and None for ports that are off."""
 
     address: str = ""
     admin_address: str = ""
@@ -54,12 +54,12 @@ class Addresses:
 
 
 class Child:
-    """Starts, watches and stops a process; a process that has ended can be started again."""
+    """Starts, watches and stops a process. `start` may be called again after its end."""
 
     def __init__(
         self, plan: ProcessPlan, log: Log, tell: Tell = lambda _name, _doing: None
     ) -> None:
-        """`tell` hears what the process does until it serves."""
+        """`tell` gets the progress of the start."""
         self.plan = plan
         self._tell = tell
         self.ports = dict(plan.ports)
@@ -96,8 +96,8 @@ class Child:
         """Returns when the process listens. A restart takes the same ports."""
         self._last_lines.clear()
         self._served = False
-        # A session of its own: Ctrl-C reaches the supervisor alone, which stops the processes in order. The pipe on
-        # standard input ends with the supervisor, however it ends, and the process with the pipe.
+        # A new session: Ctrl-C reaches the supervisor alone, for an orderly stop. The pipe on standard input closes
+        # with the supervisor, even after SIGKILL, and then the process ends.
         process = self._process = await asyncio.create_subprocess_exec(
             *self.plan.command(self.ports),
             stdin=PIPE,
@@ -125,13 +125,13 @@ class Child:
         self.ports |= {name: port for name, port in got.items() if port and name in self.ports}
 
     async def wait_serving(self) -> None:
-        """Returns when the process reports SERVING. Raises ChildEnded if it ends first."""
+        """Returns when the process reports SERVING. Raises ChildEnded if the process ends first."""
         await while_alive((self,), self._watch_health())
         self._served = True
         self._tell(self.name, SERVES)
 
     async def raise_at_end(self) -> NoReturn:
-        """Waits for the start of the process, then for its end."""
+        """Waits for the start of the process, then for the end."""
         await self._started.wait()
         raise await self._end()
 
@@ -140,12 +140,12 @@ class Child:
         assert self._process
         status = await self._process.wait()
         if self._relays:
-            # A grandchild may hold the pipes open; its output is not awaited.
+            # A grandchild may hold the pipes open; do not wait for more output.
             await asyncio.wait(self._relays, timeout=1)
         return status
 
     def finish(self) -> None:
-        """Asks a serving process to finish. A process still loading is killed: it has no work to finish."""
+        """Asks a serving process to finish. A process still loading has no work to finish, and is killed."""
         self._signal(signal.SIGTERM if self._served else signal.SIGKILL)
 
     def kill(self) -> None:
@@ -157,7 +157,7 @@ class Child:
                 os.killpg(self._process.pid, number)
 
     async def _announcement(self, lines: AsyncIterator[str]) -> dict[str, Any]:
-        """Returns the process's announcement of its addresses, a line of JSON."""
+        """Returns the addresses that the process announces in a line of JSON."""
         async for line in lines:
             try:
                 return dict(json.loads(line))
@@ -197,13 +197,13 @@ class Child:
 
 
 def _inherited(service: str) -> dict[str, str]:
-    """The variables that a process needs: no key of a client, and the token of admins only for a router."""
+    """Returns the variables for a process: no client's key, and the admin token only for a router."""
     secrets = {ApiKey.variable} | ({AdminToken.variable} if service != "router" else set())
     return {name: value for name, value in os.environ.items() if name not in secrets}
 
 
 def _cause(service: str, status: int, last_lines: Sequence[str]) -> str:
-    """The error with which a service ended, or what it logged last."""
+    """Returns the error that ended a service, or the last lines of the log."""
     prefix = STARTUP_ERROR_PREFIX.format(section=service)
     for line in reversed(last_lines):
         if line.startswith(prefix):

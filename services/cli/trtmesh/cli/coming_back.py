@@ -1,4 +1,4 @@
-"""Commands that watch a router come back to it after a lost connection."""
+"""Watching a router across lost connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 async def repeated(ask: Callable[[], Awaitable[T]]) -> AsyncIterator[T]:
-    """The answers of a router that is asked again and again. Raises the error of the first call."""
+    """Yields the answers of a router, asked again and again. Raises the error of the first call."""
     yield await ask()
     lost = Lost()
     while True:
@@ -31,8 +31,8 @@ async def repeated(ask: Callable[[], Awaitable[T]]) -> AsyncIterator[T]:
 
 
 async def followed(follow: Callable[[], AsyncGenerator[T, None]]) -> AsyncIterator[T]:
-    """The messages of a stream, which is opened again whenever it ends. Raises the error of a first stream that tells
-    nothing."""
+    """Yields the messages of a stream, and reopens the stream at each end. Raises the error of a first stream without
+    messages."""
     lost, told = Lost(), False
     while True:
         try:
@@ -49,7 +49,7 @@ async def followed(follow: Callable[[], AsyncGenerator[T, None]]) -> AsyncIterat
 
 
 class Lost:
-    """Says once that a router is lost, and once that it is back."""
+    """Reports the loss of a router once, and the return once."""
 
     def __init__(self) -> None:
         self._said = False

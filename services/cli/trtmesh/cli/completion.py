@@ -1,4 +1,4 @@
-"""Shell completion of names that a router knows; empty unless the router answers at once."""
+"""Shell completion of a router's names; empty unless the router answers at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def _worker_names(admin: AdminClient) -> Iterable[str]:
 
 
 def names_of_workers(workers: Sequence[pb.Worker]) -> set[str]:
-    """The unique name of each worker: its address if the name is missing or shared."""
+    """Returns a unique name for each worker: the address if the name is missing or shared."""
     carriers = Counter(worker.worker for worker in workers)
     return {
         worker.worker if worker.worker and carriers[worker.worker] == 1 else worker.address

@@ -1,4 +1,4 @@
-"""Options of `trtmesh generate` for fields of GenerationConfig; types and defaults are those of the fields."""
+"""Options of `trtmesh generate` for fields of GenerationConfig; types and defaults come from the fields."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LEAST = dict.fromkeys(NEGATIVE_IS_UNSET, -1)
 
 @dataclass(frozen=True, slots=True)
 class ConfigOption:
-    """An option for the field that `Client.generate` calls `keyword`."""
+    """An option for the field with `keyword` in `Client.generate`."""
 
     keyword: str
     help: str
     least: int = 0
     """Least value of a number without a fraction."""
     name: str = ""
-    """Name of the option, if it is not that of the keyword."""
+    """Name of the option, if different from the keyword."""
 
     def parameter(self) -> Parameter:
         """Returns the option as a parameter of a typer command."""
@@ -82,8 +82,8 @@ OPTIONS = (
 
 
 def takes_config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Makes a typer command of `command(..., config_fields)`, with the options in place of that parameter: it gets
-    those that are set, by keyword of `Client.generate`."""
+    """Makes a typer command of `command(..., config_fields)`. The options stand in place of the parameter
+    `config_fields`, a mapping of the set options by keyword of `Client.generate`."""
 
     def with_fields(**values: Any) -> None:
         given = {option.keyword: values.pop(option.keyword) for option in OPTIONS}

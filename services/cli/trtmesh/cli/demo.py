@@ -1,4 +1,4 @@
-"""`trtmesh demo`: a stack, one request, and the next commands to try."""
+"""`trtmesh demo`: a stack, a request, and the next commands to try."""
 
 from __future__ import annotations
 

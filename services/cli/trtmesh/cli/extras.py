@@ -1,4 +1,4 @@
-"""Optional parts of the package that a command runs."""
+"""Optional parts of the package."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MODULE_OF_EXTRA = {
     "foreign": "smg_grpc_proto",
     "tls": "cryptography",
 }
-"""A module that comes with each extra of the package."""
+"""A module of each extra of the package."""
 
 
 def check_extras(needed: Iterable[str]) -> None:
-    """Raises StartupError that names the extras to install."""
+    """Raises StartupError with the extras to install."""
     missing = [extra for extra in needed if find_spec(MODULE_OF_EXTRA[extra]) is None]
     if missing:
         raise StartupError(

@@ -147,11 +147,11 @@ def _sequences(config: GenerationConfig) -> int:
 
 
 def _are_equal(config: GenerationConfig) -> bool:
-    """Whether all sequences are the most likely one."""
+    """Returns whether all sequences are the most likely sequence."""
     try:
         parsed = parse_config(config)
     except InvalidField:
-        # The router says what is wrong.
+        # The router reports the field.
         return False
     return parsed.sequences > 1 and parsed.beam_search.beam_width == 1 and parsed.sampling.greedy
 

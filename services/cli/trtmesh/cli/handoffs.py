@@ -1,4 +1,4 @@
-"""`trtmesh handoffs`: the KV on its way between the workers of a router."""
+"""`trtmesh handoffs`: KV moving between the workers of a router."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def handoffs(
 
 
 def _totals(workers: Iterable[pb.Worker]) -> Iterator[str]:
-    """The handoffs that each worker completed, since its start."""
+    """Yields the completed handoffs of each worker, since the start."""
     for worker in workers:
         sent, received = worker.load.sent_handoffs, worker.load.received_handoffs
         for counts, way in ((sent, "sent"), (received, "received")):

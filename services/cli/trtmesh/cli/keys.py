@@ -1,4 +1,4 @@
-"""`trtmesh keys`: the file of API keys that routers read."""
+"""`trtmesh keys`: the file of API keys of routers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trtmesh.router.callers.limits import RateLimit
 keys = typer.Typer(name="keys", help="The file of API keys of routers.", no_args_is_help=True)
 
 SHORTEST_KEY = 20
-"""Characters of an existing key: the file has a fast digest of it, so a short one could be guessed."""
+"""Least characters of an existing key: the file has fast digests, so a short key could be guessed."""
 
 NameArgument = Annotated[str, typer.Argument(help="Name of the caller, in logs and metrics.")]
 FileOption = Annotated[
@@ -57,7 +57,7 @@ class LimitOptions:
     max_priority: int | None = option("Highest priority of a request.")
 
     def given(self) -> dict[str, str]:
-        """The limits that are set, as a line of the file has them."""
+        """Returns the set limits, in the form of the file."""
         return {name: str(value) for name, value in asdict(self).items() if value is not None}
 
 
@@ -227,7 +227,7 @@ def _lines_of(file: Path) -> list[str]:
 
 @contextmanager
 def _changing(file: Path) -> Iterator[list[str]]:
-    """The lines of a file, for changes that are written at once and by one command at a time."""
+    """Yields the lines of a file for changes, written at once, by a single command at a time."""
     target = file.resolve()
     try:
         directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -245,7 +245,7 @@ def _changing(file: Path) -> Iterator[list[str]]:
 
 
 def _replace(file: Path, lines: Sequence[str]) -> None:
-    """Readers see the former file or the whole new one. Raises SettingsError."""
+    """Replaces the file atomically. Raises SettingsError."""
     mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else 0o600
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:

@@ -16,8 +16,8 @@ STARTING, SERVING = "chassis.health: starting", "chassis.health: serving"
 
 
 class TerminalLog:
-    """Prints lines after the names of their processes. Leaves out those of a start that the command says itself: that
-    a process starts, where it listens, and that it serves."""
+    """Prints lines after the names of their processes, without the start, the addresses and the readiness of a process:
+    the command prints these facts already."""
 
     def __init__(self) -> None:
         self._starting: set[str] = set()
@@ -34,7 +34,7 @@ class TerminalLog:
 
 @contextmanager
 def process_log(directory: Path | None) -> Iterator[Log]:
-    """Logs to the terminal, or to one file per process in `directory`."""
+    """Logs to the terminal, or to a file per process in `directory`."""
     if directory is None:
         yield TerminalLog()
         return
@@ -56,7 +56,7 @@ def process_log(directory: Path | None) -> Iterator[Log]:
                 files[name].write(f"{line}\n".encode())
                 unwritten.discard(name)
             except OSError as error:
-                # Raising would stop the reader, and the process would block on its full pipe.
+                # Raising would stop the reader, and the process would block on a full pipe.
                 if name not in unwritten:
                     say(f"lines are lost: {path} cannot be written: {error.strerror}")
                 unwritten.add(name)

@@ -1,4 +1,4 @@
-"""Settings of `trtmesh up`, and its flags."""
+"""Settings and flags of `trtmesh up`."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class MeshSettings(ServiceSettings):
     """Form of standard output: text, or one JSON object per line."""
 
     def asks_for(self, name: str) -> bool:
-        """Whether a value was given for the setting, rather than its default."""
+        """Returns whether the setting was given a value."""
         return name in self.model_fields_set
 
     @property
@@ -150,7 +150,7 @@ PANELS: Mapping[str, str] = {
         CONNECTION,
     ),
 }
-"""Titles under which the help has options that are not about models and processes, the last one last."""
+"""Help titles of options beside models and processes, in this order."""
 
 
 def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -205,5 +205,5 @@ def _switch(name: str, text: str) -> inspect.Parameter:
 
 
 def flag_of(name: str) -> str:
-    """Returns the flag of a setting, by its dotted name."""
+    """Returns the flag of a setting with a dotted name."""
     return "--" + name.replace(".", "-").replace("_", "-")

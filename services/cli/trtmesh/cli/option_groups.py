@@ -1,4 +1,4 @@
-"""Groups of options: a command's parameter whose type is a dataclass stands for an option per field."""
+"""Groups of options: a dataclass as a parameter of a command stands for an option per field."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OPTION = "option"
 def option(
     help_text: str, *flags: str, default: object = None, panel: str | None = None, **limits: Any
 ) -> Any:
-    """The field of a group for an option: its help, and its flags if they are not named like the field."""
+    """Returns the field of a group for an option; without `flags`, the flag is named like the field."""
     shown = typer.Option(*flags, help=help_text, rich_help_panel=panel, **limits)
     return field(default=default, metadata={OPTION: shown})
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Makes a typer command of `command`, whose groups have their fields as options."""
+    """Makes a typer command of `command`, with the fields of all groups as options."""
     return with_options(command, inspect.signature(command, eval_str=True).parameters.values())
 
 
@@ -50,7 +50,7 @@ def with_options(
 
 
 def _options(parameter: Parameter) -> Iterator[Parameter]:
-    """The parameter, or those of its fields and of the groups among them."""
+    """Yields the parameter, or for a group the parameters of all fields, nested groups included."""
     if not _is_group(group := parameter.annotation):
         yield parameter.replace(kind=Parameter.KEYWORD_ONLY)
         return
@@ -65,7 +65,7 @@ def _options(parameter: Parameter) -> Iterator[Parameter]:
 
 
 def _built(group: type[Any], values: MutableMapping[str, Any]) -> Any:
-    """A group of the values of its fields, which are taken out of `values`."""
+    """Builds a group from `values`, and removes the used values there."""
     return group(
         **{
             each.name: _built(kind, values) if _is_group(kind) else values.pop(each.name)

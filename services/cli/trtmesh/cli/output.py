@@ -41,7 +41,7 @@ def say_equal(sequences: int, remedy: str) -> None:
 
 
 def readable(text: str) -> str:
-    """Text of several lines, without what commands a terminal."""
+    """Returns text of several lines without control characters for a terminal."""
     return escaped(text, kept="\n\t")
 
 
@@ -51,13 +51,13 @@ def local_time(timespec: str = "seconds") -> str:
 
 
 def put(text: str, end: str = "\n") -> None:
-    """Prints and flushes a result: a pipe sees a stream as it comes."""
+    """Prints and flushes a result: a pipe sees a stream without delay."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
 def put_json(message: Message) -> None:
-    """Prints a message as one line of JSON."""
+    """Prints a message as a line of JSON."""
     put(json.dumps(as_fields(message), ensure_ascii=False))
 
 

@@ -24,9 +24,9 @@ from trtmesh.cli.temporary_ca import TemporaryCa
 
 LOOPBACK = "127.0.0.1"
 SPREAD = "tensorrt_llm"
-"""The backend whose engines see the GPUs of their entry alone."""
+"""The backend with engines that see only the GPUs of their entry."""
 RANKED = ("torch", SPREAD)
-"""Backends whose engines take several GPUs."""
+"""Backends with engines on several GPUs."""
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
 
 ADAPTER_MEMORY = "torch.adapters.host_bytes"
@@ -56,7 +56,7 @@ _OVERRULED: Mapping[str, Mapping[str, str]] = {
         "engines": "mesh.engines, their number, or mesh.engines_at",
     },
 }
-"""The setting of the stack that replaces each; some have none."""
+"""The setting of the stack in place of each, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ServiceSettingsGiven:
     environ: Mapping[str, str]
 
     def refuse_overruled(self) -> None:
-        """Raises SettingsError for a setting of a service that the stack would overrule silently."""
+        """Raises SettingsError for a service's setting without effect in a stack."""
         for service, names in _OVERRULED.items():
             for name, instead in names.items():
                 for source in self.sources(service, name):
@@ -75,7 +75,7 @@ class ServiceSettingsGiven:
                     raise SettingsError(f"{source} has no effect on a stack, which sets it; {way}")
 
     def sources(self, service: str, name: str) -> Iterator[str]:
-        """Yields what sets a setting: a variable, the file, both or neither."""
+        """Yields the sources of a setting: a variable, the file, both or neither."""
         if (variable := _variable(service, name)) in self.environ:
             yield f"environment variable {variable}"
         group, leaf = self._place(service, name)
@@ -101,7 +101,7 @@ def _variable(service: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process: `python -m trtmesh.<service> <arguments>` and its ports."""
+    """A process: `python -m trtmesh.<service> <arguments>` and the ports."""
 
     name: str
     service: str
@@ -146,7 +146,7 @@ class Plan:
         self.adapters = self._find_adapters()
 
     def _extras(self) -> Iterator[str]:
-        """The optional parts of the package that the processes need."""
+        """Yields the optional parts of the package for the processes."""
         settings = self._settings
         own = settings.mixed_engines or settings.has_roles or settings.devices
         yield "tokenizer"
@@ -169,7 +169,7 @@ class Plan:
         demo = _demo_model()
         if demo is None or self._models[0].directory.resolve() != demo:
             return ()
-        # An operator who sets the memory decides about adapters too.
+        # An operator with a setting for the memory decides about adapters too.
         if any(self._given.sources("engine", ADAPTER_MEMORY)):
             return ()
         return _adapters_in(demo.parent / "demo-adapters")
@@ -213,7 +213,7 @@ class Plan:
         ]
 
     def _adapter_memory(self) -> tuple[str, ...]:
-        """The flag that lets engines take adapters, where there are some and nothing else says how many."""
+        """Returns the flag for engines to take the stack's adapters, unless the setting is given."""
         if not self.adapters or any(self._given.sources("engine", ADAPTER_MEMORY)):
             return ()
         return (flag_of(ADAPTER_MEMORY), str(ADAPTER_BYTES))
@@ -247,17 +247,17 @@ class Plan:
 
     @property
     def models(self) -> Sequence[str]:
-        """The names of the models, the default one first."""
+        """The names of the models, the default first."""
         return [model.name for model in self._models]
 
     def _served_names(self) -> tuple[str, ...]:
-        """The flag that says which of several models is the default."""
+        """Returns the flag with the default among several models."""
         if len(self._models) == 1 or any(self._given.sources("router", "models")):
             return ()
         return ("--models", ",".join(self.models))
 
     def _foreign_models(self) -> tuple[str, ...]:
-        """The flag by which foreign engines count as serving the stack's models."""
+        """Returns the flag that makes the stack's models known for foreign engines."""
         if not any(map(is_foreign, self._settings.engines_at)) or any(
             self._given.sources("router", "foreign.model_dirs")
         ):
@@ -265,7 +265,7 @@ class Plan:
         return ("--foreign-model-dirs", ",".join(str(model.directory) for model in self._models))
 
     def _own_record(self, index: int) -> tuple[str, ...]:
-        """The flag for a record file of its own, which the routers after the first need."""
+        """Returns the flag for a separate record file, for each router after the first."""
         given = self._given.value("router", "record.file")
         if given is None or index == 0:
             return ()
@@ -273,7 +273,7 @@ class Plan:
         return ("--record-file", str(file.with_stem(f"{file.stem}.router-{index}")))
 
     def _roots(self) -> Sequence[str]:
-        """The root of the stack's adapters, where the router looks first, and the given ones."""
+        """Returns the root of the stack's adapters, searched first, and the given roots."""
         given = split_commas(self._given.value("router", "adapters.roots"))
         # The router refuses anything but a list.
         others = given if isinstance(given, Sequence) else ()
@@ -285,7 +285,7 @@ class Plan:
         return self._given.value("router", "api_keys.file") is not None
 
     def admin_token(self) -> AdminToken | None:
-        """The token that the routers ask admins for. Raises SettingsError."""
+        """Returns the admin token of the routers. Raises SettingsError."""
         file = self._given.value("router", "admin.token_file")
         return AdminToken.read(Path(str(file)) if file else None, os.environ)
 
@@ -308,13 +308,13 @@ class Plan:
 
     def _place(self, flags: tuple[str, ...], device: str) -> Place:
         if self._backend == SPREAD:
-            # The library takes the first GPUs that it sees.
+            # The library takes the first visible GPUs.
             visible = [self._visible(name) for name in DeviceNames(device).names]
             return Place(flags, {VISIBLE: ",".join(visible)})
         return Place((*flags, "--torch-device", device))
 
     def _visible(self, name: DeviceName) -> str:
-        """The name of a GPU of this process for its children. Raises SettingsError."""
+        """Returns the name of a GPU for child processes. Raises SettingsError."""
         names = [each for each in os.environ.get(VISIBLE, "").split(",") if each]
         seen = name.text in names if name.is_identity else (name.number or 0) < len(names)
         if names and not seen:
@@ -328,7 +328,7 @@ class Plan:
         return names[number] if names else str(number)
 
     def _check_groups(self) -> None:
-        """Raises SettingsError for an entry of `devices` that is malformed or does not fit the backend."""
+        """Raises SettingsError for an entry of `devices` with a wrong form, or wrong for the backend."""
         for model, devices in self._settings.devices.items():
             for device in devices:
                 try:
@@ -355,7 +355,7 @@ class Plan:
 
     @property
     def ca(self) -> Path | None:
-        """The authority by which clients check the routers; None for plain text."""
+        """The authority for clients to check the routers; None for plain text."""
         return self._tls.ca if self._tls else None
 
     def _common(self, service: str, host: str) -> tuple[str, ...]:
@@ -374,7 +374,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine runs, and what it serves."""
+    """Model, role and device of an engine."""
 
     flags: tuple[str, ...]
     """For model, role and device."""
@@ -382,14 +382,14 @@ class Place:
 
 
 def _are_gpus(names: Sequence[DeviceName]) -> bool:
-    """Whether each name is that of one GPU, and of another than the others."""
+    """Returns whether all names are of single, different GPUs."""
     each_is_one = all(name.number is not None or name.is_identity for name in names)
     return each_is_one and len(set(names)) == len(names)
 
 
 def _sharing_cores(model: ServedModel, engines: int) -> Mapping[str, str]:
-    """The variable of an engine that shares the cores with others; an existing value wins."""
-    # Engines that each take all cores slow each other down.
+    """Returns the variable with an engine's number of threads; an existing value wins."""
+    # Engines with a thread for every core slow each other down.
     threads = threads_for(weight_bytes(model.directory), physical_cores() // engines)
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
@@ -403,7 +403,7 @@ class ServedModel:
     """A model of the stack."""
 
     name: str
-    """The name of its directory."""
+    """The name of the directory."""
     directory: Path
     flags: tuple[str, ...]
     """Flags of tokenizers and engines; none if file or environment name the model for both."""
@@ -448,7 +448,7 @@ def _check_names(models: Sequence[Path], given: ServiceSettingsGiven) -> None:
 
 
 def _adapters_in(directory: Path) -> Sequence[Path]:
-    """The subdirectories, each with an adapter; the router says which is unusable. Raises SettingsError."""
+    """Returns the directories of adapters; the router refuses unusable adapters. Raises SettingsError."""
     try:
         return sorted(path.resolve() for path in directory.iterdir() if path.is_dir())
     except OSError as error:
@@ -491,7 +491,7 @@ def _check_roles(settings: MeshSettings, given: ServiceSettingsGiven) -> None:
 
 
 def demo_model() -> Path:
-    """The model of the repository. Raises ModelUnusable outside of it."""
+    """Returns the model of the repository. Raises ModelUnusable elsewhere."""
     if (model := _demo_model()) is not None:
         return model
     raise ModelUnusable(

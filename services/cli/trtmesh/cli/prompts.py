@@ -18,7 +18,7 @@ LinesOption = Annotated[
 
 
 def read_prompts(arguments: Sequence[str], *, lines: bool) -> list[str]:
-    """The prompts of the arguments; with `lines` a file has one on each line that is not blank."""
+    """Returns the prompts of the arguments; with `lines` each line of a file is a prompt, unless blank."""
     return [prompt for argument in arguments for prompt in _read(argument, lines=lines)]
 
 

@@ -1,4 +1,4 @@
-"""Rates of a fleet and its streams between two samples of a router."""
+"""Rates of a fleet and of streams between two samples of a router."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRates:
-    """Token rates of a worker between two samples, and its share of reused prompt tokens.
+    """Token rates of a worker between two samples, and the share of reused prompt tokens.
 
     `hit_rate` is reused / (reused + computed) prompt tokens since the worker started, `recent_hit_rate` the same
     between the samples; None where there were none.
@@ -36,7 +36,7 @@ class WorkerRates:
 
 @dataclass(frozen=True, slots=True)
 class RequestRate:
-    """Token rate of a request between two samples, over all its sequences."""
+    """Token rate of a request between two samples, over all sequences."""
 
     request_id: str
     tokens_per_second: float | None
@@ -44,9 +44,9 @@ class RequestRate:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """All rates between two samples, parallel to the workers and requests of the later one.
+    """All rates between two samples, parallel to the workers and requests of the later sample.
 
-    `generated_tokens_per_second` and the hit rates are those of the fleet, whichever router its work came from.
+    `generated_tokens_per_second` and the hit rates cover the whole fleet, with the work of other routers.
     """
 
     workers: tuple[WorkerRates, ...]

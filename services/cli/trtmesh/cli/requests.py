@@ -134,7 +134,7 @@ def _placement_line(placement: pb.Placement) -> str:
 
 
 def split_line(placement: pb.Placement) -> str:
-    """Both legs, or the only one, and the reason; empty where no worker has a role."""
+    """Describes both legs, or the only leg, and the reason. Returns '' if no worker has a role."""
     if not placement.split_reason:
         return ""
     if placement.prefill_worker:

@@ -1,4 +1,4 @@
-"""Runs a command and maps its outcome to an exit status.
+"""Runs a command and maps the outcome to an exit status.
 
 0    success
 1    an item or a call failed, nothing is ready, or a process of the stack ended for good
@@ -49,7 +49,7 @@ API_KEY_HINT = "give the key in TRTMESH_API_KEY or with --api-key-file"
 
 
 def run(command: Coroutine[Any, Any, int]) -> None:
-    """Runs `command`, prints its error and exits with its status."""
+    """Runs `command`, prints an error and exits with the status."""
     try:
         status = asyncio.run(command)
     except TrtmeshError as error:
@@ -61,7 +61,7 @@ def run(command: Coroutine[Any, Any, int]) -> None:
     except KeyboardInterrupt:
         status = INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output left. Python would fail again when it flushes at exit.
+        # The reader of our output left. Python would fail again with the flush at exit.
         give_up(sys.stdout)
         status = FAILED
     raise typer.Exit(status)
@@ -75,9 +75,9 @@ class AddressOption:
     variable: str
     server: str
     needed: str
-    """What must answer at the address."""
+    """The right server for the address."""
     tls: str = "--tls, --ca, --cert, --cert-key and --server-name"
-    """Options that say how to connect over TLS."""
+    """Options of TLS."""
 
     @property
     def setting(self) -> str:
@@ -95,8 +95,8 @@ ROUTER = AddressOption(
 
 @contextmanager
 def address_explained(address: str, option: AddressOption) -> Iterator[None]:
-    """Names the option, the address and the remedy in errors of connecting. Raises SettingsError for an address that is
-    none, and for one where something else answers."""
+    """Names the option, the address and the remedy in errors of connecting. Raises SettingsError for a malformed
+    address, and for the address of another server."""
     setting = option.setting
     check_address(address, setting)
     try:
@@ -120,7 +120,7 @@ def address_explained(address: str, option: AddressOption) -> Iterator[None]:
 
 
 def _why(error: Unavailable, address: str, option: AddressOption) -> str:
-    """The problem of a connection, with the options of TLS where that matters."""
+    """Returns the problem of a connection, with the options of TLS if relevant."""
     why = str(error).removeprefix(f"{address}: ")
     matters = any(word in why for word in ("TLS", "certificate"))
     return f"{why} ({option.tls} set TLS)" if matters else why
@@ -128,7 +128,7 @@ def _why(error: Unavailable, address: str, option: AddressOption) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """Options of a command that calls a router as a client."""
+    """Options of a router's clients."""
 
     router: str | None = option(
         f"Router to talk to, host:port; unset, that of your stack, else {DEFAULT_ADDRESS}.",
@@ -140,7 +140,7 @@ class RouterOptions:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Client]:
-        """Connects to the router, without an address to that of the user's stack; errors name it and the remedy."""
+        """Connects to the router, by default of the user's stack; errors name the address and the remedy."""
         api_key = ApiKey.read(self.api_key_file, os.environ)
         address, tls = self.router, self.tls.client_tls()
         if address is None:

@@ -1,4 +1,4 @@
-"""A local stack: starts its processes together, keeps them alive, stops them in order."""
+"""A local stack: starts all processes together, keeps them alive, stops them in order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Stack:
         log: Log,
         tell: Tell = lambda _name, _doing: None,
     ) -> None:
-        """`tell` hears what the processes do until they serve."""
+        """`tell` gets the progress of the start."""
         self._tell = tell
         self.settings = settings
         self.plan = plan
@@ -77,7 +77,7 @@ class Stack:
         return self.routers[0].local
 
     async def start(self) -> None:
-        """Returns when all processes serve and the routers know the others. Raises ChildEnded if one ends first."""
+        """Returns when all processes serve and the routers know the others. Raises ChildEnded at the end of any."""
         try:
             async with asyncio.timeout(self.settings.start_seconds):
                 await self._start()
@@ -94,7 +94,7 @@ class Stack:
         self.engines = self._children(self.plan.engines())
         peers = (*self.tokenizers, *self.engines)
         await while_alive(peers, _all(child.start() for child in peers))
-        # While models load, so that a wrong setting of the routers is reported at once.
+        # While models load: a wrong setting of the routers is reported at once.
         self.routers = self._children(
             self.plan.routers(
                 [child.bound.address for child in self.tokenizers],
@@ -143,7 +143,7 @@ class Stack:
                         return
 
     async def _register_adapters(self, router: Child) -> None:
-        """Registers the adapters of the stack that the router does not know; says which are unusable."""
+        """Registers the stack's adapters, unless known to the router; reports unusable adapters."""
         if not self.plan.adapters:
             return
         client = self._admin_client(router, self.settings.start_seconds)
@@ -181,7 +181,7 @@ class Stack:
                     raise
 
     def _leave_taken_ports(self, router: Child) -> bool:
-        """Replaces default ports in use by free ones; False if there are none in use."""
+        """Replaces default ports in use by free ports. Returns whether there were any."""
         taken = [
             name for name, port in router.ports.items() if port and self._may_leave(name, port)
         ]
@@ -269,7 +269,7 @@ class RestartBudget:
     _times: list[float] = field(default_factory=list)
 
     def take(self, now: float) -> float:
-        """Books a restart and returns the seconds to wait before it."""
+        """Books a restart and returns the seconds to wait before."""
         self._times = [time for time in self._times if time > now - RESTART_WINDOW_SECONDS]
         delay = min(FIRST_RESTART_SECONDS * 2.0 ** len(self._times), LONGEST_RESTART_SECONDS)
         if len(self._times) >= self.most_per_minute:

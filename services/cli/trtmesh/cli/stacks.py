@@ -30,10 +30,10 @@ class RunningStack:
     models: str = ""
     ca: str = ""
     network: int = 0
-    """The network namespace: in another one loopback addresses mean something else."""
+    """The network namespace; loopback addresses differ between namespaces."""
 
     def tls(self, asked: ClientTls | None) -> ClientTls | None:
-        """TLS as the options ask for it, else by the stack's authority."""
+        """Returns TLS as asked for, else with the stack's authority."""
         return asked or (ClientTls(Path(self.ca)) if self.ca else None)
 
 
@@ -43,7 +43,7 @@ class StackFile:
     def __init__(self, number: int, file: IO[str] | None) -> None:
         self._file = file
         self.prefix = f"s{number}-" if number > 1 else ""
-        """Begins the names of the stack's processes, unlike those of the user's other stacks."""
+        """Begins the names of the stack's processes, different for each of the user's stacks."""
 
     def write(self, stack: RunningStack) -> None:
         """Says where the stack is, once it serves."""
@@ -54,8 +54,8 @@ class StackFile:
 
 @contextmanager
 def stack_file() -> Iterator[StackFile]:
-    """The first free number and its file, as long as the block runs. Without a place for files every stack counts as
-    the first."""
+    """Yields the first free number and the file, for the length of the block. Without a place for files every stack
+    counts as the first."""
     try:
         _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         number, file = _claim(_folder())
@@ -90,7 +90,7 @@ def _take(file: IO[str]) -> bool:
 
 
 def stack_meant(option: str) -> RunningStack:
-    """The user's only running stack, or the default addresses without one. Raises SettingsError for several."""
+    """Returns the user's only running stack, or else the default addresses. Raises SettingsError for several."""
     stacks = list(_running())
     if len(stacks) > 1:
         told = "; ".join(f"{s.models}: router {s.router}, admin {s.admin}" for s in stacks)

@@ -1,4 +1,4 @@
-"""Says how far a start is: in a terminal in one line that changes, in a pipe in lines."""
+"""Shows the progress of a start: in a terminal in a changing line, in a pipe line by line."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.spinner import Spinner
 from trtmesh.cli.output import say
 
 Tell = Callable[[str, str], None]
-"""Takes the name of a process and what it does now."""
+"""Takes the name of a process and the present activity."""
 
 SERVES = "serves"
 
 
 @contextmanager
 def progress(console: Console | None = None) -> Iterator[Tell]:
-    """What it yields may be called as long as the block runs."""
+    """Yields a function for the length of the block."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield lambda name, doing: say(f"{name} {doing}")
@@ -31,6 +31,6 @@ def progress(console: Console | None = None) -> Iterator[Tell]:
         busy = [f"{each} {does}" for each, does in doings.items() if does != SERVES]
         spinner.update(text="; ".join(busy) or "connecting")
 
-    # Lines of logs appear above it.
+    # Lines of logs appear above.
     with Live(spinner, console=console, transient=True, redirect_stdout=False):
         yield tell

@@ -23,7 +23,7 @@ from trtmesh.client.results import Results
 
 
 class Printer(AbstractContextManager["Printer"]):
-    """Prints events. A context manager: leaving it prints held-back text on any exit path."""
+    """Prints events. A context manager: the exit prints held-back text."""
 
     redraws: ClassVar[bool] = False
     """Whether shown text can be replaced."""
@@ -44,7 +44,7 @@ class Printer(AbstractContextManager["Printer"]):
 
 
 class JsonLines(Printer):
-    """Prints one JSON object per event."""
+    """Prints a JSON object per event."""
 
     redraws = True
 
@@ -55,7 +55,7 @@ class JsonLines(Printer):
 
 
 class RawText(Printer):
-    """Prints the bare text of one sequence as it comes."""
+    """Prints the bare text of a single sequence without delay."""
 
     def __init__(self, clean: Callable[[str], str]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class RawText(Printer):
 
 
 class TaggedLines(Printer):
-    """Prints the lines of several sequences after tags, each when it or its sequence ends: none is folded."""
+    """Prints the lines of several sequences after tags, each line once complete: no line is folded."""
 
     def __init__(self, tag: Callable[[int, int], str], clean: Callable[[str], str]) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class TaggedLines(Printer):
 
 
 class LiveRegions(Printer):
-    """Redraws one region per sequence in place; the whole texts stay at the end."""
+    """Redraws a region per sequence in place; the whole texts stay at the end."""
 
     redraws = True
 
@@ -165,7 +165,7 @@ def choose_printer(*, as_json_lines: bool, items: int, sequences: int, console: 
 
 
 def summary(event: ItemFinished | ItemFailed, log_probs: Sequence[float] = ()) -> str:
-    """Summarises the end of an item, with the log-probabilities of its sequences."""
+    """Summarises the end of an item, with the log-probabilities of the sequences."""
     if isinstance(event, ItemFailed):
         return f"failed: {event.error.reason}: {escaped(str(event.error))}"
     usage = event.usage
@@ -175,7 +175,7 @@ def summary(event: ItemFinished | ItemFailed, log_probs: Sequence[float] = ()) -
 
 
 def as_json(event: Event) -> dict[str, object]:
-    """The event as a JSON object: its kind, then its fields."""
+    """Returns the event as a JSON object: the kind, then the fields."""
     kind = "".join(f"_{char.lower()}" if char.isupper() else char for char in type(event).__name__)
     return {"event": kind.lstrip("_")} | {
         field.name: _json_value(getattr(event, field.name)) for field in fields(event)

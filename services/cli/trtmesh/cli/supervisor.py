@@ -29,8 +29,8 @@ Use = Callable[[Stack], Coroutine[Any, Any, int]]
 
 
 async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({})) -> int:
-    """Starts a stack, keeps it alive during `use`, stops it and returns the exit status. `defaults` have the lowest
-    precedence of all settings."""
+    """Starts a stack, keeps all processes alive during `use`, stops them and returns the exit status. `defaults` have
+    the lowest precedence of all settings."""
     with imported_repository(flags) as effective:
         settings = load_mesh_settings(effective, defaults)
         try:
@@ -125,7 +125,7 @@ def _interrupts(interrupt: Callable[[], None], stdin: int | None) -> Iterator[No
                 "needs a pipe or a terminal as input", setting="mesh.stop_on_stdin_eof"
             ) from error
     ending = [signal.SIGINT, signal.SIGTERM]
-    # Under nohup it is ignored, and stays so.
+    # Under nohup the signal is ignored, and stays so.
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         ending.append(signal.SIGHUP)
     for number in ending:

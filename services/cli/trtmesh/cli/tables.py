@@ -52,7 +52,7 @@ def workers_table(workers: Sequence[pb.Worker]) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class LoadColumn:
-    """A figure of workers' loads that is worth a column only where some worker has it."""
+    """A column of workers' loads, left out unless some worker has the figure."""
 
     heading: str
     is_used: Callable[[Load], object]
@@ -96,18 +96,18 @@ LOAD_COLUMNS = (
 
 
 def load_columns(workers: Iterable[pb.Worker]) -> Sequence[LoadColumn]:
-    """The columns with a figure of at least one worker."""
+    """Returns the columns with a figure for some worker."""
     loads = [worker.load for worker in workers]
     return [column for column in LOAD_COLUMNS if any(map(column.is_used, loads))]
 
 
 def has_roles(workers: Iterable[pb.Worker]) -> bool:
-    """Whether a worker is for one phase only."""
+    """Returns whether some worker is for a single phase."""
     return any(role_word(worker) in ("prefill", "decode") for worker in workers)
 
 
 def role_word(worker: pb.Worker) -> str:
-    """The present role; before the first report, the configured one."""
+    """Returns the present role; before the first report, the configured role."""
     return enum_word(WorkerRole, worker.load.role or worker.engine.role)
 
 
@@ -142,13 +142,13 @@ def generated_tokens(request: pb.LiveRequest) -> int:
 
 
 def stage_words(request: pb.LiveRequest) -> str:
-    """Counts its items by stage: `1 encode, 3 generate`."""
+    """Counts the items by stage: `1 encode, 3 generate`."""
     stages = Counter(item.stage for item in request.items)
     return ", ".join(f"{count} {stage}" for stage, count in stages.items())
 
 
 def items_table(request: pb.LiveRequest) -> Table:
-    """One row per sequence; an item without sequences has a row too."""
+    """Has a row per sequence, and a row per item without sequences."""
     table = new_table(
         "item", "stage", "prompt\ntokens", "sequence", "worker", "new\ntokens", "sent", "state"
     )
@@ -198,7 +198,7 @@ def handoffs_table(handoffs: Iterable[pb.Handoff]) -> Table:
 
 
 def candidates_table(placement: pb.Placement) -> Table:
-    """The workers of a placement; those of an item with an adapter show its place and the time to have it ready."""
+    """Has the workers of a placement, for an item with an adapter also place and loading time of the adapter."""
     columns: Columns[pb.PlacementCandidate] = {
         "worker": lambda each: each.worker,
         "score": lambda each: "" if each.excluded_by else f"{each.score:.4g}",
@@ -218,7 +218,7 @@ def candidates_table(placement: pb.Placement) -> Table:
 
 
 def adapters_table(adapters: Iterable[pb.Adapter]) -> Table:
-    """One row per version, the current one first."""
+    """Has a row per version, the current version first."""
     table = new_table(
         "adapter", "number", "version", "size", "rank", "workers", "share", "pinned", remark="error"
     )
@@ -266,7 +266,7 @@ def adapter_versions_table(adapter: pb.Adapter) -> Table:
 
 
 def residencies_table(adapter: pb.Adapter) -> Table:
-    """One row per worker and version."""
+    """Has a row per worker and version."""
     table = new_table("version", "worker", "place", "sequences", "pinned")
     for version in adapter.versions:
         for each in version.residencies:
@@ -282,7 +282,7 @@ def residencies_table(adapter: pb.Adapter) -> Table:
 
 
 def short_version(version: str) -> str:
-    """The first digits, as unique as those of a commit."""
+    """Returns the first digits, unique enough, as for commits."""
     return version[:12]
 
 
@@ -291,7 +291,7 @@ def size_word(size: int) -> str:
 
 
 def table_of(rows: Iterable[R], columns: Columns[R], remark: str = "") -> Table:
-    """Makes a table with a row for each of `rows`; `remark` names the last column if it folds."""
+    """Makes a table with a row for each of `rows`; `remark` names the last column if foldable."""
     table = new_table(*(heading for heading in columns if heading != remark), remark=remark)
     for row in rows:
         add_row(table, *(cell(row) for cell in columns.values()))
@@ -310,13 +310,13 @@ def new_table(*headings: str, remark: str = "") -> Table:
 
 
 def add_row(table: Table, *cells: object) -> None:
-    """Adds a row. Names come from clients and workers: cells are cut and escaped, and show markup as it is."""
+    """Adds a row. Names come from clients and workers: cells are cut and escaped, and show markup verbatim."""
     table.add_row(*(Text(escaped(cut(str(cell), MAX_CELL_CHARACTERS))) for cell in cells))
 
 
 def fitted(table: Table, console: Console, spare: Sequence[str] = ()) -> Table:
-    """Makes the table as wide as its cells, without an empty column of remarks. On a narrow terminal remarks fold
-    first, then the columns `spare` are left out one after the other, then lines run on; in a pipe a row is a line."""
+    """Makes the table as wide as the cells, without an empty column of remarks. On a narrow terminal remarks fold
+    first, then the columns `spare` are left out in turn, then lines run on; in a pipe a row is a line."""
     remarks = table.columns[-1]
     folds = not remarks.no_wrap
     widest = max((cell_len(str(cell)) for cell in remarks.cells), default=0)
@@ -334,7 +334,7 @@ def fitted(table: Table, console: Console, spare: Sequence[str] = ()) -> Table:
 
 
 def _whole_width(table: Table, console: Console) -> int:
-    """The width that no line exceeds."""
+    """Returns the greatest width of a line."""
     unbound = console.options.update(max_width=sys.maxsize)
     return Measurement.get(console, unbound, table).maximum
 
@@ -346,7 +346,7 @@ def print_tables(*tables: Table) -> None:
 
 
 def worker_state(worker: pb.Worker) -> str:
-    """The state of a worker, and of its breaker unless closed."""
+    """Describes the state of a worker, and of the breaker unless closed."""
     state = state_word(worker.state)
     if worker.breaker in (pb.BREAKER_STATE_UNSPECIFIED, pb.BREAKER_STATE_CLOSED):
         return state
@@ -358,7 +358,7 @@ def state_word(state: int) -> str:
 
 
 def enum_word(enum: Any, value: int) -> str:
-    """Shortens WORKER_STATE_READY to `ready`; an unknown value is its number."""
+    """Shortens WORKER_STATE_READY to `ready`; returns an unknown value as a number."""
     if value not in enum.values():
         return str(value)
     prefix = "".join(f"_{char}" if char.isupper() else char for char in enum.DESCRIPTOR.name)

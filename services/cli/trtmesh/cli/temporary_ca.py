@@ -1,4 +1,4 @@
-"""Certificates for one run of a local stack, of an authority whose key is never stored."""
+"""Certificates for a single run of a local stack, by an authority without a stored key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 VALID = dt.timedelta(days=30)
-"""Longer than a stack runs for trying out; the certificates go with it."""
+"""Longer than any trial; the certificates are deleted with the stack."""
 
 PEER_NAME = "trtmesh.internal"
 """The name of the processes among themselves."""

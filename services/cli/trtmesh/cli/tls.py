@@ -1,4 +1,4 @@
-"""Options of commands that connect to a router over TLS."""
+"""Options for connecting to a router over TLS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtmesh.chassis.tls.client import CA, CERTIFICATE, KEY, SERVER_NAME, TLS, C
 from trtmesh.cli.option_groups import option
 
 CONNECTION = "Connection"
-"""Title under which a command's help has the options of its connection."""
+"""Help title of the options of a connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TlsOptions:
     )
 
     def client_tls(self) -> ClientTls | None:
-        """Returns TLS as the options ask for it, or None for plain text."""
+        """Returns the settings of TLS, or None for plain text."""
         if not (self.tls or self.ca or self.cert or self.key or self.server_name):
             return None
         settings = ("--ca", "--cert", "--cert-key")

@@ -41,7 +41,7 @@ SPARE_OF_WORKERS = (
     *("KV\nreuse\nnow", "items", "role", "KV\nused"),
 )
 SPARE_OF_STREAMS = ("items", "age s", "unread", "stages")
-"""Columns that a narrow terminal goes without, in this order."""
+"""Columns to leave out on a narrow terminal, in this order."""
 
 Show = Callable[[Sample, Rates], None]
 
@@ -84,7 +84,7 @@ async def _look(admin: AdminClient, limit: int) -> Sample:
 
 @contextmanager
 def _shown(context: Context) -> Iterator[Show]:
-    """Shows JSON lines, a redrawn alternate screen, or in a pipe one page after another."""
+    """Shows JSON lines, a redrawn alternate screen, or in a pipe page after page."""
     console = Console()
     make = partial(page, console, context.admin.address)
     if context.as_json:
@@ -107,7 +107,7 @@ def _put_json(sample: Sample, rates: Rates) -> None:
 
 
 def page(console: Console, address: str, sample: Sample, rates: Rates) -> Group:
-    """Renders one update for a console."""
+    """Renders an update for a console."""
     fleet = sample.fleet
     headline = (
         f"router {address}: policy {fleet.policy}, {fleet.live_requests} live requests,"

@@ -1,6 +1,6 @@
-"""The client SDK: `Client` with its events and options, and `AdminClient` for a router's admin address.
+"""The client SDK: `Client` with events and options, and `AdminClient` for a router's admin address.
 
-Calls raise the errors of `trtmesh.chassis.errors`. Messages of generation.proto that options take are exported too.
+Calls raise the errors of `trtmesh.chassis.errors`. Messages of generation.proto for options are exported too.
 """
 
 from trtmesh.chassis.bearer import AdminToken, ApiKey

@@ -35,8 +35,8 @@ class AdminClient(ServerChannel):
             for worker in (await admin.list_workers()).workers:
                 ...
 
-    `token` is a text or the result of `AdminToken.read`; a malformed one raises SettingsError, and so does an address
-    that is not host:port. `tls` is that of `Client`. Failed calls raise an error of `trtmesh.chassis.errors`:
+    `token` is a text or the result of `AdminToken.read`; a malformed token raises SettingsError, and so does an address
+    not of the form host:port. `tls` is as in `Client`. Failed calls raise an error of `trtmesh.chassis.errors`:
     DeadlineExceeded after `timeout_seconds` without a sign of the router.
     """
 
@@ -64,7 +64,7 @@ class AdminClient(ServerChannel):
         return await self._short(self._stub.ListWorkers, pb.ListWorkersRequest())
 
     async def watch_workers(self) -> AsyncGenerator[pb.WatchWorkersResponse, None]:
-        """Workers and tokenizers, now and after each change. Closing it (`contextlib.aclosing`) ends the call."""
+        """Workers and tokenizers, now and after each change. Closing (`contextlib.aclosing`) ends the call."""
         call = self._stub.WatchWorkers(pb.WatchWorkersRequest(), metadata=self.metadata)
         try:
             while True:
@@ -80,8 +80,8 @@ class AdminClient(ServerChannel):
     ) -> pb.AddWorkerResponse:
         """Makes the router connect to a worker.
 
-        Raises WorkerLost if none answers within `wait_seconds` (None means 5): it is removed again. 0 adds it without
-        waiting.
+        Raises WorkerLost, and removes the worker again, without an answer within `wait_seconds` (None means 5). 0 does
+        not wait.
         """
         wait_ms = None if wait_seconds is None else round(wait_seconds * 1000)
         request = pb.AddWorkerRequest(address=address, wait_ms=wait_ms)
@@ -104,7 +104,7 @@ class AdminClient(ServerChannel):
         return await self._short(self._stub.ResumeWorker, pb.ResumeWorkerRequest(worker=worker))
 
     async def remove_worker(self, worker: str) -> pb.RemoveWorkerResponse:
-        """Removes a worker from the router; its sequences move."""
+        """Removes a worker from the router; the sequences move."""
         return await self._short(self._stub.RemoveWorker, pb.RemoveWorkerRequest(worker=worker))
 
     async def set_worker_role(self, worker: str, role: str) -> pb.SetWorkerRoleResponse:
@@ -124,14 +124,14 @@ class AdminClient(ServerChannel):
     async def list_requests(
         self, request_id: str = "", *, limit: int = 0
     ) -> pb.ListRequestsResponse:
-        """Live requests, oldest first, at most `limit`; or those with `request_id`, one per owner."""
+        """Returns live requests, oldest first, at most `limit`; or only requests with `request_id`, of any owner."""
         request = pb.ListRequestsRequest(request_id=request_id, limit=limit)
         return await self._short(self._stub.ListRequests, request)
 
     async def stop_request(
         self, request_id: str, batch_indexes: Sequence[int] = (), *, owner: str = ""
     ) -> int:
-        """Stops a request, or some of its items; returns the number of live items.
+        """Stops a request, or some of the items; returns the number of live items.
 
         Raises InvalidField if requests of several owners have the id and `owner` is not given.
         """
@@ -141,11 +141,11 @@ class AdminClient(ServerChannel):
         return answer.stopped_items
 
     async def list_adapters(self) -> pb.ListAdaptersResponse:
-        """Adapters of the registry and their versions, with the workers that have them."""
+        """Returns the adapters of the registry and their versions, each with its workers."""
         return await self._short(self._stub.ListAdapters, pb.ListAdaptersRequest())
 
     async def add_adapter(self, adapter: pb.AddAdapterRequest) -> pb.Adapter:
-        """Registers the adapter in a directory of the router (`source`), or a new version of it."""
+        """Registers the adapter in a directory of the router (`source`), or a new version."""
         call = self._stub.AddAdapter(adapter, metadata=self.metadata)
         response: pb.AddAdapterResponse = await self._long(call)
         return response.adapter
@@ -157,9 +157,9 @@ class AdminClient(ServerChannel):
         *,
         on_sent: Callable[[int], object] = lambda _: None,
     ) -> pb.Adapter:
-        """Registers an adapter with its content (`AdapterContent.read(directory, most_bytes)`), or a new version of it.
+        """Registers an adapter with its content (`AdapterContent.read(directory, most_bytes)`), or a new version.
 
-        The router refuses content that arrives with another digest. A cancelled upload leaves nothing. `on_sent` gets
+        The router refuses content with another digest. A cancelled upload leaves nothing. `on_sent` gets
         the size of each part.
         """
 
@@ -176,18 +176,18 @@ class AdminClient(ServerChannel):
         return response.adapter
 
     async def remove_adapter(self, adapter_id: int, version: str = "") -> None:
-        """Forgets an adapter, or one of its versions, and unloads it; running items finish on it."""
+        """Forgets and unloads an adapter, or a single version; running items finish on the old content."""
         request = pb.RemoveAdapterRequest(id=adapter_id, version=version)
         await self._short(self._stub.RemoveAdapter, request)
 
     async def pin_adapter(self, adapter_id: int, *, pinned: bool = True) -> pb.Adapter:
-        """Keeps an adapter loaded, or lets workers evict it again."""
+        """Keeps an adapter loaded, or allows eviction again."""
         request = pb.PinAdapterRequest(id=adapter_id, pinned=pinned)
         response: pb.PinAdapterResponse = await self._short(self._stub.PinAdapter, request)
         return response.adapter
 
     async def get_policy(self) -> pb.GetPolicyResponse:
-        """The current placement policy, and the available ones."""
+        """Returns the current placement policy, and all available policies."""
         return await self._short(self._stub.GetPolicy, pb.GetPolicyRequest())
 
     async def set_policy(self, policy: str) -> pb.SetPolicyResponse:

@@ -22,7 +22,7 @@ EXPLANATIONS: Mapping[grpc.StatusCode, Callable[[str, str], TrtmeshError | None]
     grpc.StatusCode.UNAVAILABLE: connection_error,
     grpc.StatusCode.UNIMPLEMENTED: service_error,
 }
-"""What turns an address and the words of gRPC into an error, if it knows the words."""
+"""By status: turns an address and the words of gRPC into an error, if the words are known."""
 
 
 class ServerChannel:
@@ -67,14 +67,14 @@ class ServerChannel:
 
 @contextmanager
 def typed_errors(address: str = "") -> Iterator[None]:
-    """Turns a failed call into the server's TrtmeshError, or into one that names the server's address."""
+    """Turns a failed call into the server's TrtmeshError, or into a TrtmeshError with the server's address."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
         metadata = error.trailing_metadata()
         details = error.details() or error.code().name
         if REASON_METADATA_KEY not in metadata:
-            # No server of ours said it.
+            # Not from a server of ours.
             explain = EXPLANATIONS.get(error.code())
             if explain and (explained := explain(address, details)):
                 raise explained from error
@@ -83,7 +83,7 @@ def typed_errors(address: str = "") -> Iterator[None]:
                 details = "the call had no answer, or no end, within its timeout; allow more time"
         raise from_status(error.code(), details, metadata) from error
     except asyncio.CancelledError as error:
-        # Closing the client cancels its calls, and grpc.aio raises CancelledError in tasks without a cancellation.
+        # Closing the client cancels all calls, and grpc.aio raises CancelledError in tasks without a cancellation.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise

@@ -87,11 +87,11 @@ class Client:
     stream: the caller sees every event once. After `resume_seconds` without progress the call fails. With a
     single address a lost router fails the call at once, unless `resume_seconds` is set.
 
-    With `tls` connections are encrypted, and routers checked: `ClientTls(ca=Path("ca.pem"))`. Files that cannot be used
+    With `tls` connections are encrypted, and routers checked: `ClientTls(ca=Path("ca.pem"))`. Unusable files
     raise SettingsError when the client is opened.
 
-    `api_key` is a text or the result of `ApiKey.read`; every call carries it. An address that is not host:port raises
-    SettingsError, failed calls raise an error of `trtmesh.chassis.errors`.
+    `api_key` is a text or the result of `ApiKey.read`; every call carries the key. An address not of the form host:port
+    raises SettingsError, failed calls raise an error of `trtmesh.chassis.errors`.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Client:
     async def _events(
         self, progress: Progress, timeout_seconds: float | None
     ) -> AsyncGenerator[Event, None]:
-        """The new events, from one router after another."""
+        """Yields the new events, from router after router."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout_seconds is None else loop.time() + timeout_seconds
         patience = loop.time() + self._resume_seconds
@@ -246,7 +246,7 @@ class Client:
         timeout_seconds: float | None = None,
         **options: Unpack[Options],
     ) -> Sequence[ItemResult]:
-        """The results in the order of the prompts. A failed item sets `error` in its result instead of raising."""
+        """The results in the order of the prompts. A failed item sets `error` in the result instead of raising."""
         results = Results(len(prompts))
         events = self.generate(
             prompts,
@@ -268,7 +268,7 @@ class Client:
         *,
         timeout_seconds: float | None = 10.0,
     ) -> int:
-        """Stops a request, or some of its items, on any router; returns the number of live items.
+        """Stops a request, or some of the items, on any router; returns the number of live items.
 
         A request between two routers stops on the next. Raises Unavailable if no router
         answers, or none accepts the request within `timeout_seconds`.
@@ -300,7 +300,7 @@ class Client:
 
 
 def _too_late(progress: Progress, timeout_seconds: float) -> DeadlineExceeded:
-    """The error for a passed deadline, whether router or client noticed it."""
+    """Returns the error for a passed deadline, noticed by router or client."""
     request = progress.request
     state = (
         f"{len(progress.unfinished)} of its {len(request.items)} items had not ended"

@@ -1,4 +1,4 @@
-"""Events of a request as flat values: one dataclass for each kind of GenerateEvent.
+"""Events of a request as flat values: a dataclass for each kind of GenerateEvent.
 
 router.proto documents the fields. Ids are tuples, finish reasons words, and failures exceptions of
 `trtmesh.chassis.errors`; rarely requested data stays a proto message.
@@ -65,7 +65,7 @@ class Accepted(_OfSequence):
 
 @dataclass(frozen=True, slots=True)
 class ItemStarted(_OfSequence):
-    """An item was placed on a worker; precedes its tokens."""
+    """An item was placed on a worker; precedes all tokens."""
 
     seed: int
     prompt_tokens: int
@@ -99,7 +99,7 @@ class SequenceStarted(_OfSequence):
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished(_OfSequence):
-    """One sequence of an item ended."""
+    """A sequence of an item ended."""
 
     reason: FinishReason
     generated_tokens: int

@@ -1,6 +1,6 @@
 """Python arguments of `Client.generate` to a GenerateRequest.
 
-Every field of `GenerationConfig` has a keyword. Those of the common groups are flat (`max_tokens` for
+Every field of `GenerationConfig` has a keyword. Keywords of the common groups are flat (`max_tokens` for
 `stopping.max_tokens`); the others take their message (`draft=DraftConfig(...)`). The field `lora` is the keyword
 `adapter`: a name, a number or a LoraConfig.
 """
@@ -18,7 +18,7 @@ from trtmesh.v1 import router_pb2
 from trtmesh.v1.generation_fields import FLAT_GROUPS, NEGATIVE_IS_UNSET
 
 PromptLike = str | Sequence[int] | pb.Prompt | router_pb2.GenerateItem
-"""One prompt: a text, token ids, or a message."""
+"""A prompt: a text, token ids, or a message."""
 
 
 def _groups_by_option() -> dict[str, str]:
@@ -30,7 +30,7 @@ def _groups_by_option() -> dict[str, str]:
 
 
 GROUP_OF: Mapping[str, str] = _groups_by_option()
-"""Group of each keyword; '' for the fields of GenerationConfig itself."""
+"""Group of each keyword; '' for direct fields of GenerationConfig."""
 
 
 def build_config(
@@ -56,7 +56,7 @@ def build_config(
 
 
 def _lora(adapter: object) -> object:
-    """An adapter by name or number as its message; passes anything else through."""
+    """Returns the message for an adapter by name or number; passes anything else through."""
     match adapter:
         case str():
             return pb.LoraConfig(name=adapter)
@@ -86,7 +86,7 @@ def _assign(message: Message, name: str, value: Any) -> None:
 
 
 def build_items(prompts: Sequence[PromptLike]) -> list[router_pb2.GenerateItem]:
-    """One item per prompt. Raises TypeError for a bare text instead of a list."""
+    """Returns an item per prompt. Raises TypeError for a bare text instead of a list."""
     if isinstance(prompts, str):
         raise TypeError("prompts is a text but must be a list of prompts; write [text]")
     return [_item(batch_index, prompt) for batch_index, prompt in enumerate(prompts)]
@@ -107,7 +107,7 @@ def _item(batch_index: int, prompt: PromptLike) -> router_pb2.GenerateItem:
 
 @contextmanager
 def encodable(field: str, batch_index: int | None = None) -> Iterator[None]:
-    """Raises InvalidField for a text with a surrogate, which UTF-8 cannot encode."""
+    """Raises InvalidField for a text with a surrogate: UTF-8 has no encoding."""
     try:
         yield
     except UnicodeEncodeError as error:

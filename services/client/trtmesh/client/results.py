@@ -1,4 +1,4 @@
-"""Folds the events of a request into one result per item."""
+"""Folds the events of a request into a result per item."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trtmesh.v1 import generation_pb2 as pb
 
 @dataclass(slots=True)
 class SequenceResult:
-    """One generated sequence. `finished` is None if its item failed first."""
+    """A generated sequence. `finished` is None if the item failed first."""
 
     chunks: list[Tokens] = field(default_factory=list)
     finished: SequenceFinished | None = None
@@ -75,7 +75,7 @@ class SequenceResult:
 
 
 def joined(tensors: Iterable[pb.Tensor]) -> pb.Tensor | None:
-    """The rows of all tensors in one; None for no tensors."""
+    """Returns a tensor with the rows of all tensors, or None for no tensors."""
     parts = list(tensors)
     if not parts:
         return None
@@ -93,7 +93,7 @@ def _end(chunk: Tokens) -> int:
 
 @dataclass(slots=True)
 class ItemResult:
-    """Result of one prompt. `error` is None exactly if it completed."""
+    """Result of a prompt. `error` is None exactly if the item completed."""
 
     batch_index: int
     sequences: list[SequenceResult] = field(default_factory=list)

@@ -46,7 +46,7 @@ class Progress:
         self._sequences: dict[tuple[int, int], _Sequence] = {}
 
     def add(self, event: Event) -> bool:
-        """Notes an event; False if the caller has it already."""
+        """Notes an event. Returns whether the event is new to the caller."""
         return self._is_new(event) or not self.resumed
 
     def _is_new(self, event: Event) -> bool:
@@ -115,7 +115,7 @@ class Progress:
         return self._config(batch_index).beam_search.beam_width > 1
 
     def _can_go_on(self, batch_index: int, sequence: _Sequence) -> bool:
-        """Whether another router can continue it: beams and unstreamed sequences start over."""
+        """Returns whether another router can continue: beams and unstreamed sequences start over."""
         if self._is_beam(batch_index):
             return False
         output = self._config(batch_index).output
@@ -137,7 +137,7 @@ class Progress:
 
 
 def _added(known: set[K], key: K) -> bool:
-    """Adds a key; False if it was present."""
+    """Adds a key. Returns whether the key is new."""
     new = key not in known
     known.add(key)
     return new
