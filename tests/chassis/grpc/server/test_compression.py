@@ -6,6 +6,7 @@ import asyncio
 import random
 import zlib
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ from chassis.grpc.server.test_server import SERVICE, channel_to
 from chassis.grpc.server.wire import Wire, message, wired
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.server import GrpcServer
+from trtmesh.chassis.grpc.server.compression import PIECE_BYTES
 from trtmesh.chassis.http2.frames import ErrorCode, FrameType, rst_stream
 
 MIN_BYTES = 16_384
@@ -145,17 +147,40 @@ def large_call(wire: Wire, stream: int = 1) -> bytes:
     return wire.call(stream, "Many", changes=GZIP) + wire.data(stream, request)
 
 
+class HeldPieces(ThreadPoolExecutor):
+    """Compresses whole pieces of large messages when they may go on, and all else at once."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.held = list[Callable[[], object]]()
+        self.may_go_on = False
+
+    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        if self.may_go_on or not given or len(given[0]) < PIECE_BYTES:
+            return super().submit(work, *given, **named)
+        later = Future[Any]()
+        self.held.append(lambda: later.set_result(work(*given, **named)))
+        return later
+
+    def go_on(self) -> None:
+        self.may_go_on = True
+        for each in self.held:
+            each()
+
+
 async def test_compressing_holds_up_nobody() -> None:
     """While one answer is compressed, another connection is served, and its smaller answer is compressed too."""
     async with compressing(ASKED) as example, wired(example) as wire, channel_to(example) as other:
+        thread = example.server.policy.compressor._thread = HeldPieces()
         wire.send(large_call(wire))
         large = asyncio.create_task(wire.answer(1))
-        await until(lambda: unread(example) > 0)
+        await until(lambda: len(thread.held) > 0)
         echo: Any = other.unary_unary(SERVICE + "Echo")
         assert await echo(b"on") == b"on"
         assert await echo(TEXT, compression=grpc.Compression.Gzip) == TEXT
         assert not large.done()
         assert unread(example) == MOST_BYTES
+        thread.go_on()
         body, _ = await large
         assert zlib.decompress(body[5:], 31) == bytes(MOST_BYTES)
         assert unread(example) == 0
