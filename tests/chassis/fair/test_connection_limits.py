@@ -12,6 +12,7 @@ from chassis.grpc.server.wire import message, wired
 from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.fair.limits import ConnectionCounts, origin_of
 from trtmesh.chassis.grpc.server import GrpcServer
+from trtmesh.chassis.grpc.server import connection as server_connection
 from trtmesh.chassis.http2 import connection as http2_connection
 from trtmesh.chassis.http2.frames import ErrorCode, FrameType
 
@@ -56,10 +57,12 @@ async def test_an_old_connection_ends_after_its_calls(monkeypatch: pytest.Monkey
     monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.5)
     async with limited(ConnectionSettings(max_age_seconds=0.01)) as example, wired(example) as wire:
         wire.send(wire.call(1, "Chat"))
-        goaway = await wire.next(FrameType.GOAWAY)
-        assert ErrorCode.parse(goaway.payload[4:8]) == ErrorCode.NO_ERROR
-        wire.send(wire.call(3), wire.data(3, b"too late"))
-        assert await wire.error() == (3, ErrorCode.REFUSED_STREAM)
+        ping = await wire.farewell()
+        # A client opens calls until it has read of the end.
+        await wire.echoes(3)
+        assert await wire.refuses(ping) == 3
+        wire.send(wire.call(5), wire.data(5, b"too late"))
+        assert await wire.error() == (5, ErrorCode.REFUSED_STREAM)
         wire.send(wire.data(1, b"ab"))
         body, said = await wire.answer(1)
         assert (body, said["grpc-status"]) == (message(b"ba"), "0")
@@ -71,6 +74,16 @@ async def test_an_old_connection_without_calls_ends_at_once(
 ) -> None:
     monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.5)
     async with limited(ConnectionSettings(max_age_seconds=0.01)) as example, wired(example) as wire:
+        assert await wire.refuses(await wire.farewell()) == 0
+        assert await wire.closed() == b""
+
+
+async def test_a_client_that_answers_no_ping_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_connection, "FAREWELL_SECONDS", 0.1)
+    async with limited(ConnectionSettings()) as example, wired(example) as wire:
+        await wire.echoes(1)
+        example.server.retire_connections()
+        await wire.farewell()
         await wire.next(FrameType.GOAWAY)
         assert await wire.closed() == b""
 
@@ -87,8 +100,7 @@ async def test_retired_connections_end_after_their_calls_and_later_ones_are_serv
         await asyncio.to_thread(lambda: None)
         example.server.retire_connections()
         for wire in (busy, idle):
-            goaway = await wire.next(FrameType.GOAWAY)
-            assert ErrorCode.parse(goaway.payload[4:8]) == ErrorCode.NO_ERROR
+            assert await wire.refuses(await wire.farewell()) == 1
         assert await idle.closed() == b""
         async with wired(example) as later:
             await later.echoes(1)

@@ -142,6 +142,19 @@ class Wire:
             return 0, ErrorCode(int.from_bytes(found.payload[4:8]))
         return found.stream_id, ErrorCode(int.from_bytes(found.payload))
 
+    async def farewell(self) -> Frame:
+        """Waits for the announcement that the connection ends, which refuses nothing yet; returns its PING."""
+        goaway = await self.next(FrameType.GOAWAY)
+        assert goaway.payload == MAX_WINDOW_SIZE.to_bytes(4) + ErrorCode.NO_ERROR.to_bytes(4)
+        return await self.next(FrameType.PING)
+
+    async def refuses(self, ping: Frame) -> int:
+        """Answers the PING of a farewell; returns the last stream that is served."""
+        self.send(frame(FrameType.PING, ACK, 0, ping.payload))
+        goaway = await self.next(FrameType.GOAWAY)
+        assert ErrorCode.parse(goaway.payload[4:8]) == ErrorCode.NO_ERROR
+        return int.from_bytes(goaway.payload[:4])
+
     async def closed(self) -> bytes:
         """Waits for the end of the connection; returns the rest of the data."""
         return await self.reader.read()

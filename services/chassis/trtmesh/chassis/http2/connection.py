@@ -517,8 +517,13 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             self.rates.count(rates.PING)
         # Clients measure the network by a PING for each round trip with DATA.
         self._sent_before_ping = sent
-        if not received.flags & ACK:
+        if received.flags & ACK:
+            self._receive_ping_answer(received.payload)
+        else:
             self.writer.send(frame(FrameType.PING, ACK, 0, received.payload))
+
+    def _receive_ping_answer(self, payload: bytes) -> None:
+        """A PING has come back."""
 
     def _receive_goaway_frame(self, received: Frame) -> None:
         payload = received.payload

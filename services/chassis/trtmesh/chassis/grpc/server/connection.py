@@ -29,10 +29,13 @@ from trtmesh.chassis.http2.connection import Http2Connection, initial_settings
 from trtmesh.chassis.http2.frames import (
     INITIAL_WINDOW_SIZE,
     PREFACE,
+    STREAM_ID_MASK,
     ErrorCode,
+    FrameType,
     Http2ConnectionError,
     Http2StreamError,
     Setting,
+    frame,
     goaway,
 )
 from trtmesh.chassis.http2.headers import (
@@ -61,6 +64,12 @@ _NOT_HTTP2 = (
     b"Connection: close\r\n\r\n"
     b"This port speaks gRPC, which is HTTP/2.\n"
 )
+
+FAREWELL_SECONDS = 5.0
+"""How long a client may take to answer the PING after which a retiring connection refuses calls."""
+
+_FAREWELL = b"farewell"
+"""The payload of this PING."""
 
 
 class Owner(Protocol):
@@ -105,6 +114,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self._opened = False
         self._retiring = False
         self._retire_at = math.inf
+        self._refusal_timer: asyncio.TimerHandle | None = None
         self._admitted = False
         self._buffered = 0
         """Bytes buffered by the transport at the latest count."""
@@ -136,6 +146,8 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         super().connection_lost(error)
         self.unread.close()
         self.idle.close()
+        if self._refusal_timer is not None:
+            self._refusal_timer.cancel()
         if self._admitted:
             self._owner.connection_counts.leave(self._host)
             self._owner.connection_closed(self)
@@ -152,10 +164,22 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             self._send_goaway(ErrorCode.NO_ERROR)
 
     def retire(self) -> None:
-        """Ends the connection after the running calls."""
-        if self._retiring:
+        """Ends the connection after the running calls, and after those that the client opens before it knows: a GOAWAY
+        of all streams, and once a PING has come back, that of the last one (RFC 9113, 6.8)."""
+        if self._retiring or self._draining:
             return
         self._retiring = True
+        self._greet()
+        farewell = goaway(STREAM_ID_MASK, ErrorCode.NO_ERROR)
+        self.writer.send(farewell + frame(FrameType.PING, 0, 0, _FAREWELL))
+        self._refusal_timer = self._loop.call_later(FAREWELL_SECONDS, self._refuse_calls)
+
+    def _receive_ping_answer(self, payload: bytes) -> None:
+        if self._retiring and payload == _FAREWELL:
+            self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        """Ends a retiring connection after the calls that it has."""
         self.drain()
         if not self._streams:
             self.close()
