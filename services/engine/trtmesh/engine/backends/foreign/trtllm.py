@@ -11,6 +11,7 @@ from smg_grpc_proto.generated import common_pb2, trtllm_service_pb2_grpc
 from smg_grpc_proto.generated import trtllm_service_pb2 as trtllm
 from trtmesh.chassis.errors import UnsupportedField
 from trtmesh.engine.backend import Submission
+from trtmesh.engine.backends.foreign.calls import CommonCalls, ended
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts, LoadRecord, News
 from trtmesh.engine.backends.foreign.log_probs import asked_top, most_likely
@@ -27,25 +28,18 @@ GUIDES = {
 }
 
 
-class TrtllmContract:
+class TrtllmContract(CommonCalls):
     """Implements Contract."""
 
     engine = "trtllm"
     supported_fields = supported_by("trtllm")
-    asks_transfer = ""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._stub = trtllm_service_pb2_grpc.TrtllmServiceStub(connection.channel)
+        stub = trtllm_service_pb2_grpc.TrtllmServiceStub(connection.channel)
+        super().__init__(connection, stub, trtllm, request_of)
 
     async def describe(self) -> EngineFacts:
-        ask, stub = self._connection.ask, self._stub
-        model = await ask(
-            stub.GetModelInfo, trtllm.GetModelInfoRequest(), trtllm.GetModelInfoResponse
-        )
-        server = await ask(
-            stub.GetServerInfo, trtllm.GetServerInfoRequest(), trtllm.GetServerInfoResponse
-        )
+        model, server = await self.tell("GetModelInfo"), await self.tell("GetServerInfo")
         return EngineFacts(
             version=server.version,
             model=model.model_id,
@@ -69,31 +63,29 @@ class TrtllmContract:
                 fields=("stopping.min_tokens", "stopping.end_id"),
             )
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[News, None]:
-        async with self._connection.stream(self._stub.Generate, request_of(ask)) as call:
-            async for response in call:
-                yield news_of(response, ask)
-
     async def abort(self, call_id: str) -> None:
-        request = trtllm.AbortRequest(request_id=call_id)
-        await self._connection.ask(self._stub.Abort, request, trtllm.AbortResponse)
+        await self.tell("Abort", request_id=call_id)
 
     async def load(self) -> LoadRecord | None:
         await self.illness()
         return None
 
     async def illness(self) -> str:
-        answer = await self._connection.ask(
-            self._stub.HealthCheck, trtllm.HealthCheckRequest(), trtllm.HealthCheckResponse
-        )
+        answer = await self.tell("HealthCheck")
         status = answer.status.strip()
         return "" if status.lower() == "ok" else status or "it is not healthy"
 
-    async def tokenizer(self) -> AsyncGenerator[common_pb2.GetTokenizerChunk, None]:
-        request = common_pb2.GetTokenizerRequest()
-        async with self._connection.stream(self._stub.GetTokenizer, request) as call:
-            async for chunk in call:
-                yield chunk
+    def _news(self, response: trtllm.GenerateResponse, ask: Ask) -> News:
+        if response.HasField("complete"):
+            end = response.complete
+            news = ended(end)
+            news.all_token_ids = end.output_token_ids
+            _add_log_probs(news, end.logprobs, ask.output.top_log_probs)
+            return news
+        chunk = response.chunk
+        news = News(chunk.token_ids, chunk.cached_tokens)
+        _add_log_probs(news, chunk.logprobs, ask.output.top_log_probs)
+        return news
 
     def kv_events(self) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         raise AssertionError("the backend follows no KV events of an engine without a block size")
@@ -139,24 +131,6 @@ def request_of(ask: Ask) -> trtllm.GenerateRequest:
         request.guided_decoding.guide_type = GUIDES[pb.GuideType.ValueType(ask.guided.guide_type)]
         request.guided_decoding.guide = ask.guided.guide or ""
     return request
-
-
-def news_of(response: trtllm.GenerateResponse, ask: Ask) -> News:
-    if response.HasField("complete"):
-        end = response.complete
-        matched = end.matched_token_id if end.HasField("matched_token_id") else None
-        news = News(
-            cached_tokens=end.cached_tokens,
-            reason=end.finish_reason,
-            matched_id=matched,
-            all_token_ids=end.output_token_ids,
-        )
-        _add_log_probs(news, end.logprobs, ask.output.top_log_probs)
-        return news
-    chunk = response.chunk
-    news = News(chunk.token_ids, chunk.cached_tokens)
-    _add_log_probs(news, chunk.logprobs, ask.output.top_log_probs)
-    return news
 
 
 def _add_log_probs(news: News, positions: Iterable[trtllm.TokenLogprob], most: int) -> None:
