@@ -13,6 +13,7 @@ import pytest_asyncio
 from e2e import backends
 from e2e.backends import Backend
 from e2e.mesh import PATIENT, Mesh, eventually, running_mesh, scrape
+from engine.tensorrt_llm.site import half
 from engine.tensorrt_llm.stand_in.package import RELEASES
 from trtmesh.client import Client, FinishReason, GenerationPhase, HandoffConfig, ItemResult
 
@@ -53,16 +54,11 @@ def simulated(directory: Path) -> Fleet:
 
 
 def tensorrt_llm(directory: Path) -> Fleet:
-    roles = {
-        "p": ("--role", "prefill", "--tensorrt-llm-batching-overlap", "false"),
-        "d": ("--role", "decode"),
-    }
-    kinds = {"bf16": (), "fp8": ("--tensorrt-llm-kv-cache-dtype", "fp8")}
-    transfer = ("--tensorrt-llm-transceiver-backend", "UCX")
+    kinds: dict[str, Any] = {"bf16": {}, "fp8": {"kv_cache_config": {"dtype": "fp8"}}}
     workers = {
-        f"{name}-{kind}": (*role, *transfer, *flags)
-        for kind, flags in kinds.items()
-        for name, role in roles.items()
+        f"{role[0]}-{kind}": half(role, **options)
+        for kind, options in kinds.items()
+        for role in ("prefill", "decode")
     }
     return Fleet(backends.tensorrt_llm(directory, RELEASES[-1]), workers, "trtllm")
 

@@ -132,7 +132,7 @@ def test_pytorch_flow_quantizes_once_for_all_shapes(tmp_path: Path) -> None:
     assert [each["mesh"]["model"] for each in sections] == [str(model)] * 2 + [quantized] * 2
     backend = sections[3]["engine"]["tensorrt_llm"]
     assert backend["parallel"] == {"tensor": 2, "pipeline": 1}
-    assert backend["kv_cache"] == {"dtype": "fp8"}
+    assert backend["options"]["kv_cache_config"] == {"dtype": "fp8"}
     (model / "config.json").touch()
     assert workshop.run().returncode == 0
     assert workshop.calls() == ["ptq", "ptq"], "the model changed"

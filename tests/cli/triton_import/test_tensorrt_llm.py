@@ -110,12 +110,12 @@ def test_arguments_of_the_library_have_the_sizes(tmp_path: Path) -> None:
     )
     backend = backend_of(convert(directory, **{"": DEMO}))
     assert backend["parallel"] == {"tensor": 4, "pipeline": 2}
-    assert backend["options"] == {"moe_expert_parallel_size": 4, "gpus_per_node": 8}
-    assert backend["kv_cache"] == {
-        "free_memory_fraction": 0.8,
-        "dtype": "fp8",
-        "prefix_reuse": False,
+    assert backend["options"] == {
+        "moe_expert_parallel_size": 4,
+        "gpus_per_node": 8,
+        "kv_cache_config": {"dtype": "fp8"},
     }
+    assert backend["kv_cache"] == {"free_memory_fraction": 0.8, "prefix_reuse": False}
     assert backend["batching"] == {"max_step_tokens": 4096}
     assert backend["limits"] == {"max_batch_size": 32}
 
@@ -137,15 +137,19 @@ def test_parameters_become_settings_of_the_worker(tmp_path: Path) -> None:
     assert backend["kv_cache"] == {
         "tokens": 8192,
         "free_memory_fraction": 0.7,
-        "host_bytes": 1024,
         "prefix_reuse": False,
     }
-    assert backend["batching"] == {"policy": "max_utilization"}
-    assert backend["guided_decoding"] == "xgrammar"
+    assert backend["options"] == {
+        "guided_decoding_backend": "xgrammar",
+        "kv_cache_config": {"host_cache_size": 1024},
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    }
     assert backend["limits"]["max_beam_width"] == 4
     what = "parameters.kv_cache_host_memory_bytes"
-    expected = (Outcome.CARRIED, "engine.tensorrt_llm.kv_cache.host_bytes: 1024")
-    assert finding(conversion, "tensorrt_llm", what) == expected
+    place = "engine.tensorrt_llm.options.kv_cache_config.host_cache_size"
+    assert finding(conversion, "tensorrt_llm", what) == (Outcome.CARRIED, f"{place}: 1024")
+    outcome, text = finding(conversion, "tensorrt_llm", "parameters.batch_scheduler_policy")
+    assert (outcome, text.rpartition(": ")[2]) == (Outcome.CARRIED, "MAX_UTILIZATION")
 
 
 def test_modes_of_the_executor_are_replaced(tmp_path: Path) -> None:

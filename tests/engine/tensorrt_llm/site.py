@@ -36,6 +36,14 @@ class Site:
         await mesh.start_engine(*self.flags, *flags, env=env)
 
 
+def half(role: str, **options: Any) -> tuple[str, ...]:
+    """Flags of a worker with a role, whose library hands KV over; `options` are the library's."""
+    options["cache_transceiver_config"] = {"backend": "UCX"}
+    if role == "prefill":
+        options["disable_overlap_scheduler"] = True
+    return ("--role", role, "--tensorrt-llm-options", json.dumps(options))
+
+
 def long_model(directory: Path) -> Path:
     """The demo model with room for long sequences: the stand-in reads its configuration alone."""
     directory.mkdir(parents=True)

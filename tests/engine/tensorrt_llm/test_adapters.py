@@ -25,7 +25,8 @@ from trtmesh.v1 import generation_pb2 as pb
 NEW: dict[str, Any] = {"max_tokens": 6, "ignore_end_id": True}
 ROOM = {"disk_bytes": 2**24}
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
-ALL = ("attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_gate", "mlp_4h_to_h")
+LAYERS = ["attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_gate", "mlp_4h_to_h"]
+ALL = {"lora_config": {"lora_target_modules": LAYERS}}
 
 
 def with_adapter(number: int, version: str) -> dict[str, Any]:
@@ -173,8 +174,8 @@ async def test_a_layer_that_the_library_does_not_compute_is_refused(target: str)
     error = await refusal(tiny_adapter(3, 4, [*ATTENTION, "mlp.up_proj"]).content)
     assert isinstance(error, InvalidField)
     assert "mlp.up_proj (mlp_gate)" in error.message
-    assert "adapters.target_modules" in error.message
-    async with lab(backend(adapters={**ROOM, "target_modules": ALL})) as on:
+    assert "options.lora_config.lora_target_modules" in error.message
+    async with lab(backend(adapters=ROOM, options=ALL)) as on:
         await on.load([AdapterLoad(Adapter(7, "", "a"), tiny_adapter(3, 4).content)])
 
 
@@ -214,7 +215,7 @@ async def test_arrays_become_a_directory_of_peft(target: str, tmp_path: Path) ->
     """What a request brings inline has a format that the library's interface does not take."""
     model = tiny_models.build(tmp_path / "model", "llama")
     adapter = tiny_adapter(3, rank=4)
-    async with lab(backend(model, adapters={**ROOM, "target_modules": ALL})) as on:
+    async with lab(backend(model, adapters=ROOM, options=ALL)) as on:
         await load(on, 7, brought(adapter), "a")
         await tokens(on, prompt=[9, 40, 41], **with_adapter(7, "a"))
         files = Path(last_call()["lora_request"].lora_path)
@@ -255,4 +256,4 @@ async def test_arrays_of_a_layer_that_is_not_computed_are_refused(
         on.adapters.load_adapter(AdapterLoad(Adapter(7, "", "a"), brought(tiny_adapter(3, 4))))
         await on._until(lambda: bool(news))
         assert isinstance(news[0].error, InvalidField)
-        assert "adapters.target_modules" in news[0].error.message
+        assert "options.lora_config.lora_target_modules" in news[0].error.message

@@ -13,6 +13,8 @@ from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 from trtmesh.engine.settings import EngineSettings
 
+UCX = {"backend": "UCX"}
+
 KEPT: dict[str, tuple[dict[str, Any], str, str, Any]] = {
     "parallel.tensor": ({"parallel": {"tensor": 2}}, "", "tensor_parallel_size", 2),
     "parallel.pipeline": ({"parallel": {"pipeline": 2}}, "", "pipeline_parallel_size", 2),
@@ -30,20 +32,24 @@ KEPT: dict[str, tuple[dict[str, Any], str, str, Any]] = {
     ),
     "options.stream_interval": ({"options": {"stream_interval": 4}}, "", "stream_interval", 4),
     "kv_cache.tokens": ({"kv_cache": {"tokens": 6400}}, "kv_cache_config", "max_tokens", 6400),
-    "kv_cache.dtype": ({"kv_cache": {"dtype": "fp8"}}, "kv_cache_config", "dtype", "fp8"),
+    "options.kv_cache_config.dtype": (
+        {"options": {"kv_cache_config": {"dtype": "fp8"}}},
+        "kv_cache_config",
+        "dtype",
+        "fp8",
+    ),
     "kv_cache.prefix_reuse": (
         {"kv_cache": {"prefix_reuse": False}},
         "kv_cache_config",
         "event_buffer_max_size",
         0,
     ),
-    "batching.policy": (
-        {"batching": {"policy": "max_utilization"}},
+    "options.scheduler_config": (
+        {"options": {"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}},
         "scheduler_config",
         "capacity_scheduler_policy",
         "MAX_UTILIZATION",
     ),
-    "batching.overlap": ({"batching": {"overlap": False}}, "", "disable_overlap_scheduler", True),
     "options.cuda_graph_config": (
         {"options": {"cuda_graph_config": None}},
         "",
@@ -58,23 +64,35 @@ KEPT: dict[str, tuple[dict[str, Any], str, str, Any]] = {
         "max_lora_rank",
         16,
     ),
-    "transceiver.timeout_seconds": (
-        {"transceiver": {"backend": "UCX", "timeout_seconds": 7}},
+    "options.cache_transceiver_config": (
+        {"options": {"cache_transceiver_config": {**UCX, "kv_transfer_timeout_ms": 7000}}},
         "cache_transceiver_config",
         "kv_transfer_timeout_ms",
         7000,
     ),
+    "the life of KV that nobody fetches": (
+        {"options": {"cache_transceiver_config": UCX}},
+        "cache_transceiver_config",
+        "kv_transfer_timeout_ms",
+        60_000,
+    ),
     "the longest sequence": (
-        {"transceiver": {"backend": "UCX"}},
+        {"options": {"cache_transceiver_config": UCX}},
         "cache_transceiver_config",
         "max_tokens_in_buffer",
         2048,
     ),
-    "speculation.max_draft_tokens": (
-        {"speculation": {"method": "ngram", "max_draft_tokens": 3}},
+    "options.speculative_config": (
+        {"options": {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}}},
         "speculative_config",
         "max_draft_len",
         3,
+    ),
+    "the search of drafts": (
+        {"options": {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}}},
+        "speculative_config",
+        "max_matching_ngram_size",
+        2,
     ),
     "options": ({"options": {"print_iter_log": True}}, "", "print_iter_log", True),
 }
@@ -91,10 +109,11 @@ async def test_a_setting_arrives_at_the_constructor(name: str, release: str) -> 
 
 NEEDS: dict[str, dict[str, Any]] = {
     "options.cache_transceiver_config.transceiver_runtime": {
-        "transceiver": {"backend": "UCX"},
-        "options": {"cache_transceiver_config": {"transceiver_runtime": "CPP"}},
+        "options": {"cache_transceiver_config": {**UCX, "transceiver_runtime": "CPP"}},
     },
-    "batching.waiting_queue_policy": {"batching": {"waiting_queue_policy": "priority"}},
+    "options.scheduler_config.waiting_queue_policy": {
+        "options": {"scheduler_config": {"waiting_queue_policy": "priority"}}
+    },
     "options.telemetry_config": {"options": {"telemetry_config": {"disabled": True}}},
 }
 """Settings that only newer releases know."""
@@ -136,13 +155,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an engine for the other flow": ({"engine_dir": "/engine"}, "flow tensorrt"),
     "no engine": ({"flow": "tensorrt"}, "engine_dir"),
     "beams handed over": (
-        {"transceiver": {"backend": "UCX"}, "limits": {"max_beam_width": 2}},
+        {"options": {"cache_transceiver_config": UCX}, "limits": {"max_beam_width": 2}},
         "max_beam_width",
     ),
-    "a head without a directory": ({"speculation": {"method": "eagle3"}}, "model_dir"),
-    "a directory without a head": ({"speculation": {"model_dir": "/head"}}, "model_dir"),
     "speculation with an engine": (
-        {"flow": "tensorrt", "engine_dir": "/engine", "speculation": {"method": "ngram"}},
+        {
+            "flow": "tensorrt",
+            "engine_dir": "/engine",
+            "options": {"speculative_config": {"decoding_type": "NGram"}},
+        },
         "speculation",
     ),
 }
@@ -158,8 +179,8 @@ def test_settings_that_contradict_each_other_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("role", "settings", "problem"),
     [
-        ("decode", {}, "transceiver.backend"),
-        ("prefill", {"transceiver": {"backend": "UCX"}}, "overlap"),
+        ("decode", {}, "cache_transceiver_config"),
+        ("prefill", {"options": {"cache_transceiver_config": UCX}}, "disable_overlap_scheduler"),
     ],
 )
 def test_a_role_needs_what_moves_the_kv(role: str, settings: Any, problem: str) -> None:

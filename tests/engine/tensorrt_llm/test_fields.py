@@ -17,11 +17,10 @@ Arrives = Callable[[dict[str, Any], Any], bool]
 """Whether a call, with its sampling parameters, has a field's value."""
 
 EVERYTHING: dict[str, Any] = {
-    "generation_logits": True,
-    "guided_decoding": "xgrammar",
+    "options": {"gather_generation_logits": True, "guided_decoding_backend": "xgrammar"},
     "limits": {"max_beam_width": 2},
 }
-QUEUED = {"batching": {"waiting_queue_policy": "priority"}}
+QUEUED = {"options": {"scheduler_config": {"waiting_queue_policy": "priority"}}}
 """Only some releases order the waiting queue."""
 
 BEAMS = {"beam_search.beam_width": 2}

@@ -24,8 +24,10 @@ from trtmesh.v1 import generation_pb2 as pb
 
 LEASE = "0123456789abcdef0123456789abcdef"
 NEW: dict[str, Any] = {"max_tokens": 12, "ignore_end_id": True}
-TRANSFER = {"transceiver": {"backend": "UCX", "timeout_seconds": 9}}
-PREFILL: dict[str, Any] = {**TRANSFER, "batching": {"overlap": False}}
+UCX = {"cache_transceiver_config": {"backend": "UCX", "kv_transfer_timeout_ms": 9000}}
+TRANSFER: dict[str, Any] = {"options": UCX}
+PREFILL: dict[str, Any] = {"options": {**UCX, "disable_overlap_scheduler": True}}
+FP8: dict[str, Any] = {"options": {**UCX, "kv_cache_config": {"dtype": "fp8"}}}
 
 
 @dataclass
@@ -152,7 +154,7 @@ async def test_a_worker_with_overlap_refuses_prompts_for_others(release: str) ->
 
 async def test_only_equal_workers_pair(release: str) -> None:
     kinds = []
-    for settings in (TRANSFER, TRANSFER, {**TRANSFER, "kv_cache": {"dtype": "fp8"}}, {}):
+    for settings in (TRANSFER, TRANSFER, FP8, {}):
         async with lab(backend(**settings)) as on:
             kinds.append(info_of(on).state_kind)
     assert kinds[0] == kinds[1] != kinds[2]

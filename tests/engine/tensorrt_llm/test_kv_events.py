@@ -96,7 +96,7 @@ def test_only_the_widest_window_counts() -> None:
 
 
 async def test_a_worker_tells_what_the_library_caches(release: str) -> None:
-    async with lab(backend(kv_cache={"tokens_per_block": 4})) as on:
+    async with lab(backend(options={"kv_cache_config": {"tokens_per_block": 4}})) as on:
         events: list[KvEvent] = []
         watch(on, lambda step: events.extend(step.kv_events))
         await tokens(on, max_tokens=2)

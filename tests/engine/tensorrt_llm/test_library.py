@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.tensorrt_llm.site import half
 from engine_streams import RouterStream, router_stream, stop, submit
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -147,23 +148,22 @@ async def test_words_stops_and_details() -> None:
 async def test_prompt_and_decode_run_on_two_workers() -> None:
     """On one GPU, each with a share of its memory."""
     share = ("--tensorrt-llm-kv-cache-free-memory-fraction", "0.3")
-    both = (*share, "--backend", "tensorrt_llm", "--tensorrt-llm-transceiver-backend", "UCX")
-    prefill = ("--role", "prefill", "--tensorrt-llm-batching-overlap", "false")
+    both = (*share, "--backend", "tensorrt_llm")
     lease = "0123456789abcdef0123456789abcdef"
     async with (
-        engine(sys.executable, *both, *prefill) as first,
-        engine(sys.executable, *both, "--role", "decode") as second,
+        engine(sys.executable, *both, *half("prefill")) as first,
+        engine(sys.executable, *both, *half("decode")) as second,
     ):
         plain = await generate(second, 1, PROMPTS[2])
         command = submit(1, TOKENS, prompt=PROMPTS[2], config=greedy(), sender_lease_id=lease)
         command.submit.lease_expires_in_ms = 10_000
         await first.send(command)
-        half = await first.end(1)
-        assert half.end is not None
-        assert half.end.reason == pb.FINISH_REASON_HANDOFF
-        command = submit(2, TOKENS, prompt=[*PROMPTS[2], *half.token_ids], config=greedy())
+        prompt_end = await first.end(1)
+        assert prompt_end.end is not None
+        assert prompt_end.end.reason == pb.FINISH_REASON_HANDOFF
+        command = submit(2, TOKENS, prompt=[*PROMPTS[2], *prompt_end.token_ids], config=greedy())
         command.submit.emitted_tokens = 1
-        command.submit.handoff.CopyFrom(half.end.handoff)
+        command.submit.handoff.CopyFrom(prompt_end.end.handoff)
         await second.send(command)
         rest = await second.end(2)
-        assert [*half.token_ids, *rest.token_ids] == plain
+        assert [*prompt_end.token_ids, *rest.token_ids] == plain

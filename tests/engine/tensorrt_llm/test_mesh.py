@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from e2e import test_fan_out, test_output
 from e2e.mesh import DEMO, PATIENT, Mesh, decode, eventually, running_mesh
-from engine.tensorrt_llm.site import Site, suite_of
+from engine.tensorrt_llm.site import Site, half, suite_of
 from engine.tensorrt_llm.stand_in.package import RELEASES
 from processes import run_to_exit
 from trtmesh.client import FinishReason
@@ -77,14 +77,12 @@ async def test_an_engine_whose_library_dies_exits_and_its_items_move(
 @pytest.mark.parametrize("release", RELEASES)
 async def test_prompt_and_decode_run_on_two_workers(release: str, tmp_path: Path) -> None:
     site = Site(tmp_path, release)
-    transfer = ("--tensorrt-llm-transceiver-backend", "UCX")
 
     async def start(mesh: Mesh) -> None:
-        prefill = ("--role", "prefill", "--tensorrt-llm-batching-overlap", "false")
         await asyncio.gather(
             mesh.start_tokenizer(),
-            site.engine(mesh, *transfer, *prefill, "--worker", "p0"),
-            site.engine(mesh, *transfer, "--role", "decode", "--worker", "d0"),
+            site.engine(mesh, *half("prefill"), "--worker", "p0"),
+            site.engine(mesh, *half("decode"), "--worker", "d0"),
         )
         await mesh.start_router(*PATIENT, "--handoff-enabled", "always")
         await mesh.ready(2, 1)

@@ -214,7 +214,7 @@ async def test_log_probs_follow_the_tokens(release: str) -> None:
 
 
 async def test_logits_come_whole_and_in_the_type_asked_for(release: str) -> None:
-    async with lab(backend(generation_logits=True)) as on:
+    async with lab(backend(options={"gather_generation_logits": True})) as on:
         options: dict[str, Any] = {"logits_data_type": pb.DATA_TYPE_BF16, "generation_logits": True}
         (outcome,) = await run(
             on, **NEW, **options, context_logits=True, prompt_log_probs=True, top_log_probs=2
@@ -256,7 +256,7 @@ async def test_a_sequence_may_be_stopped_while_logits_are_computed(
 
     monkeypatch.setattr(sequences, "prompt_details", waits)
     asked = {**NEW, "context_logits": True, "generation_logits": True, "num_return_sequences": 2}
-    async with lab(backend(generation_logits=True)) as on:
+    async with lab(backend(options={"gather_generation_logits": True})) as on:
         keys = on.submit(PROMPT, config_of(asked))
         assert await asyncio.to_thread(computes.wait, SECONDS)
         on.backend.stop(keys[:1], pb.FINISH_REASON_STOPPED)
@@ -282,7 +282,7 @@ def check_logits(logits: Tensor, tokens: list[int]) -> None:
 
 
 async def test_metrics_have_the_library_s_blocks_and_the_worker_s_clock(release: str) -> None:
-    async with lab(backend(kv_cache={"tokens_per_block": 4})) as on:
+    async with lab(backend(options={"kv_cache_config": {"tokens_per_block": 4}})) as on:
         await tokens(on, **NEW)
         (outcome,) = await run(on, **NEW, perf_metrics=True)
         assert outcome.end is not None

@@ -136,7 +136,7 @@ async def receiver_lease_id(stream: RouterStream) -> None:
 
 
 async def lease_expires_in_ms(stream: RouterStream) -> None:
-    """The service's own clock; the library's is a setting of the transceiver."""
+    """The service's own clock; the library's is an option of the transceiver."""
     error = await refused(stream, lease_expires_in_ms=5000)
     assert "submit.lease_expires_in_ms" in error.fields
 
@@ -167,8 +167,10 @@ CHECKS: dict[str, Callable[[RouterStream], Awaitable[None]]] = {
 @pytest.mark.parametrize("name", [field.name for field in DESCRIPTOR.fields])
 async def test_a_field_arrives_or_is_refused(name: str, release: str) -> None:
     settings: dict[str, Any] = {
-        "transceiver": {"backend": "UCX"},
-        "batching": {"overlap": False},
+        "options": {
+            "cache_transceiver_config": {"backend": "UCX"},
+            "disable_overlap_scheduler": True,
+        },
     }
     if name == "stop_vocabulary":
         # Beams and handoffs exclude each other.

@@ -34,7 +34,7 @@ PATHS = frozenset(
         *("router.adapters.directory", "router.adapters.follow_token_file"),
         *("tokenizer.model_dir", "engine.model_dir"),
         *("engine.torch.adapters.prefetch_directory", "engine.tensorrt_llm.adapters.directory"),
-        *("engine.tensorrt_llm.engine_dir", "engine.tensorrt_llm.speculation.model_dir"),
+        "engine.tensorrt_llm.engine_dir",
         *(
             f"{service}.tls.{name}"
             for service in ("router", "tokenizer", "engine")

@@ -52,8 +52,8 @@ class EngineSettings(SecuredSettings):
             return self
         if not self.tensorrt_llm.hands_over:
             raise ValueError(
-                f"role {self.role} needs tensorrt_llm.transceiver.backend, which moves the KV"
+                f"role {self.role} needs cache_transceiver_config.backend in tensorrt_llm.options, which moves the KV"
             )
-        if self.role == "prefill" and self.tensorrt_llm.batching.overlap:
-            raise ValueError("role prefill needs tensorrt_llm.batching.overlap off")
+        if self.role == "prefill" and self.tensorrt_llm.overlaps:
+            raise ValueError("role prefill needs disable_overlap_scheduler in tensorrt_llm.options")
         return self

@@ -33,12 +33,13 @@ def mesh_sections(plan: BuildPlan, variant: Variant, last: Step | None) -> Mappi
 def _backend(plan: BuildPlan, variant: Variant, last: Step | None) -> dict[str, Any]:
     split, precision = variant.split, variant.precision
     backend: dict[str, Any] = {"flow": str(plan.flow)}
+    options: dict[str, Any] = {}
     kv_cache: dict[str, Any] = {}
     batching: dict[str, Any] = {"max_step_tokens": variant.model.max_num_tokens}
     if plan.flow is Flow.PYTORCH:
-        backend["dtype"] = precision.dtype.long
+        options["dtype"] = precision.dtype.long
         if precision.kv_cache is KvCache.FP8:
-            kv_cache["dtype"] = "fp8"
+            options["kv_cache_config"] = {"dtype": "fp8"}
     else:
         assert last is not None
         backend["engine_dir"] = str(last.output.resolve())
@@ -47,7 +48,8 @@ def _backend(plan: BuildPlan, variant: Variant, last: Step | None) -> dict[str, 
             batching["chunked_context"] = False
     backend["parallel"] = {"tensor": split.tensor, "pipeline": split.pipeline}
     if split.expert > 1:
-        backend["options"] = {"moe_expert_parallel_size": split.expert}
+        options["moe_expert_parallel_size"] = split.expert
+    backend |= {"options": options} if options else {}
     backend |= {"kv_cache": kv_cache} if kv_cache else {}
     backend["batching"] = batching
     backend["limits"] = {

@@ -34,16 +34,19 @@ BACKEND = "tensorrt_llm"
 SECTION = ("engine", BACKEND)
 PARALLEL = (*SECTION, "parallel")
 
+POLICY = "batching.policy"
+"""The library writes its values in capitals."""
+
 RENAMED: Mapping[str, str] = {
-    "dtype": "dtype",
+    "dtype": "options.dtype",
     "kv_cache.tokens": "kv_cache.tokens",
     "kv_cache.free_memory_fraction": "kv_cache.free_memory_fraction",
     "kv_cache.prefix_reuse": "kv_cache.prefix_reuse",
     "kv_cache.partial_reuse": "kv_cache.partial_reuse",
-    "kv_cache.tokens_per_block": "kv_cache.tokens_per_block",
-    "host_cache.bytes": "kv_cache.host_bytes",
+    "kv_cache.tokens_per_block": "options.kv_cache_config.tokens_per_block",
+    "host_cache.bytes": "options.kv_cache_config.host_cache_size",
     "host_cache.min_priority": "options.kv_cache_config.secondary_offload_min_priority",
-    "batching.policy": "batching.policy",
+    POLICY: "options.scheduler_config.capacity_scheduler_policy",
     "batching.max_step_tokens": "batching.max_step_tokens",
     "batching.chunked_context": "batching.chunked_context",
     "limits.max_batch_size": "limits.max_batch_size",
@@ -63,7 +66,9 @@ SEVERAL_NODES = (
     " given its address"
 )
 THE_LIBRARY = "TensorRT-LLM decides about its kernels"
-OWN_SPECULATION = "speculation is a setting of the worker: engine.tensorrt_llm.speculation"
+OWN_SPECULATION = (
+    "speculation is a setting of the worker: speculative_config in engine.tensorrt_llm.options"
+)
 
 
 def _setting(name: str, read: Any) -> Rule:
@@ -75,7 +80,7 @@ def _setting(name: str, read: Any) -> Rule:
 
 def _batching(subject: Subject, draft: Draft) -> None:
     if BATCHING.get(subject.value) == "V1":
-        draft.carry(subject, (*SECTION, "batching", "policy"), "static_batch")
+        draft.carry(subject, (*SECTION, *RENAMED[POLICY].split(".")), "STATIC_BATCH")
     elif subject.value in BATCHING:
         draft.replace(subject, "batches are always in flight")
     else:
@@ -88,7 +93,7 @@ def _beam_width(subject: Subject, draft: Draft) -> None:
     draft.put(path, max(positive(subject), draft.get(path) or 1))
 
 
-GUIDES = _setting("guided_decoding", one_of("xgrammar", "llguidance"))
+GUIDES = _setting("options.guided_decoding_backend", one_of("xgrammar", "llguidance"))
 
 CORE_OVERRIDES: Mapping[str, Rule] = {
     "gpt_model_type": _batching,
@@ -118,7 +123,9 @@ ARGUMENT_OVERRIDES: Mapping[str, Rule] = {
     "gpus_per_node": _setting("options.gpus_per_node", positive),
     "max_beam_width": _beam_width,
     "guided_decoding_backend": GUIDES,
-    "kv_cache_config.dtype": _setting("kv_cache.dtype", lambda subject: subject.value),
+    "kv_cache_config.dtype": _setting(
+        "options.kv_cache_config.dtype", lambda subject: subject.value
+    ),
     "speculative_config": unsupported(OWN_SPECULATION),
     "cuda_graph_config": replaced(THE_LIBRARY),
     "attn_backend": replaced(THE_LIBRARY),
@@ -215,13 +222,14 @@ def rename_settings(draft: Draft) -> None:
     engine = draft.sections.get("engine", {})
     for path, value in _leaves(engine.pop("torch", {})):
         if (name := RENAMED.get(path)) is not None:
-            draft.put((*SECTION, *name.split(".")), value)
+            draft.put((*SECTION, *name.split(".")), value.upper() if path == POLICY else value)
     prefix = ".".join(TORCH) + "."
     for index, finding in enumerate(draft.findings):
         path, colon, value = finding.text.partition(": ")
         if finding.outcome is not Outcome.CARRIED or not path.startswith(prefix):
             continue
         name = RENAMED.get(path.removeprefix(prefix))
+        value = value.upper() if path == prefix + POLICY else value
         draft.findings[index] = (
             replace(finding, outcome=Outcome.UNSUPPORTED, text=NO_SETTING)
             if name is None

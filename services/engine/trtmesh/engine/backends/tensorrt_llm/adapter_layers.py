@@ -75,7 +75,7 @@ def check_module(name: str, word: str, modules: Iterable[str] | None) -> None:
             "adapter layer",
             f"{name} ({word})"[:200],
             f"one of {', '.join(modules)}",
-            "adapters.target_modules",
+            "options.lora_config.lora_target_modules",
         )
 
 

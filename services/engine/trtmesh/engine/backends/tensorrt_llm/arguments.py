@@ -19,6 +19,9 @@ TARGET_MODULES = "lora_target_modules"
 OWN = frozenset({"model", "skip_tokenizer_init", "tokenizer"})
 """Arguments that no option may change."""
 
+ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_dense")
+"""Layers that adapters may update unless an option names others; each takes memory."""
+
 EVENT_BUFFER = 65536
 """Changes of blocks that may wait in the library to be read."""
 
@@ -30,11 +33,23 @@ DEFAULTS = frozenset(
         (CONSTRUCTOR, "stream_interval"),
         ("KvCacheConfig", "event_buffer_max_size"),
         ("LoraConfig", "max_cpu_loras"),
+        ("LoraConfig", TARGET_MODULES),
         ("NGramDecodingConfig", "max_matching_ngram_size"),
         ("CacheTransceiverConfig", "max_tokens_in_buffer"),
+        ("CacheTransceiverConfig", "kv_transfer_timeout_ms"),
     }
 )
 """Arguments that no setting gives but this module; an option may give another value."""
+
+DRAFTS = {
+    "NGram": "NGramDecodingConfig",
+    "MTP": "MTPDecodingConfig",
+    "Eagle": "Eagle3DecodingConfig",
+    "Eagle3": "Eagle3DecodingConfig",
+    "DraftTarget": "DraftTargetDecodingConfig",
+    "Draft_Target": "DraftTargetDecodingConfig",
+}
+"""Configurations of speculation by the `decoding_type` that the library's files have for them."""
 
 
 def arguments(
@@ -42,32 +57,23 @@ def arguments(
 ) -> list[Given]:
     """Every argument with the setting it comes from. Raises SettingsError for an option that a setting covers."""
     given = [
-        *_model(settings),
+        Given(CONSTRUCTOR, "return_perf_metrics", True, "flow"),  # noqa: FBT003 - a row
         *_parallel(settings),
         *_kv_cache(settings),
         *_batching(settings),
         *_adapters(settings, library),
     ]
     if settings.flow == "pytorch":
-        given += [*_pytorch(settings, max_sequence_tokens), *_speculation(settings, library)]
+        given += _pytorch(settings, max_sequence_tokens)
     else:
         given.append(Given(CONSTRUCTOR, "iter_stats_max_iterations", 1000, "flow"))
     if settings.hands_over:
         given += _transceiver(settings, max_sequence_tokens)
-    options = list(_options(settings, given))
+    if settings.drafts == "NGram":
+        given.append(Given("NGramDecodingConfig", "max_matching_ngram_size", 2, "options"))
+    options = list(_options(settings, library, given))
     chosen = {(each.of, each.name) for each in options}
     return [each for each in given if (each.of, each.name) not in chosen] + options
-
-
-def _model(settings: TensorRtLlmSettings) -> Iterator[Given]:
-    yield Given(CONSTRUCTOR, "dtype", settings.dtype, "dtype")
-    yield Given(CONSTRUCTOR, "trust_remote_code", settings.trust_remote_code, "trust_remote_code")
-    yield Given(CONSTRUCTOR, "return_perf_metrics", True, "flow")  # noqa: FBT003 - a row
-    if settings.guided_decoding != "none":
-        backend = settings.guided_decoding
-        yield Given(CONSTRUCTOR, "guided_decoding_backend", backend, "guided_decoding")
-    if settings.generation_logits:
-        yield Given(CONSTRUCTOR, "gather_generation_logits", True, "generation_logits")  # noqa: FBT003 - a row
 
 
 def _parallel(settings: TensorRtLlmSettings) -> Iterator[Given]:
@@ -83,29 +89,18 @@ def _kv_cache(settings: TensorRtLlmSettings) -> Iterator[Given]:
         ("enable_partial_reuse", cache.partial_reuse, "partial_reuse"),
         ("free_gpu_memory_fraction", cache.free_memory_fraction, "free_memory_fraction"),
     ]
-    if settings.flow == "pytorch":
-        # A built engine has both in it.
-        rows.append(("tokens_per_block", cache.tokens_per_block, "tokens_per_block"))
-        rows.append(("dtype", cache.dtype, "dtype"))
     if cache.tokens:
         rows.append(("max_tokens", cache.tokens, "tokens"))
     if cache.bytes:
         rows.append(("max_gpu_total_bytes", cache.bytes, "bytes"))
     if settings.reports_blocks:
         rows.append(("event_buffer_max_size", EVENT_BUFFER, "events"))
-    if cache.host_bytes:
-        rows.append(("host_cache_size", cache.host_bytes, "host_bytes"))
     for name, value, setting in rows:
         yield Given("KvCacheConfig", name, value, f"kv_cache.{setting}")
 
 
 def _batching(settings: TensorRtLlmSettings) -> Iterator[Given]:
     batching, limits = settings.batching, settings.limits
-    policy = batching.policy.upper()
-    yield Given("SchedulerConfig", "capacity_scheduler_policy", policy, "batching.policy")
-    if batching.waiting_queue_policy.upper() != "FCFS":
-        order, name = batching.waiting_queue_policy, "waiting_queue_policy"
-        yield Given("SchedulerConfig", name, order, "batching.waiting_queue_policy")
     rows = (
         ("max_batch_size", limits.max_batch_size, "limits.max_batch_size"),
         ("max_num_tokens", batching.max_step_tokens, "batching.max_step_tokens"),
@@ -116,11 +111,9 @@ def _batching(settings: TensorRtLlmSettings) -> Iterator[Given]:
 
 
 def _pytorch(settings: TensorRtLlmSettings, max_sequence_tokens: int) -> Iterator[Given]:
-    batching, limits = settings.batching, settings.limits
     rows = (
         ("max_seq_len", max_sequence_tokens, "limits.max_sequence_tokens"),
-        ("max_beam_width", limits.max_beam_width, "limits.max_beam_width"),
-        ("disable_overlap_scheduler", not batching.overlap, "batching.overlap"),
+        ("max_beam_width", settings.limits.max_beam_width, "limits.max_beam_width"),
         ("stream_interval", 1, "flow"),
         ("enable_iter_perf_stats", True, "flow"),
     )
@@ -130,11 +123,10 @@ def _pytorch(settings: TensorRtLlmSettings, max_sequence_tokens: int) -> Iterato
 
 def target_modules(settings: TensorRtLlmSettings, library: Library) -> tuple[str, ...] | None:
     """The layers that adapters may update; None where the release decides."""
-    adapters = settings.adapters
-    is_told = "target_modules" in adapters.model_fields_set
-    return (
-        adapters.target_modules if is_told or library.offers("LoraConfig", TARGET_MODULES) else None
-    )
+    told = settings.option("lora_config", TARGET_MODULES)
+    if told is None and library.offers("LoraConfig", TARGET_MODULES):
+        return ATTENTION
+    return None if told is None else tuple(told)
 
 
 def _adapters(settings: TensorRtLlmSettings, library: Library) -> Iterator[Given]:
@@ -153,48 +145,28 @@ def _adapters(settings: TensorRtLlmSettings, library: Library) -> Iterator[Given
         yield Given("LoraConfig", name, value, f"adapters.{setting}")
 
 
-def _speculation(settings: TensorRtLlmSettings, library: Library) -> Iterator[Given]:
-    speculation = settings.speculation
-    most = speculation.max_draft_tokens
-    # EAGLE 3 has a class of its own in newer releases.
-    eagle = next(
-        name for name in ("Eagle3DecodingConfig", "EagleDecodingConfig") if library.has(name)
-    )
-    kinds = {
-        "ngram": "NGramDecodingConfig",
-        "mtp": "MTPDecodingConfig",
-        "eagle3": eagle,
-        "draft_target": "DraftTargetDecodingConfig",
-    }
-    kind = kinds.get(speculation.method)
-    if kind is None:
-        return
-    # Layers of the model itself are counted, and give a token each.
-    length = "num_nextn_predict_layers" if speculation.method == "mtp" else "max_draft_len"
-    yield Given(kind, length, most, "speculation.max_draft_tokens")
-    if speculation.method == "ngram":
-        yield Given(kind, "max_matching_ngram_size", 2, "speculation.method")
-    if speculation.model_dir is not None:
-        head = str(speculation.model_dir)
-        yield Given(kind, "speculative_model", head, "speculation.model_dir")
-
-
 def _transceiver(settings: TensorRtLlmSettings, max_sequence_tokens: int) -> Iterator[Given]:
-    transceiver, kind = settings.transceiver, "CacheTransceiverConfig"
-    milliseconds = int(transceiver.timeout_seconds * 1000)
-    yield Given(kind, "backend", transceiver.backend, "transceiver.backend")
-    yield Given(kind, "max_tokens_in_buffer", max_sequence_tokens, "transceiver.backend")
-    # Without one, 1.2 keeps the KV that nobody fetches for ever.
-    yield Given(kind, "kv_transfer_timeout_ms", milliseconds, "transceiver.timeout_seconds")
+    kind = "CacheTransceiverConfig"
+    yield Given(kind, "max_tokens_in_buffer", max_sequence_tokens, "options")
+    yield Given(kind, "kv_transfer_timeout_ms", settings.transfer_milliseconds, "options")
 
 
-def _options(settings: TensorRtLlmSettings, given: Sequence[Given]) -> Iterator[Given]:
+def _options(
+    settings: TensorRtLlmSettings, library: Library, given: Sequence[Given]
+) -> Iterator[Given]:
     covered = {(each.of, each.name) for each in given} - DEFAULTS
-    homes = {NESTED[each.of]: each.of for each in given if each.of in NESTED}
+    homes: dict[str, str | None] = {
+        name: of for of, name in NESTED.items() if not of.endswith("DecodingConfig")
+    }
+    homes["speculative_config"] = _drafts(settings, library)
     for name, value in settings.options.items():
         home = homes.get(name)
         if home is not None and isinstance(value, Mapping):
-            inner = [(home, key, content, f"{name}.{key}") for key, content in value.items()]
+            inner = [
+                (home, key, content, f"{name}.{key}")
+                for key, content in value.items()
+                if key != "decoding_type"
+            ]
         else:
             inner = [(CONSTRUCTOR, name, value, name)]
         for of, argument, content, path in inner:
@@ -205,6 +177,20 @@ def _options(settings: TensorRtLlmSettings, given: Sequence[Given]) -> Iterator[
                     setting=f"{SECTION}.options",
                 )
             yield Given(of, argument, content, f"options.{path}")
+
+
+def _drafts(settings: TensorRtLlmSettings, library: Library) -> str | None:
+    """The class of the configuration of speculation, or None without one."""
+    if settings.option("speculative_config") is None:
+        return None
+    kind = DRAFTS.get(settings.drafts)
+    if kind is None:
+        raise SettingsError(
+            f"has speculative_config without a decoding_type of {', '.join(DRAFTS)}",
+            setting=f"{SECTION}.options",
+        )
+    # EAGLE 3 has a class of its own in newer releases.
+    return "EagleDecodingConfig" if kind.startswith("Eagle") and not library.has(kind) else kind
 
 
 def model_of(settings: TensorRtLlmSettings, model_dir: Path) -> Path:

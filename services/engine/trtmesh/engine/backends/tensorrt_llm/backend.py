@@ -63,6 +63,9 @@ WATCH_SECONDS = 0.5
 """Time between two looks at the library's processes."""
 QUEUE_SECONDS = 0.2
 """How long a reader waits for the library's next row before it begins anew."""
+STUCK_SECONDS = 300.0
+"""How long sequences may wait without a step before the worker gives up and exits."""
+
 CAPACITY_SECONDS = 10.0
 """How long the first row, which has the size of the KV cache, may take after the warm-up."""
 SHUTDOWN_SECONDS = 10.0
@@ -110,7 +113,7 @@ class TensorRtLlmBackend:
         self._translator = Translator(self._library, model.vocabulary_size, settings)
         await self._warm_up(model)
         engine = model.engine
-        configured = engine.tokens_per_block if engine else settings.kv_cache.tokens_per_block
+        configured = engine.tokens_per_block if engine else settings.tokens_per_block
         tokens_per_block = await self._size_of_cache(longest, configured)
         self._info = _info(settings, model, self._library, longest, self._row, tokens_per_block)
         self._names = LibraryBlocks(tokens_per_block)
@@ -128,13 +131,12 @@ class TensorRtLlmBackend:
         return library, library.construct(model_of(self._settings, self._model_dir), given)
 
     async def _warm_up(self, model: ModelFiles) -> None:
-        """Runs one item to its end, within `stuck_seconds`: a model that computes nothing must not become ready."""
+        """Runs one item to its end, within STUCK_SECONDS: a model that computes nothing must not become ready."""
         width = self._settings.limits.max_beam_width
         beams = {"use_beam_search": True, "best_of": width} if width > 1 else {}
         values = {"max_tokens": 2, "end_id": -1, "ignore_eos": True, "detokenize": False, **beams}
         prompt = [token % model.vocabulary_size for token in WARM_UP_PROMPT]
-        limit = self._settings.stuck_seconds
-        deadline = asyncio.timeout(limit or None)
+        deadline = asyncio.timeout(STUCK_SECONDS)
         try:
             async with deadline:
                 await self._llm.generate_async(
@@ -146,7 +148,7 @@ class TensorRtLlmBackend:
             # Broad on purpose: whatever happens, the model does not serve.
             problem = f"{type(error).__name__}: {error}"
             if deadline.expired():
-                problem = f"it did not end within {limit:g} s (stuck_seconds)"
+                problem = f"it did not end within {STUCK_SECONDS:g} s"
             raise ModelUnusable(f"TensorRT-LLM does not compute a first item: {problem}") from error
 
     async def _size_of_cache(self, longest: int, configured: int) -> int:
@@ -220,7 +222,7 @@ class TensorRtLlmBackend:
         self._names.expect(item.token_ids, _root(item, live.call))
 
     def _state_of(self, params: Any) -> HandoffState:
-        return state_of(params, self._library, self._settings.transceiver.timeout_seconds)
+        return state_of(params, self._library, self._settings.transfer_milliseconds / 1000)
 
     @property
     def _items(self) -> list[LiveItem]:
@@ -392,7 +394,6 @@ class TensorRtLlmBackend:
         come back find the same library.
         """
         steps, waited, seen = self._counts.steps, 0.0, time.monotonic()
-        limit = self._settings.stuck_seconds
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if is_dead(self._llm):
@@ -402,8 +403,8 @@ class TensorRtLlmBackend:
                 steps, waited = self._counts.steps, 0.0
             elif self._ledger.live:
                 waited += seen - before
-            if limit and waited > limit:
-                raise BackendFailed(f"TensorRT-LLM made no step for {limit:g} s (stuck_seconds)")
+            if waited > STUCK_SECONDS:
+                raise BackendFailed(f"TensorRT-LLM made no step for {STUCK_SECONDS:g} s")
 
     def _break(self, error: BaseException) -> None:
         """Ends every sequence, so that another worker continues it, and tells the service."""
@@ -464,7 +465,7 @@ class TensorRtLlmBackend:
     # Handoffs: the library's pools are its own, and it moves the KV itself.
 
     def drop(self, lease_id: str) -> None:
-        """The library frees the KV once it is fetched, or after transceiver.timeout_seconds; it has no call for it."""
+        """The library frees the KV once it is fetched, or after kv_transfer_timeout_ms; it has no call for it."""
 
     async def close(self) -> None:
         self._closing = True
@@ -533,7 +534,7 @@ def _info(
     if engine is not None:
         _check_engine(settings, engine.max_batch_size, engine.max_beam_width)
         prompt = min(engine.max_prompt_tokens, prompt or engine.max_prompt_tokens)
-    adapters, drafts = settings.adapters, settings.speculation.method
+    adapters, drafts = settings.adapters, settings.drafts
     return BackendInfo(
         backend="tensorrt_llm",
         model="",
@@ -552,14 +553,15 @@ def _info(
             resumes_exactly=False,
             stops_single_sequences=False,
             max_adapters=adapters.max_batch_adapters if adapters.disk_bytes else 0,
-            draft_methods=() if drafts == "none" else (drafts,),
+            draft_methods=(drafts.lower(),) if drafts else (),
         ),
         end_ids=model.end_ids,
         data_type=model.data_type,
         max_queue_size=limits.max_queue_size,
         max_prompt_tokens=prompt,
         max_logits_bytes=limits.max_logits_bytes,
-        static_batching=batching.policy == "static_batch",
+        static_batching=settings.option("scheduler_config", "capacity_scheduler_policy")
+        == "STATIC_BATCH",
         max_adapter_bytes=min(adapters.max_adapter_bytes, adapters.disk_bytes),
         state_kind=kind_of(settings, library),
     )

@@ -82,7 +82,7 @@ class Translator:
         self, library: Library, vocabulary_size: int, settings: TensorRtLlmSettings
     ) -> None:
         self._library = library
-        self._computes_context_alone = not settings.batching.overlap
+        self._computes_context_alone = not settings.overlaps
         self._max_beam_width = settings.limits.max_beam_width
         self._vocabulary_size = vocabulary_size
         self._max_logits_bytes = settings.limits.max_logits_bytes
@@ -144,7 +144,8 @@ class Translator:
     def _context_half(self, item: Submission) -> Any:
         if not self._computes_context_alone:
             raise HandoffFailed(
-                "engine.tensorrt_llm.batching.overlap is on, with which the library hands no prompt over; switch it off"
+                "the library hands no prompt over while it overlaps steps; set disable_overlap_scheduler in"
+                " engine.tensorrt_llm.options"
                 " on workers that compute prompts for others"
             )
         return context_params(item.sender_lease_id, self._library)

@@ -103,9 +103,9 @@ def _sampling(
         yield LOG_PROBS
     if engine is None or engine.has_context_logits:
         yield CONTEXT_LOGITS
-    if settings.generation_logits:
+    if settings.option("gather_generation_logits"):
         yield GENERATION_LOGITS
-    if settings.guided_decoding != "none":
+    if settings.option("guided_decoding_backend"):
         yield GUIDES
 
 
@@ -116,5 +116,6 @@ def _calls(settings: TensorRtLlmSettings, library: Library) -> Iterator[Mapping[
     if settings.adapters.disk_bytes:
         yield ADAPTERS
     # First come, first served has no use for it.
-    if settings.batching.waiting_queue_policy.upper() != "FCFS":
+    order = settings.option("scheduler_config", "waiting_queue_policy")
+    if order and order.upper() != "FCFS":
         yield PRIORITY

@@ -28,18 +28,17 @@ def kind_of(settings: TensorRtLlmSettings, library: Library) -> StateKind | None
     """What two workers must have in common; None without a transfer."""
     if not settings.hands_over:
         return None
-    transceiver, cache, parallel = settings.transceiver, settings.kv_cache, settings.parallel
     same = {
         "release": library.release,
         "flow": settings.flow,
-        "backend": transceiver.backend,
+        "backend": settings.option("cache_transceiver_config", "backend"),
         "runtime": settings.option("cache_transceiver_config", "transceiver_runtime") or "",
-        "dtype": settings.dtype,
-        "kv_dtype": cache.dtype,
-        "tokens_per_block": cache.tokens_per_block,
-        "tensor": parallel.tensor,
-        "pipeline": parallel.pipeline,
-        "attention_data": settings.options.get("enable_attention_dp", False),
+        "dtype": settings.option("dtype") or "auto",
+        "kv_dtype": settings.option("kv_cache_config", "dtype") or "auto",
+        "tokens_per_block": settings.tokens_per_block,
+        "tensor": settings.parallel.tensor,
+        "pipeline": settings.parallel.pipeline,
+        "attention_data": settings.option("enable_attention_dp") or False,
     }
     return StateKind("trtllm", json.dumps(same, sort_keys=True))
 

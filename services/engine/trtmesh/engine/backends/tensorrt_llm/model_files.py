@@ -61,7 +61,7 @@ def read_model(model_dir: Path, settings: TensorRtLlmSettings) -> ModelFiles:
     vocabulary_size = config.get("vocab_size")
     if type(vocabulary_size) is not int or vocabulary_size < 1:
         raise ModelUnusable(f"{model_dir / 'config.json'} has no vocab_size above 0")
-    dtype: str = settings.dtype
+    dtype = settings.option("dtype") or "auto"
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return ModelFiles(
@@ -96,8 +96,8 @@ def _end_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 def _fingerprint(model_dir: Path, settings: TensorRtLlmSettings) -> str:
     """Another backend, flow or number of GPUs rounds otherwise, so its fingerprint is another."""
     parallel, engine_dir = settings.parallel, settings.engine_dir
-    weights = settings.options.get("load_format", "auto")
-    kind = f"tensorrt_llm {settings.flow} {parallel.tensor} {settings.dtype} {weights}"
+    weights = settings.option("load_format") or "auto"
+    kind = f"tensorrt_llm {settings.flow} {parallel.tensor} {settings.option('dtype') or 'auto'} {weights}"
     directory = engine_dir or model_dir
     pattern = "*.engine" if engine_dir else "*.safetensors"
     return model_fingerprint(directory, sorted(directory.glob(pattern)), kind)
