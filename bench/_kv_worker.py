@@ -142,7 +142,7 @@ async def handoffs_of(
         max_message_bytes=64 * 2**20,
         is_draining=lambda: False,
     )
-    handoffs = HandoffsByBlocks(own, HandoffMetrics("bench_"))
+    handoffs = HandoffsByBlocks(own, HandoffMetrics())
     backend.take = handoffs.take
     try:
         yield handoffs, backend

@@ -434,8 +434,7 @@ async def test_metrics_count_by_transport_and_outcome() -> None:
         await both.settled()
         await eventually(lambda: both.receiver.load.received_handoffs.consumed)
         families = {
-            family.name: family
-            for family in both.receiver.engine.service.metrics.handoffs.collect()
+            family.name: family for family in both.receiver.engine.service.metrics.collect()
         }
         (ended,) = families["trtmesh_engine_handoffs"].samples
         assert ended.labels == {"side": "received", "transport": "grpc", "outcome": "consumed"}

@@ -1,18 +1,22 @@
-"""The router's metrics: plain numbers, read by Prometheus at each scrape."""
+"""The router's metrics: plain numbers, and the table by which a scrape reads them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from trtmesh.chassis.metrics import TOKEN_BUCKETS, Histogram
+from trtmesh.chassis.metrics import (
+    COUNTER,
+    HISTOGRAM,
+    TOKEN_BUCKETS,
+    Histogram,
+    Row,
+    families,
+)
 from trtmesh.v1 import generation_pb2 as pb
 
 PREFIX = "trtmesh_router_"
@@ -32,29 +36,16 @@ MOST_PARAMETERS = 64
 MOST_MODELS = 64
 """Most names of models; further names are counted together."""
 
-Gauges = Callable[[], dict[str, tuple[str, float]]]
-
 
 class ModelMetrics:
     """What is counted of the requests of one model."""
 
     def __init__(self) -> None:
-        self.time_to_first_token = Histogram(
-            PREFIX + "time_to_first_token_seconds",
-            "From a request's arrival to a sequence's first token.",
-        )
-        self.inter_token = Histogram(
-            PREFIX + "inter_token_seconds", "Time between arrivals of tokens of one sequence."
-        )
-        self.queue = Histogram(
-            PREFIX + "queue_seconds", "From a request's arrival to the dispatch of an item."
-        )
-        self.prompt_tokens = Histogram(
-            PREFIX + "prompt_tokens_per_item", "Prompt tokens of an item.", TOKEN_BUCKETS
-        )
-        self.generated_tokens = Histogram(
-            PREFIX + "generated_tokens_per_item", "Tokens generated for an item.", TOKEN_BUCKETS
-        )
+        self.time_to_first_token = Histogram()
+        self.inter_token = Histogram()
+        self.queue = Histogram()
+        self.prompt_tokens = Histogram(TOKEN_BUCKETS)
+        self.generated_tokens = Histogram(TOKEN_BUCKETS)
         self.tokens_in = 0
         self.tokens_out = 0
         self.requests: Counter[str] = Counter()
@@ -62,31 +53,21 @@ class ModelMetrics:
         self.failed: Counter[str] = Counter()
 
     @property
-    def histograms(self) -> tuple[Histogram, ...]:
-        return (
-            self.time_to_first_token,
-            self.inter_token,
-            self.queue,
-            self.prompt_tokens,
-            self.generated_tokens,
-        )
+    def finished_words(self) -> Counter[str]:
+        """Finished items by the word of their reason."""
+        words: Counter[str] = Counter()
+        for reason, count in self.finished.copy().items():
+            words[_reason_word(reason)] += count
+        return words
 
 
 class RouterMetrics(Collector):
-    """The metrics of a router process. `gauges` returns name → (help, value) at each scrape."""
+    """The metrics of a router process; the router adds the `gauges` of its rooms."""
 
     def __init__(self) -> None:
-        self.placement = Histogram(
-            PREFIX + "placement_seconds", "Time that one placement took.", PLACEMENT_BUCKETS
-        )
-        self.delivery = Histogram(
-            PREFIX + "adapter_delivery_seconds",
-            "Time until a worker had loaded an adapter, or until the delivery failed.",
-        )
-        self.handoff = Histogram(
-            PREFIX + "handoff_seconds",
-            "From the end of a sequence on its sender to its first token on the receiver.",
-        )
+        self.placement = Histogram(PLACEMENT_BUCKETS)
+        self.delivery = Histogram()
+        self.handoff = Histogram()
         self.handoffs: Counter[tuple[str, str]] = Counter()
         self.handoff_tokens = 0
         self.deliveries: Counter[str] = Counter()
@@ -105,7 +86,7 @@ class RouterMetrics(Collector):
         self.unanswered: Counter[str] = Counter()
         self.resumed = 0
         self.moved: Counter[str] = Counter()
-        self.gauges: Gauges = dict
+        self.gauges: Sequence[Row[RouterMetrics]] = ()
 
     def of(self, model: str) -> ModelMetrics:
         """What is counted of a model; '' stands for requests whose model is not served."""
@@ -144,100 +125,72 @@ class RouterMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called in Prometheus' own thread."""
-        yield from self._of_models()
-        for histogram in (self.placement, self.delivery, self.handoff):
-            yield histogram.family()
-        for name, text, value in (
-            (
-                "merged_tokens",
-                "Tokens merged while they waited for a slow client.",
-                self.merged_tokens,
-            ),
-            ("client_messages", "Messages sent to clients.", self.client_messages),
-            ("resumed_requests", "Requests resumed here from another call.", self.resumed),
-            (
-                "adapter_delivery_bytes",
-                "Bytes of adapters sent to workers.",
-                self.delivered_bytes,
-            ),
-            (
-                "handoff_tokens",
-                "Tokens whose KV moved to another worker.",
-                self.handoff_tokens,
-            ),
-            ("moved_decodes", "Sequences moved to another tokenizer.", self.moved_decodes),
-        ):
-            yield CounterMetricFamily(PREFIX + name, text, value=value)
-        by_caller = ("reason", "caller")
-        slow = "Requests coalesced, paused (each time) or cancelled for a slow client."
-        refused = "Requests refused for lack of a key or at admission, by reason and caller."
-        moved = "Sequences moved to another worker, by cause."
-        yield _labelled("slow_clients", slow, ("action",), self.slow_clients)
-        yield _labelled("requests_refused", refused, by_caller, self.refused)
-        unknown = "Request parameters of Triton calls without effect, by name."
-        yield _labelled("unknown_parameters", unknown, ("parameter",), self.unknown_parameters)
-        yield _labelled("items_placed", "Placements.", ("policy", "worker"), self.placed)
-        yield _labelled("moved_sequences", moved, ("cause",), self.moved)
-        unanswered = "Times that a tokenizer left texts or tokens unanswered for too long."
-        yield _labelled("unanswered_commands", unanswered, ("kind",), self.unanswered)
-        breaches = "Times that a worker or tokenizer broke its contract and was left."
-        yield _labelled("contract_breaches", breaches, ("peer",), self.breaches)
-        handoffs = "Handoffs of KV by cause and result."
-        yield _labelled("handoffs", handoffs, ("cause", "result"), self.handoffs)
-        deliveries = "Deliveries of adapters to workers, by outcome."
-        yield _labelled("adapter_deliveries", deliveries, ("outcome",), self.deliveries)
-        items, hits = "Items by adapter.", "Items whose worker had their adapter, by adapter."
-        yield _labelled("adapter_items", items, ("adapter",), self.adapter_items)
-        yield _labelled("adapter_hits", hits, ("adapter",), self.adapter_hits)
-        for name, (text, level) in self.gauges().items():
-            yield GaugeMetricFamily(PREFIX + name, text, value=level)
-
-    def _of_models(self) -> Iterator[Metric]:
-        models = self.models.copy()
-        families: list[HistogramMetricFamily | None] = []
-        for model, each in models.items():
-            families = families or [None] * len(each.histograms)
-            families = [
-                histogram.add_to(family, "model", model)
-                for histogram, family in zip(each.histograms, families, strict=True)
-            ]
-        yield from filter(None, families)
-        counts = {
-            name: CounterMetricFamily(PREFIX + name, text, labels=["model", *labels])
-            for name, text, labels in (
-                ("tokens_in", "Prompt tokens dispatched.", ()),
-                ("tokens_out", "Generated tokens received from workers.", ()),
-                ("requests", "Requests by outcome.", ("outcome",)),
-                ("items_failed", "Items that failed, by reason.", ("reason",)),
-                ("items_finished", "Items that finished, by reason.", ("reason",)),
-            )
-        }
-        for model, each in models.items():
-            counts["tokens_in"].add_metric([model], each.tokens_in)
-            counts["tokens_out"].add_metric([model], each.tokens_out)
-            finished: Counter[str] = Counter()
-            for reason, count in each.finished.copy().items():
-                finished[_reason_word(reason)] += count
-            for name, own in (
-                ("requests", each.requests),
-                ("items_failed", each.failed),
-                ("items_finished", finished),
-            ):
-                for label, count in own.copy().items():
-                    counts[name].add_metric([model, label], count)
-        yield from counts.values()
+        yield from families(PREFIX, (*TABLE, *self.gauges), self)
 
 
-def _labelled(
-    name: str,
-    text: str,
-    labels: tuple[str, ...],
-    counts: dict[str, int] | dict[tuple[str, str], int],
-) -> CounterMetricFamily:
-    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
-    for key, count in counts.copy().items():
-        family.add_metric([key] if isinstance(key, str) else list(key), count)
-    return family
+def _by_model(field: str) -> Callable[[RouterMetrics], Mapping[str, Any]]:
+    """Reads a field of each model."""
+    read = attrgetter(field)
+    return lambda metrics: {model: read(each) for model, each in metrics.models.copy().items()}
+
+
+def _by_label(field: str) -> Callable[[RouterMetrics], Mapping[tuple[str, str], int]]:
+    """Reads counts of each model, by the model and their own label."""
+    read = attrgetter(field)
+    return lambda metrics: {
+        (model, label): count
+        for model, each in metrics.models.copy().items()
+        for label, count in read(each).copy().items()
+    }
+
+
+MODEL = ("model",)
+
+# fmt: off
+TABLE: tuple[Row[RouterMetrics], ...] = (
+    Row(HISTOGRAM, "time_to_first_token_seconds", "From a request's arrival to a sequence's first token.",
+        _by_model("time_to_first_token"), MODEL),
+    Row(HISTOGRAM, "inter_token_seconds", "Time between arrivals of tokens of one sequence.",
+        _by_model("inter_token"), MODEL),
+    Row(HISTOGRAM, "queue_seconds", "From a request's arrival to the dispatch of an item.", _by_model("queue"), MODEL),
+    Row(HISTOGRAM, "prompt_tokens_per_item", "Prompt tokens of an item.", _by_model("prompt_tokens"), MODEL),
+    Row(HISTOGRAM, "generated_tokens_per_item", "Tokens generated for an item.",
+        _by_model("generated_tokens"), MODEL),
+    Row(COUNTER, "tokens_in", "Prompt tokens dispatched.", _by_model("tokens_in"), MODEL),
+    Row(COUNTER, "tokens_out", "Generated tokens received from workers.", _by_model("tokens_out"), MODEL),
+    Row(COUNTER, "requests", "Requests by outcome.", _by_label("requests"), ("model", "outcome")),
+    Row(COUNTER, "items_failed", "Items that failed, by reason.", _by_label("failed"), ("model", "reason")),
+    Row(COUNTER, "items_finished", "Items that finished, by reason.",
+        _by_label("finished_words"), ("model", "reason")),
+    Row(HISTOGRAM, "placement_seconds", "Time that one placement took.", "placement"),
+    Row(HISTOGRAM, "adapter_delivery_seconds",
+        "Time until a worker had loaded an adapter, or until the delivery failed.", "delivery"),
+    Row(HISTOGRAM, "handoff_seconds",
+        "From the end of a sequence on its sender to its first token on the receiver.", "handoff"),
+    Row(COUNTER, "merged_tokens", "Tokens merged while they waited for a slow client."),
+    Row(COUNTER, "client_messages", "Messages sent to clients."),
+    Row(COUNTER, "resumed_requests", "Requests resumed here from another call.", "resumed"),
+    Row(COUNTER, "adapter_delivery_bytes", "Bytes of adapters sent to workers.", "delivered_bytes"),
+    Row(COUNTER, "handoff_tokens", "Tokens whose KV moved to another worker."),
+    Row(COUNTER, "moved_decodes", "Sequences moved to another tokenizer."),
+    Row(COUNTER, "slow_clients", "Requests coalesced, paused (each time) or cancelled for a slow client.",
+        labels=("action",)),
+    Row(COUNTER, "requests_refused", "Requests refused for lack of a key or at admission, by reason and caller.",
+        "refused", ("reason", "caller")),
+    Row(COUNTER, "unknown_parameters", "Request parameters of Triton calls without effect, by name.",
+        labels=("parameter",)),
+    Row(COUNTER, "items_placed", "Placements.", "placed", ("policy", "worker")),
+    Row(COUNTER, "moved_sequences", "Sequences moved to another worker, by cause.", "moved", ("cause",)),
+    Row(COUNTER, "unanswered_commands", "Times that a tokenizer left texts or tokens unanswered for too long.",
+        "unanswered", ("kind",)),
+    Row(COUNTER, "contract_breaches", "Times that a worker or tokenizer broke its contract and was left.",
+        "breaches", ("peer",)),
+    Row(COUNTER, "handoffs", "Handoffs of KV by cause and result.", labels=("cause", "result")),
+    Row(COUNTER, "adapter_deliveries", "Deliveries of adapters to workers, by outcome.", "deliveries", ("outcome",)),
+    Row(COUNTER, "adapter_items", "Items by adapter.", labels=("adapter",)),
+    Row(COUNTER, "adapter_hits", "Items whose worker had their adapter, by adapter.", labels=("adapter",)),
+)
+# fmt: on
 
 
 def _reason_word(reason: int) -> str:

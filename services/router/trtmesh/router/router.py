@@ -19,6 +19,7 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.fair.messages import MessageAdmission
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.large_message import MessageLimits
+from trtmesh.chassis.metrics import GAUGE, Row
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime, Service
 from trtmesh.chassis.tls.certificates import HTTP_1_1
@@ -132,7 +133,7 @@ class Router:
         )
         self._http: HttpPort | None = None
         self._triton = self._make_triton() if settings.triton.enabled else None
-        self._metrics.gauges = self._gauges
+        self._metrics.gauges = self._gauges()
         runtime.registry.register(self._metrics)
         if self._recorder is not None:
             runtime.registry.register(self._recorder)
@@ -368,58 +369,44 @@ class Router:
             if (error := task.exception()) is not None:
                 self._runtime.fail(error)
 
-    def _gauges(self) -> dict[str, tuple[str, float]]:
-        workers, tokenizers = self._fleet.workers.values(), self._tokenizers.tokenizers.values()
-        return {
-            "live_requests": ("Requests being served.", len(self._requests.live)),
-            "paused_requests": (
-                "Requests paused until their clients read.",
-                sum(live.pace.paused for live in [*self._requests.live.values()]),
-            ),
-            "live_items": ("Items being served.", self._admission.live_items),
-            "queued_items": (
-                "Items queued for a place among the running items of their model.",
-                self._admission.queued_items,
-            ),
-            "queued_encodes": ("Texts queued for a tokenizer.", self._tokenizers.queued_encodes),
-            "worker_sequences": ("Handles in use on workers.", sum(w.handles for w in [*workers])),
-            "decode_sequences": (
-                "Handles in use on tokenizers.",
-                sum(t.decodes for t in [*tokenizers]),
-            ),
-            "live_handoffs": ("Handoffs under way.", len(self._handoffs.live)),
-            "worker_leases": ("Leases on workers.", sum(len(w.leases) for w in [*workers])),
-            "worker_bookings": ("Bookings on workers.", sum(w.guard.bookings for w in [*workers])),
-            "kv_index_blocks": (
-                "Known KV blocks, counted once per holder.",
-                len(self._fleet.kv_index),
-            ),
-            "kv_index_bytes": (
-                "Approximate memory of the KV index.",
-                self._fleet.kv_index.approximate_bytes,
-            ),
-            "open_breakers": (
-                "Workers resting or probed after faults before a first token.",
-                sum(not w.guard.breaker.closed for w in [*workers]),
-            ),
-            "lookup_problems": (
-                "Names that DNS does not know or gives no answer for, and unusable files of addresses.",
-                sum(len(each.problems) for each in [*self._discoveries]),
-            ),
-            "adapters": ("Adapters in the registry.", sum(1 for _ in self._adapters.entries())),
-            "adapter_bytes": (
-                "Memory in use for contents of adapters.",
-                self._adapters.contents.memory.size_bytes,
-            ),
-            "adapter_registry_stale": (
-                "1 while the registry of adapters cannot be read.",
-                bool(self._adapters.problem),
-            ),
-            "api_keys": ("API keys in use.", self._callers.keys),
-            "api_keys_stale": (
-                "1 while the file of API keys cannot be used as it is.",
-                bool(self._callers.problem),
-            ),
-            "ready_workers": ("Workers ready for items.", sum(w.ready for w in [*workers])),
-            "ready_tokenizers": ("Ready tokenizers.", sum(t.ready for t in [*tokenizers])),
-        }
+    def _gauges(self) -> Sequence[Row[RouterMetrics]]:
+        """What the rooms hold now."""
+        gauge = partial(Row, GAUGE)
+        workers, tokenizers = self._fleet.workers, self._tokenizers.tokenizers
+        # fmt: off
+        return (
+            gauge("live_requests", "Requests being served.", lambda _: len(self._requests.live)),
+            gauge("paused_requests", "Requests paused until their clients read.",
+                  lambda _: sum(live.pace.paused for live in [*self._requests.live.values()])),
+            gauge("live_items", "Items being served.", lambda _: self._admission.live_items),
+            gauge("queued_items", "Items queued for a place among the running items of their model.",
+                  lambda _: self._admission.queued_items),
+            gauge("queued_encodes", "Texts queued for a tokenizer.", lambda _: self._tokenizers.queued_encodes),
+            gauge("worker_sequences", "Handles in use on workers.",
+                  lambda _: sum(w.handles for w in [*workers.values()])),
+            gauge("decode_sequences", "Handles in use on tokenizers.",
+                  lambda _: sum(t.decodes for t in [*tokenizers.values()])),
+            gauge("live_handoffs", "Handoffs under way.", lambda _: len(self._handoffs.live)),
+            gauge("worker_leases", "Leases on workers.", lambda _: sum(len(w.leases) for w in [*workers.values()])),
+            gauge("worker_bookings", "Bookings on workers.",
+                  lambda _: sum(w.guard.bookings for w in [*workers.values()])),
+            gauge("kv_index_blocks", "Known KV blocks, counted once per holder.", lambda _: len(self._fleet.kv_index)),
+            gauge("kv_index_bytes", "Approximate memory of the KV index.",
+                  lambda _: self._fleet.kv_index.approximate_bytes),
+            gauge("open_breakers", "Workers resting or probed after faults before a first token.",
+                  lambda _: sum(not w.guard.breaker.closed for w in [*workers.values()])),
+            gauge("lookup_problems",
+                  "Names that DNS does not know or gives no answer for, and unusable files of addresses.",
+                  lambda _: sum(len(each.problems) for each in [*self._discoveries])),
+            gauge("adapters", "Adapters in the registry.", lambda _: sum(1 for _ in self._adapters.entries())),
+            gauge("adapter_bytes", "Memory in use for contents of adapters.",
+                  lambda _: self._adapters.contents.memory.size_bytes),
+            gauge("adapter_registry_stale", "1 while the registry of adapters cannot be read.",
+                  lambda _: bool(self._adapters.problem)),
+            gauge("api_keys", "API keys in use.", lambda _: self._callers.keys),
+            gauge("api_keys_stale", "1 while the file of API keys cannot be used as it is.",
+                  lambda _: bool(self._callers.problem)),
+            gauge("ready_workers", "Workers ready for items.", lambda _: sum(w.ready for w in [*workers.values()])),
+            gauge("ready_tokenizers", "Ready tokenizers.", lambda _: sum(t.ready for t in [*tokenizers.values()])),
+        )
+        # fmt: on

@@ -1,12 +1,10 @@
-"""Metrics of handoffs: plain numbers, converted when Prometheus scrapes."""
+"""Metrics of handoffs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from trtmesh.chassis.metrics import Histogram
+from trtmesh.chassis.metrics import COUNTER, GAUGE, HISTOGRAM, Histogram, Row
 from trtmesh.engine.handoff.lease import Outcome
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import kv_transfer_pb2 as pb
@@ -21,16 +19,11 @@ TRANSFER_BUCKETS = (
 class HandoffMetrics:
     """Handoffs of both sides, `sent` and `received`."""
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self.transfer = Histogram(
-            prefix + "handoff_transfer_seconds",
-            "From the first part of a fetch to the end of its last read, on the receiver.",
-            TRANSFER_BUCKETS,
-        )
+    def __init__(self) -> None:
+        self.transfer = Histogram(TRANSFER_BUCKETS)
+        self.handoffs: Counter[tuple[str, str, str]] = Counter()
+        self.handoff_bytes: Counter[tuple[str, str]] = Counter()
         self._load = epb.Load()
-        self._ended: Counter[tuple[str, str, str]] = Counter()
-        self._bytes: Counter[tuple[str, str]] = Counter()
 
     def ended(
         self,
@@ -42,8 +35,8 @@ class HandoffMetrics:
     ) -> None:
         """Counts the outcome of a lease; `transport` is None without a fetch, `seconds` where the backend fetches."""
         name = word_of(transport)
-        self._ended[side, name, outcome.value] += 1
-        self._bytes[side, name] += size
+        self.handoffs[side, name, outcome.value] += 1
+        self.handoff_bytes[side, name] += size
         if side == "received" and outcome is Outcome.CONSUMED and seconds is not None:
             self.transfer.observe(seconds)
 
@@ -51,34 +44,26 @@ class HandoffMetrics:
         """Takes the last load report: scrapes happen on another thread."""
         self._load = load
 
-    def collect(self) -> Iterator[Metric]:
-        """Called by Prometheus on another thread."""
-        ended = CounterMetricFamily(
-            self._prefix + "handoffs",
-            "Leases that ended.",
-            labels=["side", "transport", "outcome"],
-        )
-        for labels, count in list(self._ended.items()):
-            ended.add_metric(list(labels), count)
-        sizes = CounterMetricFamily(
-            self._prefix + "handoff_bytes",
-            "Bytes of KV transferred.",
-            labels=["side", "transport"],
-        )
-        for pair, size in list(self._bytes.items()):
-            sizes.add_metric(list(pair), size)
-        held = GaugeMetricFamily(
-            self._prefix + "held_leases", "Leases without an outcome.", labels=["side"]
-        )
+    @property
+    def held_leases(self) -> dict[str, int]:
         load = self._load
-        held.add_metric(["sent"], load.sent_handoffs.held)
-        held.add_metric(["received"], load.received_handoffs.held)
-        yield from (ended, sizes, held, self.transfer.family())
-        yield GaugeMetricFamily(
-            self._prefix + "quarantined_blocks",
-            "KV blocks of ended leases to which a read may still write.",
-            value=load.quarantined_blocks,
-        )
+        return {"sent": load.sent_handoffs.held, "received": load.received_handoffs.held}
+
+    @property
+    def quarantined_blocks(self) -> int:
+        return self._load.quarantined_blocks
+
+
+# fmt: off
+HANDOFF_TABLE: tuple[Row[HandoffMetrics], ...] = (
+    Row(COUNTER, "handoffs", "Leases that ended.", labels=("side", "transport", "outcome")),
+    Row(COUNTER, "handoff_bytes", "Bytes of KV transferred.", labels=("side", "transport")),
+    Row(GAUGE, "held_leases", "Leases without an outcome.", labels=("side",)),
+    Row(HISTOGRAM, "handoff_transfer_seconds",
+        "From the first part of a fetch to the end of its last read, on the receiver.", "transfer"),
+    Row(GAUGE, "quarantined_blocks", "KV blocks of ended leases to which a read may still write."),
+)
+# fmt: on
 
 
 def word_of(transport: pb.KvTransport.ValueType | None) -> str:

@@ -1,16 +1,16 @@
-"""Metrics of an engine process: plain numbers, updated per step or sequence and converted when Prometheus scrapes.
-Counting costs no time per token."""
+"""Metrics of an engine process: plain numbers, updated per step or sequence. Counting costs no time per token."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from operator import attrgetter
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from trtmesh.chassis.metrics import Histogram
+from trtmesh.chassis.metrics import COUNTER, GAUGE, HISTOGRAM, Histogram, Kind, Row, families
 from trtmesh.engine.backend import BackendStats, SequenceEnd, StepOutput
-from trtmesh.engine.handoff.metrics import HandoffMetrics
+from trtmesh.engine.handoff.metrics import HANDOFF_TABLE, HandoffMetrics
 from trtmesh.v1 import generation_pb2 as pb
 
 PREFIX = "trtmesh_engine_"
@@ -25,17 +25,9 @@ class EngineMetrics(Collector):
     """
 
     def __init__(self) -> None:
-        self.time_to_first_token = Histogram(
-            PREFIX + "time_to_first_token_seconds",
-            "From the submit of an item to its sequences' first tokens.",
-        )
-        self.inter_token = Histogram(
-            PREFIX + "inter_token_seconds",
-            "Time between steps with tokens, once per continuing sequence.",
-        )
-        self.queue = Histogram(
-            PREFIX + "queue_seconds", "From the submit of an item to its scheduling."
-        )
+        self.time_to_first_token = Histogram()
+        self.inter_token = Histogram()
+        self.queue = Histogram()
         self.stats: BackendStats | None = None
         self.open_streams = 0
         self.live_sequences = 0
@@ -46,7 +38,7 @@ class EngineMetrics(Collector):
         self.generated_tokens = 0
         self.finished: Counter[int] = Counter()
         self.errors: Counter[str] = Counter()
-        self.handoffs = HandoffMetrics(PREFIX)
+        self.handoffs = HandoffMetrics()
         self._awaiting_first: dict[int, float] = {}
         self._awaiting_kv: set[int] = set()
         self._computing = 0
@@ -117,100 +109,62 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called by Prometheus on another thread."""
-        yield from (
-            self.time_to_first_token.family(),
-            self.inter_token.family(),
-            self.queue.family(),
-        )
-        yield from self._counters()
-        yield from self._gauges()
-        yield from self.handoffs.collect()
+        yield from families(PREFIX, TABLE, self)
+        yield from families(PREFIX, HANDOFF_TABLE, self.handoffs)
 
-    def _counters(self) -> Iterator[Metric]:
-        stats = self.stats
-        plain = (
-            ("steps", "Engine steps.", stats.step_count if stats else 0),
-            (
-                "captured_steps",
-                "Of the steps, those replayed as CUDA graphs alone.",
-                stats.captured_steps if stats else 0,
-            ),
-            ("busy_seconds", "Time with sequences to compute.", self.told_busy_seconds),
-            ("prompt_tokens", "Prompt tokens of the items taken.", self.prompt_tokens),
-            ("cached_prompt_tokens", "Prompt tokens that were reused.", self.cached_prompt_tokens),
-            (
-                "generated_tokens",
-                "Tokens generated; changed beams count again.",
-                self.generated_tokens,
-            ),
-            ("preemptions", "Sequences paused.", stats.preemptions if stats else 0),
-            ("new_blocks", "KV blocks given to sequences.", stats.new_blocks if stats else 0),
-            ("reused_blocks", "KV blocks shared instead.", stats.reused_blocks if stats else 0),
-            ("merged_steps", "Steps sent as part of a later step.", self.merged_steps),
-            ("adapter_loads", "Adapters loaded.", stats.adapter_loads if stats else 0),
-            (
-                "adapter_load_seconds",
-                "Time spent on loading adapters.",
-                stats.adapter_load_seconds if stats else 0.0,
-            ),
-            (
-                "adapter_evictions",
-                "Adapters evicted from host memory.",
-                stats.adapter_evictions if stats else 0,
-            ),
-            (
-                "adapter_hits",
-                "Sequences that found their adapter ready to run.",
-                stats.adapter_hits if stats else 0,
-            ),
-        )
-        for name, text, value in plain:
-            yield CounterMetricFamily(PREFIX + name, text, value=value)
-        finished = CounterMetricFamily(
-            PREFIX + "sequences_finished", "Sequences that ended.", labels=["reason"]
-        )
-        for reason, count in list(self.finished.items()):
-            word = pb.FinishReason.Name(pb.FinishReason.ValueType(reason))
-            finished.add_metric([word.removeprefix("FINISH_REASON_").lower()], count)
-        errors = CounterMetricFamily(
-            PREFIX + "errors",
-            "Items refused, sequences failed and streams broken off.",
-            labels=["reason"],
-        )
-        for label, count in list(self.errors.items()):
-            errors.add_metric([label], count)
-        yield from (finished, errors)
 
-    def _gauges(self) -> Iterator[Metric]:
-        stats = self.stats
-        plain = (
-            ("open_streams", "Connected routers.", self.open_streams),
-            ("live_sequences", "Sequences taken and not ended.", self.live_sequences),
-            ("unacknowledged_steps", "Steps sent and not acknowledged.", self.unacknowledged_steps),
-            ("running_sequences", "Sequences computed.", stats.running_sequences if stats else 0),
-            ("waiting_sequences", "Sequences waiting.", stats.waiting_sequences if stats else 0),
-            ("paused_sequences", "Sequences paused now.", stats.paused_sequences if stats else 0),
-            ("total_blocks", "KV blocks in the pool.", stats.total_blocks if stats else 0),
-            ("used_blocks", "KV blocks in use by sequences.", stats.used_blocks if stats else 0),
-            ("free_blocks", "KV blocks free or reusable.", stats.free_blocks if stats else 0),
-            ("host_blocks", "Blocks of the host cache.", stats.host_blocks if stats else 0),
-            ("used_host_blocks", "Host blocks in use.", stats.used_host_blocks if stats else 0),
-            ("adapter_slots", "Slots for adapters.", stats.adapter_slots if stats else 0),
-            (
-                "free_adapter_slots",
-                "Free slots for adapters.",
-                stats.free_adapter_slots if stats else 0,
-            ),
-            (
-                "adapter_host_bytes",
-                "Host memory for adapters.",
-                stats.adapter_host_bytes if stats else 0,
-            ),
-            (
-                "used_adapter_host_bytes",
-                "Host memory in use by adapters.",
-                stats.used_adapter_host_bytes if stats else 0,
-            ),
-        )
-        for name, text, value in plain:
-            yield GaugeMetricFamily(PREFIX + name, text, value=value)
+def _finished(metrics: EngineMetrics) -> dict[str, int]:
+    """Ended sequences by the word of their reason."""
+    counts = metrics.finished.copy().items()
+    named = {
+        pb.FinishReason.Name(pb.FinishReason.ValueType(reason)): count for reason, count in counts
+    }
+    return {name.removeprefix("FINISH_REASON_").lower(): count for name, count in named.items()}
+
+
+def _of_stats(kind: Kind, name: str, text: str, field: str = "") -> Row[EngineMetrics]:
+    """A row of the backend's statistics, by default of the field of its name."""
+    read = attrgetter(field or name)
+    return Row(kind, name, text, lambda metrics: read(metrics.stats) if metrics.stats else 0)
+
+
+# fmt: off
+TABLE: tuple[Row[EngineMetrics], ...] = (
+    Row(HISTOGRAM, "time_to_first_token_seconds", "From the submit of an item to its sequences' first tokens.",
+        "time_to_first_token"),
+    Row(HISTOGRAM, "inter_token_seconds", "Time between steps with tokens, once per continuing sequence.",
+        "inter_token"),
+    Row(HISTOGRAM, "queue_seconds", "From the submit of an item to its scheduling.", "queue"),
+    _of_stats(COUNTER, "steps", "Engine steps.", "step_count"),
+    _of_stats(COUNTER, "captured_steps", "Of the steps, those replayed as CUDA graphs alone."),
+    Row(COUNTER, "busy_seconds", "Time with sequences to compute.", "told_busy_seconds"),
+    Row(COUNTER, "prompt_tokens", "Prompt tokens of the items taken."),
+    Row(COUNTER, "cached_prompt_tokens", "Prompt tokens that were reused."),
+    Row(COUNTER, "generated_tokens", "Tokens generated; changed beams count again."),
+    _of_stats(COUNTER, "preemptions", "Sequences paused."),
+    _of_stats(COUNTER, "new_blocks", "KV blocks given to sequences."),
+    _of_stats(COUNTER, "reused_blocks", "KV blocks shared instead."),
+    Row(COUNTER, "merged_steps", "Steps sent as part of a later step."),
+    _of_stats(COUNTER, "adapter_loads", "Adapters loaded."),
+    _of_stats(COUNTER, "adapter_load_seconds", "Time spent on loading adapters."),
+    _of_stats(COUNTER, "adapter_evictions", "Adapters evicted from host memory."),
+    _of_stats(COUNTER, "adapter_hits", "Sequences that found their adapter ready to run."),
+    Row(COUNTER, "sequences_finished", "Sequences that ended.", _finished, ("reason",)),
+    Row(COUNTER, "errors", "Items refused, sequences failed and streams broken off.", labels=("reason",)),
+    Row(GAUGE, "open_streams", "Connected routers."),
+    Row(GAUGE, "live_sequences", "Sequences taken and not ended."),
+    Row(GAUGE, "unacknowledged_steps", "Steps sent and not acknowledged."),
+    _of_stats(GAUGE, "running_sequences", "Sequences computed."),
+    _of_stats(GAUGE, "waiting_sequences", "Sequences waiting."),
+    _of_stats(GAUGE, "paused_sequences", "Sequences paused now."),
+    _of_stats(GAUGE, "total_blocks", "KV blocks in the pool."),
+    _of_stats(GAUGE, "used_blocks", "KV blocks in use by sequences."),
+    _of_stats(GAUGE, "free_blocks", "KV blocks free or reusable."),
+    _of_stats(GAUGE, "host_blocks", "Blocks of the host cache."),
+    _of_stats(GAUGE, "used_host_blocks", "Host blocks in use."),
+    _of_stats(GAUGE, "adapter_slots", "Slots for adapters."),
+    _of_stats(GAUGE, "free_adapter_slots", "Free slots for adapters."),
+    _of_stats(GAUGE, "adapter_host_bytes", "Host memory for adapters."),
+    _of_stats(GAUGE, "used_adapter_host_bytes", "Host memory in use by adapters."),
+)
+# fmt: on

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
 
+from trtmesh.chassis.metrics import Histogram
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.statistics import (
     FAILURE_REASONS,
     Counts,
-    Lengths,
     Statistics,
     TokenLengths,
 )
@@ -29,34 +29,23 @@ Number = int | float
 
 WITH_CACHED = "(includes cached requests)"
 WITHOUT_CACHED = "(does not include cached requests)"
+# fmt: off
 COUNTERS: Mapping[str, tuple[str, Callable[[Counts], int]]] = {
-    "request_success": (
-        "Number of successful inference requests, all batch sizes",
-        lambda c: c.succeeded,
-    ),
+    "request_success": ("Number of successful inference requests, all batch sizes", lambda c: c.succeeded),
     "count": (f"Number of inferences performed {WITHOUT_CACHED}", lambda c: c.rows),
     "exec_count": (f"Number of model executions performed {WITHOUT_CACHED}", lambda c: c.succeeded),
-    "request_duration_us": (
-        f"Cumulative inference request duration in microseconds {WITH_CACHED}",
-        lambda c: c.success_ns // 1000,
-    ),
-    "queue_duration_us": (
-        f"Cumulative inference queuing duration in microseconds {WITH_CACHED}",
-        lambda c: c.queue_ns // 1000,
-    ),
-    "compute_input_duration_us": (
-        f"Cumulative compute input duration in microseconds {WITHOUT_CACHED}",
-        lambda c: c.input_ns // 1000,
-    ),
-    "compute_infer_duration_us": (
-        f"Cumulative compute inference duration in microseconds {WITHOUT_CACHED}",
-        lambda c: c.infer_ns // 1000,
-    ),
-    "compute_output_duration_us": (
-        f"Cumulative inference compute output duration in microseconds {WITHOUT_CACHED}",
-        lambda c: c.output_ns // 1000,
-    ),
+    "request_duration_us": (f"Cumulative inference request duration in microseconds {WITH_CACHED}",
+                            lambda c: c.success_ns // 1000),
+    "queue_duration_us": (f"Cumulative inference queuing duration in microseconds {WITH_CACHED}",
+                          lambda c: c.queue_ns // 1000),
+    "compute_input_duration_us": (f"Cumulative compute input duration in microseconds {WITHOUT_CACHED}",
+                                  lambda c: c.input_ns // 1000),
+    "compute_infer_duration_us": (f"Cumulative compute inference duration in microseconds {WITHOUT_CACHED}",
+                                  lambda c: c.infer_ns // 1000),
+    "compute_output_duration_us": (f"Cumulative inference compute output duration in microseconds {WITHOUT_CACHED}",
+                                   lambda c: c.output_ns // 1000),
 }
+# fmt: on
 """Families nv_inference_*: Triton's help text, and the value."""
 
 
@@ -131,12 +120,12 @@ class TritonMetrics:
             yield family(f"nv_llm_{way}_token_len", text, "histogram", samples)
 
 
-def _histogram(labels: Mapping[str, str], lengths: Lengths) -> Sequence[Sample]:
+def _histogram(labels: Mapping[str, str], lengths: Histogram) -> Sequence[Sample]:
     buckets = [
         Sample({**labels, "le": bound}, count, "_bucket") for bound, count in lengths.buckets()
     ]
     count = buckets[-1].value
-    return [Sample(labels, count, "_count"), Sample(labels, lengths.total, "_sum"), *buckets]
+    return [Sample(labels, count, "_count"), Sample(labels, lengths.sum, "_sum"), *buckets]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,107 +209,54 @@ class EngineFamily(NamedTuple):
         return self.static_batching in (None, figures.static_batching)
 
 
+# fmt: off
 ENGINE_FAMILIES = (
-    EngineFamily(
-        "nv_trt_llm_request_metrics",
-        "TRT LLM request metrics",
-        "request_type",
-        (
-            ("active", "Active Request Count", lambda f: f.active),
-            ("max", "Max Request Count", lambda f: f.max_batch_size),
-            ("scheduled", "Scheduled Requests", lambda f: f.load.running_sequences),
-            ("context", "Context Requests", lambda f: f.in_context),
-            ("waiting", "Waiting Requests", lambda f: f.load.waiting_sequences),
-        ),
-    ),
-    EngineFamily(
-        "nv_trt_llm_runtime_memory_metrics",
-        "TRT LLM runtime memory metrics",
-        "memory_type",
-        (
-            ("cpu", "Runtime CPU Memory Usage", lambda f: f.load.host_memory_bytes),
-            ("gpu", "Runtime GPU Memory Usage", lambda f: f.load.device_memory_bytes),
-            ("pinned", "Runtime Pinned Memory Usage", lambda f: f.load.pinned_memory_bytes),
-        ),
-    ),
-    EngineFamily(
-        "nv_trt_llm_kv_cache_block_metrics",
-        "TRT LLM KV cache block metrics",
-        "kv_cache_block_type",
-        (
-            ("max", "Max KV cache blocks", lambda f: f.load.total_blocks),
-            ("free", "Free KV cache blocks", lambda f: f.load.free_blocks),
-            ("used", "Used KV cache blocks", lambda f: f.load.used_blocks),
-            ("tokens_per", "Tokens per KV cache block", lambda f: f.tokens_per_block),
-            ("reused", "Reused KV cache blocks", lambda f: f.load.reused_blocks),
-            (
-                "fraction",
-                "Fraction used KV cache blocks",
-                lambda f: f.load.used_blocks / (f.load.total_blocks or 1),
-            ),
-        ),
-    ),
-    EngineFamily(
-        "nv_trt_llm_inflight_batcher_metrics",
-        "TRT LLM inflight_batcher-specific metrics",
-        "inflight_batcher_specific_metric",
-        (
-            (
-                "total_context_tokens",
-                "Total Context Tokens",
-                lambda f: f.load.pending_prompt_tokens,
-            ),
-            ("generation_requests", "Generation Requests", lambda f: f.generating),
-            # Batches are never split.
-            ("micro_batch_id", "MicroBatch ID", lambda _: 0),
-            ("paused_requests", "Paused Requests", lambda f: f.load.paused_sequences),
-        ),
-        static_batching=False,
-    ),
-    EngineFamily(
-        "nv_trt_llm_v1_metrics",
-        "TRT LLM v1-specific metrics",
-        "v1_specific_metric",
-        (
-            (
-                "total_context_tokens",
-                "Total Context Tokens",
-                lambda f: f.load.pending_prompt_tokens,
-            ),
-            # A step gives each sequence one token.
-            ("total_generation_tokens", "Total Generation Tokens", lambda f: f.generating),
-            (
-                "empty_generation_slots",
-                "Empty Generation Slots",
-                lambda f: max(0, f.max_batch_size - f.load.running_sequences),
-            ),
-        ),
-        static_batching=True,
-    ),
-    EngineFamily(
-        "nv_trt_llm_general_metrics",
-        "General TRT LLM metrics",
-        "general_type",
-        (
-            ("timestamp", "", lambda _: time.time_ns() // 1000),
-            ("iteration_counter", "Iteration Counter", lambda f: f.load.step_count),
-        ),
-    ),
-    EngineFamily(
-        "nv_trt_llm_disaggregated_serving_metrics",
-        "TRT LLM disaggregated serving metrics",
-        "disaggregated_serving_type",
-        (
-            (
-                "kv_cache_transfer_ms",
-                "KV cache transfer time",
-                lambda f: f.load.received_handoffs.transfer_ms,
-            ),
-            ("request_count", "Request count", lambda f: f.load.received_handoffs.consumed),
-        ),
-        kind="counter",
-    ),
+    EngineFamily("nv_trt_llm_request_metrics", "TRT LLM request metrics", "request_type", (
+        ("active", "Active Request Count", lambda f: f.active),
+        ("max", "Max Request Count", lambda f: f.max_batch_size),
+        ("scheduled", "Scheduled Requests", lambda f: f.load.running_sequences),
+        ("context", "Context Requests", lambda f: f.in_context),
+        ("waiting", "Waiting Requests", lambda f: f.load.waiting_sequences),
+    )),
+    EngineFamily("nv_trt_llm_runtime_memory_metrics", "TRT LLM runtime memory metrics", "memory_type", (
+        ("cpu", "Runtime CPU Memory Usage", lambda f: f.load.host_memory_bytes),
+        ("gpu", "Runtime GPU Memory Usage", lambda f: f.load.device_memory_bytes),
+        ("pinned", "Runtime Pinned Memory Usage", lambda f: f.load.pinned_memory_bytes),
+    )),
+    EngineFamily("nv_trt_llm_kv_cache_block_metrics", "TRT LLM KV cache block metrics", "kv_cache_block_type", (
+        ("max", "Max KV cache blocks", lambda f: f.load.total_blocks),
+        ("free", "Free KV cache blocks", lambda f: f.load.free_blocks),
+        ("used", "Used KV cache blocks", lambda f: f.load.used_blocks),
+        ("tokens_per", "Tokens per KV cache block", lambda f: f.tokens_per_block),
+        ("reused", "Reused KV cache blocks", lambda f: f.load.reused_blocks),
+        ("fraction", "Fraction used KV cache blocks", lambda f: f.load.used_blocks / (f.load.total_blocks or 1)),
+    )),
+    EngineFamily("nv_trt_llm_inflight_batcher_metrics", "TRT LLM inflight_batcher-specific metrics",
+                 "inflight_batcher_specific_metric", (
+        ("total_context_tokens", "Total Context Tokens", lambda f: f.load.pending_prompt_tokens),
+        ("generation_requests", "Generation Requests", lambda f: f.generating),
+        # Batches are never split.
+        ("micro_batch_id", "MicroBatch ID", lambda _: 0),
+        ("paused_requests", "Paused Requests", lambda f: f.load.paused_sequences),
+    ), static_batching=False),
+    EngineFamily("nv_trt_llm_v1_metrics", "TRT LLM v1-specific metrics", "v1_specific_metric", (
+        ("total_context_tokens", "Total Context Tokens", lambda f: f.load.pending_prompt_tokens),
+        # A step gives each sequence one token.
+        ("total_generation_tokens", "Total Generation Tokens", lambda f: f.generating),
+        ("empty_generation_slots", "Empty Generation Slots",
+         lambda f: max(0, f.max_batch_size - f.load.running_sequences)),
+    ), static_batching=True),
+    EngineFamily("nv_trt_llm_general_metrics", "General TRT LLM metrics", "general_type", (
+        ("timestamp", "", lambda _: time.time_ns() // 1000),
+        ("iteration_counter", "Iteration Counter", lambda f: f.load.step_count),
+    )),
+    EngineFamily("nv_trt_llm_disaggregated_serving_metrics", "TRT LLM disaggregated serving metrics",
+                 "disaggregated_serving_type", (
+        ("kv_cache_transfer_ms", "KV cache transfer time", lambda f: f.load.received_handoffs.transfer_ms),
+        ("request_count", "Request count", lambda f: f.load.received_handoffs.consumed),
+    ), kind="counter"),
 )
+# fmt: on
 
 
 def engine_families(figures: Mapping[str, EngineFigures]) -> Iterator[str]:

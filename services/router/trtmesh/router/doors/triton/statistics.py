@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from trtmesh.chassis.errors import Blame, TrtmeshError
+from trtmesh.chassis.metrics import Histogram
 from trtmesh.kserve import grpc_service_pb2
 from trtmesh.router.doors.triton.answers import Answers, PlainText
 from trtmesh.router.doors.triton.models import MODEL_VERSION
@@ -58,29 +57,12 @@ class Counts:
         self.failure_ns += ns
 
 
-class Lengths:
-    """A histogram of token counts."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(LENGTH_BOUNDS) + 1)
-        self.total = 0
-
-    def observe(self, tokens: int) -> None:
-        self._counts[bisect_left(LENGTH_BOUNDS, tokens)] += 1
-        self.total += tokens
-
-    def buckets(self) -> Iterator[tuple[str, int]]:
-        """Upper bounds, and the number of observations up to each."""
-        bounds = (*map(str, LENGTH_BOUNDS), "+Inf")
-        return zip(bounds, accumulate(self._counts), strict=True)
-
-
 @dataclass(slots=True)
 class TokenLengths:
     """Tokens of prompts and of outputs, the sequences of an output summed."""
 
-    prompts: Lengths = field(default_factory=Lengths)
-    outputs: Lengths = field(default_factory=Lengths)
+    prompts: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
+    outputs: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
 
 
 class Counting:
