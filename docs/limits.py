@@ -14,8 +14,7 @@ from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE
 from trtmesh.chassis.http2 import connection, frames, headers
 from trtmesh.chassis.http2.rates import RATES
 from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
-from trtmesh.router.doors.http import json_bodies
-from trtmesh.router.doors.http.port import IDLE_SECONDS, UNREAD_MARGIN_SECONDS
+from trtmesh.router.doors.http import json_bodies, port
 from trtmesh.router.doors.triton import calls, tensors
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.settings import RouterSettings
@@ -128,21 +127,21 @@ TABLES: dict[str, list[Row]] = {
             http_input.MAX_FRAMING_BYTES,
             "closed",
         ),
-        ("seconds to send a body (`http.receive_seconds`)", _HTTP.receive_seconds, "408"),
+        ("seconds to send a body", port.RECEIVE_SECONDS, "408"),
         ("bytes of a body, also decompressed", _ROUTER.max_message_bytes, "413"),
         (
             "seconds to send a head, or from an answer to the next request",
-            IDLE_SECONDS,
+            port.IDLE_SECONDS,
             "closed",
         ),
         (
             "seconds in which nothing of an answer is read (`client.unread_seconds` and one more)",
-            _ROUTER.client.unread_seconds + UNREAD_MARGIN_SECONDS,
+            _ROUTER.client.unread_seconds + port.UNREAD_MARGIN_SECONDS,
             "closed",
         ),
         (
-            "unparsed bytes of all connections (`http.max_unfinished_bytes`)",
-            _HTTP.max_unfinished_bytes,
+            "unparsed bytes of all connections",
+            port.MAX_UNFINISHED_BYTES,
             "429 for the largest body, or the connection with more ends",
         ),
         ("bytes of JSON (`http.max_json_bytes`)", _HTTP.max_json_bytes, "400"),

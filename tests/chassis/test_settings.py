@@ -10,7 +10,6 @@ from pydantic import Field
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.settings import (
     CommaList,
-    PlatformVariable,
     ServiceSettings,
     Settings,
     iterate_leaves,
@@ -23,28 +22,17 @@ class Cache(Settings):
     """Blocks, 100 % of them."""
 
 
-class Place(Settings):
-    zone: Annotated[str, PlatformVariable("CLOUD_ZONE")] = ""
-
-
 class Example(ServiceSettings):
     section: ClassVar[str] = "engine"
 
     name: str
     peers: CommaList = ()
     cache: Cache = Cache()
-    place: Place = Place()
 
 
 def load(*argv: str, file: Path | None = None, **environ: str) -> Example:
     config = ["--config", str(file)] if file else []
     return load_settings(Example, ["--name", "n", *config, *argv], environ)
-
-
-def test_variable_of_a_platform_comes_after_the_own_one() -> None:
-    assert load(CLOUD_ZONE="a").place.zone == "a"
-    assert load(CLOUD_ZONE="a", TRTMESH_ENGINE_PLACE_ZONE="b").place.zone == "b"
-    assert load("--place-zone", "c", CLOUD_ZONE="a").place.zone == "c"
 
 
 @pytest.fixture

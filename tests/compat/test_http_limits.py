@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from compat.plain_http import PlainHttp
 from processes import service_process
+from trtmesh.router.doors.http.port import MAX_UNFINISHED_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -108,31 +109,22 @@ async def raw(http: PlainHttp, *parts: bytes) -> bytes:
 HEAD = f"POST {PATH} HTTP/1.1\r\nHost: x\r\n".encode()
 
 
-async def test_body_must_arrive_in_time() -> None:
-    """By a router of its own: to the others a body may come as late as this machine is slow."""
-    async with router_with("--http-receive-seconds", "1") as http:
-        head = HEAD + b"Content-Length: 100\r\nConnection: close\r\n\r\n"
-        answer = await raw(http, head, b"{")
-    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-    assert b"did not come within 1 s (http.receive_seconds)" in answer
-
-
 async def test_bodies_together_are_limited() -> None:
     """The largest gives way; what comes after it is served. One that never fits is too large."""
-    async with router_with("--http-max-unfinished-bytes", str(2**20)) as http:
-        head = HEAD + b"Content-Length: 4000000\r\nConnection: close\r\n\r\n"
-        answer = await raw(http, head, b" " * (2**20 + 1))
+    async with router_with("--max-message-bytes", str(2 * MAX_UNFINISHED_BYTES)) as http:
+        length = b"Content-Length: %d\r\nConnection: close\r\n\r\n"
+        answer = await raw(http, HEAD + length % (MAX_UNFINISHED_BYTES + 1))
         assert answer.startswith(b"HTTP/1.1 413 Request Entity Too Large\r\n")
-        assert b"http.max_unfinished_bytes" in answer
+        assert b"(of all requests that are received)" in answer
         assert b"Retry-After" not in answer
-        head = HEAD + b"Content-Length: 1048576\r\nConnection: close\r\n\r\n"
-        large = asyncio.create_task(raw(http, head, b" " * 900_000))
-        others = [asyncio.create_task(raw(http, head, b" " * 150_000)) for _ in range(2)]
+        head = HEAD + length % MAX_UNFINISHED_BYTES
+        share = MAX_UNFINISHED_BYTES // 8
+        large = asyncio.create_task(raw(http, head, bytes(7 * share)))
+        others = [asyncio.create_task(raw(http, head, bytes(share))) for _ in range(2)]
         answer = await large
         for other in others:
             other.cancel()
         assert answer.startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
-        assert b"(http.max_unfinished_bytes)" in answer
         assert b"\r\ntrtmesh-error-reason: EXHAUSTED\r\n" in answer
         assert b"\r\nRetry-After: 1\r\n" in answer
         assert (await http.post(PATH, body(2**19))).status == NOT_READY

@@ -18,8 +18,6 @@ from compat.test_streams import native_text
 from e2e.mesh import Mesh, eventually, router_before
 from processes import service_process
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.chassis.settings import load_settings
-from trtmesh.router.settings import RouterSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -84,13 +82,6 @@ async def test_sagemaker_paths_follow_the_variables_of_triton(mesh: Mesh) -> Non
     async with router(mesh, generating) as http:
         reply = await http.post("/invocations", ASK | {"stream": True})
         assert PROMPT + "".join(event["text_output"] for event in reply.events) == whole
-
-
-async def test_settings_come_before_the_variables_of_a_platform(mesh: Mesh) -> None:
-    flags = ("--http-sagemaker-model", "tensorrt_llm_bls", "--http-sagemaker-inference-type")
-    async with router(mesh, SAGEMAKER, *flags, "generate") as http:
-        reply = await http.post("/invocations", ASK)
-        assert reply.json["model_name"] == "tensorrt_llm_bls"
 
 
 async def test_ping_may_tell_life_alone() -> None:
@@ -168,11 +159,17 @@ async def test_vertex_predicts_with_the_only_model(mesh: Mesh) -> None:
         (VERTEX, "router.http.vertex_ai.model is '' but must name a Triton model: ensemble, "),
         (
             {"SAGEMAKER_TRITON_DEFAULT_MODEL_NAME": "gpt"},
-            "router.http.sagemaker.model is 'gpt' but must name a Triton model: ensemble, ",
+            "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME is 'gpt' but must name a Triton model: ensemble, ",
+        ),
+        ({"AIP_PREDICT_ROUTE": PREDICT}, "AIP_HEALTH_ROUTE and AIP_PREDICT_ROUTE are ['', '/v1/"),
+        (VERTEX | {"AIP_HEALTH_ROUTE": "x"}, "AIP_PREDICT_ROUTE are ['x', '/v1/"),
+        (
+            SAGEMAKER | {"SAGEMAKER_TRITON_INFERENCE_TYPE": "chat"},
+            "SAGEMAKER_TRITON_INFERENCE_TYPE is 'chat' but must be one of infer, generate, ",
         ),
     ],
 )
-async def test_router_does_not_start_without_the_model_of_a_platform(
+async def test_router_does_not_start_with_a_wrong_variable_of_a_platform(
     environment: Mapping[str, str], message: str
 ) -> None:
     process = await asyncio.create_subprocess_exec(
@@ -184,22 +181,3 @@ async def test_router_does_not_start_without_the_model_of_a_platform(
     _, stderr = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == SettingsError.exit_status
     assert message in stderr.decode()
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"AIP_PREDICT_ROUTE": PREDICT}, "predict_route and health_route must both be set"),
-        (VERTEX | {"AIP_HEALTH_ROUTE": "x"}, "environment variable AIP_HEALTH_ROUTE is 'x'"),
-        (
-            {"SAGEMAKER_TRITON_INFERENCE_TYPE": "chat"},
-            "environment variable SAGEMAKER_TRITON_INFERENCE_TYPE is 'chat'",
-        ),
-    ],
-)
-async def test_invalid_variable_of_a_platform_is_refused(
-    environment: Mapping[str, str], message: str
-) -> None:
-    with pytest.raises(SettingsError) as caught:
-        load_settings(RouterSettings, ["--engines", "a:1"], environment)
-    assert message in str(caught.value)

@@ -308,13 +308,13 @@ class Mesh:
         self.engines.append(process)
         return process
 
-    async def start_router(self, *flags: str) -> None:
+    async def start_router(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
         """Starts a router of the processes started before, with clients."""
         tokenizers = ",".join(process.address for process in self.tokenizers)
         peers = ["--engines", ",".join(process.address for process in self.engines)]
         if tokenizers:
             peers += ["--tokenizers", tokenizers]
-        self.router = await self.start("router", "--port", "0", *peers, *flags)
+        self.router = await self.start("router", "--port", "0", *peers, *flags, env=env)
         self.client = await self._stack.enter_async_context(Client(self.router.address))
         admin = AdminClient(self.router.admin_address)
         self.admin = await self._stack.enter_async_context(admin)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -33,10 +33,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 ALICE, BOB, LATE, SLOW = "key-of-alice-1f", "key-of-bob-2e", "key-of-late-3d", "key-of-slow-4c"
 REVOKED = "key-of-revoked-5b"
 SECRETS = (ALICE, BOB, LATE, SLOW, REVOKED)
-PLATFORMS = (
-    *("--http-sagemaker-model", "ensemble", "--http-vertex-ai-model", "ensemble"),
-    *("--http-vertex-ai-predict-route", "/predict", "--http-vertex-ai-health-route", "/health"),
-)
+PLATFORMS = {
+    "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME": "ensemble",
+    "AIP_PREDICT_ROUTE": "/predict",
+    "AIP_HEALTH_ROUTE": "/health",
+}
 INFERENCE = "/inference.GRPCInferenceService/"
 ENSEMBLE = "/v2/models/ensemble"
 
@@ -76,10 +77,17 @@ class Keyed:
 async def keyed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Keyed]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(LINES)
-    flags = (*PATIENT, "--api-keys-file", str(file), "--log-level", "debug", *PLATFORMS)
-    async with running_mesh(engine_flags=SIMULATED, router_flags=flags) as mesh:
+    flags: Sequence[str] = (*PATIENT, "--api-keys-file", str(file), "--log-level", "debug")
+    flags = (*flags, "--http-vertex-ai-model", "ensemble")
+
+    async def start(mesh: Mesh) -> None:
+        await asyncio.gather(mesh.start_tokenizer(), mesh.start_engine(*SIMULATED))
+        await mesh.start_router(*flags, env=PLATFORMS)
+        await mesh.ready(1, 1)
+
+    async with running_mesh(start=start) as mesh:
         first, admin = mesh.router, mesh.admin
-        await mesh.start_router(*flags)
+        await mesh.start_router(*flags, env=PLATFORMS)
         await mesh.ready(1, 1)
         second, mesh.router = mesh.router, first
         yield Keyed(mesh, second, admin, file)

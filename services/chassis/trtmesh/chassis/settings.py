@@ -79,13 +79,6 @@ class OneOf:
         return core_schema.literal_schema([*self.words])
 
 
-@dataclass(frozen=True, slots=True)
-class PlatformVariable:
-    """Names an environment variable of a hosting platform for a leaf, read after the leaf's own variable."""
-
-    name: str
-
-
 class Settings(BaseModel):
     """Base of every settings model."""
 
@@ -269,14 +262,6 @@ def _environment_layer(
                 f"environment variable {name}={value!r} is no setting of the {cls.section}"
                 f"{suggestion(name, known)}"
             )
-    for path, info in leaves.items():
-        for each in info.metadata:
-            if (
-                isinstance(each, PlatformVariable)
-                and each.name in environ
-                and names[path] not in environ
-            ):
-                names[path] = each.name
     values = {path: environ[name] for path, name in names.items() if name in environ}
     return Layer("environment variable", values, names)
 

@@ -44,10 +44,10 @@ Handler = Callable[[web.Request, Bodies], Awaitable[web.Response]]
 
 
 @asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[Measuring]:
+async def serving(handler: Handler, receive_seconds: float = 60.0) -> AsyncIterator[Measuring]:
     app = web.Application(client_max_size=MOST_BYTES)
     server = HttpServer(app, HttpLimits(64, 64, MOST_UNFINISHED, 60.0, 60.0))
-    bodies = Bodies(BodyLimits(MOST_BYTES, MOST_BYTES, 60.0), server, MessageAdmission())
+    bodies = Bodies(BodyLimits(MOST_BYTES, MOST_BYTES, receive_seconds), server, MessageAdmission())
 
     async def handle(request: web.Request) -> web.Response:
         return await handler(request, bodies)
@@ -114,6 +114,20 @@ async def test_bomb_is_counted_while_it_is_inflated(address: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * MOST_UNFINISHED
     finally:
         tracemalloc.stop()
+
+
+async def test_a_body_must_arrive_in_time() -> None:
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    async with (
+        serving(measure, receive_seconds=0.3) as on,
+        aiohttp.ClientSession() as client,
+        client.post(on.address, data=stalled()) as response,
+    ):
+        assert response.status == 408
+        assert "did not come within 0.3 s" in await response.text()
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])

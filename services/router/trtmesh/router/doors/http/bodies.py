@@ -20,7 +20,7 @@ from trtmesh.chassis.quoting import cut
 from trtmesh.router.doors.http.json_bodies import parse_json
 
 COMPRESSED = ("gzip", "deflate")
-UNFINISHED = "http.max_unfinished_bytes"
+UNFINISHED = "of all requests that are received"
 MOST_SETTINGS_BYTES = 2**16
 """Largest body of a request about the server's settings."""
 COMPRESSED_PIECE, INFLATED_PIECE = 2**18, 2**20
@@ -113,7 +113,7 @@ class Bodies:
                     self._server.turns.charge(perf_counter() - began)
         except TimeoutError:
             raise web.HTTPRequestTimeout(
-                text=f"the body of the request did not come within {seconds:g} s (http.receive_seconds)"
+                text=f"the body of the request did not come within {seconds:g} s"
             ) from None
         return body.whole()
 
@@ -196,8 +196,7 @@ async def _account(budget: Budget) -> AsyncIterator[Account]:
         if not ending.expired():
             raise
         raise Exhausted(
-            f"unfinished requests hold too many bytes together, and this one most ({UNFINISHED}); try again"
-            " later",
+            "unfinished requests hold too many bytes together, and this one most; try again later",
             retry_after_ms=1000,
         ) from None
 

@@ -20,6 +20,10 @@ from trtmesh.router.doors.http.origins import only_from
 
 log = logging.getLogger(__name__)
 
+MAX_UNFINISHED_BYTES = 128 * 2**20
+"""Most bytes of requests that are not parsed yet, of all connections together: twice the largest message."""
+RECEIVE_SECONDS = 60.0
+"""Time for a client to send the body of a request."""
 IDLE_SECONDS = 75.0
 """How long a connection may idle, or take to send the head of a request."""
 UNREAD_MARGIN_SECONDS = 1.0
@@ -33,14 +37,9 @@ class PortSettings(Settings):
     """Port to listen on; `none` serves no HTTP."""
     max_json_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 16 * 2**20
     """Largest JSON in a body; binary tensors behind it count for `max_message_bytes` alone."""
-    max_unfinished_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 128 * 2**20
-    """Most bytes of requests that are not parsed yet, of all connections together; beyond, the largest body is answered
-    with 429."""
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
     """Origins of web pages, such as `https://chat.example`, whose browsers may send requests; `*` allows all. Pages of
     this port itself are allowed under `localhost` and under an IP address."""
-    receive_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    """Time for a client to send the body of a request."""
 
 
 class HttpPort:
@@ -68,7 +67,7 @@ class HttpPort:
         limits = HttpLimits(
             max_open=connections.max_open,
             max_per_address=connections.max_per_address,
-            held_bytes=settings.max_unfinished_bytes,
+            held_bytes=MAX_UNFINISHED_BYTES,
             idle_seconds=IDLE_SECONDS,
             # A stream ends by the limit of its request, which tells why.
             unread_seconds=unread_seconds + UNREAD_MARGIN_SECONDS,
@@ -76,7 +75,7 @@ class HttpPort:
         self._http = HttpServer(self.app, limits, tls)
         json_bytes = min(settings.max_json_bytes, max_body_bytes)
         self.bodies = Bodies(
-            BodyLimits(max_body_bytes, json_bytes, settings.receive_seconds), self._http, admission
+            BodyLimits(max_body_bytes, json_bytes, RECEIVE_SECONDS), self._http, admission
         )
 
     def listen(self, host: str, port: int) -> str:

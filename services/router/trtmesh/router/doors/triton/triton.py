@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import grpc
@@ -53,7 +54,7 @@ class Triton:
         )
         self._door = TritonDoor(server, callers)
         if port is not None:
-            HttpDoor(server, http).register(port)
+            HttpDoor(server, http, os.environ).register(port)
         runtime.more_metrics = server.metrics(engines.figures).text
 
     def register(self, server: grpc.aio.Server) -> None:

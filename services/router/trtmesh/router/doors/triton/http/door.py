@@ -14,9 +14,12 @@ from trtmesh.router.doors.http.answers import json_response
 from trtmesh.router.doors.http.port import HttpPort, PortSettings
 from trtmesh.router.doors.triton.http.inference import Inference
 from trtmesh.router.doors.triton.http.platforms import (
+    HEALTH_ROUTE,
+    PREDICT_ROUTE,
+    SAGEMAKER_MODEL,
+    Environment,
     Handler,
     SageMaker,
-    SageMakerSettings,
     VertexAi,
     VertexAiSettings,
 )
@@ -47,16 +50,19 @@ UNSUPPORTED = {
 class HttpSettings(PortSettings):
     """The Triton door over HTTP."""
 
-    sagemaker: SageMakerSettings = SageMakerSettings()
     vertex_ai: VertexAiSettings = VertexAiSettings()
 
 
 class HttpDoor:
     """Serves the Triton models."""
 
-    def __init__(self, server: TritonServer, settings: HttpSettings) -> None:
+    def __init__(
+        self, server: TritonServer, settings: HttpSettings, environment: Environment
+    ) -> None:
+        """`environment` has the variables of the platform that runs the process, if any."""
         self._server = server
         self._settings = settings
+        self._environment = environment
 
     def register(self, port: HttpPort) -> None:
         """Adds all paths. Raises SettingsError."""
@@ -64,11 +70,12 @@ class HttpDoor:
         inference = Inference(self._server, port.bodies)
         port.open_handlers.update((self._live, self._ready, self._model_ready))
         get, post = app.router.add_get, app.router.add_post
-        if self._settings.sagemaker.model:
-            sagemaker = SageMaker(self._settings.sagemaker, self._server, inference)
+        given = self._environment
+        if given.get(SAGEMAKER_MODEL):
+            sagemaker = SageMaker(given, self._server, inference)
             sagemaker.add_routes(app, self._ready, self._live)
-        if self._settings.vertex_ai.predict_route:
-            vertex_ai = VertexAi(self._settings.vertex_ai, self._server, inference)
+        if given.get(PREDICT_ROUTE) or given.get(HEALTH_ROUTE):
+            vertex_ai = VertexAi(given, self._settings.vertex_ai, self._server, inference)
             vertex_ai.add_routes(app, self._ready)
         get("/v2/health/live", self._live)
         get("/v2/health/ready", self._ready)

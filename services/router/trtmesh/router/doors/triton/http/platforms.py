@@ -4,13 +4,11 @@ model."""
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Literal, Self
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
-from pydantic import Field, model_validator
 from trtmesh.chassis.errors import InvalidRequest, SettingsError
-from trtmesh.chassis.settings import PlatformVariable, Settings
+from trtmesh.chassis.settings import Settings
 from trtmesh.router.doors.triton.http.inference import Inference
 from trtmesh.router.doors.triton.server import MODEL_CONTROL, TritonServer, unsupported
 from trtmesh.router.doors.triton.templates.template import Model
@@ -23,82 +21,74 @@ REDIRECTION = re.compile(
     r"v2/models/([^/]+)(?:/versions/([0-9]+))?/(infer|generate|generate_stream)"
 )
 
+SAGEMAKER_MODEL = "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME"
+"""Variable with the Triton model of `/invocations`; without one there are no paths."""
+PREDICT_ROUTE, HEALTH_ROUTE = "AIP_PREDICT_ROUTE", "AIP_HEALTH_ROUTE"
+"""Variables with Vertex AI's paths of predictions and of readiness; without them there are none."""
+ROUTE = re.compile(r"/[^{}\s]*")
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Route = Annotated[str, Field(pattern=r"^(/[^{}\s]*)?$")]
-InferenceType = Literal["infer", "generate", "generate_stream"]
-
-
-class SageMakerSettings(Settings):
-    """SageMaker's paths on the HTTP port: `/ping` and `/invocations`."""
-
-    model: Annotated[str, PlatformVariable("SAGEMAKER_TRITON_DEFAULT_MODEL_NAME")] = ""
-    """Triton model of `/invocations`, or the variable SAGEMAKER_TRITON_DEFAULT_MODEL_NAME; empty serves no path."""
-    inference_type: Annotated[
-        InferenceType, PlatformVariable("SAGEMAKER_TRITON_INFERENCE_TYPE")
-    ] = "infer"
-    """Endpoint behind `/invocations`, or the variable SAGEMAKER_TRITON_INFERENCE_TYPE."""
-    ping_mode: Annotated[
-        Literal["ready", "live"], PlatformVariable("SAGEMAKER_TRITON_PING_MODE")
-    ] = "ready"
-    """Health that `/ping` tells, or the variable SAGEMAKER_TRITON_PING_MODE."""
+Environment = Mapping[str, str]
 
 
 class VertexAiSettings(Settings):
-    """Vertex AI's paths on the HTTP port."""
+    """Vertex AI's paths on the HTTP port, which its variables AIP_PREDICT_ROUTE and AIP_HEALTH_ROUTE name."""
 
-    predict_route: Annotated[Route, PlatformVariable("AIP_PREDICT_ROUTE")] = ""
-    """Path of predictions, or the variable AIP_PREDICT_ROUTE; empty serves no path."""
-    health_route: Annotated[Route, PlatformVariable("AIP_HEALTH_ROUTE")] = ""
-    """Path of readiness, or the variable AIP_HEALTH_ROUTE."""
     model: str = ""
     """Triton model of predictions; empty means the only one."""
 
-    @model_validator(mode="after")
-    def _has_both_routes(self) -> Self:
-        if bool(self.predict_route) != bool(self.health_route):
-            raise ValueError("predict_route and health_route must both be set, or neither")
-        return self
-
 
 class SageMaker:
-    """Answers SageMaker. Raises SettingsError for an unknown model."""
+    """Answers SageMaker, as its variables say. Raises SettingsError for one with a wrong value."""
 
     def __init__(
-        self, settings: SageMakerSettings, server: TritonServer, inference: Inference
+        self, environment: Environment, server: TritonServer, inference: Inference
     ) -> None:
-        self._settings = settings
         self._inference = inference
-        self._model = _served(server, "router.http.sagemaker.model", settings.model)
+        self._model = _served(
+            server, f"environment variable {SAGEMAKER_MODEL}", environment[SAGEMAKER_MODEL]
+        )
+        self._endpoint = _word(
+            environment, "SAGEMAKER_TRITON_INFERENCE_TYPE", "infer", "generate", "generate_stream"
+        )
+        self._ping = _word(environment, "SAGEMAKER_TRITON_PING_MODE", "ready", "live")
 
     def add_routes(self, app: web.Application, ready: Handler, live: Handler) -> None:
-        app.router.add_get("/ping", ready if self._settings.ping_mode == "ready" else live)
+        app.router.add_get("/ping", ready if self._ping == "ready" else live)
         app.router.add_post("/invocations", self._invoke)
         app.router.add_route("*", "/models{rest:.*}", self._control_models)
 
     async def _invoke(self, request: web.Request) -> web.StreamResponse:
-        return await self._inference.serve(
-            self._settings.inference_type, request, self._model, SAGEMAKER_BINARY
-        )
+        return await self._inference.serve(self._endpoint, request, self._model, SAGEMAKER_BINARY)
 
     async def _control_models(self, request: web.Request) -> web.StreamResponse:
         raise unsupported(MODEL_CONTROL)
 
 
 class VertexAi:
-    """Answers Vertex AI. Raises SettingsError for an unknown model."""
+    """Answers Vertex AI, as its variables say. Raises SettingsError for one with a wrong value, or an unknown model."""
 
     def __init__(
-        self, settings: VertexAiSettings, server: TritonServer, inference: Inference
+        self,
+        environment: Environment,
+        settings: VertexAiSettings,
+        server: TritonServer,
+        inference: Inference,
     ) -> None:
-        self._settings = settings
+        self._routes = [environment.get(name, "") for name in (HEALTH_ROUTE, PREDICT_ROUTE)]
+        if not all(map(ROUTE.fullmatch, self._routes)):
+            raise SettingsError(
+                f"environment variables {HEALTH_ROUTE} and {PREDICT_ROUTE} are {self._routes} but must both be paths"
+            )
         self._server = server
         self._inference = inference
         only = server.model_names[0] if len(server.model_names) == 1 else ""
         self._model = _served(server, "router.http.vertex_ai.model", settings.model or only)
 
     def add_routes(self, app: web.Application, ready: Handler) -> None:
-        app.router.add_get(self._settings.health_route, ready)
-        app.router.add_post(self._settings.predict_route, self._predict)
+        health, predict = self._routes
+        app.router.add_get(health, ready)
+        app.router.add_post(predict, self._predict)
 
     async def _predict(self, request: web.Request) -> web.StreamResponse:
         endpoint, model = self._endpoint(request.headers.get(REDIRECT))
@@ -117,6 +107,15 @@ class VertexAi:
             )
         name, version, endpoint = named.groups()
         return endpoint, self._server.find_model(name, version or "")
+
+
+def _word(environment: Environment, name: str, *words: str) -> str:
+    """The word in a variable, by default the first."""
+    word = environment.get(name, words[0])
+    if word not in words:
+        known = ", ".join(words)
+        raise SettingsError(f"environment variable {name} is {word!r} but must be one of {known}")
+    return word
 
 
 def _served(server: TritonServer, setting: str, name: str) -> Model:
