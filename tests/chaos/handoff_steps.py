@@ -118,11 +118,9 @@ def prepare(held: Held, step: str, receivers: Sequence[str], messages_before: in
     """Prepares links, before the router hears of the handoff. A fetch is held after so many messages."""
     mesh = held.mesh
     match step:
-        case "reserving":
+        case "reserving" | "starting":
             for name in receivers:
                 held.silence(mesh.workers[name].router_link.to_target)
-        case "starting":
-            held.silence(mesh.workers[held.sender].router_link.to_target)
         case "prefilling" | "transferring" | "first token":
             for lane in fetch_lanes(mesh):
                 held.hold(lane, messages_before)
@@ -140,7 +138,7 @@ async def reach(held: Held, step: str) -> bool:
         case "reserving":
             return await held.at_stage("reserving")
         case "starting":
-            return await held.at_stage("prefilling")
+            return await _reach_start(held)
         case "prefilling":
             if not await held.until(held.is_holding):
                 return False
@@ -151,6 +149,18 @@ async def reach(held: Held, step: str) -> bool:
         case "first token":
             return await _reach_first_token(held)
     raise AssertionError(step)
+
+
+async def _reach_start(held: Held) -> bool:
+    """The receiver has reserved, and the sender has not heard of it."""
+    if not await held.at_stage("reserving"):
+        return False
+    reserving = list(held.lanes)
+    held.lanes.clear()
+    held.silence(held.mesh.workers[held.sender].router_link.to_target)
+    for lane in reserving:
+        lane.release()
+    return await held.at_stage("prefilling")
 
 
 async def _reach_first_token(held: Held) -> bool:
