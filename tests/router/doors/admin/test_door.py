@@ -178,7 +178,7 @@ async def test_token_comes_from_the_environment() -> None:
     [
         ((), {"TRTMESH_ADMIN_TOKEN": ""}, 2, "TRTMESH_ADMIN_TOKEN is empty"),
         (("--admin-token-file", "/nowhere"), {}, 2, "/nowhere"),
-        (("--admin-host", "nowhere.invalid"), {}, 2, "cannot listen for admins on nowhere.invalid"),
+        (("--admin-host", "a" * 64), {}, 2, f"cannot listen for admins on {'a' * 64}"),
     ],
 )
 async def test_unusable_admin_address_ends_the_process(
