@@ -36,7 +36,7 @@ types-of-services:
 	$(BIN)/mypy services tools
 
 fast-tests:
-	$(BIN)/pytest -n 2 --dist worksteal -m fast
+	$(BIN)/pytest -n 4 --dist worksteal -m fast
 
 # Tests wait for processes half of their time, so two cores carry four at once.
 test: lint types  ## Run lint, types, proto freshness and every test
