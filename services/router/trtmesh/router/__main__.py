@@ -3,6 +3,8 @@
 import trtmesh.chassis.environment  # noqa: F401, I001 - gRPC reads the environment when it is first imported
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 
 from trtmesh.chassis.allocator import give_back_large_blocks
 from trtmesh.chassis.errors import SettingsError
@@ -17,7 +19,7 @@ SWITCH_SECONDS = 0.0001
 pass under attack has a hundred."""
 
 
-def build(settings: RouterSettings, runtime: Runtime) -> Router:
+def build(argv: Sequence[str], settings: RouterSettings, runtime: Runtime) -> Router:
     """A router, with a tokenizer in the same process if the settings say so. Raises SettingsError."""
     if LOCAL not in settings.tokenizers:
         return Router(settings, runtime)
@@ -29,11 +31,11 @@ def build(settings: RouterSettings, runtime: Runtime) -> Router:
             f"names {LOCAL}, which needs {error.name}: pip install 'trtmesh[tokenizer]'",
             setting="router.tokenizers",
         ) from error
-    own = load_beside(TokenizerSettings, sys.argv[1:])
+    own = load_beside(TokenizerSettings, argv)
     return Router(settings, runtime, TokenizerService(own, Runtime(registry=runtime.registry)))
 
 
 if __name__ == "__main__":
     give_back_large_blocks()
     sys.setswitchinterval(SWITCH_SECONDS)
-    sys.exit(run(RouterSettings, build, sys.argv[1:]))
+    sys.exit(run(RouterSettings, partial(build, sys.argv[1:]), sys.argv[1:]))

@@ -90,7 +90,7 @@ class Router:
         self._tokenizers = TokenizerPool(
             settings.retries, self._metrics, expected=bool(settings.tokenizers)
         )
-        self._local = None if tokenizer is None else self._make_local(tokenizer)
+        self._local = LocalTokenizer(tokenizer, **self._link_of_tokenizer()) if tokenizer else None
         self._admission = Admission(settings.admission)
         runtime.admission = MessageAdmission(self._admission.request_bytes.counting)
         self._recorder = Recorder(settings.record.file) if settings.record.file else None
@@ -279,9 +279,6 @@ class Router:
         self._add_tokenizer(
             Tokenizer(address, tls_of_peers=self._tls_of_peers, **self._link_of_tokenizer())
         )
-
-    def _make_local(self, service: Service) -> LocalTokenizer:
-        return LocalTokenizer(service, **self._link_of_tokenizer())
 
     def _link_of_tokenizer(self) -> dict[str, Any]:
         return {

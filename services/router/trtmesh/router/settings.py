@@ -36,8 +36,8 @@ class RouterSettings(SecuredSettings):
     contract of their own. A host name with several addresses means several engines; file:PATH names a file with one
     address a line, read again every `resolve_seconds`."""
     tokenizers: CommaList = ()
-    """Addresses of tokenizers as host:port or file:PATH, likewise. `local` means one in this process, set up by the
-    section `tokenizer` of the same file and by TRTMESH_TOKENIZER_MODEL_DIR: on one machine it saves the hop."""
+    """Addresses of tokenizers as host:port or file:PATH, likewise. `local` means one in this process, set up by
+    `model_dir` and `encoding` of the section `tokenizer`, in the same file or as variables: it saves the hop."""
     models: CommaList = ()
     """Models of the mesh by name, the default one first: requests without a model mean it. Each of several has Triton
     models of its own, such as NAME_ensemble. Empty means the only one."""

@@ -166,9 +166,10 @@ class GrpcServer(grpc.aio.Server):
 
     def find_handler(self, headers: RequestHeaders) -> Handler | Refusal | None:
         """The handler of a call, or the guard's refusal; None for an unknown method."""
-        details = CallDetails(headers.path, headers.metadata)
-        if self._guard is not None and (refusal := self._guard(details)) is not None:
-            return refusal
+        if self._guard is not None:
+            refusal = self._guard(CallDetails(headers.path, headers.metadata))
+            if refusal is not None:
+                return refusal
         return self.handler_of(headers.path, headers.metadata)
 
     def handler_of(self, path: str, metadata: Metadata = ()) -> Handler | None:
