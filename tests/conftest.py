@@ -4,6 +4,7 @@ examples. Assigns every test to its tier.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -82,6 +83,8 @@ def is_check(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # Before output is captured.
+    config.stash[standard_error] = os.dup(2)
     if is_check(config):
         settings.load_profile("some of the examples")
 
@@ -98,10 +101,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
 
 
-@pytest.hookimpl(wrapper=True)
+LAST_SECONDS = 120
+"""Longest that a test may take to end once its timeout has struck."""
+
+standard_error = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with guard.on() if item.get_closest_marker("fast") else nullcontext():
-        return (yield)
+    """Ends a process whose test outlasts its timeout, and shows where each thread stands: a timeout raises in the main
+    thread, which cannot end a call of C, nor a thread that the end of the test waits for."""
+    _end_if_stuck(item)
+    try:
+        with guard.on() if item.get_closest_marker("fast") else nullcontext():
+            return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """pytest's plugin has cancelled it for a debugger; what the test has left to end may get stuck too."""
+    if isinstance(node, pytest.Item):
+        _end_if_stuck(node)
+
+
+def _end_if_stuck(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("timeout")
+    option = item.config.getoption("timeout")
+    given = item.config.getini("timeout") if option is None else option
+    if seconds := float(marker.args[0] if marker else given):
+        file = item.config.stash[standard_error]
+        faulthandler.dump_traceback_later(seconds + LAST_SECONDS, exit=True, file=file)
 
 
 @pytest.fixture
