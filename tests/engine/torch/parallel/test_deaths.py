@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from processes import service_process
 from trtmesh.chassis.errors import BackendFailed, StartupError, WorkerLost
 from trtmesh.engine.backends.torch import backend
 from trtmesh.engine.backends.torch.parallel import ranks
+from trtmesh.engine.backends.torch.parallel.group import RankGroup
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
@@ -186,3 +188,24 @@ def test_a_rank_killed_before_all_are_there_ends_the_start(
     with pytest.raises(StartupError, match=r"rank 1 on cpu .* was killed by SIGKILL"):
         Ranks(["cpu", "cpu"], llama, TorchSettings())
     assert not followers()
+
+
+def test_a_rank_that_ends_before_the_first_joins_leaves_the_process_running(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the folder is gone, PyTorch waits for it: not with the lock that every thread of the process needs."""
+    is_over, begins = threading.Event(), threading.Event()
+
+    def join_late(*given: Any) -> RankGroup:
+        is_over.wait()
+        begins.set()
+        return RankGroup(*given)
+
+    monkeypatch.setattr(ranks, "RankGroup", join_late)
+    monkeypatch.setattr(ranks, "_await", lambda other: other.process.kill())
+    with pytest.raises(StartupError, match=r"rank 1 on cpu .* was killed by SIGKILL"):
+        Ranks(["cpu", "cpu"], llama, TorchSettings())
+    is_over.set()
+    begins.wait()
+    for _ in range(20):
+        time.sleep(0.01)

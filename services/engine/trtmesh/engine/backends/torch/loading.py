@@ -35,7 +35,7 @@ from trtmesh.engine.backends.torch.model.lora_layers import Room
 from trtmesh.engine.backends.torch.model.model import Model, load_model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.model.rope import freeze_rope
-from trtmesh.engine.backends.torch.parallel.group import RankGroup, RankPlace
+from trtmesh.engine.backends.torch.parallel.group import RankGroup, RankPlace, open_store
 from trtmesh.engine.backends.torch.parallel.layers import divide
 from trtmesh.engine.backends.torch.parallel.leading import LeadingCompute
 from trtmesh.engine.backends.torch.parallel.rank_commands import Follower
@@ -107,7 +107,7 @@ def load_follower(
 ) -> Follower:
     """The same on another rank: the parts for steps."""
     take_threads(settings.threads, weight_bytes(model_dir), engines=place.ranks)
-    group = RankGroup(store, place, torch.device(name))
+    group = RankGroup(open_store(store, place.ranks), place, torch.device(name))
     device = _device_of_rank(name, settings, group)
     installed = _install(model_dir, settings, device, group)
     tables = _tables(settings, installed.sizes)

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 LOOPBACK = "127.0.0.1"
+Store = Any
+"""A `torch.distributed.Store`, which only some builds of PyTorch declare."""
+
 TIMEOUT = timedelta(minutes=5)
 """For a rank without an answer. An ended rank is noticed at once, by the connections."""
 
@@ -33,8 +36,8 @@ class RankPlace:
 class RankGroup:
     """The exchange between computing ranks. Each calls the same methods in the same order."""
 
-    def __init__(self, store: Path, place: RankPlace, device: torch.device) -> None:
-        """Waits for the other ranks; `store` is the file for finding each other."""
+    def __init__(self, store: Store, place: RankPlace, device: torch.device) -> None:
+        """Waits for the other ranks; they find each other in `store`."""
         self.place = place
         self._device = device
         self._backend = _backend(store, place, device)
@@ -87,24 +90,29 @@ class RankGroup:
         return tensor
 
 
+def open_store(file: Path, ranks: int) -> Store:
+    """The place where the ranks of a group find each other: a file in a folder that is there."""
+    untyped: Any = dist
+    return untyped.FileStore(str(file), ranks)
+
+
 def _finish(work: Any) -> None:
     """Waits on a CPU; on a GPU the stream waits. Raises RuntimeError for an ended rank."""
     if work is not None:
         work.wait()
 
 
-def _backend(store: Path, place: RankPlace, device: torch.device) -> Any:
+def _backend(store: Store, place: RankPlace, device: torch.device) -> Any:
     """Not the default group of the process: the default is global, and a process may have several engines."""
     # Untyped: builds of PyTorch differ.
     untyped: Any = dist
-    file = untyped.FileStore(str(store), place.ranks)
     if device.type == "cuda":
         options = untyped.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
-        group = untyped.ProcessGroupNCCL(file, place.rank, place.ranks, options)
+        group = untyped.ProcessGroupNCCL(store, place.rank, place.ranks, options)
         group.eager_connect_single_device(device)
         return group
     options = untyped.ProcessGroupGloo._Options()
     options._timeout = TIMEOUT
     options._devices = [untyped.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    return untyped.ProcessGroupGloo(file, place.rank, place.ranks, options)
+    return untyped.ProcessGroupGloo(store, place.rank, place.ranks, options)

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from trtmesh.chassis.errors import BackendFailed, ModelUnusable, SettingsError, StartupError
-from trtmesh.engine.backends.torch.parallel.group import RankGroup, RankPlace
+from trtmesh.engine.backends.torch.parallel.group import RankGroup, RankPlace, Store, open_store
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,9 @@ class Ranks:
         self._lost: Lost | None = None
         self._is_watched = threading.Event()
         self._folder = TemporaryDirectory(prefix="trtmesh-ranks-")
-        store = Path(self._folder.name) / "store"
+        # Before any rank can end, and with it the folder: a store waits for its folder with the GIL held.
+        file = Path(self._folder.name) / "store"
+        store = open_store(file, len(names))
         self._others: list[_Other] = []
         try:
             for rank in range(1, len(names)):
@@ -77,7 +79,7 @@ class Ranks:
                     "device": names[rank],
                     "rank": rank,
                     "ranks": len(names),
-                    "store": str(store),
+                    "store": str(file),
                 }
                 self._others.append(_start(f"rank {rank} on {names[rank]}", task))
             for other in self._others:
@@ -91,7 +93,7 @@ class Ranks:
             watching.daemon = True
             watching.start()
 
-    def _join(self, store: Path, place: RankPlace, device: torch.device) -> RankGroup:
+    def _join(self, store: Store, place: RankPlace, device: torch.device) -> RankGroup:
         """Waits for the others on another thread: for an ended rank, gloo waits for minutes and NCCL for good. Raises
         StartupError where any ends before."""
         joined: Future[RankGroup] = Future()
