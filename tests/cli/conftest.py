@@ -12,7 +12,7 @@ from trtmesh.v1 import router_admin_pb2_grpc
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """Two routers, a tokenizer and two simulated engines, shared by read-only tests."""
+    """Two routers and two simulated engines, shared by read-only tests."""
     with running_stack("--engines", "2", "--routers", "2", "--port", "0") as running:
         running.wait_ready()
         yield running

@@ -26,7 +26,7 @@ def test_demo_serves_until_ctrl_c() -> None:
         router = hint.split("--router ")[1].split()[0]
         result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
         assert result.returncode == 0, result.stderr
-        assert len(demo.descendants()) == 4
+        assert len(demo.descendants()) == 3
         demo.wait_for("asyncio.run(main())")
         printed = "".join(demo.out).partition("From Python")[2].partition("\n")[2]
         program = [sys.executable, "-c", textwrap.dedent(printed)]

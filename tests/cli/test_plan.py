@@ -10,9 +10,11 @@ import yaml
 from trtmesh.chassis.adapter_content import FILE_NAMES
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
-from trtmesh.chassis.settings import split_commas
+from trtmesh.chassis.settings import load_settings, split_commas
 from trtmesh.cli.mesh_settings import MeshSettings, config_file_of, load_mesh_settings
 from trtmesh.cli.plan import Plan, ServiceSettingsGiven, demo_model
+from trtmesh.router.links.local import LOCAL
+from trtmesh.tokenizer.settings import TokenizerSettings
 from trtmesh.v1 import generation_pb2 as pb
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,8 +30,40 @@ def flags_of(arguments: tuple[str, ...]) -> dict[str, str]:
 
 def test_default_model_is_the_demo_model() -> None:
     assert demo_model() == REPOSITORY / "models" / "demo"
-    (tokenizer,) = Plan(MeshSettings(), None).tokenizers()
+    (tokenizer,) = Plan(MeshSettings(tokenizers=1), None).tokenizers()
     assert flags_of(tokenizer.arguments)["--model-dir"] == str(demo_model())
+
+
+def test_routers_have_their_tokenizers_inside(tmp_path: Path) -> None:
+    plan = Plan(MeshSettings(routers=2, max_message_bytes=2**27), None)
+    assert plan.tokenizers() == []
+    for router in plan.routers([], ["e:1"]):
+        assert flags_of(router.arguments)["--tokenizers"] == LOCAL
+        own = load_settings(TokenizerSettings, [], router.environment)
+        assert (own.model_dir, own.max_message_bytes) == (demo_model(), 2**27)
+    (beside,) = Plan(MeshSettings(tokenizers=1), None).routers(["t:1"], ["e:1"])
+    assert beside.environment == {}
+    file = tmp_path / "mesh.yaml"
+    file.write_text("tokenizer: {model_dir: a}\nengine: {model_dir: b}\n")
+    (named,) = Plan(MeshSettings(), str(file)).routers([], ["e:1"])
+    assert named.environment == {}
+
+
+def test_several_models_have_tokenizers_of_their_own(tmp_path: Path) -> None:
+    settings = MeshSettings(models=(str(demo_model()), str(WITHOUT_ADAPTERS)))
+    models = [flags_of(each.arguments)["--model-dir"] for each in Plan(settings, None).tokenizers()]
+    assert models == [str(demo_model()), str(WITHOUT_ADAPTERS)]
+    one_inside = MeshSettings(models=settings.models, tokenizers=0)
+    with pytest.raises(SettingsError, match=r"is 0, but .* serves one model, and the stack has 2"):
+        Plan(one_inside, None)
+
+
+def test_port_of_no_tokenizer_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"mesh\.tokenizer_port has no effect") as refused:
+        Plan(MeshSettings(tokenizer_port=9001), None)
+    assert refused.value.setting == "mesh.tokenizer_port"
+    (tokenizer,) = Plan(MeshSettings(tokenizer_port=9001, tokenizers=1), None).tokenizers()
+    assert tokenizer.ports["port"] == 9001
 
 
 def test_every_process_ends_with_its_supervisor() -> None:
@@ -278,7 +312,9 @@ def test_missing_model_is_named(tmp_path: Path) -> None:
 
 def test_file_reaches_every_process_and_may_name_the_models(tmp_path: Path) -> None:
     file = tmp_path / "mesh.yaml"
-    file.write_text("mesh: {engines: 2}\ntokenizer: {model_dir: a}\nengine: {model_dir: b}\n")
+    file.write_text(
+        "mesh: {engines: 2, tokenizers: 1}\ntokenizer: {model_dir: a}\nengine: {model_dir: b}\n"
+    )
     settings = load_mesh_settings({"config": str(file)})
     plan = Plan(settings, str(file))
     for process in (*plan.tokenizers(), *plan.engines()):
@@ -296,7 +332,7 @@ def test_environment_may_name_the_models_and_the_file(
     with pytest.raises(SettingsError, match=r"tokenizer\.model_dir is set but engine\.model_dir"):
         Plan(MeshSettings(), config_file_of({}))
     monkeypatch.setenv("TRTMESH_ENGINE_MODEL_DIR", "b")
-    plan = Plan(MeshSettings(), config_file_of({}))
+    plan = Plan(MeshSettings(tokenizers=1), config_file_of({}))
     for process in (*plan.tokenizers(), *plan.engines()):
         assert "--model-dir" not in process.arguments
 
@@ -328,7 +364,7 @@ def test_overruled_setting_is_refused(
 @pytest.mark.parametrize("service", ["tokenizer", "engine", "router"])
 def test_settings_given_by_the_stack_are_refused_elsewhere(service: str) -> None:
     """Except settings given only if the section `mesh` sets them, or beside those given elsewhere."""
-    plan = Plan(MeshSettings(model=WITHOUT_ADAPTERS), None)
+    plan = Plan(MeshSettings(model=WITHOUT_ADAPTERS, tokenizers=1), None)
     processes = {
         "tokenizer": plan.tokenizers(),
         "engine": plan.engines(),

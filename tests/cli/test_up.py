@@ -68,7 +68,7 @@ def _metrics(stack: Stack) -> int:
 
 def test_processes_stop_in_order() -> None:
     """Routers finish before engines, and engines before tokenizers."""
-    with running_stack("--port", "0") as stack:
+    with running_stack("--port", "0", "--tokenizers", "1") as stack:
         stack.wait_ready()
         stack.signal(signal.SIGTERM)
         assert stack.wait() == 0
@@ -79,7 +79,7 @@ def test_processes_stop_in_order() -> None:
 def test_killed_supervisor_leaves_no_process() -> None:
     with running_stack("--engines", "2", "--port", "0") as stack:
         stack.wait_ready()
-        assert len(stack.descendants()) == 4
+        assert len(stack.descendants()) == 3
         stack.popen.kill()
         assert stack.left_nothing()
 
@@ -115,7 +115,7 @@ def test_every_router_serves_grpc_and_http(stack: Stack) -> None:
         assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("stage", ["engine-0 starts", "tokenizer demo:"])
+@pytest.mark.parametrize("stage", ["engine-0 starts", "router-0 reads the tokenizer"])
 def test_ctrl_c_while_starting_leaves_no_process(stage: str) -> None:
     with running_stack("--port", "0", env=SLOW_LOAD) as stack:
         stack.wait_for(stage)
@@ -153,7 +153,7 @@ def test_second_ctrl_c_ends_everything_at_once() -> None:
 
 
 def test_killed_processes_are_restarted_on_their_ports() -> None:
-    with running_stack("--port", "0") as stack:
+    with running_stack("--port", "0", "--tokenizers", "1") as stack:
         router = stack.wait_ready()
         for name in ("engine-0", "tokenizer-0", "router-0"):
             os.kill(stack.child(name)["pid"], signal.SIGKILL)
@@ -167,20 +167,22 @@ def test_killed_processes_are_restarted_on_their_ports() -> None:
             assert result.returncode == 0, result.stderr
 
 
-def test_process_unable_to_start_ends_the_command_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tokenizers", "name"), [("0", "router-0"), ("1", "tokenizer-0")])
+def test_process_unable_to_start_ends_the_command_with_the_reason(
+    tmp_path: Path, tokenizers: str, name: str
+) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with running_stack("--port", "0", "--model", str(tmp_path)) as stack:
+    flags = ("--port", "0", "--tokenizers", tokenizers, "--model", str(tmp_path))
+    with running_stack(*flags) as stack:
         assert stack.wait() == 4, stack.err
         assert stack.left_nothing()
         last = stack.err[-1]
     # The cause alone, without other lines of the log.
-    assert last.startswith(
-        f"trtmesh: error: tokenizer-0: {tmp_path}/tokenizer.json is not a usable"
-    )
+    assert last.startswith(f"trtmesh: error: {name}: {tmp_path}/tokenizer.json is not a usable")
 
 
 def test_process_ending_while_another_loads_ends_the_command() -> None:
-    with running_stack("--port", "0", env=SLOW_LOAD) as stack:
+    with running_stack("--port", "0", "--tokenizers", "1", env=SLOW_LOAD) as stack:
         stack.wait_for("tokenizer-0 serves")
         (tokenizer,) = [p for p in stack.descendants() if "trtmesh.tokenizer" in p.cmdline()]
         tokenizer.kill()
@@ -225,7 +227,8 @@ def test_requested_ports_in_use_are_errors_before_anything_starts(flag: str) -> 
     with taken_port() as port:
         # The second engine would take the port after it.
         first = port - 1 if flag == "--engine-port" else port
-        flags = ("--port", "0", *FREE_PORTS, "--engines", "2", flag, str(first))
+        counts = ("--engines", "2", "--tokenizers", "1")
+        flags = ("--port", "0", *FREE_PORTS, *counts, flag, str(first))
         result = trtmesh("up", "--backend", "simulated", *flags)
         assert result.returncode == 3
         told = f"trtmesh: error: {flag} is {first}, but another process listens on 127.0.0.1:{port}"
@@ -239,7 +242,7 @@ def test_a_healthy_start_says_how_far_it_is_and_alarms_nobody() -> None:
         # Up to here: afterwards the end is told, too.
         told = "".join(stack.err)
     for doing in (
-        *("tokenizer-0 reads the tokenizer", "engine-0 reads the weights of demo, 28 MB"),
+        *("router-0 reads the tokenizer", "engine-0 reads the weights of demo, 28 MB"),
         *("engine-0 checks the model", "engine-0 serves", "router-0 serves"),
     ):
         assert f"{doing}\n" in told
@@ -268,6 +271,8 @@ def test_stack_runs_without_http_and_metrics() -> None:
         (("--nonsense", "1"), 2, "--nonsense"),
         (("--config", "/nowhere.yaml"), 2, "/nowhere.yaml"),
         (("--engines-at", "http://a:1"), 2, "--engines-at has an entry that is not host:port"),
+        (("--tokenizers", "-1"), 2, "--tokenizers is '-1' but must be at least 0"),
+        (("--tokenizer-port", "9001"), 2, "--tokenizer-port has no effect"),
     ],
 )
 def test_wrong_settings_are_named(flags: tuple[str, ...], status: int, complaint: str) -> None:
@@ -324,7 +329,8 @@ def test_wrong_router_setting_is_reported_before_models_load(tmp_path: Path) -> 
 
 
 def test_logs_may_go_to_files(tmp_path: Path) -> None:
-    with running_stack("--port", "0", "--log-dir", str(tmp_path / "logs")) as stack:
+    flags = ("--port", "0", "--tokenizers", "1", "--log-dir", str(tmp_path / "logs"))
+    with running_stack(*flags) as stack:
         stack.wait_ready()
         stack.signal(signal.SIGINT)
         assert stack.wait() == 0

@@ -12,6 +12,8 @@ import pytest
 import pytest_asyncio
 from e2e.mesh import DEMO, Mesh, running_mesh, scrape
 from processes import run_to_exit
+from tokenizer.tokenizers_zoo import byte_level_bpe, ids_of, save_model_dir
+from tokenizers import decoders
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.client import ItemResult
 
@@ -81,6 +83,31 @@ async def test_text_too_long_ends_its_item_alone(local: Mesh) -> None:
     long, short = await local.client.complete(["x" * (5 << 20), "Hello"], max_tokens=2)
     assert isinstance(long.error, InvalidField)
     assert len(short.sequences[0].token_ids) == 2
+
+
+async def test_panic_of_the_library_ends_its_item_alone(tmp_path: Path) -> None:
+    """This decoder panics at a lone space, with which one prompt ends."""
+    panicking = byte_level_bpe()
+    panicking.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 1)])
+    space, letter = ids_of(panicking, "Ġ", "a")
+    model_dir = save_model_dir(panicking, tmp_path)
+    vocabulary = {"size": panicking.get_vocab_size(), "first-token-id": letter}
+    vocabulary["last-token-id"] = letter
+    flags = [f for n, v in vocabulary.items() for f in (f"--simulated-vocabulary-{n}", str(v))]
+
+    async def start(mesh: Mesh) -> None:
+        await mesh.start_engine("--backend", "simulated", "--model", model_dir.name, *flags)
+        file = model_dir / "mesh.yaml"
+        file.write_text(f"tokenizer: {{model_dir: {model_dir}}}\n")
+        await local_router(mesh, file)
+        await mesh.ready(1, 1)
+
+    async with running_mesh(start=start) as mesh:
+        for _ in range(2):
+            bad, good = await mesh.client.complete([[space], [letter]], max_tokens=2)
+            assert bad.error is not None
+            assert (bad.error.reason, "Panic" in bad.error.message) == ("INTERNAL", True)
+            assert good.text == "aa"
 
 
 async def test_it_is_shown_and_counted(local: Mesh) -> None:

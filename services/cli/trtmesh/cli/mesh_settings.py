@@ -26,7 +26,7 @@ from trtmesh.router.fleet.discovery import check_engines
 from trtmesh.router.placement.settings import PolicyName
 
 Replicas = Annotated[int, Field(ge=1, le=64)]
-Specialists = Annotated[int, Field(ge=0, le=64)]
+ReplicasOrNone = Annotated[int, Field(ge=0, le=64)]
 
 
 def _parse_json(value: object) -> object:
@@ -77,23 +77,24 @@ class MeshSettings(ServiceSettings):
     engines_at: CommaList = ()
     """Engines that run elsewhere, in the form of `router.engines`, such as vllm://127.0.0.1:50051; without `engines` or
     roles the stack then starts none of its own."""
-    prefill: Specialists = 0
+    prefill: ReplicasOrNone = 0
     """Engines per model that compute prompts and hand their KV over."""
-    decode: Specialists = 0
+    decode: ReplicasOrNone = 0
     """Engines per model that continue prompts computed elsewhere."""
     devices: DevicesByModel = Field(default_factory=dict)
     """Devices by the name of a model's directory, each a name as of `engine.torch.device`; each runs one engine of the
     model, the first ones those of `prefill`, then `decode`. An entry with several, such as `cuda:0,cuda:1`, is one
     engine on all of them; with the backend tensorrt_llm it sees no others. Engines of other models run on
     `engine.torch.device`. JSON in a flag or a variable."""
-    tokenizers: Replicas = 1
-    """Tokenizers per model."""
+    tokenizers: ReplicasOrNone = 0
+    """Tokenizer processes per model. 0 means none: each router has a tokenizer inside, which saves the hop and serves
+    one model. Unset means 0 for one model, and 1 for several."""
     routers: Replicas = 1
     """Routers; all but the first listen on free ports."""
     engine_port: Port = 0
     """Port of the first engine; the others follow it. 0 takes free ports."""
     tokenizer_port: Port = 0
-    """Port of the first tokenizer; the others follow it. 0 takes free ports."""
+    """Port of the first tokenizer process; the others follow it. 0 takes free ports."""
     tls: bool = False
     """Whether all ports speak TLS, with throw-away certificates made for this run; the processes show theirs to each
     other, clients need none."""

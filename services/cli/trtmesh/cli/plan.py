@@ -27,6 +27,8 @@ SPREAD = "tensorrt_llm"
 """The backend with engines that see only the GPUs of their entry."""
 RANKED = ("torch", SPREAD)
 """Backends with engines on several GPUs."""
+LOCAL = "local"
+"""The value of `router.tokenizers` for a tokenizer inside the router."""
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
 
 ADAPTER_MEMORY = "torch.adapters.host_bytes"
@@ -143,6 +145,7 @@ class Plan:
         _check_devices(settings, self._models)
         self._check_groups()
         _check_roles(settings, self._given)
+        self._tokenizers_per_model = _tokenizers_per_model(settings, len(self._models))
         self.adapters = self._find_adapters()
 
     def _extras(self) -> Iterator[str]:
@@ -185,7 +188,7 @@ class Plan:
                 tls=self.client_tls,
             )
             for index, model in enumerate(
-                model for model in self._models for _ in range(settings.tokenizers)
+                model for model in self._models for _ in range(self._tokenizers_per_model)
             )
         ]
 
@@ -218,13 +221,16 @@ class Plan:
             return ()
         return (flag_of(ADAPTER_MEMORY), str(ADAPTER_BYTES))
 
-    def routers(self, tokenizers: Iterable[str], engines: Iterable[str]) -> list[ProcessPlan]:
+    def routers(self, tokenizers: Sequence[str], engines: Sequence[str]) -> list[ProcessPlan]:
+        """Without addresses of tokenizers, each router has one inside."""
         settings = self._settings
         policy = ("--placement-policy", settings.policy) if settings.policy else ()
         ports = {name: getattr(settings, name) for name in ROUTER_PORTS}
         further = {name: None if port is None else 0 for name, port in ports.items()}
         all_engines = ",".join([*engines, *settings.engines_at])
-        peers = ("--tokenizers", ",".join(tokenizers), "--engines", all_engines)
+        peers = ("--tokenizers", ",".join(tokenizers) or LOCAL, "--engines", all_engines)
+        own = (*self._models[0].flags, *self._if_given("max_message_bytes"))
+        inside = {} if tokenizers else _as_variables("tokenizer", own)
         roots = ("--adapters-roots", ",".join(self._roots())) if self.adapters else ()
         return [
             ProcessPlan(
@@ -240,6 +246,7 @@ class Plan:
                     *self._own_record(index),
                 ),
                 ports=ports if index == 0 else further,
+                environment=inside,
                 tls=self.client_tls,
             )
             for index in range(settings.routers)
@@ -362,14 +369,18 @@ class Plan:
         settings = self._settings
         flags = ["--host", host, "--stop-on-stdin-eof", "true"]
         flags += ["--grace-seconds", str(settings.grace_seconds)]
-        for name in ("log_level", "log_format", "max_message_bytes"):
-            if name in settings.model_fields_set:
-                flags += [flag_of(name), str(getattr(settings, name))]
+        flags += self._if_given("log_level", "log_format", "max_message_bytes")
         if self._config_file:
             flags += ["--config", self._config_file]
         if self._tls is not None:
             flags += self._tls.flags(service)
         return tuple(flags)
+
+    def _if_given(self, *names: str) -> Iterator[str]:
+        """Yields the flags of a service for settings of the stack that were given a value."""
+        for name in names:
+            if self._settings.asks_for(name):
+                yield from (flag_of(name), str(getattr(self._settings, name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +403,12 @@ def _sharing_cores(model: ServedModel, engines: int) -> Mapping[str, str]:
     # Engines with a thread for every core slow each other down.
     threads = threads_for(weight_bytes(model.directory), physical_cores() // engines)
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+
+
+def _as_variables(service: str, flags: Sequence[str]) -> Mapping[str, str]:
+    """Returns flags of a service as variables, for a process of another service with this one inside."""
+    names = (_variable(service, flag.removeprefix("--").replace("-", "_")) for flag in flags[::2])
+    return dict(zip(names, flags[1::2], strict=True))
 
 
 def _following(first: int, index: int) -> int:
@@ -471,6 +488,25 @@ def _check_devices(settings: MeshSettings, models: Iterable[ServedModel]) -> Non
             "has no effect: mesh.devices lists a device for each engine of every model",
             setting="mesh.engines",
         )
+
+
+def _tokenizers_per_model(settings: MeshSettings, models: int) -> int:
+    """The number of tokenizer processes for each model. Raises SettingsError where routers would need a tokenizer of
+    several models inside, and for a port of no process."""
+    count = settings.tokenizers
+    if count == 0 and models > 1:
+        if settings.asks_for("tokenizers"):
+            raise SettingsError(
+                f"is 0, but the tokenizer inside a router serves one model, and the stack has {models}",
+                setting="mesh.tokenizers",
+            )
+        count = 1
+    if count == 0 and settings.tokenizer_port:
+        raise SettingsError(
+            "has no effect: routers have their tokenizers inside; set mesh.tokenizers for processes",
+            setting="mesh.tokenizer_port",
+        )
+    return count
 
 
 def _check_roles(settings: MeshSettings, given: ServiceSettingsGiven) -> None:

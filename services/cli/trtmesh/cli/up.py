@@ -19,7 +19,7 @@ CURL_BODY = '{"text_input": "def load_json(path):", "max_tokens": 51}'
 
 @takes_mesh_flags
 def up(flags: Flags) -> None:
-    """Start routers, tokenizers and engines on this machine and serve until Ctrl-C.
+    """Start routers, with tokenizers inside or beside them, and engines on this machine and serve until Ctrl-C.
 
     Ended processes are restarted. Each option is also the variable TRTMESH_MESH_<OPTION> and mesh.<option> in the file.
 

@@ -10,9 +10,9 @@ from trtmesh.chassis.allocator import give_back_large_blocks
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.settings import load_beside
 from trtmesh.chassis.service import Runtime, run
+from trtmesh.router.links.local import LOCAL, LocalService
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings
-from trtmesh.router.tokenizers.local import LOCAL
 
 SWITCH_SECONDS = 0.0001
 """Longest wait of the event loop for the thread that parses a large message: once for each callback of a socket, and a
@@ -32,7 +32,8 @@ def build(argv: Sequence[str], settings: RouterSettings, runtime: Runtime) -> Ro
             setting="router.tokenizers",
         ) from error
     own = load_beside(TokenizerSettings, argv)
-    return Router(settings, runtime, TokenizerService(own, Runtime(registry=runtime.registry)))
+    service = TokenizerService(own, Runtime(registry=runtime.registry))
+    return Router(settings, runtime, LocalService(service, own))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
-from typing import Any
 
 import grpc
 from trtmesh.chassis.addresses import Address, ForeignAddress, is_foreign, parse_engine
@@ -21,7 +20,7 @@ from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.metrics import GAUGE, Row
 from trtmesh.chassis.reflection import reflection_pool
-from trtmesh.chassis.service import Runtime, Service
+from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.tls.certificates import HTTP_1_1
 from trtmesh.chassis.tls.client import H2, PeerTls, plain_text
 from trtmesh.kserve import grpc_service_pb2
@@ -43,6 +42,7 @@ from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.pins import Pins
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.table import HandoffTable
+from trtmesh.router.links.local import LOCAL, LocalService
 from trtmesh.router.links.replica import Replica
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.recorder import Recorder
@@ -50,7 +50,6 @@ from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.streams.client_stream import WriteScheduler
-from trtmesh.router.tokenizers.local import LocalTokenizer
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.tokenizers.tokenizer import Tokenizer
 from trtmesh.v1 import router_pb2, router_pb2_grpc
@@ -63,7 +62,7 @@ class Router:
     """A router as a service of the chassis."""
 
     def __init__(
-        self, settings: RouterSettings, runtime: Runtime, tokenizer: Service | None = None
+        self, settings: RouterSettings, runtime: Runtime, tokenizer: LocalService | None = None
     ) -> None:
         """`tokenizer` serves in this process, if `router.tokenizers` says so."""
         check_engines("router.engines", settings.engines)
@@ -90,7 +89,7 @@ class Router:
         self._tokenizers = TokenizerPool(
             settings.retries, self._metrics, expected=bool(settings.tokenizers)
         )
-        self._local = LocalTokenizer(tokenizer, **self._link_of_tokenizer()) if tokenizer else None
+        self._tokenizer = tokenizer
         self._admission = Admission(settings.admission)
         runtime.admission = MessageAdmission(self._admission.request_bytes.counting)
         self._recorder = Recorder(settings.record.file) if settings.record.file else None
@@ -198,8 +197,8 @@ class Router:
         await self._adapters.refresh()
         await self._tell_health()
         settings = self._settings
-        if self._local is not None:
-            self._add_tokenizer(self._local)
+        if self._tokenizer is not None:
+            self._join_tokenizer(LOCAL)
         # Tokenizers first: a connecting worker is told the mesh's tokenizer.
         self._discoveries += [
             Discovery(
@@ -238,8 +237,8 @@ class Router:
             self._keepers.append(asyncio.create_task(self._recorder.run()))
         for keeper in self._keepers:
             keeper.add_done_callback(self._on_keeper_done)
-        if self._local is not None:
-            await self._local.start()
+        if self._tokenizer is not None:
+            await self._tokenizer.start()
 
     async def drain(self) -> None:
         self._retire_connections()
@@ -267,8 +266,8 @@ class Router:
             await self._http.close()
         await self._admin_door.close()
         await self._adapters.close()
-        if self._local is not None:
-            await self._local.stop()
+        if self._tokenizer is not None:
+            await self._tokenizer.stop()
 
     def _join_tokenizer(self, address: str) -> None:
         if (known := self._tokenizers.tokenizers.get(address)) is not None:
@@ -276,20 +275,16 @@ class Router:
             if known.ready:
                 self._tokenizers.on_ready(known)
             return
-        self._add_tokenizer(
-            Tokenizer(address, tls_of_peers=self._tls_of_peers, **self._link_of_tokenizer())
+        tokenizer = Tokenizer(
+            address,
+            silence_seconds=self._settings.deadlines.silence_seconds,
+            max_message_bytes=self._settings.max_message_bytes,
+            turns=self._link_turns,
+            pool=self._tokenizers,
+            tls_of_peers=self._tls_of_peers,
+            local=self._tokenizer if address == LOCAL else None,
         )
-
-    def _link_of_tokenizer(self) -> dict[str, Any]:
-        return {
-            "silence_seconds": self._settings.deadlines.silence_seconds,
-            "max_message_bytes": self._settings.max_message_bytes,
-            "turns": self._link_turns,
-            "pool": self._tokenizers,
-        }
-
-    def _add_tokenizer(self, tokenizer: Tokenizer) -> None:
-        self._tokenizers.tokenizers[tokenizer.address] = tokenizer
+        self._tokenizers.tokenizers[address] = tokenizer
         self._link(tokenizer)
 
     def _leave_tokenizer(self, address: str) -> None:

@@ -18,10 +18,10 @@ from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.fleet.bridge import ForeignWorkerSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
+from trtmesh.router.links.local import LOCAL
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.recorder import RecordSettings
 from trtmesh.router.streams.client_stream import ClientLimits
-from trtmesh.router.tokenizers.local import LOCAL
 
 
 class RouterSettings(SecuredSettings):

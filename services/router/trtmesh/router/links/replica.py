@@ -25,6 +25,7 @@ from trtmesh.router.links.contract import (
     LONGEST_REST_SECONDS,
     ContractBroken,
 )
+from trtmesh.router.links.local import LocalService
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +76,11 @@ class Replica(ABC):
         max_message_bytes: int,
         turns: ParseScheduler,
         tls_of_peers: TlsOfPeers = plain_text,
+        local: LocalService | None = None,
     ) -> None:
+        """`local` is the service in this process, None for one at the address."""
         self.address = address
+        self._local = local
         self.state = ReplicaState.CONNECTING
         self.problem = "connecting"
         self._leaving = False
@@ -146,6 +150,8 @@ class Replica(ABC):
 
     def connect(self) -> AbstractAsyncContextManager[Connection]:
         """A block with a connection to the replica. Raises Unavailable."""
+        if self._local is not None:
+            return self._local.connect()
         return connected(
             self._dialled(),
             self._max_message_bytes,

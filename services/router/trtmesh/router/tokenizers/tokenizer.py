@@ -18,6 +18,7 @@ from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.contract import ContractBroken, check_names
+from trtmesh.router.links.local import LocalService
 from trtmesh.router.links.replica import TWIN, Replica, ReplicaState
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -184,10 +185,11 @@ class Tokenizer(Replica):
         turns: ParseScheduler,
         pool: Pool,
         tls_of_peers: TlsOfPeers = plain_text,
+        local: LocalService | None = None,
         decode_seconds: float = DECODE_SECONDS,
         encode_seconds: float = ENCODE_SECONDS,
     ) -> None:
-        super().__init__(address, silence_seconds, max_message_bytes, turns, tls_of_peers)
+        super().__init__(address, silence_seconds, max_message_bytes, turns, tls_of_peers, local)
         self._pool = pool
         self._decode_seconds = decode_seconds
         self._encode_seconds = encode_seconds

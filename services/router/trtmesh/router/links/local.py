@@ -1,0 +1,51 @@
+"""A service in the router's own process: its handlers are called without a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from trtmesh.chassis.errors import StartupError
+from trtmesh.chassis.grpc.client import Connection
+from trtmesh.chassis.grpc.server import GrpcServer
+from trtmesh.chassis.in_memory import InMemoryConnection
+from trtmesh.chassis.service import Service
+from trtmesh.chassis.settings import ServiceSettings
+
+LOCAL = "local"
+"""The entry of `router.tokenizers` that means this process, and the address of a replica there."""
+
+
+class LocalService:
+    """A service of this process, whose commands and events are handed over as they are.
+
+    It may fail as a process of its own may: its streams end by errors, and a text that it breaks on ends an item. It
+    cannot be lost alone, or be slow alone.
+    """
+
+    def __init__(self, service: Service, settings: ServiceSettings) -> None:
+        self._service = service
+        self._settings = settings
+        self._started = asyncio.Event()
+        self._server = GrpcServer(settings.max_message_bytes)
+        service.register(self._server)
+
+    async def start(self) -> None:
+        """Loads what it needs to serve. Raises StartupError."""
+        try:
+            await self._service.start()
+        except StartupError as error:
+            error.setting = self._settings.spelling(error.setting)
+            raise
+        self._started.set()
+
+    async def stop(self) -> None:
+        """Ends its streams, and its threads after their work."""
+        await self._service.stop()
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Connection]:
+        """Waits until the service has started."""
+        await self._started.wait()
+        yield InMemoryConnection(self._server)
