@@ -209,3 +209,16 @@ def test_a_rank_that_ends_before_the_first_joins_leaves_the_process_running(
     begins.wait()
     for _ in range(20):
         time.sleep(0.01)
+
+
+def test_a_rank_whose_connections_fail_first_is_the_cause(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> RankGroup:
+        (rank,) = followers()
+        threading.Timer(0.3, rank.kill).start()
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(ranks, "RankGroup", fail)
+    with pytest.raises(StartupError, match=r"rank 1 on cpu .* was killed by SIGKILL"):
+        Ranks(["cpu", "cpu"], llama, TorchSettings())

@@ -67,7 +67,8 @@ class Ranks:
         self._lost: Lost | None = None
         self._is_watched = threading.Event()
         self._folder = TemporaryDirectory(prefix="trtmesh-ranks-")
-        # Before any rank can end, and with it the folder: a store waits for its folder with the GIL held.
+        # Before any rank starts. With the GIL held, a FileStore opens a folder that is gone again and again, and reads
+        # the rest of a record that a killed rank began for good.
         file = Path(self._folder.name) / "store"
         store = open_store(file, len(names))
         self._others: list[_Other] = []
@@ -106,11 +107,20 @@ class Ranks:
 
         threading.Thread(target=join, name="join-ranks", daemon=True).start()
         while not joined.done():
-            for other in self._others:
-                if (status := other.process.poll()) is not None:
-                    raise StartupError(str(_loss(other, status)))
+            self._check_living()
             wait((joined,), LOOK_SECONDS)
+        if joined.exception():
+            # Its connections fail before the end of a rank is known.
+            ends_at = time.monotonic() + CAUSE_SECONDS
+            while time.monotonic() < ends_at:
+                self._check_living()
+                time.sleep(LOOK_SECONDS)
         return joined.result()
+
+    def _check_living(self) -> None:
+        for other in self._others:
+            if (status := other.process.poll()) is not None:
+                raise StartupError(str(_loss(other, status)))
 
     def watch(self, lost: Lost) -> None:
         """Lets `lost` be called when a rank ends, or has ended already."""
