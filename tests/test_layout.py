@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -271,21 +272,30 @@ MODULES = {
 }
 
 
-@cache
-def imported_modules(file: Path, *, for_types: bool = True) -> tuple[str, ...]:
+def imported_modules(file: Path, *, for_types: bool = True) -> list[str]:
     """The absolute names of all modules imported by `file`, `from a import b` as a.b; without `for_types` only those
     imported at run time."""
-    names: list[str] = []
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    if not for_types:
-        tree.body = [each for each in tree.body if not _is_for_types(each)]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file} has a relative import"
-            names += (f"{node.module}.{alias.name}" for alias in node.names)
-    return tuple(names)
+    return [name for name, is_for_types in _imports(file) if for_types or not is_for_types]
+
+
+@cache
+def _imports(file: Path) -> list[tuple[str, bool]]:
+    """Imported modules, and whether they are imported for types."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    return [(name, _is_for_types(each)) for each in body for name in _imported_by(each)]
+
+
+def _imported_by(node: ast.AST) -> Iterator[str]:
+    """Modules that a statement, or one in it, imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"there is a relative import of {node.module}"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    # Only statements: to visit expressions too takes many times as long.
+    for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for each in getattr(node, block, None) or ():
+            yield from _imported_by(each)
 
 
 def _is_for_types(node: ast.stmt) -> bool:

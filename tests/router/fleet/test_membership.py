@@ -499,7 +499,11 @@ async def test_stopping_worker_is_not_resumed() -> None:
             await client.admin.resume_worker("one")
 
 
-async def test_second_address_of_a_process_is_no_second_worker() -> None:
+async def test_second_address_of_a_process_is_no_second_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A scripted worker does not tell that it drains.
+    monkeypatch.setattr(membership, "ROLE_SECONDS", 0.1)
     one, twin = scripted("same"), scripted("same")
     one.description.instance = twin.description.instance = "a process"
     async with serving_engine(one) as first, serving_engine(twin) as second:

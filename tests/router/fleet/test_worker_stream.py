@@ -141,9 +141,11 @@ async def test_items_beyond_the_limit_are_refused_at_once() -> None:
                 assert refused.value.limit == "at most 5"
         assert len(results) <= 6
         assert len(submits) == 4
-        ends = [(submit.handle, LENGTH) for submit in submits]
-        await on.engine.step(ends=ends)
-        await asyncio.gather(*(request for request in asked if not request.done()))
+        admitted = [request for request in asked if not request.done()]
+        tokens = [(submit.handle, 0, [66]) for submit in submits]
+        await on.engine.step(*tokens, ends=[(submit.handle, LENGTH) for submit in submits])
+        for items in await asyncio.gather(*admitted):
+            assert [item.text for item in items] == ["B.", "B."]
         again = on.ask("a", "b", "c", "d", "e", max_tokens=1)
         await on.engine.submitted(9)
         assert not again.done()

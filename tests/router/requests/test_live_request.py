@@ -118,7 +118,11 @@ async def router_of(engine: ScriptedEngine, **settings: Any) -> AsyncIterator[Ro
     ):
         await until_states(client, [READY], [])
         yield client
-        await eventually(lambda: not any(map(client.gauge, GAUGES)))
+        await until_nothing_is_live(client)
+
+
+async def until_nothing_is_live(client: RouterClient) -> None:
+    await eventually(lambda: not any(map(client.gauge, GAUGES)))
 
 
 def engine() -> ScriptedEngine:
@@ -182,17 +186,26 @@ async def test_client_leaving_during_the_last_write_leaves_nothing(
         await worker.step(ends=[(handle, pb.FINISH_REASON_CANCELLED) for handle, _ in worker.stops])
 
 
+async def end_next(worker: ScriptedEngine) -> None:
+    """Ends the next sequence with its first token."""
+    *_, submit = await worker.submitted(len(worker.submits) + 1)
+    await worker.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
+
+
 async def test_deadline_during_the_last_write_leaves_nothing(
     last_write: LastWrite,
 ) -> None:
     worker = engine()
     async with router_of(worker) as client:
-        # Long enough for the earlier steps on any machine.
-        asked = Asked(client, items=1, timeout=10.0)
-        (submit,) = await worker.submitted()
-        await worker.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
-        await last_write.begun.wait()
-        await asked.end()
+        seconds = 0.25
+        while not last_write.begun.is_set():
+            # Some machine takes longer to come to the write.
+            seconds *= 2
+            asked = Asked(client, items=1, timeout=seconds)
+            ending = asyncio.create_task(end_next(worker))
+            await asked.end()
+            await until_nothing_is_live(client)
+            ending.cancel()
         assert asked.status is grpc.StatusCode.DEADLINE_EXCEEDED
         assert not ends_of(asked.events)
 

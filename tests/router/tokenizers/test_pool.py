@@ -93,6 +93,7 @@ async def test_tokenizer_with_an_incomplete_answer_counts_as_lost(
 ) -> None:
     for constant in ("FIRST", "LONGEST"):
         monkeypatch.setattr(replica, f"{constant}_REST_SECONDS", 0.05)
+    monkeypatch.setattr(replica, "REFUSED_RECONNECT_SECONDS", 0.05)
     tokenizer = ScriptedTokenizer()
     async with scene(tokenizer=tokenizer) as on:
         tokenizer.forgets_a_text = True
