@@ -23,6 +23,8 @@ from router.scripted import (
 )
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.router.requests.live_request import LiveRequest
+from trtmesh.router.router import WATCH_SECONDS
+from trtmesh.router.streams.client_stream import Pace
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import router_pb2_grpc
@@ -333,3 +335,25 @@ async def test_priority_above_the_callers_own_is_refused() -> None:
         (submit,) = await on.engine.submitted()
         await on.engine.step((submit.handle, 0, [65]), ends=[(submit.handle, LENGTH)])
         assert (await asked)[0].error is None
+
+
+async def test_waiting_requests_are_not_judged_before_a_message_can_be_unread_for_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judged: list[Pace] = []
+    judge = Pace.judge
+
+    def counted(self: Pace, now: float) -> None:
+        judged.append(self)
+        judge(self, now)
+
+    monkeypatch.setattr(Pace, "judge", counted)
+    async with door(client={"unread_seconds": 3600}) as router:
+        asked = [router.generate(router.request(f"r{number}")) for number in range(50)]
+        await eventually(lambda: len(router.engine.submits) == len(asked))
+        # Ten looks of the router.
+        await asyncio.sleep(10 * WATCH_SECONDS)
+        assert len(judged) <= len(asked)
+        for number in range(len(asked)):
+            await router.finish(number)
+        assert [await each.end() for each in asked] == ["OK"] * len(asked)

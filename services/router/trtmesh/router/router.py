@@ -369,7 +369,7 @@ class Router:
         return (
             gauge("live_requests", "Requests being served.", lambda _: len(self._requests.live)),
             gauge("paused_requests", "Requests paused until their clients read.",
-                  lambda _: sum(live.pace.paused for live in [*self._requests.live.values()])),
+                  lambda _: len(self._requests.paused)),
             gauge("live_items", "Items being served.", lambda _: self._admission.live_items),
             gauge("queued_items", "Items queued for a place among the running items of their model.",
                   lambda _: self._admission.queued_items),

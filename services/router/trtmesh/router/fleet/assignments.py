@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.links.contract import ContractBroken
-from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.metrics import ModelMetrics, RouterMetrics
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.streams.sequence import End, Owner, SequenceRun, SequenceTimes
@@ -28,6 +28,9 @@ class Assignments:
     address: str
     _guard: LoadGuard
     _send: Callable[[pb.EngineCommand], None]
+    _queue_seconds: float
+    """Longest wait of a sequence before its first token, and between two."""
+    _none_late_until: float = math.inf
     _next_handle: int = 0
     _looks: int = 0
     _queued: set[SequenceRun] = field(default_factory=set)
@@ -47,6 +50,7 @@ class Assignments:
             self.sequences[handle] = run
             run.assign(Handle(self, handle))
             self._queued.add(run)
+            self._none_late_until = min(self._none_late_until, self._due(run.times))
         return first
 
     def stop(self, handle: int, reason: generation_pb.FinishReason.ValueType) -> None:
@@ -88,9 +92,19 @@ class Assignments:
             run.times.started = now
         self._queued.clear()
 
-    def late(self, now: float, deadlines: Deadlines) -> list[SequenceRun]:
-        """Sequences past their deadline."""
-        return [run for run in self.sequences.values() if _is_late(run.times, now, deadlines)]
+    def late(self, now: float) -> list[SequenceRun]:
+        """Sequences past their deadline. Looks at them only when one may be: deadlines move away with every token."""
+        if now <= self._none_late_until:
+            return []
+        due = [(self._due(run.times), run) for run in self.sequences.values()]
+        self._none_late_until = min((at for at, _ in due), default=math.inf)
+        return [run for at, run in due if now > at]
+
+    def _due(self, times: SequenceTimes) -> float:
+        """The deadline of a sequence's next token."""
+        has_token = times.last_token > times.assigned
+        since = times.last_token if has_token else times.started or times.assigned
+        return since + times.patience * self._queue_seconds
 
     def look(self, most: int) -> None:
         """Counts a look. Raises ContractBroken for a sequence that was asked to end more than `most` looks ago."""
@@ -124,12 +138,6 @@ class Assignments:
             handles = range(first, first + count)
             if not any(h in self.sequences or h in self.released for h in handles):
                 return first
-
-
-def _is_late(times: SequenceTimes, now: float, deadlines: Deadlines) -> bool:
-    has_token = times.last_token > times.assigned
-    since = times.last_token if has_token else times.started or times.assigned
-    return now - since > times.patience * deadlines.queue_seconds
 
 
 @dataclass(slots=True, eq=False)

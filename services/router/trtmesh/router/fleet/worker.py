@@ -142,7 +142,7 @@ class Worker(Replica):
         self.last_turn = 0
         """Number of the last placement on the worker."""
         self.guard = LoadGuard(partial(on_load, address))
-        self._assignments = Assignments(address, self.guard, self._send)
+        self._assignments = Assignments(address, self.guard, self._send, deadlines.queue_seconds)
         self._steps = Steps(self._assignments, self.guard, metrics, self._send)
         self.leases = Leases(address, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
@@ -498,7 +498,7 @@ class Worker(Replica):
     def _move_late(self) -> None:
         """Moves late sequences off a worker with progress. Raises ContractBroken if they stay, and it reports none."""
         now = asyncio.get_running_loop().time()
-        for run in self._assignments.late(now, self._deadlines):
+        for run in self._assignments.late(now):
             # The next worker may be no faster, so the item must not restart again and again.
             run.times.patience *= 2
             left = run.owner.migrate([run], self.address, self._late(run))

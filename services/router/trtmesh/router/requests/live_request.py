@@ -51,7 +51,9 @@ class LiveRequest:
         origin: str,
         client_limits: ClientLimits,
         waiting: Budget,
+        paused: set[LiveRequest],
     ) -> None:
+        """`paused` are the requests that wait until their clients read."""
         now = asyncio.get_running_loop().time()
         self.owner = admitted.owner
         self.permits = admitted.permits
@@ -66,6 +68,7 @@ class LiveRequest:
         )
         self.pace = Pace(client_limits, waiting, self.client, mesh.metrics, self._on_pace, self.end)
         self.client.watcher = self.pace
+        self._paused = paused
         self.context = RequestContext(
             mesh=mesh,
             request_id=request.request_id,
@@ -153,6 +156,10 @@ class LiveRequest:
         self.ended = self._handler = None
 
     def _on_pace(self) -> None:
+        if self.pace.paused:
+            self._paused.add(self)
+        else:
+            self._paused.discard(self)
         for item in self.items:
             item.on_pace()
 

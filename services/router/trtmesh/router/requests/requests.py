@@ -78,6 +78,9 @@ class Requests:
         self._empty = asyncio.Event()
         self._empty.set()
         self.live: dict[RequestKey, LiveRequest] = {}
+        self.paused: set[LiveRequest] = set()
+        """Those that wait until their clients read."""
+        self._none_unread_until = 0.0
 
     def open(
         self,
@@ -141,6 +144,7 @@ class Requests:
             origin,
             self._client_limits,
             self._waiting,
+            self.paused,
         )
         self.live[admitted.owner.name, request.request_id] = live
         self._empty.clear()
@@ -149,6 +153,7 @@ class Requests:
     def ended(self, live: LiveRequest) -> None:
         """Forgets a live request."""
         del self.live[live.owner.name, live.context.request_id]
+        self.paused.discard(live)
         live.gone.set()
         if not self.live:
             self._empty.set()
@@ -209,9 +214,15 @@ class Requests:
             await self._empty.wait()
 
     def end_slow_clients(self) -> None:
-        """Ends requests of clients past their limits."""
+        """Ends requests of clients past their limits. Looks only at those that wait for clients, but at all once a
+        message may be unread for too long."""
         now = asyncio.get_running_loop().time()
-        for live in self.live.values():
+        looked_at: Collection[LiveRequest] = self.paused
+        if now > self._none_unread_until:
+            looked_at = self.live.values()
+            longest = max((each.client.unread_seconds(now) for each in looked_at), default=0.0)
+            self._none_unread_until = now + self._client_limits.unread_seconds - longest
+        for live in looked_at:
             live.pace.judge(now)
 
     def send_away(self) -> None:
