@@ -21,9 +21,11 @@ from typing import IO, Any, TypeVar
 
 import psutil
 from forks import fork_server, start_module
+from trtmesh.cli.app import COMMANDS
+from trtmesh.cli.lazy import LazyCommand
 
 TRTMESH = str(Path(sys.executable).with_name("trtmesh"))
-IMPORTS = ("trtmesh.cli.__main__", "trtmesh.cli.app")
+IMPORTS = ("trtmesh.cli.__main__", *dict.fromkeys(each.module for each in COMMANDS))
 STOP_SECONDS = 60.0
 """Upper bound of a wait for an end; no test depends on the actual time."""
 
@@ -37,6 +39,11 @@ FREE_PORTS = (
 """Flags of a stack on free ports."""
 
 T = TypeVar("T")
+
+
+def loaded(command: Any) -> Any:
+    """The command itself, in place of one whose module is imported when it runs."""
+    return command.load() if isinstance(command, LazyCommand) else command
 
 
 def trtmesh(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import typer
-from cli.commands import Stack, running_stack, trtmesh
+from cli.commands import Stack, loaded, running_stack, trtmesh
 from e2e.mesh import DEMO
 from trtmesh.chassis.settings import load_settings
 from trtmesh.cli.app import app
@@ -71,6 +71,7 @@ def resolved(words: list[str]) -> tuple[Any, list[str], Any]:
     while hasattr(command, "resolve_command"):
         context = command.context_class(command, info_name=command.name, parent=context)
         _, command, words = command.resolve_command(context, words)
+        command = loaded(command)
     return command, words, context
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+from cli.commands import loaded
 from trtmesh.cli.app import OPERATE, PREPARE, SERVE, USE, app
 from trtmesh.cli.tls import CONNECTION
 from typer.testing import CliRunner
@@ -55,7 +56,7 @@ def test_the_command_that_was_meant_is_named(words: tuple[str, ...], meant: str)
 def commands() -> Iterator[tuple[str, Any]]:
     def below(path: str, command: Any) -> Iterator[tuple[str, Any]]:
         for name, each in getattr(command, "commands", {}).items():
-            yield from below(f"{path} {name}", each)
+            yield from below(f"{path} {name}", loaded(each))
         if not hasattr(command, "commands"):
             yield path.strip(), command
 

@@ -386,9 +386,11 @@ def test_unwritable_logs_are_reported_as_lost(tmp_path: Path) -> None:
     assert "Traceback" not in "".join(stack.err)
 
 
-def test_ctrl_c_while_the_command_loads_is_quiet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("imported", ["typer", "rich"])
+def test_ctrl_c_while_the_command_loads_is_quiet(tmp_path: Path, imported: str) -> None:
+    """With the application, or with the module of the command."""
     program = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
-    (tmp_path / "typer.py").write_text(program)
+    (tmp_path / f"{imported}.py").write_text(program)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     result = trtmesh("up", env={"PYTHONPATH": path})
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

@@ -15,7 +15,10 @@ BLOCKED = f"""
 import sys
 for name in {sorted(HEAVY)}:
     sys.modules[name] = None
-import trtmesh.router.__main__, trtmesh.router.router, trtmesh.cli.app, trtmesh.tools.triton_import
+import trtmesh.router.__main__, trtmesh.router.router, trtmesh.tools.triton_import
+from trtmesh.cli.app import COMMANDS
+for command in COMMANDS:
+    command.load()
 """
 
 

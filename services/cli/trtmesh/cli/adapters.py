@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from trtmesh.chassis.adapter_content import AdapterContent, is_number
 from trtmesh.chassis.errors import InvalidRequest, NotFound, Unsupported
-from trtmesh.chassis.peft_adapter import check_content
 from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_adapter
+from trtmesh.cli.lazy import LazyCommand, LazyGroup
 from trtmesh.cli.output import say_error
 from trtmesh.cli.session import USAGE
 from trtmesh.cli.tables import (
@@ -27,7 +27,22 @@ from trtmesh.v1 import router_admin_pb2 as pb
 UINT64 = 2**64 - 1
 MOST_BYTES = 1 << 34
 
-adapters = typer.Typer(name="adapters", help="The LoRA adapters of a router.", no_args_is_help=True)
+
+class AdapterCommands(LazyGroup):
+    lazy = (
+        LazyCommand(
+            "trtmesh.tools.adapter_convert:convert",
+            "Convert an adapter between PEFT's format and TensorRT-LLM's arrays (lora_weights, lora_config).",
+        ),
+    )
+
+
+adapters = typer.Typer(
+    name="adapters",
+    cls=AdapterCommands,
+    help="The LoRA adapters of a router.",
+    no_args_is_help=True,
+)
 
 AdapterArgument = Annotated[
     str,
@@ -116,6 +131,8 @@ async def add(
     if directory is None:
         added = await context.admin.add_adapter(asked)
     else:
+        from trtmesh.chassis.peft_adapter import check_content
+
         try:
             content = AdapterContent.read(directory, MOST_BYTES)
             check_content(content, f"{directory}/")

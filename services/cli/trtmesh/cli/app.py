@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from trtmesh.cli.adapters import adapters
-from trtmesh.cli.demo import demo
-from trtmesh.cli.fleet import policy, status, workers
-from trtmesh.cli.generate import generate
-from trtmesh.cli.handoffs import handoffs
-from trtmesh.cli.keys import keys
-from trtmesh.cli.output import put
-from trtmesh.cli.requests import explain, requests
-from trtmesh.cli.top import top
-from trtmesh.cli.up import up
-from trtmesh.tools.adapter_convert import convert as convert_adapter
-from trtmesh.tools.build import build
-from trtmesh.tools.convert import convert
-from trtmesh.tools.import_triton import import_triton
-from trtmesh.tools.replay import replay
-from trtmesh.tools.triton.infer import triton
-from typer.core import TyperCommand, TyperGroup
+from trtmesh.cli.lazy import LazyCommand, LazyGroup
+from typer.core import TyperCommand
 
 SERVE, USE, OPERATE, PREPARE = "Serve", "Use", "Operate a router", "Prepare"
 
@@ -50,18 +34,6 @@ MEANT = {
 """Commands of other servers, and their counterparts here."""
 
 
-class Commands(TyperGroup):
-    """The commands. An unknown command is refused with the most likely alternative."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands and (meant := self._meant(args[0])):
-            ctx.fail(f"No such command {args[0]!r}; did you mean `trtmesh {meant}`?")
-        return super().resolve_command(ctx, args)
-
-    def _meant(self, name: str) -> str:
-        return MEANT.get(name) or next(iter(get_close_matches(name, self.commands, n=1)), "")
-
-
 class StackCommand(TyperCommand):
     """A command of a stack, with its settings as options. Takes a lone directory for a forgotten --model."""
 
@@ -75,6 +47,83 @@ class StackCommand(TyperCommand):
         return rest
 
 
+COMMANDS = (
+    LazyCommand(
+        "trtmesh.cli.up:up",
+        "Start routers, tokenizers and engines on this machine and serve until Ctrl-C.",
+        SERVE,
+        StackCommand,
+    ),
+    LazyCommand(
+        "trtmesh.cli.demo:demo",
+        "Start a stack with two engines, stream three prompts, then serve until Ctrl-C.",
+        SERVE,
+        StackCommand,
+    ),
+    LazyCommand("trtmesh.cli.generate:generate", "Stream completions of PROMPTS.", USE),
+    LazyCommand("trtmesh.cli.fleet:status", "Show the router's workers and tokenizers.", OPERATE),
+    LazyCommand(
+        "trtmesh.cli.top:top",
+        "Show workers, their roles, live requests, token rates, KV reuse and handoffs, updated live.",
+        OPERATE,
+    ),
+    LazyCommand(
+        "trtmesh.cli.requests:explain",
+        "Explain the placements of a request's items, live or ended.",
+        OPERATE,
+    ),
+    LazyCommand(
+        "trtmesh.cli.handoffs:handoffs",
+        "List the live handoffs, oldest first, with the worker that has the KV and the one that continues, and count"
+        " the\ncompleted ones.",
+        OPERATE,
+    ),
+    LazyCommand(
+        "trtmesh.tools.replay:replay",
+        "Replay recorded traffic over a simulated fleet, with the mesh's own placement and scheduler; compare"
+        " policies.",
+        OPERATE,
+    ),
+    LazyCommand(
+        "trtmesh.tools.import_triton:import_triton",
+        "Write the configuration of a mesh with the models of a Triton model REPOSITORY under their names.",
+        PREPARE,
+    ),
+    LazyCommand(
+        "trtmesh.tools.build:build",
+        "Download, quantize, convert and build models for TensorRT-LLM, and write the configuration of a mesh for"
+        " each.",
+        PREPARE,
+    ),
+    LazyCommand(
+        "trtmesh.tools.convert:convert",
+        "Write the weights in pytorch_model.bin as safetensors, which engines serve.",
+        PREPARE,
+    ),
+    LazyCommand("trtmesh.tools.triton.infer:triton", "Client of Triton models.", USE),
+    LazyCommand("trtmesh.cli.fleet:workers", "The workers of a router.", OPERATE),
+    LazyCommand("trtmesh.cli.requests:requests", "The live requests of a router.", OPERATE),
+    LazyCommand("trtmesh.cli.adapters:adapters", "The LoRA adapters of a router.", OPERATE),
+    LazyCommand("trtmesh.cli.fleet:policy", "The placement policy of a router.", OPERATE),
+    LazyCommand("trtmesh.cli.keys:keys", "The file of API keys of routers.", PREPARE),
+)
+"""Each with the first paragraph of its help."""
+
+
+class Commands(LazyGroup):
+    """The commands. An unknown command is refused with the most likely alternative."""
+
+    lazy = COMMANDS
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and (meant := self._meant(args[0])):
+            ctx.fail(f"No such command {args[0]!r}; did you mean `trtmesh {meant}`?")
+        return super().resolve_command(ctx, args)
+
+    def _meant(self, name: str) -> str:
+        return MEANT.get(name) or next(iter(get_close_matches(name, self.commands, n=1)), "")
+
+
 app = typer.Typer(
     name="trtmesh",
     cls=Commands,
@@ -82,29 +131,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (up, demo):
-    app.command(rich_help_panel=SERVE, cls=StackCommand)(command)
-for title, commands in {
-    USE: (generate,),
-    OPERATE: (status, top, explain, handoffs, replay),
-    PREPARE: (import_triton, build, convert),
-}.items():
-    for command in commands:
-        app.command(rich_help_panel=title)(command)
-for title, groups in {
-    USE: (triton,),
-    OPERATE: (workers, requests, adapters, policy),
-    PREPARE: (keys,),
-}.items():
-    for group in groups:
-        app.add_typer(group, rich_help_panel=title)
-
-adapters.command()(convert_adapter)
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's
     if asked:
-        put(f"trtmesh {version('trtmesh')}")
+        from importlib.metadata import version
+
+        typer.echo(f"trtmesh {version('trtmesh')}")
         raise typer.Exit
 
 

@@ -5,7 +5,7 @@ import trtmesh.chassis.environment  # noqa: F401 - gRPC reads the environment wh
 
 def main() -> None:
     try:
-        # Half a second of imports: here, too, Ctrl-C ends the command quietly.
+        # During imports, too, Ctrl-C ends the command quietly.
         from trtmesh.cli.app import app
     except KeyboardInterrupt:
         raise SystemExit(130) from None
