@@ -22,6 +22,9 @@ STOP_SECONDS = 120.0
 PORT_FLAGS = ("--port", "--admin-port", "--http-port", "--metrics-port")
 
 
+ONE_PROCESS = "cli.one_process"
+"""A router with a tokenizer and an engine inside."""
+
 BACKENDS = {
     "simulated": ("trtmesh.engine.backends.simulated.backend",),
     # The library itself is found where the environment of a process has it.
@@ -183,6 +186,9 @@ def server_of(service: str, flags: Sequence[str]) -> ForkServer:
     """The server with the imports of a process with these flags, before it serves."""
     main = f"trtmesh.{service}.__main__"
     backend = dict(pairwise(flags)).get("--backend", "torch")
+    if service == ONE_PROCESS:
+        mains = (f"trtmesh.{each}.__main__" for each in ("router", "engine", "tokenizer"))
+        return fork_server((*mains, *BACKENDS["torch"]))
     return fork_server((main, *BACKENDS.get(backend, ())) if service == "engine" else (main,))
 
 

@@ -36,8 +36,11 @@ MAY_IMPORT = {
     "cli": {"v1", "chassis", "client", "router", "tools"},
     "tools": {"v1", "kserve", "chassis", "client", "engine", "router", "cli"},
 }
-COMPOSES = {"router/trtmesh/router/__main__.py": {"tokenizer"}}
-"""What starts a process may put services of other packages into it."""
+COMPOSES = {
+    "router/trtmesh/router/__main__.py": {"tokenizer"},
+    "cli/trtmesh/cli/one_process.py": {"engine"},
+}
+"""What starts a process may put services of other packages into it: a tokenizer into a router, an engine beside it."""
 
 ROOMS = {
     "chassis": (
@@ -251,6 +254,7 @@ SMALL_LINES = 80
 SMALL_IDEAS = {
     "engine.gateways.choice": "imports only the contracts that settings choose",
     "engine.gateways.trtllm.tokenizer_files": "what gateways may download",
+    "router.__main__": "a program, of which a mesh in one process is another",
     "router.adapters.writing": "a queue with a life of its own",
     "router.doors.guard": "what every gRPC server of the router asks",
     "router.doors.http.origins": "which pages of browsers may ask",
@@ -453,9 +457,12 @@ def importers_of(package: str, prefix: str) -> set[str]:
 
 
 def test_few_commands_import_the_router() -> None:
-    """A stack's settings name policies, `keys` writes the file of callers, `replay` runs the router's placement and the
-    engine's scheduler, and `import-triton` checks against the Triton door. Other commands talk to a router."""
-    assert importers_of("cli", "trtmesh.router.") == {"keys.py", "mesh_settings.py"}
+    """A stack's settings name policies, `keys` writes the file of callers, the process of `up --one-process` joins all
+    services, `replay` runs the router's placement and the engine's scheduler, and `import-triton` checks against the
+    Triton door. Other commands talk to a router."""
+    joins = {"one_process.py"}
+    assert importers_of("cli", "trtmesh.router.") == {"keys.py", "mesh_settings.py", *joins}
+    assert importers_of("cli", "trtmesh.engine.") == joins
     importers = {"fleet_replay", "replay.py", "triton_import"}
     assert importers_of("tools", "trtmesh.router.") == importers
     assert importers_of("tools", "trtmesh.engine.") == {"fleet_replay"}

@@ -13,6 +13,7 @@ from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.settings import load_settings, split_commas
 from trtmesh.cli.mesh_settings import MeshSettings, config_file_of, load_mesh_settings
 from trtmesh.cli.plan import Plan, ServiceSettingsGiven, demo_model
+from trtmesh.engine.settings import EngineSettings
 from trtmesh.router.links.local import LOCAL
 from trtmesh.tokenizer.settings import TokenizerSettings
 from trtmesh.v1 import generation_pb2 as pb
@@ -47,6 +48,47 @@ def test_routers_have_their_tokenizers_inside(tmp_path: Path) -> None:
     file.write_text("tokenizer: {model_dir: a}\nengine: {model_dir: b}\n")
     (named,) = Plan(MeshSettings(), str(file)).routers([], ["e:1"])
     assert named.environment == {}
+
+
+def test_one_process_is_a_router_with_the_rest_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    settings = MeshSettings(one_process=True, backend="torch", devices={"demo": ("cpu",)})
+    plan = Plan(settings, None)
+    assert (plan.tokenizers(), plan.engines()) == ([], [])
+    (router,) = plan.routers([], [])
+    assert (router.name, router.service) == ("router-0", "router")
+    command = router.command(router.ports)
+    assert command[1:3] == ["-m", "trtmesh.cli.one_process"]
+    assert flags_of(tuple(command[3:]))["--engines"] == ""
+    engine = load_settings(EngineSettings, [], router.environment)
+    assert (engine.worker, engine.backend, engine.model_dir) == ("engine-0", "torch", demo_model())
+    assert str(engine.torch.device) == "cpu"
+    assert engine.torch.adapters.host_bytes > 1 << 20
+    assert router.environment["OMP_NUM_THREADS"] == "1"
+    assert load_settings(TokenizerSettings, [], router.environment).model_dir == demo_model()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((each, "2") for each in ("routers", "engines", "tokenizers", "prefill", "decode")),
+        *((each, "9000") for each in ("engine_port", "tokenizer_port")),
+        ("engines_at", "vllm://10.0.0.7:50051"),
+        ("models", f"{demo_model()},{WITHOUT_ADAPTERS}"),
+        ("devices", '{"demo": ["cpu", "cpu"]}'),
+        ("devices", '{"demo": ["cuda:0,cuda:1"]}'),
+    ],
+)
+def test_part_without_a_place_in_one_process_is_refused(name: str, value: str) -> None:
+    settings = load_mesh_settings({"one_process": "true", name: value})
+    with pytest.raises(SettingsError, match="has no place in one process") as refused:
+        Plan(settings, None)
+    assert refused.value.setting == f"mesh.{name}"
+
+
+def test_one_process_has_one_engine_whatever_the_command_would_start() -> None:
+    settings = load_mesh_settings({"one_process": "true"}, {"engines": "2", "log_level": "error"})
+    assert (settings.engines, settings.log_level) == (1, "error")
 
 
 def test_several_models_have_tokenizers_of_their_own(tmp_path: Path) -> None:

@@ -115,9 +115,16 @@ def test_every_router_serves_grpc_and_http(stack: Stack) -> None:
         assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("stage", ["engine-0 starts", "router-0 reads the tokenizer"])
-def test_ctrl_c_while_starting_leaves_no_process(stage: str) -> None:
-    with running_stack("--port", "0", env=SLOW_LOAD) as stack:
+@pytest.mark.parametrize(
+    ("stage", "shape"),
+    [
+        ("engine-0 starts", ()),
+        ("router-0 reads the tokenizer", ()),
+        ("router-0 reads the tokenizer", ("--one-process",)),
+    ],
+)
+def test_ctrl_c_while_starting_leaves_no_process(stage: str, shape: tuple[str, ...]) -> None:
+    with running_stack("--port", "0", *shape, env=SLOW_LOAD) as stack:
         stack.wait_for(stage)
         assert stack.descendants()
         stack.signal(signal.SIGINT)
@@ -135,9 +142,10 @@ def test_ctrl_c_before_the_first_listener_leaves_no_process() -> None:
         assert stack.left_nothing()
 
 
-def test_second_ctrl_c_ends_everything_at_once() -> None:
+@pytest.mark.parametrize("shape", [(), ("--one-process",)])
+def test_second_ctrl_c_ends_everything_at_once(shape: tuple[str, ...]) -> None:
     """The request in flight would occupy the router's whole grace period."""
-    flags = ("--port", "0", "--grace-seconds", "3600")
+    flags = ("--port", "0", "--grace-seconds", "3600", *shape)
     with running_stack(*flags) as stack:
         router = stack.wait_ready()
         arguments = ("--router", router, "--max-tokens", "30000", "--json", "hi")
@@ -165,6 +173,29 @@ def test_killed_processes_are_restarted_on_their_ports() -> None:
                 pass
             result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
             assert result.returncode == 0, result.stderr
+
+
+def test_one_process_serves_and_is_restarted() -> None:
+    with running_stack("--port", "0", "--one-process") as stack:
+        router = stack.wait_ready()
+        (child,) = stack.children
+        assert (child["name"], child["service"]) == ("router-0", "router")
+        (process,) = stack.descendants()
+        process.kill()
+        stack.wait_for("router-0 ended with status -9; starting it again")
+        assert stack.wait_for("router-0 serves again at").split()[-1] == router
+        result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
+        assert result.returncode == 0, result.stderr
+        told = trtmesh("status", "--admin", stack.admin, "--json")
+        assert [each["worker"] for each in json.loads(told.stdout)["workers"]] == ["engine-0"]
+        long = ("--router", router, "--max-tokens", "3000", "--json", "hi")
+        with running("generate", *long) as request:
+            request.wait_for('"tokens"')
+            stack.signal(signal.SIGTERM)
+            assert request.wait() == 0
+            assert '"length"' in request.out[-1]
+        assert stack.wait() == 0
+        assert stack.left_nothing()
 
 
 @pytest.mark.parametrize(("tokenizers", "name"), [("0", "router-0"), ("1", "tokenizer-0")])
@@ -273,6 +304,7 @@ def test_stack_runs_without_http_and_metrics() -> None:
         (("--engines-at", "http://a:1"), 2, "--engines-at has an entry that is not host:port"),
         (("--tokenizers", "-1"), 2, "--tokenizers is '-1' but must be at least 0"),
         (("--tokenizer-port", "9001"), 2, "--tokenizer-port has no effect"),
+        (("--one-process", "--engines", "2"), 2, "--engines has no place in one process"),
     ],
 )
 def test_wrong_settings_are_named(flags: tuple[str, ...], status: int, complaint: str) -> None:

@@ -11,10 +11,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
-from processes import ServiceProcess, service_process
+from processes import ONE_PROCESS, ServiceProcess, service_process
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from tokenizers import Tokenizer
@@ -30,6 +31,8 @@ from trtmesh.client import (
 )
 from trtmesh.client.results import Results, SequenceResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 PATIENCE_SECONDS = 240.0
 """Upper bound of a wait; no test depends on the actual time."""
@@ -314,7 +317,23 @@ class Mesh:
         peers = ["--engines", ",".join(process.address for process in self.engines)]
         if tokenizers:
             peers += ["--tokenizers", tokenizers]
-        self.router = await self.start("router", "--port", "0", *peers, *flags, env=env)
+        await self._reach(await self.start("router", "--port", "0", *peers, *flags, env=env))
+
+    async def start_one_process(
+        self, *engine_flags: str, router_flags: Sequence[str] = (), env: Mapping[str, str]
+    ) -> None:
+        """Starts a router with a tokenizer and an engine inside, as `trtmesh up --one-process` does, with clients."""
+        given = dict(zip(engine_flags[::2], engine_flags[1::2], strict=True))
+        names = {flag: flag.removeprefix("--").replace("-", "_").upper() for flag in given}
+        inside = {f"TRTMESH_ENGINE_{names[flag]}": value for flag, value in given.items()}
+        inside |= {"TRTMESH_TOKENIZER_MODEL_DIR": str(DEMO), **env}
+        flags = ("--port", "0", "--tokenizers", "local", "--engines", "", *router_flags)
+        process = await self.start(ONE_PROCESS, *flags, env=inside)
+        self.engines.append(process)
+        await self._reach(process)
+
+    async def _reach(self, router: ServiceProcess) -> None:
+        self.router = router
         self.client = await self._stack.enter_async_context(Client(self.router.address))
         admin = AdminClient(self.router.admin_address)
         self.admin = await self._stack.enter_async_context(admin)
@@ -414,6 +433,20 @@ async def running_mesh(
     async with AsyncExitStack() as stack:
         mesh = Mesh(stack)
         await (start or start_as_told)(mesh)
+        yield mesh
+
+
+@asynccontextmanager
+async def mesh_in_one_process(
+    *engine_flags: str, router_flags: Sequence[str] = (), env: Mapping[str, str] = NOTHING
+) -> AsyncIterator[Mesh]:
+    """Starts a mesh in one process and waits until ready; kills the process on exit."""
+
+    async def start(mesh: Mesh) -> None:
+        await mesh.start_one_process(*engine_flags, router_flags=router_flags, env=env)
+        await mesh.ready(1, 1)
+
+    async with running_mesh(start=start) as mesh:
         yield mesh
 
 

@@ -95,6 +95,9 @@ class MeshSettings(ServiceSettings):
     """Port of the first engine; the others follow it. 0 takes free ports."""
     tokenizer_port: Port = 0
     """Port of the first tokenizer process; the others follow it. 0 takes free ports."""
+    one_process: bool = False
+    """Whether router, tokenizer and one engine run in one process, which saves a laptop memory and the hops: a fault of
+    one ends all three, and they start again."""
     tls: bool = False
     """Whether all ports speak TLS, with throw-away certificates made for this run; the processes show theirs to each
     other, clients need none."""
@@ -133,6 +136,9 @@ def load_mesh_settings(flags: Flags, defaults: Flags = MappingProxyType({})) -> 
     settings = load_settings(MeshSettings, argv)
     check_engines(settings.spelling("mesh.engines_at"), settings.engines_at)
     unsaid = {name: v for name, v in defaults.items() if not settings.asks_for(name)}
+    if settings.one_process:
+        # It has one engine, whatever a command would start.
+        unsaid.pop("engines", None)
     return load_mesh_settings({**flags, **unsaid}) if unsaid else settings
 
 
@@ -153,6 +159,9 @@ PANELS: Mapping[str, str] = {
 }
 """Help titles of options beside models and processes, in this order."""
 
+SWITCHES = ("one_process", "tls")
+"""Options without a value."""
+
 
 def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Gives `command(flags, *, own options)` an option for each field of MeshSettings.
@@ -162,7 +171,7 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     def with_flags(**values: Any) -> None:
         own = {name: values.pop(name) for name in own_names}
-        values["tls"] = "true" if values["tls"] else None
+        values |= {name: "true" if values[name] else None for name in SWITCHES}
         first, *further = values["model"] or [None]
         values["model"] = first
         if further:
@@ -175,9 +184,9 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
     infos = MeshSettings.model_fields
     titles = ["", *dict.fromkeys(PANELS.values())]
     order = sorted(infos, key=lambda name: titles.index(PANELS.get(name, "")))
-    fields = [_option(name, help_of(infos[name])) for name in order if name != "tls"]
-    tls = _switch("tls", help_of(infos["tls"]))
-    return with_options(with_flags, [config, *fields, tls, *own], like=command)
+    fields = [_option(name, help_of(infos[name])) for name in order if name not in SWITCHES]
+    switches = [_switch(name, help_of(infos[name])) for name in SWITCHES]
+    return with_options(with_flags, [config, *fields, *switches, *own], like=command)
 
 
 def _option(name: str, text: str) -> inspect.Parameter:

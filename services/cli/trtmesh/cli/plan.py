@@ -103,7 +103,7 @@ def _variable(service: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """A process: `python -m trtmesh.<service> <arguments>` and the ports."""
+    """A process: `python -m trtmesh.<module> <arguments>` and the ports."""
 
     name: str
     service: str
@@ -113,12 +113,15 @@ class ProcessPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     tls: ClientTls | None = None
     """For calls to the process."""
+    module: str = ""
+    """Of the service unless given."""
 
     def command(self, ports: Mapping[str, int | None]) -> list[str]:
         flags: list[str] = []
         for name, port in ports.items():
             flags += [flag_of(name), "none" if port is None else str(port)]
-        return [sys.executable, "-m", f"trtmesh.{self.service}", *self.arguments, *flags]
+        module = f"trtmesh.{self.module or self.service}"
+        return [sys.executable, "-m", module, *self.arguments, *flags]
 
 
 class Plan:
@@ -145,6 +148,7 @@ class Plan:
         _check_devices(settings, self._models)
         self._check_groups()
         _check_roles(settings, self._given)
+        _check_one_process(settings, len(self._models))
         self._tokenizers_per_model = _tokenizers_per_model(settings, len(self._models))
         self.adapters = self._find_adapters()
 
@@ -193,27 +197,32 @@ class Plan:
         ]
 
     def engines(self) -> list[ProcessPlan]:
+        """Without the engine inside the router, if there is one process."""
         settings = self._settings
-        places = [(model, place) for model in self._models for place in self._places(model)]
-        backend = ("--backend", settings.backend) if settings.backend else ()
-        adapters = self._adapter_memory()
         return [
             ProcessPlan(
                 name=f"{self._prefix}engine-{index}",
                 service="engine",
-                arguments=(
-                    *self._common("engine", LOOPBACK),
-                    *place.flags,
-                    *backend,
-                    *adapters,
-                    *("--worker", f"{self._prefix}engine-{index}"),
-                ),
+                arguments=(*self._common("engine", LOOPBACK), *engine.flags),
                 ports=self._ports(_following(settings.engine_port, index)),
-                environment={**_sharing_cores(model, len(places)), **place.environment},
+                environment=engine.environment,
                 tls=self.client_tls,
             )
-            for index, (model, place) in enumerate(places)
+            for index, engine in enumerate(() if settings.one_process else self._engines())
         ]
+
+    def _engines(self) -> Iterator[Place]:
+        """Yields what sets each engine apart."""
+        settings = self._settings
+        places = [(model, place) for model in self._models for place in self._places(model)]
+        backend = ("--backend", settings.backend) if settings.backend else ()
+        adapters = self._adapter_memory()
+        for index, (model, place) in enumerate(places):
+            name = ("--worker", f"{self._prefix}engine-{index}")
+            yield Place(
+                (*place.flags, *backend, *adapters, *name),
+                {**_sharing_cores(model, len(places)), **place.environment},
+            )
 
     def _adapter_memory(self) -> tuple[str, ...]:
         """Returns the flag for engines to take the stack's adapters, unless the setting is given."""
@@ -222,15 +231,13 @@ class Plan:
         return (flag_of(ADAPTER_MEMORY), str(ADAPTER_BYTES))
 
     def routers(self, tokenizers: Sequence[str], engines: Sequence[str]) -> list[ProcessPlan]:
-        """Without addresses of tokenizers, each router has one inside."""
+        """Without addresses of tokenizers, each router has one inside; the engine too, if there is one process."""
         settings = self._settings
         policy = ("--placement-policy", settings.policy) if settings.policy else ()
         ports = {name: getattr(settings, name) for name in ROUTER_PORTS}
         further = {name: None if port is None else 0 for name, port in ports.items()}
         all_engines = ",".join([*engines, *settings.engines_at])
         peers = ("--tokenizers", ",".join(tokenizers) or LOCAL, "--engines", all_engines)
-        own = (*self._models[0].flags, *self._if_given("max_message_bytes"))
-        inside = {} if tokenizers else _as_variables("tokenizer", own)
         roots = ("--adapters-roots", ",".join(self._roots())) if self.adapters else ()
         return [
             ProcessPlan(
@@ -246,11 +253,22 @@ class Plan:
                     *self._own_record(index),
                 ),
                 ports=ports if index == 0 else further,
-                environment=inside,
+                environment={} if tokenizers else self._inside(),
                 tls=self.client_tls,
+                module="cli.one_process" if settings.one_process else "",
             )
             for index in range(settings.routers)
         ]
+
+    def _inside(self) -> Mapping[str, str]:
+        """Returns the variables for the services inside a router."""
+        shared = tuple(self._if_given("max_message_bytes"))
+        tokenizer = _as_variables("tokenizer", (*self._models[0].flags, *shared))
+        if not self._settings.one_process:
+            return tokenizer
+        (engine,) = self._engines()
+        own = _as_variables("engine", (*engine.flags, *shared))
+        return {**tokenizer, **own, **engine.environment}
 
     @property
     def models(self) -> Sequence[str]:
@@ -385,10 +403,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Model, role and device of an engine."""
+    """What sets an engine apart, such as model, role and device."""
 
     flags: tuple[str, ...]
-    """For model, role and device."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -507,6 +524,31 @@ def _tokenizers_per_model(settings: MeshSettings, models: int) -> int:
             setting="mesh.tokenizer_port",
         )
     return count
+
+
+def _check_one_process(settings: MeshSettings, models: int) -> None:
+    """Raises SettingsError for a part of the stack with no place in one process."""
+    if not settings.one_process:
+        return
+    devices = [each for given in settings.devices.values() for each in given]
+    misfits = {
+        "routers": settings.routers > 1,
+        "tokenizers": settings.tokenizers > 0,
+        "tokenizer_port": settings.tokenizer_port > 0,
+        "engines": settings.engines > 1,
+        "engine_port": settings.engine_port > 0,
+        "engines_at": bool(settings.engines_at),
+        "prefill": settings.prefill > 0,
+        "decode": settings.decode > 0,
+        "devices": len(devices) > 1 or any("," in each for each in devices),
+        "models": models > 1,
+    }
+    for name in (name for name, misfits_here in misfits.items() if misfits_here):
+        raise SettingsError(
+            "has no place in one process, which is a router, a tokenizer and an engine of one model; leave out"
+            " mesh.one_process or this",
+            setting=f"mesh.{name}",
+        )
 
 
 def _check_roles(settings: MeshSettings, given: ServiceSettingsGiven) -> None:

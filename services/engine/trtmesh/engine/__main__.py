@@ -57,8 +57,8 @@ def _foreign(settings: EngineSettings) -> Backend:
     return ForeignBackend(settings.foreign, settings.max_message_bytes)
 
 
-def main() -> NoReturn:
-    status = run(EngineSettings, build, sys.argv[1:])
+def exit_with(status: int) -> NoReturn:
+    """Ends the process of an engine."""
     if status == 0:
         sys.exit()
     # Kernels waiting for a lost rank, or a thread waiting for the kernels, would keep the interpreter from ending.
@@ -69,4 +69,4 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(run(EngineSettings, build, sys.argv[1:]))

@@ -19,10 +19,15 @@ SWITCH_SECONDS = 0.0001
 pass under attack has a hundred."""
 
 
-def build(argv: Sequence[str], settings: RouterSettings, runtime: Runtime) -> Router:
+def build(
+    argv: Sequence[str],
+    settings: RouterSettings,
+    runtime: Runtime,
+    engine: LocalService | None = None,
+) -> Router:
     """A router, with a tokenizer in the same process if the settings say so. Raises SettingsError."""
     if LOCAL not in settings.tokenizers:
-        return Router(settings, runtime)
+        return Router(settings, runtime, engine=engine)
     try:
         from trtmesh.tokenizer.service import TokenizerService
         from trtmesh.tokenizer.settings import TokenizerSettings
@@ -32,8 +37,9 @@ def build(argv: Sequence[str], settings: RouterSettings, runtime: Runtime) -> Ro
             setting="router.tokenizers",
         ) from error
     own = load_beside(TokenizerSettings, argv)
-    service = TokenizerService(own, Runtime(registry=runtime.registry))
-    return Router(settings, runtime, LocalService(service, own))
+    inside = Runtime(registry=runtime.registry)
+    tokenizer = LocalService(TokenizerService(own, inside), own, inside)
+    return Router(settings, runtime, tokenizer, engine)
 
 
 if __name__ == "__main__":

@@ -57,14 +57,22 @@ from trtmesh.v1 import router_pb2, router_pb2_grpc
 WATCH_SECONDS = 0.1
 """Interval between updates of health and looks for slow clients."""
 
+FAREWELL_SECONDS = 2.0
+"""Longest wait for items to end with the error of a broken engine inside."""
+
 
 class Router:
     """A router as a service of the chassis."""
 
     def __init__(
-        self, settings: RouterSettings, runtime: Runtime, tokenizer: LocalService | None = None
+        self,
+        settings: RouterSettings,
+        runtime: Runtime,
+        tokenizer: LocalService | None = None,
+        engine: LocalService | None = None,
     ) -> None:
-        """`tokenizer` serves in this process, if `router.tokenizers` says so."""
+        """`tokenizer` serves in this process, if `router.tokenizers` says so; `engine` is the one of a mesh in one
+        process."""
         check_engines("router.engines", settings.engines)
         check_entries("router.tokenizers", settings.other_tokenizers)
         self._settings = settings
@@ -89,7 +97,7 @@ class Router:
         self._tokenizers = TokenizerPool(
             settings.retries, self._metrics, expected=bool(settings.tokenizers)
         )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._engine = tokenizer, engine
         self._admission = Admission(settings.admission)
         runtime.admission = MessageAdmission(self._admission.request_bytes.counting)
         self._recorder = Recorder(settings.record.file) if settings.record.file else None
@@ -223,6 +231,9 @@ class Router:
         for discovery in self._discoveries:
             await discovery.resolve()
             self._keepers.append(asyncio.create_task(discovery.follow()))
+        if self._engine is not None:
+            self._members.join(LOCAL)
+            self._keepers.append(asyncio.create_task(self._end_with(self._engine)))
         for keep in (
             self._watch(),
             self._adapters.watch(),
@@ -237,8 +248,8 @@ class Router:
             self._keepers.append(asyncio.create_task(self._recorder.run()))
         for keeper in self._keepers:
             keeper.add_done_callback(self._on_keeper_done)
-        if self._tokenizer is not None:
-            await self._tokenizer.start()
+        for local in filter(None, (self._tokenizer, self._engine)):
+            await local.start(self._runtime.health)
 
     async def drain(self) -> None:
         self._retire_connections()
@@ -266,8 +277,17 @@ class Router:
             await self._http.close()
         await self._admin_door.close()
         await self._adapters.close()
-        if self._tokenizer is not None:
-            await self._tokenizer.stop()
+        for local in filter(None, (self._engine, self._tokenizer)):
+            await local.stop()
+
+    async def _end_with(self, engine: LocalService) -> None:
+        """Ends the process with the engine inside, after the items, which no worker continues."""
+        error = await asyncio.shield(engine.runtime.failure)
+        self._members.leave(LOCAL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await self._requests.drain()
+        self._runtime.fail(error)
 
     def _join_tokenizer(self, address: str) -> None:
         if (known := self._tokenizers.tokenizers.get(address)) is not None:
@@ -314,6 +334,7 @@ class Router:
             on_touch=self._fleet.touched.add,
             on_load=self._fleet.loaded.add,
             twin_of=self._fleet.twin_of,
+            local=self._engine if address == LOCAL else None,
         )
 
     def _bridge_of(self, address: str) -> Bridge | None:

@@ -43,6 +43,7 @@ from trtmesh.router.fleet.worker_capabilities import (
 from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.links.deadlines import Deadlines
+from trtmesh.router.links.local import LocalService
 from trtmesh.router.links.replica import (
     DRAINED,
     DRAINED_HERE,
@@ -104,11 +105,14 @@ class Worker(Replica):
         on_load: Callable[[str], None],
         tls_of_peers: TlsOfPeers = plain_text,
         bridge: Bridge | None = None,
+        local: LocalService | None = None,
         twin_of: Callable[[Worker, str], Worker | None] = lambda *_: None,
     ) -> None:
         """`bridge` is the process in front of a foreign engine, None for an engine of ours. `on_touch` and `on_load`
         take the address."""
-        super().__init__(address, deadlines.silence_seconds, max_message_bytes, turns, tls_of_peers)
+        super().__init__(
+            address, deadlines.silence_seconds, max_message_bytes, turns, tls_of_peers, local
+        )
         self._deadlines = deadlines
         self._bridge = bridge
         self._twin_of = twin_of

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 from trtmesh.chassis.errors import StartupError
 from trtmesh.chassis.grpc.client import Connection
 from trtmesh.chassis.grpc.server import GrpcServer
+from trtmesh.chassis.health import Health
 from trtmesh.chassis.in_memory import InMemoryConnection
-from trtmesh.chassis.service import Service
+from trtmesh.chassis.service import Runtime, Service
 from trtmesh.chassis.settings import ServiceSettings
 
 LOCAL = "local"
@@ -24,15 +25,18 @@ class LocalService:
     cannot be lost alone, or be slow alone.
     """
 
-    def __init__(self, service: Service, settings: ServiceSettings) -> None:
+    def __init__(self, service: Service, settings: ServiceSettings, runtime: Runtime) -> None:
+        """`runtime` is that of the service: its failure is not yet that of the process."""
+        self.runtime = runtime
         self._service = service
         self._settings = settings
         self._started = asyncio.Event()
         self._server = GrpcServer(settings.max_message_bytes)
         service.register(self._server)
 
-    async def start(self) -> None:
-        """Loads what it needs to serve. Raises StartupError."""
+    async def start(self, health: Health) -> None:
+        """Loads what it needs to serve, as a part of the process with `health`. Raises StartupError."""
+        self.runtime.health = health
         try:
             await self._service.start()
         except StartupError as error:
