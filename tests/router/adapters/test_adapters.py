@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from counting import counted_lines
 from router.adapters.contents_of import content, version_of
 from small_disk import full_beyond
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
@@ -199,6 +200,27 @@ async def test_removed_versions_outlive_any_number_of_changes() -> None:
     assert [*known.removed] == [key]
     await known.upload(Registration("a", id=1), content(b"old"))
     assert [*known.removed] == [(1, content(b"new").version)]
+
+
+async def test_registration_looks_at_no_more_than_a_bucket_of_ten_thousand_adapters() -> None:
+    known, costs = adapters(), []
+    for count in (10, 10_000):
+        entries = [
+            Entry(n, f"a{n}", "", (replace(version_of(content()), digest=f"{n:032x}"),))
+            for n in range(1, count)
+        ]
+        known.take(Registry({entry.key: entry for entry in entries}))
+        # The first change makes the index.
+        await known.pin(1, pinned=True)
+        with counted_lines() as lines:
+            await known.upload(Registration(f"new{count}"), content(b"new%d" % count))
+            await known.find("m", Lora(name=f"new{count}"), "r")
+            await known.pin(number_of(f"new{count}"), pinned=True)
+            await known.remove(number_of(f"new{count}"), "")
+        costs.append(lines.count)
+    few, many = costs
+    # A bucket of forty is compared.
+    assert 1000 < many < 1.5 * few
 
 
 async def test_registered_name_wins_over_a_brought_one() -> None:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
 from trtmesh.chassis.errors import (
@@ -181,13 +182,15 @@ class Adapters:
             self._brought.move_to_end(entry.key)
         return self._item_adapter(entry, version, content)
 
-    def names(self, model: str) -> list[str]:
-        """The names of the adapters that operators registered for a model."""
-        return sorted(
+    def names(self, model: str, most: int) -> list[str]:
+        """The names of the adapters that operators registered for a model; none of more than `most`."""
+        named = (
             entry.name
             for entry in self.registry.entries.values()
             if not entry.brought and entry.model in ("", model)
         )
+        found = [*islice(named, most + 1)]
+        return sorted(found) if len(found) <= most else []
 
     def _find(self, model: str, asked: Lora) -> Entry | None:
         if asked.id is None:

@@ -76,6 +76,8 @@ class Memory:
 
     def has_room(self, size_bytes: int, is_held: Callable[[str], bool]) -> bool:
         """Whether a content that must not be dropped fits beside the held ones."""
+        if self.size_bytes + size_bytes <= self._most_bytes:
+            return True
         kept = sum(each.size_bytes for name, each in self._contents.items() if is_held(name))
         return kept + size_bytes <= self._most_bytes
 

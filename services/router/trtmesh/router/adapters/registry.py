@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any
 
 from trtmesh.chassis.adapter_content import AdapterContent, is_number, number_of, rank_of
 from trtmesh.chassis.errors import AlreadyExists, InvalidField, InvalidRequest, NotFound
 from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.router.adapters.persistent_map import K, PersistentMap
 
 MAX_NAME_LENGTH = 256
 
 Key = tuple[str, int]
 """Model and number of an adapter."""
-
-K = TypeVar("K", bound=Hashable)
 
 VersionKey = tuple[int, str]
 """Number and version of an adapter, as workers know them."""
@@ -94,48 +93,72 @@ class Entry:
         return Adapter(self.id, self.name, version.digest)
 
 
-Groups = dict[K, tuple[Entry, ...]]
+Groups = PersistentMap[K, tuple[Entry, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Index:
     """Adapters by what they are looked up with."""
 
-    names: Groups[tuple[str, str]]
+    names: Groups[str]
     numbers: Groups[int]
     digests: Groups[str]
     pinned: dict[Key, Entry]
 
-    def copy(self) -> _Index:
-        return _Index(dict(self.names), dict(self.numbers), dict(self.digests), dict(self.pinned))
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> _Index:
+        nothing = PersistentMap[Any, tuple[Entry, ...]]({})
+        return cls(nothing, nothing, nothing, {}).changed([], [*entries])
 
-    def add(self, entry: Entry) -> None:
-        _extend(self.numbers, entry.id, entry)
-        if entry.name:
-            _extend(self.names, (entry.model, entry.name), entry)
-        for version in entry.versions:
-            _extend(self.digests, version.digest, entry)
-        if entry.pinned:
-            self.pinned[entry.key] = entry
-
-    def remove(self, entry: Entry) -> None:
-        _reduce(self.numbers, entry.id, entry)
-        if entry.name:
-            _reduce(self.names, (entry.model, entry.name), entry)
-        for version in entry.versions:
-            _reduce(self.digests, version.digest, entry)
-        self.pinned.pop(entry.key, None)
-
-
-def _extend(groups: Groups[K], key: K, entry: Entry) -> None:
-    groups[key] = (*groups.get(key, ()), entry)
+    def changed(self, gone: Sequence[Entry], added: Sequence[Entry]) -> _Index:
+        """The index without some adapters, and with others."""
+        pinned = self.pinned
+        if any(entry.pinned for entry in (*gone, *added)):
+            out = {entry.key for entry in gone}
+            pinned = {key: entry for key, entry in pinned.items() if key not in out}
+            pinned |= {entry.key: entry for entry in added if entry.pinned}
+        return _Index(
+            _regrouped(self.names, _names_of, gone, added),
+            _regrouped(self.numbers, _numbers_of, gone, added),
+            _regrouped(self.digests, _digests_of, gone, added),
+            pinned,
+        )
 
 
-def _reduce(groups: Groups[K], key: K, entry: Entry) -> None:
-    if left := tuple(each for each in groups[key] if each is not entry):
-        groups[key] = left
-    else:
-        del groups[key]
+def _names_of(entry: Entry) -> Iterable[str]:
+    return (entry.name,) if entry.name else ()
+
+
+def _numbers_of(entry: Entry) -> Iterable[int]:
+    return (entry.id,)
+
+
+def _digests_of(entry: Entry) -> Iterable[str]:
+    return (version.digest for version in entry.versions)
+
+
+def _regrouped(
+    groups: Groups[K],
+    keys_of: Callable[[Entry], Iterable[K]],
+    gone: Iterable[Entry],
+    added: Iterable[Entry],
+) -> Groups[K]:
+    """The groups after a change, each in the order in which its adapters came."""
+    changed: dict[K, dict[Key, Entry]] = {}
+
+    def group(key: K) -> dict[Key, Entry]:
+        if key not in changed:
+            changed[key] = {entry.key: entry for entry in groups.get(key, ())}
+        return changed[key]
+
+    for entry in gone:
+        for key in keys_of(entry):
+            group(key).pop(entry.key, None)
+    for entry in added:
+        for key in keys_of(entry):
+            group(key)[entry.key] = entry
+    empty = [key for key, each in changed.items() if not each]
+    return groups.changed(empty, {key: tuple(e.values()) for key, e in changed.items() if e})
 
 
 @dataclass(frozen=True)
@@ -146,25 +169,20 @@ class Registry:
     revision: int = 0
 
     @cached_property
+    def _by_key(self) -> PersistentMap[Key, Entry]:
+        entries = self.entries
+        return entries if isinstance(entries, PersistentMap) else PersistentMap(entries)
+
+    @cached_property
     def _index(self) -> _Index:
-        index = _Index({}, {}, {}, {})
-        for entry in self.entries.values():
-            index.add(entry)
-        return index
+        return _Index.of(self.entries.values())
 
     def changed(self, gone: Iterable[Key], added: Entry | None = None) -> Registry:
-        """The next registry; its index differs from this one's by the changed adapters alone."""
-        entries, index = dict(self.entries), self._index.copy()
-        for key in gone:
-            if (former := entries.pop(key, None)) is not None:
-                index.remove(former)
-        if added is not None:
-            if (former := entries.get(added.key)) is not None:
-                index.remove(former)
-            entries[added.key] = added
-            index.add(added)
-        registry = Registry(entries, self.revision + 1)
-        registry.__dict__["_index"] = index
+        """The next registry; it shares with this one all but the changed adapters."""
+        gone, after = [*gone], {} if added is None else {added.key: added}
+        former = [e for key in {*gone, *after} if (e := self._by_key.get(key)) is not None]
+        registry = Registry(self._by_key.changed(gone, after), self.revision + 1)
+        registry.__dict__["_index"] = self._index.changed(former, [*after.values()])
         return registry
 
     @property
@@ -176,14 +194,15 @@ class Registry:
 
     def by_name(self, model: str, name: str) -> Entry | None:
         """An operators' adapter, or else the brought one that came last."""
-        names = self._index.names
-        found = (*names.get(("", name), ()), *(names.get((model, name), ()) if model else ()))
+        named = self.of_name(name)
+        found = [entry for entry in named if not entry.model]
+        if model:
+            found += (entry for entry in named if entry.model == model)
         return min(reversed(found), key=lambda entry: entry.brought, default=None)
 
-    def models_of(self, name: str) -> set[str]:
-        """The models of the operators' adapters with a name."""
-        found = (known for (_, each), known in self._index.names.items() if each == name)
-        return {entry.model for known in found for entry in known if not entry.brought}
+    def of_name(self, name: str) -> Sequence[Entry]:
+        """The adapters of a name, of any model."""
+        return self._index.names.get(name, ())
 
     def of_number(self, number: int) -> Sequence[Entry]:
         """The adapters of a number, of any model."""
@@ -202,12 +221,7 @@ class Registry:
         """The adapters that differ in a later registry."""
         # Built here, so that a thread can do it.
         _ = later._index
-        changed = [
-            key
-            for key, entry in self.entries.items()
-            if (other := later.entries.get(key)) is not entry and other != entry
-        ]
-        return [*changed, *(key for key in later.entries if key not in self.entries)]
+        return [*self._by_key.difference(later._by_key)]
 
 
 EMPTY = Registry({})
@@ -272,8 +286,8 @@ def add(registry: Registry, asked: Registration, version: Version) -> Registry:
 
 def _registered(registry: Registry, asked: Registration) -> Entry | None:
     """The operators' adapter that `asked` names. Raises InvalidField or AlreadyExists if number and name disagree."""
-    for entry in registry.entries.values():
-        if entry.brought or (entry.name != asked.name and entry.id != asked.number):
+    for entry in (*registry.of_name(asked.name), *registry.of_number(asked.number)):
+        if entry.brought:
             continue
         if entry.name != asked.name:
             raise AlreadyExists(

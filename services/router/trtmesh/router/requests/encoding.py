@@ -158,8 +158,8 @@ async def _adapter_of(context: RequestContext, asked: Lora) -> ItemAdapter:
         return found
     field, value = ("lora.name", repr(asked.name)) if asked.id is None else ("lora.id", asked.id)
     version = f" in version {asked.version}" if asked.version else ""
-    names = mesh.adapters.names(model)
-    known = f" (registered: {', '.join(names)})" if 0 < len(names) <= MOST_NAMES else ""
+    names = mesh.adapters.names(model, MOST_NAMES)
+    known = f" (registered: {', '.join(names)})" if names else ""
     raise AdapterNotFound(
         f"is {value}, an adapter that neither this router nor a worker holds{version}{known}; send it with its"
         " weights, or register it with `trtmesh adapters add`",

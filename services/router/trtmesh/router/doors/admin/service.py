@@ -294,15 +294,16 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     def _completed(self, asked: Registration) -> Registration:
         """The registration with the model of an adapter that has the name already. Raises InvalidField if a model must
         be named, as in a fleet of several; AdaptersFull for a pin too many."""
-        named = self._adapters.registry.models_of(asked.name)
+        known = self._adapters.registry.of_name(asked.name)
+        named = {entry.model for entry in known if not entry.brought}
         if not asked.model and len(named) == 1:
             asked = replace(asked, model=named.pop())
         models = self._fleet.models()
         if not asked.model and len(models) > 1:
             raise InvalidField.of("model", asked.model, f"one of {', '.join(sorted(models))}")
-        known = self._adapters.registry.entries.get((asked.model, asked.number))
-        if asked.pinned or (known and known.pinned):
-            stay = len(known.versions) if known and asked.canary_share is not None else 0
+        entry = self._adapters.registry.entries.get((asked.model, asked.number))
+        if asked.pinned or (entry and entry.pinned):
+            stay = len(entry.versions) if entry and asked.canary_share is not None else 0
             check_pins(self._fleet, self._adapters, (asked.model, asked.number), stay + 1)
         return asked
 
