@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypeAlias, TypedDict
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,6 +21,8 @@ from trtmesh.cli.temporary_ca import TemporaryCa
 
 MODEL_DIR = Path(__file__).parent.parent / "models" / "demo"
 READY_SECONDS = 120.0
+
+Shape: TypeAlias = Literal["three processes", "local tokenizer", "one process"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +52,34 @@ def stack(
     model_dir: Path = MODEL_DIR,
     tls: TemporaryCa | None = None,
     python: str = sys.executable,
+    shape: Shape = "three processes",
 ) -> Iterator[Stack]:
     """Runs one tokenizer, one engine and one router on free ports until the block ends. `model_dir` is the tokenizer's,
     `tls` is for the router's clients; `python` may be that of another tree."""
     children: list[subprocess.Popen[str]] = []
     start = partial(_start, children, python=python)
+    of_engine = ("--backend", backend, *engine_flags)
+    of_router = ("--port", "0", "--admin-port", "0", "--http-port", "none",
+                 *(tls.server_flags if tls else ()))  # fmt: skip
+    inside = {"TRTMESH_ROUTER_TOKENIZERS": "local", "TRTMESH_TOKENIZER_MODEL_DIR": str(model_dir)}
     try:
-        tokenizer = start("tokenizer", "--port", "0", "--model-dir", str(model_dir))
-        engine = start("engine", "--port", "0", "--backend", backend, *engine_flags)
-        router = start("router", "--port", "0", "--admin-port", "0", "--http-port", "none",
-                       "--engines", engine["address"], "--tokenizers", tokenizer["address"],
-                       *(tls.server_flags if tls else ()))  # fmt: skip
+        if shape == "one process":
+            names = (f"TRTMESH_ENGINE_{f[2:].replace('-', '_').upper()}" for f in of_engine[::2])
+            inside |= dict(zip(names, of_engine[1::2], strict=True))
+            router = start("cli.one_process", *of_router, "--engines", "", env=inside)
+            _wait_until_serving(router["address"], tls.client if tls else None)
+            yield Stack(router["address"], {"all": router["pid"]})
+            return
+        engine = start("engine", "--port", "0", *of_engine)
+        of_router += ("--engines", engine["address"])
+        if shape == "local tokenizer":
+            router = start("router", *of_router, env=inside)
+            pids = {"router": router["pid"], "engine": engine["pid"]}
+        else:
+            tokenizer = start("tokenizer", "--port", "0", "--model-dir", str(model_dir))
+            router = start("router", *of_router, "--tokenizers", tokenizer["address"])
+            pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
         _wait_until_serving(router["address"], tls.client if tls else None)
-        pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
         yield Stack(router["address"], pids, engine["metrics_port"], engine["address"])
     finally:
         _end(children)
@@ -131,16 +149,26 @@ class Announcement(TypedDict):
 
 
 def _start(
-    children: list[subprocess.Popen[str]], service: str, *flags: str, python: str = sys.executable
+    children: list[subprocess.Popen[str]],
+    service: str,
+    *flags: str,
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
 ) -> Announcement:
     """Starts a service and returns its announcement."""
     arguments = [python, "-m", f"trtmesh.{service}", "--log-level", "warning", *flags]
-    announcement: Announcement = json.loads(_first_line(children, service, arguments))
+    announcement: Announcement = json.loads(_first_line(children, service, arguments, env))
     return announcement
 
 
-def _first_line(children: list[subprocess.Popen[str]], name: str, arguments: list[str]) -> str:
-    child = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+def _first_line(
+    children: list[subprocess.Popen[str]],
+    name: str,
+    arguments: list[str],
+    env: Mapping[str, str] | None = None,
+) -> str:
+    given = {**os.environ, **(env or {})}
+    child = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=given)
     children.append(child)
     line = child.stdout.readline() if child.stdout else ""
     if not line:

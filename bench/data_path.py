@@ -19,12 +19,13 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import uvloop
-from _stack import Stack, bare_server, stack
+from _stack import Shape, Stack, bare_server, stack
 from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.temporary_ca import temporary_ca
@@ -146,6 +147,19 @@ async def measure_tls(streams: int, max_tokens: int, runs: int) -> Figures:
     return {"plain": text, "tls": encrypted, "ratio": round(encrypted[key] / text[key], 2)}
 
 
+async def measure_shapes(max_tokens: int, runs: int) -> Figures:
+    """Returns the figures of one stream with the tokenizer, then the engine too, inside the router, in alternation."""
+    step = ("--simulated-timing-step-ms", str(STEP_MS))
+    with ExitStack() as meshes:
+        started = {each: meshes.enter_context(stack(*step, shape=each)) for each in get_args(Shape)}
+        results: dict[str, list[Figures]] = {each: [] for each in started}
+        for _ in range(runs + 1):
+            for shape, mesh in started.items():
+                results[shape].append(await run_once(mesh, 1, max_tokens))
+    # The first turn warms up.
+    return {shape: by_cpu(found[1:]) for shape, found in results.items()}
+
+
 async def measure_floor(streams: int, max_tokens: int, runs: int) -> Figures:
     """Measures the bare server in the same way."""
     with bare_server(STEP_MS) as server:
@@ -168,6 +182,9 @@ async def main(arguments: argparse.Namespace) -> None:
             compared = await measure_tls(streams, arguments.tokens, arguments.runs)
             print(json.dumps({"streams": streams, **compared}))
         return
+    if arguments.shapes:
+        print(json.dumps(await measure_shapes(arguments.tokens, arguments.runs)))
+        return
     paced = {}
     for streams in arguments.streams:
         mesh = await measure(STEP_MS, streams, arguments.tokens, arguments.runs)
@@ -182,6 +199,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="*", default=[64, 256, 1000])
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each paced stream")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--shapes", action="store_true", help="only one stream, by processes")
     parser.add_argument("--tls", action="store_true", help="only TLS against plain text")
     return parser.parse_args()
 

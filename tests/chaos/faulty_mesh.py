@@ -1,5 +1,5 @@
-"""A mesh for random faults: two routers, two tokenizers, engines (one under two addresses), and a proxy in front of
-each tokenizer and engine."""
+"""A mesh for random faults: two routers, one of them with a tokenizer inside, two tokenizers, engines (one under two
+addresses), and a proxy in front of each tokenizer and engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from chaos.proxy import Proxy, proxy_to
-from e2e.mesh import BUSY_GAUGES, DEMO, SIMULATED, WIDE_TOKENS, eventually, scrape
+from e2e.mesh import BUSY_GAUGES, DEMO, INSIDE, SIMULATED, WIDE_TOKENS, eventually, scrape
 from processes import ServiceProcess, held_ports, service_process
 from trtmesh.chassis.errors import DeadlineExceeded, NotFound, Unavailable
 from trtmesh.client import AdminClient, Client
@@ -61,12 +61,18 @@ class Peer:
     """Held while a fault lasts."""
     most_tasks: float = math.inf
     """Tasks of the idle process."""
+    env: Mapping[str, str] | None = None
     policy: str = ""
     """Set where an admin changed the policy of a router."""
 
     @property
     def address(self) -> str:
         return self.process.address
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether it is a router with a tokenizer inside."""
+        return any(each.startswith("local,") for each in self.flags)
 
     def mend(self) -> None:
         for proxy in self.proxies:
@@ -119,9 +125,13 @@ class FaultyMesh:
         for peer in (*peers, self.engines[0]):
             proxy = await self._stack.enter_async_context(proxy_to(peer.address))
             peer.proxies.append(proxy)
-        links = ("--engines", _addresses(self.engines), "--tokenizers", _addresses(self.tokenizers))
-        flags = (*ROUTER, *links)
-        self.routers = await asyncio.gather(*(self._start("router", flags) for _ in range(2)))
+        beside, engines = _addresses(self.tokenizers), _addresses(self.engines)
+        self.routers = await asyncio.gather(
+            *(
+                self._start("router", (*ROUTER, "--engines", engines, "--tokenizers", each), INSIDE)
+                for each in (beside, f"local,{beside}")
+            )
+        )
         await self.settle()
         # The first call builds caches.
         for router in self.routers:
@@ -160,12 +170,13 @@ class FaultyMesh:
 
     async def _left(self, peer: Peer) -> list[str]:
         samples = await scrape(peer.process)
-        busy = [name for name in BUSY[peer.service] if samples[name]]
+        gauges = (*BUSY[peer.service], *(BUSY["tokenizer"] if peer.has_tokenizer else ()))
+        busy = [name for name in gauges if samples[name]]
         if samples["trtmesh_tasks"] > peer.most_tasks:
             busy.append("trtmesh_tasks")
         if peer.service == "router":
             # A second address of an engine is no second worker.
-            links = (len(self.engines), len(self.tokenizers))
+            links = (len(self.engines), len(self.tokenizers) + peer.has_tokenizer)
             busy += [
                 name for name, count in zip(READY, links, strict=True) if samples[name] != count
             ]
@@ -175,13 +186,17 @@ class FaultyMesh:
         """Causes a fault and repairs it."""
         await self.faults[name](draw)
 
-    async def _start(self, service: str, flags: tuple[str, ...], port: int = 0) -> Peer:
-        return Peer(service, flags, await self._run(service, flags, port))
+    async def _start(
+        self, service: str, flags: tuple[str, ...], env: Mapping[str, str] | None = None
+    ) -> Peer:
+        return Peer(service, flags, await self._run(service, flags, 0, env), env=env)
 
-    async def _run(self, service: str, flags: tuple[str, ...], port: int) -> ServiceProcess:
+    async def _run(
+        self, service: str, flags: tuple[str, ...], port: int, env: Mapping[str, str] | None
+    ) -> ServiceProcess:
         own = await self._stack.enter_async_context(AsyncExitStack())
         common = ("--metrics-port", "0", "--log-level", "error", "--port", str(port))
-        process = await own.enter_async_context(service_process(service, *common, *flags))
+        process = await own.enter_async_context(service_process(service, *common, *flags, env=env))
         self._processes[process.pid] = own
         return process
 
@@ -194,7 +209,7 @@ class FaultyMesh:
         with held_ports(("--port", str(port))):
             await asyncio.sleep(seconds)
         flags = (*peer.flags, "--placement-policy", peer.policy) if peer.policy else peer.flags
-        peer.process = await self._run(peer.service, flags, port)
+        peer.process = await self._run(peer.service, flags, port, peer.env)
 
     async def _kill_engine(self, draw: random.Random) -> None:
         await self._end_one(self.engines, signal.SIGKILL, draw)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from e2e.mesh import (
     ENDLESS,
+    INSIDE,
     SIMULATED,
     Mesh,
     check_beginning,
@@ -59,7 +60,7 @@ async def hasty_client(mesh: Mesh, streams: int) -> AsyncIterator[asyncio.subpro
 
 
 async def test_killed_client_frees_its_requests() -> None:
-    async with running_mesh() as mesh:
+    async with running_mesh(tokenizers=0, router_env=INSIDE) as mesh:
         expected = await mesh.client.complete(["bystander"], max_tokens=400)
         bystander = mesh.open(["bystander"], max_tokens=ENDLESS)
         async with hasty_client(mesh, streams=20) as client:

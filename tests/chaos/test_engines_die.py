@@ -13,6 +13,7 @@ import pytest
 from e2e.backends import BACKENDS, Backend
 from e2e.mesh import (
     ENDLESS,
+    INSIDE,
     PATIENT,
     Mesh,
     StreamReader,
@@ -36,14 +37,14 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
 
 @asynccontextmanager
 async def two_engines(backend: Backend) -> AsyncIterator[Mesh]:
-    """Two named engines, a tokenizer and their router."""
+    """Two named engines, and their router with a tokenizer inside."""
 
     async def start(mesh: Mesh) -> None:
         starts = (backend.start(mesh, "--worker", name) for name in ENGINES)
-        _, *engines = await asyncio.gather(mesh.start_tokenizer(), *starts)
+        engines = await asyncio.gather(*starts)
         # In order: the tests name engines by number.
         mesh.engines[:] = engines
-        await mesh.start_router("--placement-policy", "round_robin")
+        await mesh.start_router("--placement-policy", "round_robin", env=INSIDE)
         await mesh.ready(workers=2, tokenizers=1)
 
     async with running_mesh(start=start) as mesh:

@@ -74,6 +74,7 @@ def test_one_process_is_a_router_with_the_rest_inside(monkeypatch: pytest.Monkey
         *((each, "2") for each in ("routers", "engines", "tokenizers", "prefill", "decode")),
         *((each, "9000") for each in ("engine_port", "tokenizer_port")),
         ("engines_at", "vllm://10.0.0.7:50051"),
+        ("backend", "tensorrt_llm"),
         ("models", f"{demo_model()},{WITHOUT_ADAPTERS}"),
         ("devices", '{"demo": ["cpu", "cpu"]}'),
         ("devices", '{"demo": ["cuda:0,cuda:1"]}'),

@@ -40,6 +40,9 @@ PATIENCE_SECONDS = 240.0
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 DEMO_VOCABULARY = 6144
 
+INSIDE = {"TRTMESH_ROUTER_TOKENIZERS": "local", "TRTMESH_TOKENIZER_MODEL_DIR": str(DEMO)}
+"""Variables of a router with a tokenizer inside."""
+
 SIMULATED = (
     *("--backend", "simulated", "--model", "demo"),
     *("--simulated-vocabulary-size", str(DEMO_VOCABULARY)),
@@ -326,9 +329,8 @@ class Mesh:
         given = dict(zip(engine_flags[::2], engine_flags[1::2], strict=True))
         names = {flag: flag.removeprefix("--").replace("-", "_").upper() for flag in given}
         inside = {f"TRTMESH_ENGINE_{names[flag]}": value for flag, value in given.items()}
-        inside |= {"TRTMESH_TOKENIZER_MODEL_DIR": str(DEMO), **env}
-        flags = ("--port", "0", "--tokenizers", "local", "--engines", "", *router_flags)
-        process = await self.start(ONE_PROCESS, *flags, env=inside)
+        flags = ("--port", "0", "--engines", "", *router_flags)
+        process = await self.start(ONE_PROCESS, *flags, env={**INSIDE, **inside, **env})
         self.engines.append(process)
         await self._reach(process)
 
@@ -418,6 +420,7 @@ async def running_mesh(
     engines: int = 1,
     engine_flags: Sequence[str] = SIMULATED,
     router_flags: Sequence[str] = (),
+    router_env: Mapping[str, str] = NOTHING,
     model_dir: Path = DEMO,
     start: Callable[[Mesh], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Mesh]:
@@ -427,8 +430,8 @@ async def running_mesh(
         starts = [mesh.start_tokenizer(model_dir) for _ in range(tokenizers)]
         starts += [mesh.start_engine(*engine_flags) for _ in range(engines)]
         await asyncio.gather(*starts)
-        await mesh.start_router(*router_flags)
-        await mesh.ready(engines, tokenizers)
+        await mesh.start_router(*router_flags, env=router_env)
+        await mesh.ready(engines, 1 if router_env is INSIDE else tokenizers)
 
     async with AsyncExitStack() as stack:
         mesh = Mesh(stack)

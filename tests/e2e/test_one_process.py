@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from e2e.mesh import DEMO, Mesh, eventually, mesh_in_one_process, running_mesh, scrape
+from e2e.mesh import DEMO, INSIDE, Mesh, eventually, mesh_in_one_process, running_mesh, scrape
 from e2e.test_broken_backend import POISON, TORCH, faulty
 from processes import ONE_PROCESS, run_to_exit
 from trtmesh.chassis.errors import BackendFailed, InvalidField, TrtmeshError, WorkerLost
@@ -149,9 +149,8 @@ async def test_drain_ends_running_streams_first() -> None:
 )
 async def test_engine_that_cannot_start_is_named(name: str, value: str, said: str) -> None:
     variable = f"TRTMESH_ENGINE_{name}"
-    flags = ("--port", "0", "--tokenizers", "local", "--engines", "")
-    inside = {"TRTMESH_TOKENIZER_MODEL_DIR": str(DEMO), "TRTMESH_ENGINE_MODEL_DIR": str(DEMO)}
-    ended = await run_to_exit(ONE_PROCESS, *flags, env={**inside, variable: value})
+    given = {**INSIDE, "TRTMESH_ENGINE_MODEL_DIR": str(DEMO), variable: value}
+    ended = await run_to_exit(ONE_PROCESS, "--port", "0", "--engines", "", env=given)
     assert ended.status in (2, 4)
     *_, last = ended.stderr.splitlines()
     assert re.search(said, last)

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+
 import pytest
-from e2e.mesh import Mesh, decode, running_mesh
+import pytest_asyncio
+from e2e.mesh import (
+    PATIENT,
+    SIMULATED,
+    WIDE_TOKENS,
+    Mesh,
+    decode,
+    mesh_in_one_process,
+    running_mesh,
+)
 from trtmesh.chassis.errors import UnsupportedField
 from trtmesh.client import FinishReason, Tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ENGINE = (*SIMULATED, *WIDE_TOKENS, "--simulated-limits-max-sequence-tokens", "8192")
+
+
+def services() -> AbstractAsyncContextManager[Mesh]:
+    return running_mesh(engine_flags=ENGINE, router_flags=PATIENT)
+
+
+def one_process() -> AbstractAsyncContextManager[Mesh]:
+    return mesh_in_one_process(*ENGINE, router_flags=PATIENT)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[services, one_process])
+async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
+    """An engine whose tokens span the demo vocabulary."""
+    async with request.param() as mesh:
+        yield mesh
+
 
 TOKENS = 60
 MOST_TOKENS = 8000

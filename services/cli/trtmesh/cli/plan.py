@@ -542,11 +542,12 @@ def _check_one_process(settings: MeshSettings, models: int) -> None:
         "decode": settings.decode > 0,
         "devices": len(devices) > 1 or any("," in each for each in devices),
         "models": models > 1,
+        "backend": settings.backend == SPREAD,
     }
-    for name in (name for name, misfits_here in misfits.items() if misfits_here):
+    for name in (name for name, is_one in misfits.items() if is_one):
         raise SettingsError(
-            "has no place in one process, which is a router, a tokenizer and an engine of one model; leave out"
-            " mesh.one_process or this",
+            "has no place in one process, which is a router, a tokenizer, and a torch or simulated engine of one model;"
+            " leave out mesh.one_process or this",
             setting=f"mesh.{name}",
         )
 
