@@ -23,6 +23,9 @@ from pathlib import Path
 
 LONGEST_MESSAGE = 2**20
 
+OF_STARTS = "sitecustomize"
+"""The module that an interpreter imports when it starts."""
+
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_NAME = 15
 LONGEST_NAME = 15
@@ -151,6 +154,10 @@ def _take(job: Job, files: list[int]) -> None:
     sys.argv[1:] = job.arguments
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+    if any(Path(each, f"{OF_STARTS}.py").exists() for each in job.path):
+        # The server may have had one of its own.
+        sys.modules.pop(OF_STARTS, None)
+        importlib.import_module(OF_STARTS)
 
 
 if __name__ == "__main__":

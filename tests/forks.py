@@ -23,7 +23,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from fork_server import LONGEST_MESSAGE, Job
+from fork_server import LONGEST_MESSAGE, OF_STARTS, Job
 
 SERVER = Path(__file__).with_name("fork_server.py")
 
@@ -44,9 +44,6 @@ EARLY = early(os.environ)
 
 PATH = "PYTHONPATH"
 
-OF_STARTS = {"sitecustomize", "usercustomize"}
-"""Modules that an interpreter imports when it starts."""
-
 
 def is_like_ours(env: Mapping[str, str]) -> bool:
     """Whether processes with these variables import what ours do: directories that they have besides change nothing."""
@@ -66,10 +63,11 @@ def added_directories(env: Mapping[str, str]) -> list[str] | None:
 
 
 def changes_imports(directory: str) -> bool:
-    """Whether a directory has a module that this process would find elsewhere, or one of a start."""
+    """Whether a directory has a module that this process would find elsewhere. A forked process imports one of a start
+    like an executed one."""
     with suppress(FileNotFoundError):
-        names = {each.stem for each in Path(directory).iterdir()} - {"__pycache__"}
-        return not names.isdisjoint(OF_STARTS) or any(map(PathFinder.find_spec, names))
+        names = {each.stem for each in Path(directory).iterdir()} - {"__pycache__", OF_STARTS}
+        return any(map(PathFinder.find_spec, names))
     return False
 
 

@@ -281,11 +281,23 @@ def test_process_is_executed_where_it_imports_from_elsewhere(
     (tmp_path / "no_such_module.py").touch()
     assert forks.is_like_ours(more)
     assert forks.added_directories(more) == [str(tmp_path), "b"]
-    for name in ("typer", "sitecustomize"):
-        file = tmp_path / f"{name}.py"
-        file.touch()
-        assert not forks.is_like_ours(more)
-        file.unlink()
+    (tmp_path / "sitecustomize.py").touch()
+    assert forks.is_like_ours(more)
+    (tmp_path / "typer.py").touch()
+    assert not forks.is_like_ours(more)
+
+
+def test_module_of_a_start_is_imported(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "sitecustomize.py").write_text("import sys\nsys.started_with = sys.argv[1:]\n")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(library), os.environ.get("PYTHONPATH", "")])
+    )
+    process = start("import sys\nprint(sys.started_with)", "--flag")
+    assert process.communicate(timeout=PATIENCE_SECONDS) == ("['--flag']\n", "")
 
 
 def test_process_is_executed_where_an_import_starts_a_thread(

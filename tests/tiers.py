@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
@@ -30,6 +30,8 @@ SLOW = {
 
 LEFT_OUT = Path(TESTS, "left_out.txt")
 """Files and folders, one a line."""
+
+PLAIN = {dict, MappingProxyType}
 
 STARTS_OF_PROCESSES = {"subprocess.Popen", "os.exec", "os.fork", "os.posix_spawn", "os.system"}
 """Audit events raised before a process starts."""
@@ -106,7 +108,8 @@ def _named(found: object, names: set[str]) -> Iterable[Any]:
             return [found.fget]
         case staticmethod() | classmethod():
             return [found.__func__]
-        case Mapping():
+        # Mappings of libraries import what they hold.
+        case dict() | MappingProxyType() if type(found) in PLAIN:
             return found.values()
         case list() | tuple() | set() | frozenset():
             return found

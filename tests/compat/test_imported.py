@@ -349,14 +349,13 @@ async def test_documented_disaggregated_repository_is_served(tmp_path: Path) -> 
 
 
 async def test_engines_run_on_the_devices_of_their_model(tmp_path: Path) -> None:
-    """Two instances of a model on named devices, which are CPUs here."""
+    """Two instances of a model on named devices, which are CPUs here. `tests/cli/test_up.py` starts an absent one."""
     config = tmp_path / "mesh.yaml"
     directory = five_models(tmp_path / "models", {"gpu_device_ids": "62;63"})
     assert trtmesh("import-triton", str(directory), "--output", str(config)).returncode == 0
-    absent = trtmesh("up", "--port", "0", "--backend", "torch", "--config", str(config))
-    assert absent.returncode == 2
-    assert "engine.torch.device is 'cuda:" in absent.stderr.splitlines()[-1]
-    config.write_text(re.sub(r"cuda:\d+", "cpu", config.read_text()))
+    text, devices = re.subn(r"cuda:6[23]", "cpu", config.read_text())
+    assert devices == 2
+    config.write_text(text)
     with running_stack("--port", "0", "--backend", "torch", "--config", str(config)) as stack:
         async with Triton(stack.wait_ready()) as triton:
             assert joined(await triton.stream("ensemble", ASK | {"stream": True}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,15 @@ async def test_broken_backend_moves_its_items(tmp_path: Path) -> None:
     flags = [tmp_path / name for name in ("one", "two")]
 
     async def start(mesh: Mesh) -> None:
-        await mesh.start_tokenizer()
-        for flag in flags:
-            await mesh.start_engine(*TORCH, "--worker", flag.name, env=faulty(flag))
+        await asyncio.gather(
+            mesh.start_tokenizer(),
+            *(mesh.start_engine(*TORCH, "--worker", each.name, env=faulty(each)) for each in flags),
+        )
         await mesh.start_router(*PATIENT, "--placement-policy", "round_robin")
         await mesh.ready(workers=2, tokenizers=1)
 
     async with running_mesh(start=start) as mesh:
-        options: dict[str, Any] = {"max_tokens": 200, "ignore_end_id": True}
+        options: dict[str, Any] = {"max_tokens": 80, "ignore_end_id": True}
         expected = await mesh.client.complete(PROMPTS, **options)
         await check_poison_stays(mesh)
         flags[0].with_suffix(".broken").touch()

@@ -12,7 +12,8 @@ from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, scrape
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
-TOKENS = 60_000
+TOKENS = 20_000
+"""Several times what buffers hold between a router and a client."""
 FLAT_OUT = (*SIMULATED, "--simulated-timing-step-ms", "0", "--simulated-limits-max-sequence-tokens", "1000000",
             "--simulated-kv-cache-total-blocks", "100000")  # fmt: skip
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]

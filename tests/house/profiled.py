@@ -1,8 +1,9 @@
 """Runs a service of trtmesh and counts how control crosses its files.
 
-    python profiled.py SOCKET ROOT trtmesh.router [flags]
+    python profiled.py SOCKET ROOT LIBRARIES trtmesh.router [flags]
 
-ROOT is the folder of the services. A connection to SOCKET, a path, sends `begin` and later `end`; each is answered by a
+ROOT is the folder of the services. LIBRARIES, with commas between, are imported before anything is counted, which they
+would slow down. A connection to SOCKET, a path, sends `begin` and later `end`; each is answered by a
 line with the entries of files since the line before: those of the event loop's thread, and those of all others. Control
 enters a file when it comes from another file below ROOT, by a call or by a return; libraries between the two are not
 seen. From `begin` to `end` no sleep of the event loop ends, so that nothing periodic is counted.
@@ -11,6 +12,7 @@ seen. From `begin` to `end` no sleep of the event loop ends, so that nothing per
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import runpy
 import socket
@@ -127,7 +129,9 @@ def answer(listener: socket.socket, threads: Threads, sleeps: Sleeps) -> None:
                     sleeps.release()
 
 
-def main(path: str, root: str, module: str, flags: list[str]) -> None:
+def main(path: str, root: str, libraries: str, module: str, flags: list[str]) -> None:
+    for library in filter(None, libraries.split(",")):
+        importlib.import_module(library)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
@@ -140,5 +144,5 @@ def main(path: str, root: str, module: str, flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _, path, root, module, *flags = sys.argv
-    main(path, root, module, flags)
+    _, path, root, libraries, module, *flags = sys.argv
+    main(path, root, libraries, module, flags)

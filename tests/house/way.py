@@ -24,6 +24,8 @@ PROFILED = Path(__file__).with_name("profiled.py")
 READY_SECONDS = 120.0
 PROMPT = "def fibonacci(n):\n"
 TOKENS, MORE_TOKENS = 3, 13
+LIBRARIES = {"engine": "torch,transformers.modeling_utils", "router": "", "tokenizer": ""}
+"""Large imports of the services."""
 
 Entries = Mapping[str, int]
 """Entries of a file by its path below the folder of the services, in the order of the first."""
@@ -58,13 +60,17 @@ class Process:
         self.name = name
         self._root = str(root) + os.sep
         self._control = control
-        command = [sys.executable, str(PROFILED), control, self._root, f"trtmesh.{name}", *flags]
+        profiled = (str(PROFILED), control, self._root, LIBRARIES[name], f"trtmesh.{name}")
+        command = [sys.executable, *profiled, *flags]
         self._child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def announced(self) -> str:
+        """Waits for the address."""
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:
-            raise SystemExit(f"{name} ended before it announced itself")
-        self.address: str = json.loads(line)["address"]
+            raise SystemExit(f"{self.name} ended before it announced itself")
+        return str(json.loads(line)["address"])
 
     def stop(self) -> None:
         self._child.terminate()
@@ -105,8 +111,8 @@ def mesh(root: Path) -> Iterator[list[Process]]:
         tokenizer = start("tokenizer", "--model-dir", model)
         engine = start("engine", "--model-dir", model)
         router = start(
-            *("router", "--admin-port", "0", "--http-port", "none", "--engines", engine.address),
-            *("--tokenizers", tokenizer.address),
+            *("router", "--admin-port", "0", "--http-port", "none"),
+            *("--engines", engine.announced(), "--tokenizers", tokenizer.announced()),
         )
         yield [router, tokenizer, engine]
 
@@ -139,7 +145,7 @@ async def measure(root: Path, repeats: int) -> tuple[Way, Way]:
     The fewest entries of a file count, since messages arrive together or one by one.
     """
     with mesh(root) as processes:
-        async with grpc.aio.insecure_channel(processes[0].address) as channel:
+        async with grpc.aio.insecure_channel(processes[0].announced()) as channel:
             await _until_served(channel)
             found = [
                 await _way(channel, processes, door(TOKENS), repeats) for door in (native, ensemble)
