@@ -45,13 +45,15 @@ class Pipe(Generic[Message]):
     def __init__(self) -> None:
         self._messages: deque[Message] = deque()
         self._closed = False
+        self._loop = asyncio.get_running_loop()
         self._change: asyncio.Future[None] | None = None
         """For the waiting end. Sender and reader never wait together."""
 
     async def put(self, message: Message) -> None:
         """Waits for room, then queues the message, or drops the message if the pipe is closed."""
         while len(self._messages) >= UNREAD_MESSAGES and not self._closed:
-            await self._changed()
+            self._change = self._loop.create_future()
+            await self._change
         if not self._closed:
             self._messages.append(message)
             self._wake()
@@ -61,9 +63,11 @@ class Pipe(Generic[Message]):
         while not self._messages:
             if self._closed:
                 return None
-            await self._changed()
+            self._change = self._loop.create_future()
+            await self._change
         message = self._messages.popleft()
-        self._wake()
+        if self._change is not None:
+            self._wake()
         return message
 
     def close(self) -> None:
@@ -75,14 +79,6 @@ class Pipe(Generic[Message]):
         """Ends and forgets them."""
         self._messages.clear()
         self.close()
-
-    async def _changed(self) -> None:
-        self._change = change = asyncio.get_running_loop().create_future()
-        try:
-            await change
-        finally:
-            if self._change is change:
-                self._change = None
 
     def _wake(self) -> None:
         change, self._change = self._change, None
@@ -96,18 +92,21 @@ class InMemoryCall(Call[Request, Response]):
     def __init__(self, handler: Handler, timeout_seconds: float | None) -> None:
         self._requests = Pipe[Request]()
         self._responses = Pipe[Response]()
-        self._half_closed = False
+        self._open = True
+        """Whether the client may write."""
         self._status: Status | None = None
         self._context = _Context(self._requests, self._responses, timeout_seconds)
         self._task = asyncio.create_task(self._run(handler))
 
     async def write(self, request: Request) -> None:
-        self._check_open()
+        if not self._open:
+            self._refuse()
         await self._requests.put(request)
-        self._check_open()
+        if not self._open:
+            self._refuse()
 
     def half_close(self) -> None:
-        self._half_closed = True
+        self._open = False
         self._requests.close()
 
     async def read(self) -> Response | None:
@@ -140,15 +139,16 @@ class InMemoryCall(Call[Request, Response]):
     def _end(self, status: Status) -> None:
         if self._status is None:
             self._status = status
+        self._open = False
         self._requests.drop()
         self._responses.close()
 
-    def _check_open(self) -> None:
+    def _refuse(self) -> NoReturn:
+        """Raises what a write into an ended request raises."""
         self._check_status()
         if self._status is not None:
             raise CallEnded("the stream ended")
-        if self._half_closed:
-            raise grpc.aio.UsageError("the call was half-closed")
+        raise grpc.aio.UsageError("the call was half-closed")
 
     def _check_status(self) -> None:
         if self._status is not None and self._status.code is not grpc.StatusCode.OK:
