@@ -8,7 +8,7 @@ from pathlib import Path
 from trtmesh.chassis import errors, http_input, http_server, logs, metrics_endpoint, parsing
 from trtmesh.chassis.fair.limits import Rate
 from trtmesh.chassis.grpc.large_message import MessageLimits
-from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS
+from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS, UNREAD_SECONDS
 from trtmesh.chassis.grpc.server.connection import MAX_CONCURRENT_STREAMS
 from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE_CALLS
 from trtmesh.chassis.http2 import connection, frames, headers
@@ -209,8 +209,8 @@ TABLES: dict[str, list[Row]] = {
             "SLOW_CLIENT",
         ),
         (
-            "seconds in which nothing of any other answer is read (`connections.unread_seconds`)",
-            _ROUTER.connections.unread_seconds,
+            "seconds in which nothing of any other answer is read",
+            UNREAD_SECONDS,
             "the stream is reset",
         ),
         ("seconds in which nothing is read, PINGs included", connection.PAUSE_SECONDS, "closed"),

@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from process_constants import Constants, set_constants
+
 LONGEST_MESSAGE = 2**20
 
 OF_STARTS = "sitecustomize"
@@ -42,6 +44,7 @@ class Job:
     directory: str
     path: list[str]
     """Directories to import from before those of the server."""
+    constants: Constants
 
 
 def main() -> None:
@@ -62,6 +65,7 @@ def main() -> None:
     gc.freeze()
     control.send(b"ready")
     if job := Server(control).serve():
+        set_constants(job.constants)
         runpy.run_module(job.module, run_name="__main__", alter_sys=True)
 
 

@@ -24,8 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from fork_server import LONGEST_MESSAGE, OF_STARTS, Job
+from process_constants import Constants
 
 SERVER = Path(__file__).with_name("fork_server.py")
+WITH_CONSTANTS = Path(__file__).with_name("process_constants.py")
+NO_CONSTANTS: Constants = {}
 
 OF_IMPORTS = ("GRPC_", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR")
 """Set in this process by what tests import, and alike by the same imports elsewhere."""
@@ -138,6 +141,7 @@ def start_module(
     module: str,
     arguments: Sequence[str],
     env: Mapping[str, str],
+    constants: Constants = NO_CONSTANTS,
     **options: Any,
 ) -> subprocess.Popen[Any]:
     """Starts `python -m MODULE ARGUMENTS`, with pipes unless `options` have files: forked, unless a variable must be
@@ -149,18 +153,24 @@ def start_module(
         "env": env,
     }
     if server.is_fit and is_like_ours(env):
-        return Forked(server, module, arguments, **options)
-    return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
+        return Forked(server, module, arguments, constants, **options)
+    main = ["-m"] if not constants else [str(WITH_CONSTANTS), json.dumps(constants)]
+    return subprocess.Popen([sys.executable, *main, module, *arguments], **options)
 
 
 class Forked(subprocess.Popen[Any]):
     """`python -m MODULE ARGUMENTS`, forked from a process that has done the imports, which is its parent."""
 
     def __init__(
-        self, server: ForkServer, module: str, arguments: Sequence[str], **options: Any
+        self,
+        server: ForkServer,
+        module: str,
+        arguments: Sequence[str],
+        constants: Constants = NO_CONSTANTS,
+        **options: Any,
     ) -> None:
         self._server = server
-        self._module, self._arguments = module, [*arguments]
+        self._module, self._arguments, self._constants = module, [*arguments], constants
         self._status = -1
         """Read when the process has ended."""
         self._reading = threading.Lock()
@@ -194,7 +204,7 @@ class Forked(subprocess.Popen[Any]):
         directory = str(told["cwd"] or Path.cwd())
         env = told["env"] or os.environ
         path = added_directories(env) or []
-        job = Job(self._module, self._arguments, {**env}, directory, path)
+        job = Job(self._module, self._arguments, {**env}, directory, path, self._constants)
         ours = told["p2cread"], told["c2pwrite"], told["errwrite"]
         # Where no file is given, the process has the one of this process.
         files = [own if given == -1 else given for own, given in enumerate(ours)]

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import IO
 
 from forks import ForkServer, fork_server, start_module
+from process_constants import parted
 
 START_SECONDS = 240.0
 STOP_SECONDS = 120.0
@@ -86,7 +87,8 @@ class ServiceProcess:
 async def service_process(
     service: str, *flags: str, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[ServiceProcess]:
-    """Runs `python -m trtmesh.<service> <flags>` on a free port unless `flags` name one; kills it on exit.
+    """Runs `python -m trtmesh.<service> <flags>` on a free port unless `flags` name one; kills it on exit. A `constant`
+    among the flags gives the process another value of it.
 
     The process announces its address before it serves.
     """
@@ -164,6 +166,7 @@ def held_ports(flags: Sequence[str]) -> Iterator[None]:
 async def _start(
     service: str, flags: tuple[str, ...], env: Mapping[str, str] | None
 ) -> subprocess.Popen[bytes]:
+    flags, constants = parted(flags)
     server = server_of(service, flags)
     # Only a first process waits long.
     await asyncio.to_thread(server.wait_ready)
@@ -178,6 +181,7 @@ async def _start(
             "TRTMESH_ROUTER_HTTP_PORT": "0",
             **(env or {}),
         },
+        constants,
         bufsize=0,
     )
 

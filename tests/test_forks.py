@@ -314,6 +314,23 @@ def test_process_is_executed_where_an_import_starts_a_thread(
     assert not isinstance(process, Forked)
 
 
+@pytest.mark.parametrize("name", ["TRTMESH_X", "OMP_NUM_THREADS"], ids=["forked", "executed"])
+def test_process_has_other_constants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = f"import tabnanny\nprint(tabnanny.verbose, end=' ')\n{FACTS}"
+    (tmp_path / "program.py").write_text(program)
+    constants = {"tabnanny:verbose": 7}
+    variables = {**os.environ, name: "3"}
+    process = start_module(fork_server(("json",)), "program", ["-v"], variables, constants)
+    stdout, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    verbose, facts = stdout.split(maxsplit=1)
+    assert int(verbose) == 7
+    assert json.loads(facts)["argv"][1:] == ["-v"]
+    assert json.loads(facts)["path"][0] == str(tmp_path)
+
+
 async def test_service_is_forked() -> None:
     async with service_process("router", "--port", "0", "--engines", "127.0.0.1:1") as router:
         assert "fork_server.py" in " ".join(psutil.Process(router.pid).cmdline())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from chaos.proxy import Proxy, proxy_to
 from e2e.mesh import BUSY_GAUGES, DEMO, INSIDE, SIMULATED, WIDE_TOKENS, eventually, scrape
+from process_constants import constants
 from processes import ServiceProcess, held_ports, service_process
 from trtmesh.chassis.errors import DeadlineExceeded, NotFound, Unavailable
 from trtmesh.client import AdminClient, Client
@@ -40,12 +41,11 @@ SPLIT = ("prefill", "decode", "decode")
 
 ROUTER = (
     # Every lost process comes back.
-    *("--retries-worker-wait-seconds", "60", "--retries-tokenizer-wait-seconds", "60"),
-    *("--retries-max-attempts", "100", "--grace-seconds", "1"),
+    *("--retries-worker-wait-seconds", "60"),
+    *constants(tokenizer_wait_seconds=60, max_lost_workers=100, max_lost_tokenizers=100),
     # With roles, the KV of every prompt moves.
-    *("--handoff-enabled", "always", "--handoff-lease-seconds", "1"),
-    *("--handoff-prefill-seconds", "3"),
-    *("--handoff-transfer-seconds", "2"),
+    *("--handoff-enabled", "always", "--grace-seconds", "1"),
+    *constants(lease_seconds=1, handoff_prefill_seconds=3, handoff_transfer_seconds=2),
 )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from chaos.dialers import dialer_of
 from chaos.proxy import Link, Proxy, proxy_to
 from e2e.mesh import BUSY_GAUGES, DEMO, SIMULATED, WIDE_TOKENS, eventually, scrape
+from process_constants import constants
 from processes import ServiceProcess, service_process
 from trtmesh.client import AdminClient, Client
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -48,13 +49,12 @@ SIMULATED_WORKER = (
 )
 
 ROUTER = (
-    *("--handoff-enabled", "always", "--handoff-lease-seconds", str(LEASE_SECONDS)),
-    *("--handoff-prefill-seconds", "3"),
-    *("--handoff-transfer-seconds", "1"),
+    *("--handoff-enabled", "always", "--grace-seconds", "1"),
+    *constants(lease_seconds=LEASE_SECONDS, handoff_prefill_seconds=3, handoff_transfer_seconds=1),
     # Every lost process comes back.
-    *("--retries-worker-wait-seconds", "60", "--retries-tokenizer-wait-seconds", "60"),
-    *("--retries-max-attempts", "100", "--grace-seconds", "1"),
-    *("--client-buffer-tokens", "200", "--client-unread-seconds", "60"),
+    *("--retries-worker-wait-seconds", "60"),
+    *constants(tokenizer_wait_seconds=60, max_lost_workers=100, max_lost_tokenizers=100),
+    *("--client-unread-seconds", "60", *constants(buffer_tokens=200)),
 )
 
 

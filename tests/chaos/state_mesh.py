@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from chaos.handoff_mesh import ROLES, SIMULATED_WORKER, HandoffMesh, handoff_mesh
+from process_constants import constants
 
 PREFILLING, TRANSFERRING, CONTINUED = "prefilling", "transferring", "continued"
 STAGES = (PREFILLING, TRANSFERRING, CONTINUED)
@@ -15,7 +16,7 @@ SLOW = (
     *("--simulated-timing-prefill-tokens-per-second", "500"),
     *("--simulated-handoff-by", "state", "--simulated-handoff-transfer-ms", "1000"),
 )
-PATIENT_ROUTER = ("--handoff-prefill-seconds", "60", "--handoff-transfer-seconds", "60")
+PATIENT_ROUTER = constants(handoff_prefill_seconds=60, handoff_transfer_seconds=60)
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from e2e.mesh import (
     eventually,
     running_mesh,
 )
+from process_constants import constants
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
@@ -76,13 +77,12 @@ async def test_killed_client_frees_its_requests() -> None:
 @pytest.mark.parametrize("limit", ["paused", "stall", "buffer"])
 async def test_client_that_never_reads_is_ended(limit: str) -> None:
     flags = {
-        "paused": ("--client-unread-seconds", "2", "--client-buffer-tokens", "20000"),
-        "stall": ("--client-unread-seconds", "1", "--client-buffer-tokens", "1000000000"),
+        "paused": ("--client-unread-seconds", "2", *constants(buffer_tokens=20_000)),
+        "stall": ("--client-unread-seconds", "1", *constants(buffer_tokens=10**9)),
         "buffer": (
             "--client-unread-seconds",
             "3600",
-            "--client-buffer-tokens",
-            "20000",
+            *constants(buffer_tokens=20_000),
             "--client-at-limit",
             "cancel",
         ),

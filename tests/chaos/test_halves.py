@@ -21,6 +21,7 @@ from e2e.test_halves import (
     state_of,
     whole,
 )
+from process_constants import constants
 from trtmesh.client import FinishReason
 
 SLOW = (
@@ -29,10 +30,7 @@ SLOW = (
 )
 """A prompt takes more than a second."""
 
-BRIEF = (
-    *("--handoff-transfer-seconds", "1", "--handoff-lease-seconds", "1"),
-    *("--handoff-client-lease-seconds", "5"),
-)
+BRIEF = constants(handoff_transfer_seconds=1, lease_seconds=1, client_lease_seconds=5)
 
 
 @pytest_asyncio.fixture

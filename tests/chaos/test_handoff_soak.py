@@ -17,6 +17,7 @@ from chaos.handoff_progress import HANDOFFS, LEASES, HandoffProgress
 from chaos.handoff_traffic import BUFFER_TOKENS, Traffic
 from chaos.process_growth import Growth
 from e2e.mesh import Mesh, running_mesh
+from process_constants import constants
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 STREAMED_SENDER = "streamed-sender"
@@ -46,11 +47,10 @@ SMALL_POOL = ("--simulated-kv-cache-total-blocks", "256")
 
 ROUTER = (
     # Not even a busy machine is late with a renewal, so what expires was not released.
-    *("--handoff-lease-seconds", "10"),
-    *("--client-buffer-tokens", str(BUFFER_TOKENS), "--handoff-client-lease-seconds", "2"),
-    *("--handoff-max-parked", "12"),
+    *constants(lease_seconds=10),
+    *constants(buffer_tokens=BUFFER_TOKENS, client_lease_seconds=2, max_parked=12),
     # Full before the first look at the memory.
-    *("--placement-explained-decisions", "64"),
+    *constants(explained_decisions=64),
 )
 
 FREED_AT_ONCE = {

@@ -18,6 +18,7 @@ from e2e.mesh import (
     eventually,
     running_mesh,
 )
+from process_constants import constants
 from trtmesh.chassis.errors import NoTokenizer, TokenizerLost
 from trtmesh.client import ItemResult
 
@@ -36,7 +37,7 @@ ENGINE = (*SIMULATED, *BYTES)
 PROMPTS = [f"stream {number}" for number in range(STREAMS)]
 STOP_TEXT = "never generated"
 
-WAITING = ("--retries-tokenizer-wait-seconds", "3600")
+WAITING = constants(tokenizer_wait_seconds=3600)
 """Router flags: sequences wait indefinitely for a tokenizer."""
 
 
@@ -110,7 +111,7 @@ async def restart(mesh: Mesh) -> None:
 
 
 async def test_killed_only_tokenizer_fails_streams_with_text_only() -> None:
-    flags = ("--retries-tokenizer-wait-seconds", "0.5")
+    flags = constants(tokenizer_wait_seconds=0.5)
     async with running_mesh(engine_flags=ENGINE, router_flags=flags) as mesh:
         readers = await opened(mesh)
         ids_only = mesh.open([PROMPTS[0]], max_tokens=TOKENS, text=False)

@@ -13,6 +13,7 @@ from chaos.handoff_cases import TRANSPORTS, Case, suffer
 from chaos.handoff_mesh import ROLES, HandoffMesh, handoff_mesh
 from chaos.handoff_scenes import Drain, Prefill
 from e2e.mesh import DEMO
+from process_constants import constants
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -70,7 +71,7 @@ async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[HandoffMesh]:
         for name, role in ROLES.items()
     }
     # Steps of a real model take longer.
-    slower = ("--handoff-prefill-seconds", "10", "--handoff-transfer-seconds", "3")
+    slower = constants(handoff_prefill_seconds=10, handoff_transfer_seconds=3)
     async with handoff_mesh(flags, slower, transport=transport) as mesh:
         yield mesh
 

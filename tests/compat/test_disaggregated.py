@@ -14,6 +14,7 @@ from compat.plain_http import PlainHttp
 from compat.test_metrics import engine, samples
 from compat.triton import Response, Triton
 from e2e.mesh import PATIENT, Mesh, eventually, running_mesh, scrape
+from process_constants import constants
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -23,7 +24,7 @@ ASK = {"input_ids": PROMPT, "input_lengths": len(PROMPT), "request_output_len": 
 CONTEXT = {"parameters": {"request_type": "context_only"}}
 GENERATION = {"parameters": {"request_type": "generation_only"}}
 STATE = "context_phase_params"
-SPLIT = ("--handoff-enabled", "always", "--handoff-client-lease-seconds", "10")
+SPLIT = ("--handoff-enabled", "always", *constants(client_lease_seconds=10))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -13,6 +13,7 @@ import pytest_asyncio
 from compat.conftest import FLAGS
 from compat.plain_http import PlainHttp
 from e2e.mesh import Mesh, eventually, running_mesh, scrape
+from process_constants import constants
 from processes import ServiceProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -85,7 +86,7 @@ async def test_slow_client_is_cut_off(mesh: Mesh) -> None:
 
 
 async def test_stopping_router_does_not_wait_for_a_slow_client(mesh: Mesh) -> None:
-    router = await start_router(mesh, "--grace-seconds", "0.1", "--client-buffer-tokens", "1000")
+    router = await start_router(mesh, "--grace-seconds", "0.1", *constants(buffer_tokens=1000))
     async with client_that_does_not_read(router.http_address):
         await eventually(lambda: stuck(router))
         assert await router.stop() == 0

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import grpc
+from process_constants import constants
 from processes import ONE_PROCESS, ServiceProcess, service_process
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -63,7 +64,7 @@ ENDLESS = 20_000
 
 PATIENT = (
     *("--deadlines-silence-seconds", "60", "--deadlines-step-gap-seconds", "60"),
-    *("--placement-sibling-wait-seconds", "60"),
+    *constants(sibling_wait_seconds=60),
 )
 """Router flags for tests without frozen workers: a slow moment neither moves items nor excludes the worker."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from e2e.mesh import DEMO, PATIENT, SIMULATED, Mesh, eventually, running_mesh, scrape
+from process_constants import constants
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.client import (
     AdminClient,
@@ -28,7 +29,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = list(range(100, 100 + 70))
 OPTIONS: Mapping[str, Any] = {"max_tokens": 12, "seed": 5, "temperature": 0.8, "top_k": 40}
 CONTEXT_ONLY = HandoffConfig(phase=GenerationPhase.GENERATION_PHASE_CONTEXT_ONLY)
-LIFE = ("--handoff-client-lease-seconds", "60")
 
 
 def read(state: bytes) -> HandoffDescriptor:
@@ -55,7 +55,7 @@ async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
             mesh.start_engine(*flags, "--worker", "prefill-0", "--role", "prefill"),
             mesh.start_engine(*flags, "--worker", "decode-0", "--role", "decode"),
         )
-        await mesh.start_router(*PATIENT, *LIFE)
+        await mesh.start_router(*PATIENT)
         await mesh.ready(2, 1)
 
     async with running_mesh(start=start) as mesh:
@@ -227,9 +227,7 @@ async def test_unused_state_expires(mesh: Mesh) -> None:
     peers = (mesh.engines, mesh.tokenizers)
     engines, tokenizers = (",".join(p.address for p in each) for each in peers)
     flags = ("--engines", engines, "--tokenizers", tokenizers, *PATIENT)
-    brief = await mesh.start(
-        "router", "--port", "0", *flags, "--handoff-client-lease-seconds", "0.5"
-    )
+    brief = await mesh.start("router", "--port", "0", *flags, *constants(client_lease_seconds=0.5))
     expired = sum(pair[0].expired for pair in (await counts(mesh)).values())
     async with Client(brief.address) as client, AdminClient(brief.admin_address) as admin:
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, scrape
+from process_constants import constants
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -70,11 +71,9 @@ def tokens_of(events: list[router_pb2.GenerateEvent]) -> tuple[dict[int, list[in
     return ids, text
 
 
-@pytest.mark.parametrize(
-    "limit", [("--client-buffer-tokens", "2000"), ("--client-buffer-bytes", "16000")]
-)
+@pytest.mark.parametrize("limit", [constants(buffer_tokens=2000), constants(buffer_bytes=16_000)])
 async def test_slow_client_is_paused_and_delays_no_other(
-    limit: tuple[str, str],
+    limit: tuple[str, ...],
 ) -> None:
     flags = (*limit, "--client-unread-seconds", "3600")
     async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
@@ -109,7 +108,7 @@ async def holds_nothing(mesh: Mesh) -> bool:
 
 
 async def test_paused_request_can_be_stopped() -> None:
-    flags = ("--client-buffer-tokens", "2000", "--client-unread-seconds", "3600")
+    flags = (*constants(buffer_tokens=2000), "--client-unread-seconds", "3600")
     async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
         async with slow_call(mesh) as call:
             await eventually(lambda: mesh.has_stage("paused"))
@@ -131,7 +130,7 @@ async def test_paused_request_can_be_stopped() -> None:
 
 async def test_paused_sequence_returns_to_its_kv() -> None:
     """A single sequence: its KV waits on a worker, and moves to another if that one drains meanwhile."""
-    flags = ("--client-buffer-tokens", "2000", "--client-unread-seconds", "3600")
+    flags = (*constants(buffer_tokens=2000), "--client-unread-seconds", "3600")
     async with running_mesh(engines=2, engine_flags=FLAT_OUT, router_flags=flags) as mesh:
         async with slow_call(mesh, sequences=1) as fast:
             whole = await read_all(fast)

@@ -17,6 +17,7 @@ from certificates import Authority
 from e2e.mesh import DEMO, DEMO_VOCABULARY, ENDLESS, SIMULATED, WIDE_TOKENS, eventually, scrape
 from engine_streams import router_stream, sampling, submit
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from process_constants import constants
 from processes import ServiceProcess, run_to_exit, service_process
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import trtllm_service_pb2 as tpb
@@ -259,7 +260,7 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing() -> None:
 async def test_a_client_that_never_reads_is_cut_off() -> None:
     flags = (*SIMULATED, *LONG, "--simulated-timing-step-ms", "1")
     async with (
-        started(*flags, "--connections-unread-seconds", "0.5") as engine,
+        started(*flags, *constants(unread_answer_seconds=0.5)) as engine,
         stub_of(engine.address, ("grpc.http2.bdp_probe", 0)) as slow,
     ):
         call = slow.Generate(request(max_tokens=ENDLESS, ignore_eos=True))

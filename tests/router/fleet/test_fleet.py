@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from process_constants import patch
 from router.fleet.test_plan import fleet_of
 from router.fleet.test_worker import link
 from router.scripted import (
@@ -102,10 +103,12 @@ async def test_returning_worker_starts_slowly(monkeypatch: pytest.MonkeyPatch) -
             assert (len(one.submits), len(two.submits)) == (3, 3)
 
 
-async def test_siblings_beyond_the_cap_avoid_the_first_worker() -> None:
+async def test_siblings_beyond_the_cap_avoid_the_first_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patch(monkeypatch, sibling_wait_seconds=60)
     async with fleet(
-        *engines("one", "two", tokens_per_block=4),
-        placement={"policy": "prefix_aware", "sibling_wait_seconds": 60},
+        *engines("one", "two", tokens_per_block=4), placement={"policy": "prefix_aware"}
     ) as on:
         on.start(*([*[5] * 12, tail] for tail in range(2 * MAX_TOGETHER)), request_id="r")
         # The two others wait for these.

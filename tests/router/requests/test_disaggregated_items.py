@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_constants import patch
 from router.adapters.contents_of import content as adapter_content
 from router.handoff_fleet import PROMPT, Workers, expected, workers
 from router.scripted import (
@@ -159,9 +160,11 @@ async def test_a_lost_worker_moves_each_sequence_once(sequences: int) -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1])
-async def test_first_halves_beyond_the_quota_keep_no_kv(most: int) -> None:
-    settings = {"handoff": {"max_parked": most}}
-    async with workers("prefill", "decode", settings=settings) as on:
+async def test_first_halves_beyond_the_quota_keep_no_kv(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(monkeypatch, max_parked=most)
+    async with workers("prefill", "decode") as on:
         (whole,) = await on.ask(PROMPT)
         first, second = [(await on.ask(PROMPT, handoff=CONTEXT_ONLY))[0] for _ in range(2)]
         assert on.handoffs(result="given") == on.load("prefill-0").sent_handoffs.held == most
@@ -350,9 +353,12 @@ async def test_a_silent_receiver_is_left_after_the_deadline_of_the_reservation(
 
 
 @either
-async def test_leases_are_renewed_while_a_prefill_lasts(by_state: bool) -> None:
+async def test_leases_are_renewed_while_a_prefill_lasts(
+    by_state: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A crowded machine may hold up a renewal, but not for a second.
-    settings = {"handoff": {"enabled": "always", "lease_seconds": 1.5}}
+    patch(monkeypatch, lease_seconds=1.5)
+    settings = {"handoff": {"enabled": "always"}}
     rate = len(PROMPT) / 4
     stage = in_stage("prefilling", settings=settings, prefill_rate=rate, by_state=by_state)
     async with stage as (on, asked):
@@ -361,12 +367,12 @@ async def test_leases_are_renewed_while_a_prefill_lasts(by_state: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-1"])
-async def test_a_worker_s_longest_lease_bounds_the_lives_of_leases(name: str) -> None:
-    settings = {"handoff": {"client_lease_seconds": 1.0}}
+async def test_a_worker_s_longest_lease_bounds_the_lives_of_leases(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(monkeypatch, client_lease_seconds=1.0)
     limits = {name: HandoffLimits(max_lease_seconds=0.5)}
-    async with workers(
-        "prefill", "decode", settings=settings, handoff_limits=limits, **SLOW_PREFILL
-    ) as on:
+    async with workers("prefill", "decode", handoff_limits=limits, **SLOW_PREFILL) as on:
         items = await on.ask(PROMPT)
         assert on.handoffs(result="moved") == 1
         assert content(items) == content(await expected(PROMPT))

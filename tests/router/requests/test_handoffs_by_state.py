@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from process_constants import patch
 from router.handoff_fleet import PROMPT, Workers, expected, workers
 from router.scripted import eventually
 from trtmesh.chassis.errors import DeadlineExceeded
@@ -144,10 +145,10 @@ async def test_state_that_expired_is_computed_again() -> None:
         assert leases(on, "decode-1")["received"] == (1, 0, 1, 0)
 
 
-async def test_late_transfer_is_computed_again() -> None:
-    settings = {"handoff": {"transfer_seconds": 0.2}}
+async def test_late_transfer_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch, handoff_transfer_seconds=0.2)
     slow = {"decode-1": SLOW_TRANSFER}
-    async with workers("prefill", "decode", by_state=True, of_worker=slow, settings=settings) as on:
+    async with workers("prefill", "decode", by_state=True, of_worker=slow) as on:
         items = await on.ask(PROMPT)
         assert tokens(items) == tokens(await expected(PROMPT))
         await on.quiet()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from log_lines import LogLine
+from process_constants import patch
 from router.scripted import (
     LENGTH,
     READY,
@@ -336,8 +337,9 @@ async def test_a_token_ends_the_wait_that_refusals_began() -> None:
         assert (await asked)[0].token_ids == (0, 1, 2, 3, 9)
 
 
-async def test_item_breaking_every_worker_fails() -> None:
-    async with fleet(retries={"max_attempts": 3, "worker_wait_seconds": 30}) as on:
+async def test_item_breaking_every_worker_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch, max_lost_workers=3)
+    async with fleet(retries={"worker_wait_seconds": 30}) as on:
         asked = on.ask([5])
         for count in range(1, 4):
             await on.submitted(count)

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from chaos.full_pool import full_pool
+from process_constants import patch
 from router.handoff_fleet import PROMPT, Workers, workers
 from router.scripted import READY, eventually, until_states
 from trtmesh.v1 import generation_pb2 as pb
@@ -201,14 +202,22 @@ async def rest_of(call: Any) -> list[int]:
     return ids
 
 
-SLOW_CLIENT = {"client": {"buffer_tokens": 2000, "unread_seconds": 3600}}
+SLOW_CLIENT = {"client": {"unread_seconds": 3600}}
 TOKENS = 60_000
 
 
+@pytest.fixture
+def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch, buffer_tokens=2000)
+
+
+@pytest.mark.usefixtures("small_buffer")
 @pytest.mark.parametrize("parked", [True, False])
-async def test_a_paused_sequence_continues_from_its_parked_kv(*, parked: bool) -> None:
-    settings = SLOW_CLIENT | {"handoff": {"max_parked": 64 if parked else 0}}
-    async with workers("mixed", settings=settings, **FLAT_OUT) as on:
+async def test_a_paused_sequence_continues_from_its_parked_kv(
+    *, parked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(monkeypatch, max_parked=64 if parked else 0)
+    async with workers("mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
         async with slow_call(on, TOKENS) as whole:
             wanted = await rest_of(whole)
         assert len(wanted) == TOKENS
@@ -233,6 +242,7 @@ async def test_a_paused_sequence_continues_from_its_parked_kv(*, parked: bool) -
             assert again <= len(PROMPT) + 16 * returns
 
 
+@pytest.mark.usefixtures("small_buffer")
 async def test_parked_kv_moves_where_its_worker_drains() -> None:
     async with workers("mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
         async with slow_call(on, TOKENS) as whole:
@@ -245,6 +255,7 @@ async def test_parked_kv_moves_where_its_worker_drains() -> None:
         await on.quiet()
 
 
+@pytest.mark.usefixtures("small_buffer")
 async def test_parked_kv_of_a_lost_worker_is_computed_again() -> None:
     async with workers("mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
         async with slow_call(on, TOKENS) as whole:
@@ -261,6 +272,7 @@ async def test_parked_kv_of_a_lost_worker_is_computed_again() -> None:
         await on.quiet()
 
 
+@pytest.mark.usefixtures("small_buffer")
 @pytest.mark.parametrize("drained", [False, True])
 async def test_a_receiver_that_dies_while_a_sequence_resumes_is_left(*, drained: bool) -> None:
     async with workers("mixed", "mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
@@ -286,6 +298,7 @@ async def test_a_receiver_that_dies_while_a_sequence_resumes_is_left(*, drained:
         await on.quiet()
 
 
+@pytest.mark.usefixtures("small_buffer")
 async def test_a_sequence_that_its_full_worker_refuses_migrates_to_another() -> None:
     """Where its KV is there is no room for the rest, so it does not wait there."""
     async with workers("mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
@@ -306,6 +319,7 @@ async def test_a_sequence_that_its_full_worker_refuses_migrates_to_another() -> 
         await on.quiet()
 
 
+@pytest.mark.usefixtures("small_buffer")
 @pytest.mark.parametrize("how", ["stop", "leave"])
 async def test_a_parked_item_that_ends_frees_its_kv(how: str) -> None:
     async with workers("mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
@@ -319,6 +333,7 @@ async def test_a_parked_item_that_ends_frees_its_kv(how: str) -> None:
         await on.quiet()
 
 
+@pytest.mark.usefixtures("small_buffer")
 @pytest.mark.parametrize("how", ["remove", "stop"])
 async def test_a_worker_that_leaves_waits_for_no_paused_client(how: str) -> None:
     async with workers("mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+from process_constants import patch
 from router.scripted import (
     LENGTH,
     READY,
@@ -22,13 +24,18 @@ def blocks(prefix: int, tail: int) -> list[int]:
     return chain(0, [prefix] * 48 + [tail] * 16, 16)
 
 
+@pytest.fixture(autouse=True)
+def long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch, sibling_wait_seconds=60)
+
+
 def found(member: GroupMember | None) -> GroupMember:
     assert member is not None
     return member
 
 
 async def test_group_follows_its_leader_up_to_the_cap() -> None:
-    siblings = Siblings(60, max_together=3)
+    siblings = Siblings(max_together=3)
     guard = LoadGuard(lambda: None)
     assert siblings.find(blocks(1, 0)) is None
     leader = found(siblings.lead(blocks(1, 0)))
@@ -50,7 +57,7 @@ async def test_group_follows_its_leader_up_to_the_cap() -> None:
 
 
 async def test_others_hear_of_a_leader_s_first_token_too() -> None:
-    siblings = Siblings(60, max_together=3)
+    siblings = Siblings(max_together=3)
     leader = found(siblings.lead(blocks(1, 0)))
     follower = found(siblings.find(blocks(1, 1)))
     booking = LoadGuard(lambda: None).book(64, 1, 0.0)
@@ -65,7 +72,7 @@ async def test_others_hear_of_a_leader_s_first_token_too() -> None:
 
 async def test_lost_or_unsent_leader_frees_its_followers() -> None:
     for end in ("lost", "closed"):
-        siblings = Siblings(60)
+        siblings = Siblings()
         leader = found(siblings.lead(blocks(1, 0)))
         follower = found(siblings.find(blocks(1, 1)))
         if end == "lost":
@@ -77,14 +84,15 @@ async def test_lost_or_unsent_leader_frees_its_followers() -> None:
         await follower.wait()
 
 
-async def test_wait_of_a_follower_is_bounded() -> None:
-    siblings = Siblings(0.01)
+async def test_wait_of_a_follower_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch, sibling_wait_seconds=0.01)
+    siblings = Siblings()
     siblings.lead(blocks(1, 0))
     await found(siblings.find(blocks(1, 1))).wait()
 
 
 async def test_short_prompts_have_no_siblings() -> None:
-    siblings = Siblings(60)
+    siblings = Siblings()
     assert siblings.lead([7]) is None
     assert siblings.find([7]) is None
 
@@ -98,9 +106,7 @@ async def test_siblings_follow_their_leader_to_its_worker() -> None:
     async with (
         serving_engine(engines[0]) as first,
         serving_engine(engines[1]) as second,
-        serving_router(
-            [first, second], placement={"policy": "auto", "sibling_wait_seconds": 60}
-        ) as client,
+        serving_router([first, second], placement={"policy": "auto"}) as client,
     ):
         await until_states(client, [READY, READY], [])
         prompts = [[*prefix, tail] for tail in range(3)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from process_constants import patch
 from router.scripted import (
     LENGTH,
     READY,
@@ -66,9 +67,10 @@ async def rewrite(engine: ScriptedEngine, number: int) -> None:
     )
 
 
-async def test_waiting_beams_are_replaced_and_not_moved() -> None:
+async def test_waiting_beams_are_replaced_and_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     # At most two beams wait, a third of the limit, despite the rewrites.
-    async with unread_search(client={"buffer_tokens": 8_000}) as (engine, call):
+    patch(monkeypatch, buffer_tokens=8_000)
+    async with unread_search() as (engine, call):
         for number in range(REWRITES):
             await rewrite(engine, number)
         handle = engine.submits[0].handle
@@ -94,8 +96,9 @@ async def test_waiting_beams_are_replaced_and_not_moved() -> None:
         assert len(engine.submits) == 1
 
 
-async def test_sixteen_credits_waiting_end_the_request() -> None:
-    async with unread_search(client={"buffer_tokens": 1_000}) as (engine, call):
+async def test_sixteen_credits_waiting_end_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch, buffer_tokens=1_000)
+    async with unread_search() as (engine, call):
         number = 0
         while not engine.stops:
             await rewrite(engine, number := number + 1)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from process_constants import patch
 from router.scene import scene
 from router.scripted import (
     LENGTH,
@@ -22,7 +23,6 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.client import FinishReason
 from trtmesh.router.links import replica
-from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers import pool as pool_module
 from trtmesh.router.tokenizers.decoding import TextOptions, WholeText
@@ -114,9 +114,12 @@ async def test_tokenizer_with_an_incomplete_answer_counts_as_lost(
         assert item.error.value == "4"
 
 
-async def test_losses_with_progress_between_them_are_not_counted_together() -> None:
+async def test_losses_with_progress_between_them_are_not_counted_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patch(monkeypatch, max_lost_tokenizers=2)
     tokenizer = ScriptedTokenizer()
-    async with scene(tokenizer=tokenizer, retries={"max_attempts": 2}) as on:
+    async with scene(tokenizer=tokenizer) as on:
         asked = on.ask("a", max_tokens=9)
         (submit,) = await on.engine.submitted()
 
@@ -246,9 +249,10 @@ async def pool_of(
     patience: tuple[float, float] = LONG,
 ) -> AsyncIterator[TokenizerPool]:
     """A pool connected to tokenizers."""
-    retries = Retries(max_attempts=2, tokenizer_wait_seconds=recovery_seconds)
-    pool = TokenizerPool(retries, RouterMetrics())
     async with AsyncExitStack() as stack:
+        patching = stack.enter_context(pytest.MonkeyPatch.context())
+        patch(patching, max_lost_tokenizers=2, tokenizer_wait_seconds=recovery_seconds)
+        pool = TokenizerPool(RouterMetrics())
         links = []
         for tokenizer in tokenizers:
             address = await stack.enter_async_context(serving_tokenizer(tokenizer))

@@ -21,6 +21,3 @@ class ConnectionSettings(Settings):
     """Age at which a connection is sent GOAWAY, give or take a tenth: running calls finish, and new ones use a new
     connection, which a load balancer may send elsewhere; 0 means no limit. For ports of clients alone: a link between
     services is not replaced while its stream runs."""
-    unread_seconds: Annotated[float, Field(gt=0, le=86_400)] = 120.0
-    """Longest time in which a client reads nothing of an answer that was given whole, though it answers PINGs; then the
-    stream is reset. Streams of tokens have `client.unread_seconds` of the router."""

@@ -88,15 +88,13 @@ class Router:
         runtime.compression = settings.compression
         runtime.message_limits = MessageLimits()
         self._fleet = Fleet(settings.placement, self._metrics, settings.handoff, settings.models)
-        self._handoffs = HandoffTable(self._fleet, settings.handoff, self._metrics)
+        self._handoffs = HandoffTable(self._fleet, self._metrics)
         self._followed = self._followed_router() if settings.adapters.follow else None
         fetch = self._followed.fetch if self._followed else None
         self._adapters = Adapters(settings.adapters, self._metrics, fetch)
         self._link_turns = ParseScheduler()
         """Of all workers and tokenizers: many bad ones take no more time than one."""
-        self._tokenizers = TokenizerPool(
-            settings.retries, self._metrics, expected=bool(settings.tokenizers)
-        )
+        self._tokenizers = TokenizerPool(self._metrics, expected=bool(settings.tokenizers))
         self._tokenizer, self._engine = tokenizer, engine
         self._admission = Admission(settings.admission)
         runtime.admission = MessageAdmission(self._admission.request_bytes.counting)
@@ -111,7 +109,6 @@ class Router:
             self._metrics,
             WriteScheduler(),
             settings.retries,
-            settings.placement.sibling_wait_seconds,
             self._recorder,
         )
         self._requests = Requests(mesh, settings.client)

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from chassis.grpc.server.conftest import MOST_BYTES, Example, serving
 from chassis.grpc.server.wire import Wire, message, wired
-from trtmesh.chassis.connection_settings import ConnectionSettings
-from trtmesh.chassis.grpc.server import GrpcServer
+from trtmesh.chassis.grpc.server import GrpcServer, call
 from trtmesh.chassis.http2 import connection as http2_connection
 from trtmesh.chassis.http2.frames import (
     ACK,
@@ -30,9 +29,10 @@ ANSWER_BYTES = 4 * INITIAL_WINDOW_SIZE
 
 @asynccontextmanager
 async def impatient(unread_seconds: float) -> AsyncIterator[Example]:
-    connections = ConnectionSettings(unread_seconds=unread_seconds)
-    async with serving(Example(server=GrpcServer(MOST_BYTES, connections=connections))) as example:
-        yield example
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(call, "UNREAD_SECONDS", unread_seconds)
+        async with serving(Example(server=GrpcServer(MOST_BYTES))) as example:
+            yield example
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def frequent_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_minute_is_within_the_default_limits() -> None:
     router = RouterSettings(engines=())
-    limits = (router.client.unread_seconds, router.connections.unread_seconds)
-    assert min(*limits, http2_connection.PAUSE_SECONDS) > 60
+    limits = (router.client.unread_seconds, call.UNREAD_SECONDS, http2_connection.PAUSE_SECONDS)
+    assert min(limits) > 60
 
 
 async def answer_pings(wire: Wire, count: int) -> int:

@@ -48,6 +48,9 @@ UNKNOWN = Typical()
 
 NO_SIZES: frozenset[int] = frozenset()
 
+EXPLAINED_DECISIONS = 4096
+"""Latest decisions kept for `trtmesh explain`."""
+
 LONG_TOKENS = 2**14
 """Tokens of a prompt that is hashed only if a worker takes it."""
 
@@ -79,7 +82,7 @@ class Fleet:
         """Addresses of workers with a stale snapshot, since a worker may be replaced at its address."""
         self.loaded: set[str] = set()
         """Addresses of workers of which only the load changed, as it does several times in an item's life."""
-        self.decisions = DecisionLog(settings.explained_decisions)
+        self.decisions = DecisionLog(EXPLAINED_DECISIONS)
         self.kv_index = KvIndex(settings.kv_index_blocks)
         self._metrics = metrics
         self._turn = 0

@@ -17,7 +17,6 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs import machine
 from trtmesh.router.handoffs.machine import Action, Event, Handoff, Receiver, Sender
 from trtmesh.router.kv_index import PromptBlocks
-from trtmesh.router.placement.settings import HandoffSettings
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
@@ -26,11 +25,19 @@ log = logging.getLogger(__name__)
 LEASE_BYTES = 16
 """Random bytes of a lease id."""
 
+LEASE_SECONDS = 10.0
+"""Life of a lease unless it is renewed."""
+CLIENT_LEASE_SECONDS = 60.0
+"""Time for a client to bring back the state of a context_only item with generation_only."""
 RENEWALS = 3
 """Renewals within the life of a lease."""
 
 RESERVE_SECONDS = 2.0
 """Time for a worker to reserve blocks; afterwards the item is placed again."""
+PREFILL_SECONDS = 60.0
+"""Time from the reservation to the end of the prefill; afterwards the item migrates."""
+TRANSFER_SECONDS = 30.0
+"""Time from the end of the prefill to the next token; afterwards the item migrates."""
 
 NEVER = float("inf")
 
@@ -103,7 +110,6 @@ class LiveHandoff:
         owner: HandoffOwner,
         item: HandoffItem,
         cause: str,
-        settings: HandoffSettings,
         on_over: Callable[[LiveHandoff], None],
         lease_id: str = "",
     ) -> None:
@@ -132,7 +138,6 @@ class LiveHandoff:
         self.renewed_at = self.opened_at
         self.committed_at = 0.0
         """Time of the last sequence's end on the sender; 0 before."""
-        self._settings = settings
         self._on_over = on_over
         self._runs: list[SequenceRun] = []
         self._running: set[SequenceRun] = set()
@@ -250,11 +255,10 @@ class LiveHandoff:
     @property
     def deadline(self) -> float:
         """End of the present stage, unless something happens."""
-        settings = self._settings
         seconds = {
             "reserving": RESERVE_SECONDS,
-            "prefilling": settings.prefill_seconds,
-            "transferring": settings.transfer_seconds,
+            "prefilling": PREFILL_SECONDS,
+            "transferring": TRANSFER_SECONDS,
             "parked": NEVER,
         }
         return self._stage_began + seconds[self.stage]
@@ -262,9 +266,8 @@ class LiveHandoff:
     @property
     def life_seconds(self) -> float:
         """Life of a lease, at most the longest of both workers."""
-        settings = self._settings
         is_fixed = self.is_for_client and self.receiver is None
-        seconds = settings.client_lease_seconds if is_fixed else settings.lease_seconds
+        seconds = CLIENT_LEASE_SECONDS if is_fixed else LEASE_SECONDS
         workers = [worker for worker in (self.sender, self.receiver) if worker is not None]
         return min([seconds, *(worker.capabilities.max_lease_seconds for worker in workers)])
 

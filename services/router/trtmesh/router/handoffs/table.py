@@ -11,12 +11,15 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.live_handoff import HandoffItem, HandoffOwner, LiveHandoff
 from trtmesh.router.handoffs.machine import Result
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement.settings import HandoffSettings
 
 WAITING = frozenset({"paused", "context_only"})
 """Causes of handoffs whose KV waits for a client."""
 RESUMED = frozenset({"paused", "generation_only"})
 """Causes of handoffs that go on when a client returns."""
+
+MAX_PARKED = 256
+"""Most KV on workers that waits for a client: of paused sequences, and of context_only items until their second half or
+the end of their lease. Further ones are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,8 @@ class GivenKv:
 class HandoffTable:
     """All live handoffs by lease id."""
 
-    def __init__(self, fleet: Fleet, settings: HandoffSettings, metrics: RouterMetrics) -> None:
-        self.fleet, self.settings, self.metrics = fleet, settings, metrics
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self.fleet, self.metrics = fleet, metrics
         self.live: dict[str, LiveHandoff] = {}
         self._waiting = 0
         """Live handoffs that wait for a client."""
@@ -48,7 +51,7 @@ class HandoffTable:
         self, owner: HandoffOwner, item: HandoffItem, cause: str, lease_id: str = ""
     ) -> LiveHandoff:
         """A handoff that is not begun, by default under a new lease."""
-        handoff = LiveHandoff(owner, item, cause, self.settings, self._on_over, lease_id)
+        handoff = LiveHandoff(owner, item, cause, self._on_over, lease_id)
         self.live[handoff.lease_id] = handoff
         self._waiting += cause in WAITING
         self.given.pop(lease_id, None)
@@ -57,7 +60,7 @@ class HandoffTable:
     @property
     def may_park(self) -> bool:
         """Whether more KV may wait on a worker for a client."""
-        return self._waiting + len(self.given) < self.settings.max_parked
+        return self._waiting + len(self.given) < MAX_PARKED
 
     def discard(self, sender: Worker, lease_id: str) -> None:
         """Ends a client's lease whose KV nothing continues from."""

@@ -1,4 +1,4 @@
-"""Deadlines for workers, and bounded retries after a loss."""
+"""Deadlines for workers, and the wait after a loss."""
 
 from __future__ import annotations
 
@@ -25,13 +25,8 @@ class Deadlines(Settings):
 
 
 class Retries(Settings):
-    """Attempts after the loss of a worker or tokenizer."""
+    """Attempts after the loss of a worker."""
 
-    max_attempts: Annotated[int, Field(ge=1, le=100)] = 4
-    """Workers or tokenizers lost with an item in a row without a new token; the last loss ends the item with
-    WORKER_LOST or TOKENIZER_LOST."""
     worker_wait_seconds: Wait = 10.0
     """Wait of an item for a worker, before the first token or in the middle of the stream: from the first refusal until
     a new token, however many workers refuse it meanwhile."""
-    tokenizer_wait_seconds: Wait = 10.0
-    """Wait of sequences for another tokenizer after a loss."""

@@ -33,7 +33,6 @@ class Mesh:
     metrics: RouterMetrics
     writes: WriteScheduler
     retries: Retries
-    sibling_wait_seconds: float
     recorder: Recorder | None = None
     starts: StartScheduler = field(default_factory=StartScheduler)
     """Placements of items that no worker took yet."""

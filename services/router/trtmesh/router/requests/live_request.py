@@ -19,7 +19,7 @@ from trtmesh.router.requests.context import Mesh, RequestContext
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.siblings import Siblings
-from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Pace
+from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Credit, Pace
 from trtmesh.router.values.request import GenerationRequest, ItemRequest
 from trtmesh.router.values.resumption import Received
 from trtmesh.v1 import generation_pb2 as pb
@@ -64,7 +64,7 @@ class LiveRequest:
             request_id=request.request_id, model=admitted.model, seed=seed
         )
         self.client = ClientStream(
-            router_pb.GenerateEvent(accepted=accepted), mesh.writes, client_limits.credit
+            router_pb.GenerateEvent(accepted=accepted), mesh.writes, Credit.of_a_client()
         )
         self.pace = Pace(client_limits, waiting, self.client, mesh.metrics, self._on_pace, self.end)
         self.client.watcher = self.pace
@@ -77,7 +77,7 @@ class LiveRequest:
             received=received,
             client=self.client,
             pace=self.pace,
-            siblings=Siblings(mesh.sibling_wait_seconds) if len(self.permits) > 1 else None,
+            siblings=Siblings() if len(self.permits) > 1 else None,
             owner=admitted.owner.name,
             bucket=admitted.account.tokens,
             arrival_time=now,

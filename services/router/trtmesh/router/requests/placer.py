@@ -36,6 +36,9 @@ from trtmesh.v1 import generation_pb2 as pb
 REPEAT_SECONDS, LONGEST_REPEAT_SECONDS = 0.1, 1.6
 """First pause before another attempt at workers that refused, and the longest; each pause doubles."""
 
+MAX_LOST_WORKERS = 4
+"""Workers lost in a row with an item without a new token; then WORKER_LOST."""
+
 EXACTLY = frozenset({Capability.EXACT_RESUMPTION})
 """Wanted of a worker that continues a sequence. Without such a worker another one continues, and rounding may change
 tokens."""
@@ -131,7 +134,7 @@ class Attempts:
 def too_many_losses(losses: int, error: TrtmeshError) -> WorkerLost:
     """The error of an item after the last attempt."""
     return WorkerLost(
-        f"{losses} workers in a row were lost with this item (retries.max_attempts), the last one so: {error.message}",
+        f"{losses} workers in a row were lost with this item, the last one so: {error.message}",
         worker=error.worker,
     )
 
@@ -163,7 +166,7 @@ class Placer:
         self._promise: Leg | None = None
         """Room on another worker for sequences that just left theirs."""
         self._first: DecisionRecord | None = None
-        self.attempts = Attempts(context.mesh.retries.max_attempts)
+        self.attempts = Attempts(MAX_LOST_WORKERS)
         self.may_hand_over = True
         """Whether handoffs are tried: the first failure is the last."""
         self._refusals: dict[str, str] = {}

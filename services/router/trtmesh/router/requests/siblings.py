@@ -20,6 +20,9 @@ LEAST_SHARED_BLOCKS = 2
 MAX_TOGETHER = 8
 """Most siblings that go to one worker together."""
 
+WAIT_SECONDS = 1.0
+"""Longest wait of a follower for its leader."""
+
 
 @dataclass(slots=True)
 class PrefixGroup:
@@ -31,9 +34,8 @@ class PrefixGroup:
 class GroupMember:
     """An item in a group."""
 
-    def __init__(self, group: PrefixGroup, avoid: frozenset[str], wait_seconds: float) -> None:
+    def __init__(self, group: PrefixGroup, avoid: frozenset[str]) -> None:
         self._group = group
-        self._wait_seconds = wait_seconds
         self.leads = group.members == 1
         self.avoid = avoid
         """Addresses of workers with a full group; for a leader."""
@@ -47,7 +49,7 @@ class GroupMember:
         """Waits until the leader has computed the prefix or is over, within the limit."""
         if not self.leads:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._wait_seconds):
+                async with asyncio.timeout(WAIT_SECONDS):
                     await self._group.computed.wait()
 
     def dispatched(self, address: str, booking: Booking) -> None:
@@ -65,9 +67,7 @@ class GroupMember:
 class Siblings:
     """The groups of a request."""
 
-    def __init__(self, wait_seconds: float, max_together: int = MAX_TOGETHER) -> None:
-        """A follower waits for its leader for at most `wait_seconds`."""
-        self._wait_seconds = wait_seconds
+    def __init__(self, max_together: int = MAX_TOGETHER) -> None:
         self._max_together = max_together
         self._groups: defaultdict[int, list[PrefixGroup]] = defaultdict(list)
 
@@ -80,7 +80,7 @@ class Siblings:
         if last.members >= self._max_together:
             return self.lead(blocks)
         last.members += 1
-        return GroupMember(last, frozenset(), self._wait_seconds)
+        return GroupMember(last, frozenset())
 
     def lead(self, blocks: Sequence[int]) -> GroupMember | None:
         """The head of a new group; None for a prompt too short to share."""
@@ -90,7 +90,7 @@ class Siblings:
         groups = self._groups[key]
         avoid = frozenset(group.address for group in groups if group.address)
         groups.append(PrefixGroup())
-        return GroupMember(groups[-1], avoid, self._wait_seconds)
+        return GroupMember(groups[-1], avoid)
 
 
 def _key(blocks: Sequence[int]) -> int | None:

@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Literal
 
@@ -42,12 +41,22 @@ WRITES_PER_PASS = 128
 """Writes in a pass of the event loop, few enough to leave time for other work; bench/README.md has the measurements."""
 
 
+BUFFER_TOKENS = 65_536
+"""Most tokens that wait for a client before `at_limit` applies."""
+BUFFER_BYTES = 64 * 2**20
+"""Most waiting bytes of tokens, texts, log-probabilities and logits before `at_limit` applies."""
+
+
 @dataclass(frozen=True, slots=True)
 class Credit:
     """Most output waiting for a client."""
 
     tokens: int
     bytes: int
+
+    @staticmethod
+    def of_a_client() -> Credit:
+        return Credit(BUFFER_TOKENS, BUFFER_BYTES)
 
 
 UNLIMITED = Credit(sys.maxsize, sys.maxsize)
@@ -349,22 +358,14 @@ MOST_OVERDRAFT = 16
 class ClientLimits(Settings):
     """Limits on the output waiting for a client."""
 
-    buffer_tokens: Annotated[int, Field(ge=1)] = 65_536
-    """Most waiting tokens before `at_limit` applies."""
-    buffer_bytes: Annotated[int, Field(ge=1)] = 64 * 2**20
-    """Most waiting bytes of tokens, texts, log-probabilities and logits before `at_limit` applies."""
     total_bytes: Annotated[int, Field(ge=1)] = 512 * 2**20
     """Most memory of the output that waits for all clients together; beyond it the request with the largest part ends
     with SLOW_CLIENT."""
     at_limit: Literal["pause", "cancel"] = "pause"
-    """Action on a full buffer: `pause` takes the request's sequences off their workers and continues them, on any
-    worker, once the client has read; `cancel` ends the request with SLOW_CLIENT."""
+    """Action once 65,536 tokens or 64 MiB wait for a client: `pause` takes the request's sequences off their workers
+    and continues them, on any worker, once the client has read; `cancel` ends the request with SLOW_CLIENT."""
     unread_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """Longest time that a message may stay unread, paused or not, then SLOW_CLIENT."""
-
-    @cached_property
-    def credit(self) -> Credit:
-        return Credit(self.buffer_tokens, self.buffer_bytes)
 
 
 @dataclass(slots=True)
@@ -404,8 +405,8 @@ class Pace:
         limits, client = self._limits, self._client
         if (
             client.unread_seconds(now) > limits.unread_seconds
-            or client.waiting_tokens > MOST_OVERDRAFT * limits.buffer_tokens
-            or client.waiting_bytes > MOST_OVERDRAFT * limits.buffer_bytes
+            or client.waiting_tokens > MOST_OVERDRAFT * BUFFER_TOKENS
+            or client.waiting_bytes > MOST_OVERDRAFT * BUFFER_BYTES
         ):
             self._cancel(now)
 
@@ -445,9 +446,8 @@ class Pace:
         self._end(
             SlowClient(
                 f"the client left {client.waiting_tokens} tokens and {client.waiting_bytes} bytes unread for"
-                f" {client.unread_seconds(now):.1f} s; limits are {limits.buffer_tokens} tokens"
-                f" (client.buffer_tokens), {limits.buffer_bytes} bytes (client.buffer_bytes),"
-                f" {limits.unread_seconds:g} s (client.unread_seconds), and {limits.total_bytes} bytes of"
+                f" {client.unread_seconds(now):.1f} s; limits are {BUFFER_TOKENS} tokens, {BUFFER_BYTES}"
+                f" bytes, {limits.unread_seconds:g} s (client.unread_seconds), and {limits.total_bytes} bytes of"
                 " all clients (client.total_bytes)"
             )
         )

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from trtmesh.chassis.errors import InvalidField, NoTokenizer, QueueFull, QueueTimeout, TokenizerLost
-from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
@@ -26,6 +25,12 @@ MAX_QUEUED = 8192
 
 QUEUE_SECONDS = 60.0
 """Longest wait of a queued text; afterwards QUEUE_TIMEOUT."""
+
+MAX_LOST_TOKENIZERS = 4
+"""Tokenizers lost in a row with a text, or with a sequence of which none decoded a new token; then TOKENIZER_LOST."""
+
+WAIT_SECONDS = 10.0
+"""Wait of texts and sequences for another tokenizer after a loss."""
 
 RETRY_MS = 1000
 """Time for clients to wait before a retry if no tokenizer is free, in milliseconds."""
@@ -101,16 +106,9 @@ class TokenizerPool:
     while jobs are queued every able tokenizer has jobs to answer.
     """
 
-    def __init__(
-        self,
-        retries: Retries,
-        metrics: RouterMetrics,
-        *,
-        expected: bool = True,
-    ) -> None:
+    def __init__(self, metrics: RouterMetrics, *, expected: bool = True) -> None:
         # Without configured tokenizers there is none to wait for.
-        wait_seconds = retries.tokenizer_wait_seconds if expected else 0.0
-        self._max_attempts = retries.max_attempts
+        wait_seconds = WAIT_SECONDS if expected else 0.0
         self._metrics = metrics
         self._seen = asyncio.Event()
         if not expected:
@@ -282,10 +280,10 @@ class TokenizerPool:
         """A tokenizer was lost. Work with too many losses is a likely cause and fails; all other work moves."""
         for job in jobs:
             job.losses += 1
-            if job.losses >= self._max_attempts and not job.done.done():
+            if job.losses >= MAX_LOST_TOKENIZERS and not job.done.done():
                 job.done.set_exception(_too_many_losses(job))
         for sequence in sequences:
-            if sequence.note_decoder_lost() >= self._max_attempts:
+            if sequence.note_decoder_lost() >= MAX_LOST_TOKENIZERS:
                 sequence.on_failure(_undecodable(sequence))
         self.move(
             [job for job in jobs if not job.done.done()],
@@ -434,7 +432,7 @@ def _least_busy(tokenizers: Iterable[Tokenizer]) -> Tokenizer:
 def _too_many_losses(job: EncodeJob) -> TokenizerLost:
     return TokenizerLost(
         f"{job.losses} tokenizers were lost, or gave no answer, while they encoded the {job.command.ByteSize()} bytes"
-        " of this item (retries.max_attempts); shorten the text, or check max_message_bytes of tokenizers and routers",
+        " of this item; shorten the text, or check max_message_bytes of tokenizers and routers",
         value=str(job.losses),
     )
 
@@ -442,6 +440,6 @@ def _too_many_losses(job: EncodeJob) -> TokenizerLost:
 def _undecodable(sequence: DecodedSequence) -> TokenizerLost:
     return TokenizerLost(
         f"{sequence.decoder_losses} tokenizers in a row were lost with sequence {sequence.sequence_index} before one"
-        f" decoded token {sequence.decoded} (retries.max_attempts); see their logs",
+        f" decoded token {sequence.decoded}; see their logs",
         value=str(sequence.decoder_losses),
     )

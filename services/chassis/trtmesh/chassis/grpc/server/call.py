@@ -62,6 +62,10 @@ CLIENTS_FAULTS = frozenset(
 HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 """Clients may keep calls of this method open for any time."""
 
+UNREAD_SECONDS = 120.0
+"""Longest time in which a client reads nothing of an answer that was given whole, though it answers PINGs; then the
+stream is reset. Streams of tokens have `client.unread_seconds` of the router."""
+
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
@@ -71,7 +75,6 @@ class CallPolicy:
 
     max_message_bytes: int
     compressor: Compressor
-    unread_seconds: float
     message_limits: MessageLimits | None
     """None for trusted clients."""
     admission: MessageAdmission
@@ -486,7 +489,7 @@ class ServerCall:
         unsent = self.stream.unsent
         while size := unsent.size:
             with suppress(TimeoutError), self._waiting_for_client():
-                async with asyncio.timeout(self._policy.unread_seconds):
+                async with asyncio.timeout(UNREAD_SECONDS):
                     await self._writer.drain(self.stream)
             if unsent.size == size:
                 self.fail(ErrorCode.CANCEL)

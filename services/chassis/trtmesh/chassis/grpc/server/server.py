@@ -73,7 +73,6 @@ class GrpcServer(grpc.aio.Server):
         self.policy = CallPolicy(
             max_message_bytes,
             Compressor(compression or CompressionSettings(answers="never")),
-            connections.unread_seconds,
             message_limits,
             admission or MessageAdmission(),
         )

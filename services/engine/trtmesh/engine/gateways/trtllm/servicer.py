@@ -51,6 +51,9 @@ FEATURES = {
 }
 """Words of `supported_features`, by the needed field."""
 
+UNREAD_SECONDS = 120.0
+"""Longest time in which a client does not read an answer."""
+
 MOST_SUBSCRIBERS = 32
 """Each costs a snapshot at the start, and keeps all unread by the client."""
 
@@ -91,7 +94,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
                 with self._call(request, engine) as call:
                     while answers := await call.next():
                         for answer in answers:
-                            await _write(context, answer, engine)
+                            await _write(context, answer)
 
     async def Abort(self, request: tpb.AbortRequest, context: ServedContext) -> tpb.AbortResponse:
         call = self._calls.get(request.request_id)
@@ -156,7 +159,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
                         tokenizer_archive, engine.settings.model_dir
                     )
             for chunk in chunks(self._archive):
-                await _write(context, chunk, engine)
+                await _write(context, chunk)
 
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: ServedContext
@@ -202,7 +205,7 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
         try:
             while batches := await subscription.next():
                 for batch in batches:
-                    await _write(context, batch, engine)
+                    await _write(context, batch)
         except FellBehind:
             await context.abort(
                 grpc.StatusCode.DATA_LOSS, "events were dropped, which were not read; start at 0"
@@ -279,14 +282,13 @@ def _sentence(error: TrtmeshError) -> str:
     return error.sentence(contract_name)
 
 
-async def _write(context: ServedContext, answer: Any, engine: LoadedEngine) -> None:
+async def _write(context: ServedContext, answer: Any) -> None:
     """Raises SlowClient where the client does not read in time."""
-    seconds = engine.settings.connections.unread_seconds
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(UNREAD_SECONDS):
             await context.write(answer)
     except TimeoutError:
-        raise SlowClient(f"the client did not read an answer within {seconds:g} s") from None
+        raise SlowClient(f"the client did not read an answer within {UNREAD_SECONDS:g} s") from None
 
 
 def _sizes(model_dir: Path | None) -> dict[str, int]:

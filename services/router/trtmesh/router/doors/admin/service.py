@@ -128,7 +128,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             if not records and live is None:
                 raise NotFound(
                     f"request {wanted!r} has no recorded decision; the router keeps the last"
-                    f" {self._fleet.decisions.most} (placement.explained_decisions)"
+                    f" {self._fleet.decisions.most}"
                 )
             items = live.items if live else ()
             return pb.ExplainResponse(
