@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
-from prometheus_client import CollectorRegistry
 from tokenizer.serving import until
 from tokenizer.tokenizers_zoo import byte_level_bpe
 from tokenizers import Tokenizer
@@ -81,7 +80,7 @@ async def encoder_over(
         Speller(tokenizer),
         StopVocabularies(WholeDetokenizer(cast("Tokenizer", tokenizer)), NO_SPECIAL_TOKENS),
         EncodingSettings(threads=threads, max_text_bytes=max_text_bytes),
-        TokenizerMetrics(CollectorRegistry()),
+        TokenizerMetrics(),
         LaneLimits(**sizes),
     )
     try:

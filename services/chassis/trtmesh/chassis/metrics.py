@@ -60,7 +60,7 @@ class Row(Generic[S]):
     read: str | Callable[[S], Any] = ""
     labels: tuple[str, ...] = ()
 
-    def family(self, prefix: str, source: S) -> Metric:
+    def family(self, prefix: str, source: S, created: float | None = None) -> Metric:
         """The metric in Prometheus' form."""
         read = self.read
         value: Any = read(source) if callable(read) else getattr(source, read or self.name)
@@ -72,13 +72,19 @@ class Row(Generic[S]):
                 family.add_metric(labels, each.buckets(), each.sum)
             else:
                 family.add_metric(labels, each)
+            if created is not None and self.kind is not GAUGE:
+                named = dict(zip(self.labels, labels, strict=True))
+                family.add_sample(f"{prefix}{self.name}_created", named, created)
         whole: Metric = family
         return whole
 
 
-def families(prefix: str, rows: Sequence[Row[S]], source: S) -> Iterator[Metric]:
-    """The metrics of a table, at each scrape; omits histograms that nobody has."""
+def families(
+    prefix: str, rows: Sequence[Row[S]], source: S, created: float | None = None
+) -> Iterator[Metric]:
+    """The metrics of a table, at each scrape; omits histograms that nobody has. Adds the time that the counts began
+    where it is given."""
     for row in rows:
-        family = row.family(prefix, source)
+        family = row.family(prefix, source, created)
         if family.samples or row.kind is not HISTOGRAM:
             yield family

@@ -220,8 +220,7 @@ class _Lane:
         self._free_threads = limits.threads
         self._closed = False
         self._executor = ThreadPoolExecutor(limits.threads, f"encode-{limits.name}")
-        self._queue_seconds = metrics.encode_queue_seconds.labels(limits.name)
-        self._batch_size = metrics.encode_batch_size.labels(limits.name)
+        self._queue_seconds, self._batch_size = metrics.add_lane(limits.name)
 
     @property
     def smallest(self) -> int:

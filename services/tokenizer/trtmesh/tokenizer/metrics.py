@@ -1,38 +1,49 @@
-"""The metrics of a tokenizer."""
+"""The metrics of a tokenizer: plain numbers, and the table by which a scrape reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from trtmesh.chassis.metrics import LATENCY_BUCKETS
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from trtmesh.chassis.metrics import COUNTER, GAUGE, HISTOGRAM, Histogram, Row, families
 
 PREFIX = "trtmesh_tokenizer_"
-_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_BATCH_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
-class TokenizerMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(PREFIX + name, text, labels, registry=registry)
+class TokenizerMetrics(Collector):
+    def __init__(self) -> None:
+        self.encoded_tokens = 0
+        self.decoded_tokens = 0
+        self.replayed_tokens = 0
+        self.open_decode_states = 0
+        self.failures: Counter[str] = Counter()
+        self.encode_queue_seconds: dict[str, Histogram] = {}
+        self.encode_batch_size: dict[str, Histogram] = {}
+        self._created = time.time()
 
-        def by_lane(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(PREFIX + name, text, ["lane"], buckets=buckets, registry=registry)
+    def add_lane(self, name: str) -> tuple[Histogram, Histogram]:
+        """Returns the queue times and the batch sizes of a lane."""
+        queue_seconds = self.encode_queue_seconds[name] = Histogram()
+        batch_size = self.encode_batch_size[name] = Histogram(_BATCH_BUCKETS)
+        return queue_seconds, batch_size
 
-        self.encoded_tokens = counter("encoded_tokens", "Tokens of encoded texts.")
-        self.decoded_tokens = counter(
-            "decoded_tokens", "Tokens received for decoding, without replayed tokens."
-        )
-        self.replayed_tokens = counter(
-            "replayed_tokens", "Tokens of sequences taken over from a lost tokenizer."
-        )
-        self.encode_queue_seconds = by_lane(
-            "encode_queue_seconds", "Time from queueing an encode to its thread.", LATENCY_BUCKETS
-        )
-        self.encode_batch_size = by_lane("encode_batch_size", "Encodes per batch.", _BATCH_BUCKETS)
-        self.open_decode_states = Gauge(
-            PREFIX + "open_decode_states", "Sequences being decoded.", registry=registry
-        )
-        self.failures = counter(
-            "failures", "Encodes and decode states that failed, by reason.", "reason"
-        )
+    def collect(self) -> Iterator[Metric]:
+        """Called by Prometheus on another thread."""
+        yield from families(PREFIX, TABLE, self, self._created)
+
+
+# fmt: off
+TABLE: tuple[Row[TokenizerMetrics], ...] = (
+    Row(COUNTER, "encoded_tokens", "Tokens of encoded texts."),
+    Row(COUNTER, "decoded_tokens", "Tokens received for decoding, without replayed tokens."),
+    Row(COUNTER, "replayed_tokens", "Tokens of sequences taken over from a lost tokenizer."),
+    Row(HISTOGRAM, "encode_queue_seconds", "Time from queueing an encode to its thread.", labels=("lane",)),
+    Row(HISTOGRAM, "encode_batch_size", "Encodes per batch.", labels=("lane",)),
+    Row(GAUGE, "open_decode_states", "Sequences being decoded."),
+    Row(COUNTER, "failures", "Encodes and decode states that failed, by reason.", labels=("reason",)),
+)
+# fmt: on

@@ -170,7 +170,7 @@ class RouterStream:
     def _answer_encode(self, handle: int, outcome: Outcome) -> None:
         metrics = self._shared.metrics
         if isinstance(outcome, EncodedTexts):
-            metrics.encoded_tokens.inc(outcome.token_count)
+            metrics.encoded_tokens += outcome.token_count
             encoded = self._outbox.add(outcome.token_count * TOKEN_BYTES).encoded
             encoded.handle = handle
             encoded.token_ids.extend(outcome.token_ids)
@@ -184,7 +184,7 @@ class RouterStream:
             if outcome.stop_vocabulary is not None:
                 encoded.stop_vocabulary.CopyFrom(outcome.stop_vocabulary)
         else:
-            metrics.failures.labels(outcome.reason).inc()
+            metrics.failures[outcome.reason] += 1
             encoded = self._outbox.add().encoded
             encoded.handle = handle
             encoded.error.CopyFrom(to_proto(outcome))

@@ -45,7 +45,8 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     ) -> None:
         self._settings = settings
         self._limits = limits
-        self._metrics = TokenizerMetrics(runtime.registry)
+        self._metrics = TokenizerMetrics()
+        runtime.registry.register(self._metrics)
         self._workload = Workload()
         self._instance = secrets.token_hex(8)
         self._shared: Shared | None = None

@@ -162,7 +162,7 @@ class DecodeStates:
         if mistake := _find_mistake(handles, counts, len(token_ids), finished):
             self._refuse(handles, finished, mistake, answer)
             return
-        self._metrics.decoded_tokens.inc(len(token_ids))
+        self._metrics.decoded_tokens += len(token_ids)
         start = 0
         texts = []
         for handle, count in zip(handles, counts, strict=True):
@@ -210,8 +210,8 @@ class DecodeStates:
             command.request_id,
             command.min_tokens,
         )
-        self._metrics.open_decode_states.inc()
-        self._metrics.replayed_tokens.inc(len(command.delivered_token_ids))
+        self._metrics.open_decode_states += 1
+        self._metrics.replayed_tokens += len(command.delivered_token_ids)
         return sequence
 
     def _shared_stop_texts(self, command: pb.OpenDecodeCommand) -> StopTexts:
@@ -260,7 +260,7 @@ class DecodeStates:
 
     def _fail(self, handle: int, error: TrtmeshError) -> None:
         sequence = self._drop(handle)
-        self._metrics.failures.labels(error.reason).inc()
+        self._metrics.failures[error.reason] += 1
         if sequence is not None:
             with request_id_bound(sequence.request_id):
                 log.info("decode handle %d failed: %s: %s", handle, error.reason, error.message)
@@ -271,13 +271,13 @@ class DecodeStates:
         error = self._failures.get(handle)
         if error is None:
             error = _wrong_handle(handle, "is not open on this stream")
-            self._metrics.failures.labels(error.reason).inc()
+            self._metrics.failures[error.reason] += 1
         answer.failures.add(handle=handle, error=to_proto(error))
 
     def _drop(self, handle: int) -> DecodeSequence | None:
         sequence = self._sequences.pop(handle, None)
         if sequence is not None:
-            self._metrics.open_decode_states.dec()
+            self._metrics.open_decode_states -= 1
             self._workload.end()
         return sequence
 
