@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.chassis.safetensors_header import MOST_HEADER_BYTES
-from trtmesh.engine.adapters.safetensors_file import read_safetensors
+from trtmesh.chassis.safetensors_header import MOST_HEADER_BYTES, read_entries
+from trtmesh.engine.adapters.safetensors_file import read_tensors
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).view(2, 3),
@@ -23,8 +23,12 @@ TENSORS = {
 }
 
 
+def read(data: bytes, name: str) -> dict[str, torch.Tensor]:
+    return read_tensors(data, read_entries(data, name))
+
+
 def test_tensors_are_those_of_the_library() -> None:
-    found = read_safetensors(save(TENSORS, metadata={"format": "pt"}), "file")
+    found = read(save(TENSORS, metadata={"format": "pt"}), "file")
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype
@@ -40,7 +44,7 @@ def test_spoiled_files_are_refused_or_equal_to_the_library(
     data[position % len(data)] = value
     spoiled = bytes(data[: len(data) - len(tail)]) + tail[: position % 41]
     try:
-        found = read_safetensors(spoiled, "adapter_model.safetensors")
+        found = read(spoiled, "adapter_model.safetensors")
     except InvalidRequest:
         return
     expected = load(spoiled)
@@ -67,7 +71,7 @@ def test_false_headers_are_refused(entry: object) -> None:
     with pytest.raises(SafetensorError):
         load(data)
     with pytest.raises(InvalidRequest) as refused:
-        read_safetensors(data, "x")
+        read(data, "x")
     assert refused.value.field == "x"
 
 
@@ -75,4 +79,4 @@ def test_large_header_is_refused_before_it_is_parsed() -> None:
     """The library takes headers of 100 MB, whose parsing would hold running sequences up."""
     header = b"[" * (MOST_HEADER_BYTES + 1)
     with pytest.raises(InvalidRequest, match=f"not 1 to {MOST_HEADER_BYTES}"):
-        read_safetensors(len(header).to_bytes(8, "little") + header, "x")
+        read(len(header).to_bytes(8, "little") + header, "x")

@@ -1,11 +1,13 @@
-"""Recognises common mistakes in place of a model directory, before loading."""
+"""Recognises common mistakes in place of a model directory, before loading, and reads its JSON files."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.json_text import load_json
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """A repository of the Hugging Face Hub: owner and name."""
@@ -27,6 +29,17 @@ def check_model_dir(model_dir: Path) -> None:
             raise ModelUnusable(
                 f"{file} is a pointer of Git LFS, not the file itself; fetch the files: git -C {model_dir} lfs pull"
             )
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ModelUnusable."""
+    try:
+        content = load_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnusable(f"{file} is refused: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelUnusable(f"{file} is refused: it must hold a JSON object")
+    return content
 
 
 def _of_llama_cpp(name: str) -> str:

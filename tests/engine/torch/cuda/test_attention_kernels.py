@@ -7,17 +7,19 @@ from random import Random
 import pytest
 import torch
 from engine.torch.cuda.cached_sequences import LAYER, PLAIN, Cache, close, rule
+from engine.torch.cuda.references import (
+    decode_attention_reference,
+    prefill_attention_reference,
+    turn_reference,
+)
 from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
-    decode_attention_reference,
     splits,
 )
-from trtmesh.engine.backends.torch.cuda.kernels.layers import turn_reference
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import (
     prefill_attention,
-    prefill_attention_reference,
     tiles_of,
 )
 from trtmesh.engine.backends.torch.model.attention import Rule

@@ -11,6 +11,12 @@ import pytest
 import torch
 from engine.torch.cuda.cached_sequences import BLOCK_TOKENS, LAYER, Cache, close, rule
 from engine.torch.cuda.interpreted import Interpreted, small_model
+from engine.torch.cuda.references import (
+    invariant_product_reference,
+    prefill_attention_reference,
+    running_sums_reference,
+    store_reference,
+)
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from trtmesh.chassis.errors import ModelUnusable
@@ -22,18 +28,13 @@ from trtmesh.engine.backends.torch.cuda.kernels import decode_attention
 from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
     ROWS_AT_ONCE,
     InvariantProducts,
-    product_reference,
     shares_of,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
-from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import (
-    prefill_attention_reference,
-)
-from trtmesh.engine.backends.torch.cuda.kernels.store import store_reference, store_tokens
+from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
 from trtmesh.engine.backends.torch.cuda.kernels.sums import (
     COLUMNS,
     running_sums,
-    running_sums_reference,
 )
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
@@ -100,7 +101,7 @@ def test_rows_of_products_do_not_depend_on_each_other(
     bias = torch.randn(outputs, device=device).to(dtype)
     for given in (None, bias):
         every = products.product(rows, matrix, given)
-        assert near(every, product_reference(rows, matrix, given))
+        assert near(every, invariant_product_reference(rows, matrix, given))
         for places in some_rows(count, dice):
             assert torch.equal(products.product(rows[places], matrix, given), every[places])
     assert not products._done.any(), "the next launch would add up too early"
@@ -122,7 +123,7 @@ def test_more_rows_than_a_launch_takes(device: torch.device, products: Invariant
     rows = torch.randn(ROWS_AT_ONCE + 3, 32, device=device)
     matrix = torch.randn(5, 32, device=device)
     every = products.product(rows, matrix)
-    assert near(every, product_reference(rows, matrix))
+    assert near(every, invariant_product_reference(rows, matrix))
     assert torch.equal(products.product(rows[-2:], matrix), every[-2:])
 
 

@@ -8,21 +8,23 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from engine.torch.cuda.references import (
+    gated_silu_reference,
+    highest_reference,
+    known_reference,
+    turn_reference,
+)
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import (
     NO_TOKEN,
     PART,
     choose_tokens,
-    highest_reference,
-    known_reference,
     known_tokens,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.layers import (
     gated_silu,
-    gated_silu_reference,
     norm,
     norm_reference,
     turn,
-    turn_reference,
 )
 from trtmesh.engine.backends.torch.sampling.draws import _blocks, _Race, places
 

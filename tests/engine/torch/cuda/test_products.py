@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 import torch
+from engine.torch.cuda.references import product_reference
 from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.kernels.products import (
     FewRows,
     Scale,
-    product_reference,
     shares,
 )
 

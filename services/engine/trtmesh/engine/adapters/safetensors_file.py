@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.chassis.safetensors_header import Entry, read_entries
+from trtmesh.chassis.safetensors_header import Entry
 
 _DTYPES = {
     "F64": torch.float64,
@@ -24,11 +24,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
-def read_safetensors(data: bytes, name: str) -> dict[str, Tensor]:
-    """The tensors of a file. Raises InvalidRequest with `name` for anything but a whole and valid file."""
-    return read_tensors(data, read_entries(data, name))
 
 
 def read_tensors(data: bytes, entries: Mapping[str, Entry]) -> dict[str, Tensor]:

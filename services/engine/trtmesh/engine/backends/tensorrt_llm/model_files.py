@@ -9,8 +9,7 @@ from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
-from trtmesh.chassis.json_text import load_json
-from trtmesh.chassis.model_dir import check_model_dir
+from trtmesh.chassis.model_dir import check_model_dir, read_object
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 from trtmesh.engine.model_fingerprint import model_fingerprint
 from trtmesh.v1 import generation_pb2 as pb
@@ -56,7 +55,7 @@ class ModelFiles:
 def read_model(model_dir: Path, settings: TensorRtLlmSettings) -> ModelFiles:
     """Raises ModelUnusable for a directory without what a worker must know."""
     check_model_dir(model_dir)
-    whole = _json(model_dir / "config.json")
+    whole = read_object(model_dir / "config.json")
     config = whole.get("text_config") or whole
     vocabulary_size = config.get("vocab_size")
     if type(vocabulary_size) is not int or vocabulary_size < 1:
@@ -84,7 +83,7 @@ def _length(config: Mapping[str, Any]) -> int | None:
 def _end_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Those of generation_config.json, else of config.json: the library adds the former only with a tokenizer."""
     file = model_dir / "generation_config.json"
-    generation = _json(file) if file.is_file() else {}
+    generation = read_object(file) if file.is_file() else {}
     for source in (generation, config):
         ids = source.get("eos_token_id")
         ids = ids if isinstance(ids, list) else [ids]
@@ -112,7 +111,7 @@ def _tokenizer_fingerprint(model_dir: Path) -> str:
 
 def _built(engine_dir: Path) -> BuiltEngine:
     file = engine_dir / "config.json"
-    config = _json(file)
+    config = read_object(file)
     build = config.get("build_config")
     if not isinstance(build, dict):
         raise ModelUnusable(f"{file} has no build_config, so {engine_dir} is no built engine")
@@ -129,13 +128,3 @@ def _built(engine_dir: Path) -> BuiltEngine:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelUnusable(f"{file} has no usable build_config: {error!r}") from error
-
-
-def _json(file: Path) -> Mapping[str, Any]:
-    try:
-        content = load_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelUnusable(f"{file} is refused: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelUnusable(f"{file} is refused: it must hold a JSON object")
-    return content

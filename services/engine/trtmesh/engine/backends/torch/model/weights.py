@@ -12,7 +12,7 @@ from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.json_text import load_json
-from trtmesh.chassis.model_dir import check_model_dir
+from trtmesh.chassis.model_dir import check_model_dir, read_object
 from trtmesh.engine.model_fingerprint import LENGTH_BYTES, MAX_HEADER_BYTES
 
 PAIR = re.compile(r'(?:[({]|^\s+)"([^"\s]+)"[,:] "\w+Config"', re.MULTILINE)
@@ -66,14 +66,14 @@ def check_config(model_dir: Path) -> None:
     config = model_dir / "config.json"
     if not config.is_file():
         raise ModelUnusable(f"model directory {model_dir} has no config.json")
-    check_type(config, _json_object(config))
+    check_type(config, read_object(config))
 
 
 def _check_index(index: Path) -> None:
     """Raises ModelUnusable for a missing file of a divided model."""
     if not index.is_file():
         return
-    named = _json_object(index).get("weight_map")
+    named = read_object(index).get("weight_map")
     for name in sorted(set(named.values())) if isinstance(named, dict) else ():
         if not (index.parent / name).is_file():
             raise ModelUnusable(f"{index} names {name}, which is missing; download it too")
@@ -101,7 +101,7 @@ def _tensor_names(file: Path) -> list[str]:
 
 def _check_layers(model_dir: Path, names: list[str]) -> None:
     """Raises ModelUnusable where config.json has more layers than the weights."""
-    config = _json_object(model_dir / "config.json")
+    config = read_object(model_dir / "config.json")
     layers = config.get("num_hidden_layers")
     numbers = [int(match[1]) for name in names if (match := LAYER.search(name))]
     if isinstance(layers, int) and numbers and layers > max(numbers) + 1:
@@ -109,13 +109,3 @@ def _check_layers(model_dir: Path, names: list[str]) -> None:
             f"the weights of {model_dir} do not fit its config.json: num_hidden_layers is {layers}, but the files"
             f" have {max(numbers) + 1} layers"
         )
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = load_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelUnusable(f"{file} is refused: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelUnusable(f"{file} is refused: it must hold a JSON object")
-    return content

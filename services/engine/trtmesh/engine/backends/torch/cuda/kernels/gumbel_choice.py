@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -183,14 +181,3 @@ def known_tokens(given: Tensor, chosen: Tensor) -> Tensor:
         given, chosen, output, len(given), block=KNOWN, **overlap(given.device)
     )
     return output
-
-
-def known_reference(given: Tensor, chosen: Tensor) -> Tensor:
-    found = chosen[(-1 - given).clamp(min=0)].clamp(min=0)
-    return torch.where(given < 0, found, given)
-
-
-def highest_reference(logits: Tensor) -> Tensor:
-    """The tokens of rows of temperature 0."""
-    peaks, ids = logits.float().max(1)
-    return torch.where(peaks.abs() < math.inf, ids, NO_TOKEN)

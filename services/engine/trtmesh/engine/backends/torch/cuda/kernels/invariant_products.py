@@ -155,8 +155,3 @@ def shares_of(matrix: Tensor) -> int:
     """Programs that divide the inputs of a matrix [outputs, inputs]."""
     outputs, size = matrix.shape
     return shares(triton.cdiv(outputs, LINES), size)
-
-
-def product_reference(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    found = rows.double() @ matrix.double().t()
-    return (found if bias is None else found + bias.double()).to(rows.dtype)

@@ -80,11 +80,6 @@ def gated_silu(both: Tensor) -> Tensor:
     return output
 
 
-def gated_silu_reference(both: Tensor) -> Tensor:
-    gate, up = both.double().chunk(2, -1)
-    return (torch.nn.functional.silu(gate) * up).to(both.dtype)
-
-
 @triton.jit
 def _turn(
     heads,
@@ -138,12 +133,3 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         padded_half=triton.next_power_of_2(half),
         **overlap(heads.device),
     )
-
-
-def turn_reference(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    size = cos.shape[1]
-    turned, rest = heads.double().split((size, heads.shape[2] - size), 2)
-    a, b = turned.chunk(2, 2)
-    swapped = torch.cat((-b, a), 2)
-    turned = turned * cos.double()[:, None] + swapped * sin.double()[:, None]
-    return torch.cat((turned, rest), 2).to(heads.dtype)

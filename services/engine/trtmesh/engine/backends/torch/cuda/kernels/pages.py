@@ -41,13 +41,6 @@ class Pages:
     def layer_offset(self, layer: int) -> int:
         return layer * self.pool.stride(1)
 
-    def of(self, blocks: Tensor, tokens: int, layer: int) -> tuple[Tensor, Tensor]:
-        """The first keys and values [tokens, kv_heads, dim] of a sequence with these blocks."""
-        # [blocks, 2, kv_heads, tokens of a block, dim]
-        found = self.pool[blocks, layer]
-        rows = found.permute(1, 0, 3, 2, 4).flatten(1, 2)
-        return rows[0, :tokens], rows[1, :tokens]
-
 
 @dataclass(frozen=True, slots=True)
 class TableRows:

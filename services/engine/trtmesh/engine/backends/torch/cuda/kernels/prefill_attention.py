@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
     NO_WINDOW,
-    attended,
     capped,
     padded,
 )
@@ -199,15 +197,3 @@ def prefill_attention(
         stages=1 if wide else 2 if row_bytes <= 128 else 3,
         num_warps=4,
     )
-
-
-def prefill_attention_reference(
-    queries: Tensor, tiles: Tensor, table: Tensor, pages: Pages, layer: int, rule: Rule
-) -> Tensor:
-    """The same with PyTorch, in float64 and tile by tile; rows of no tile are zero."""
-    output = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
-    for row, token, start, length in tiles.tolist():
-        keys, values = pages.of(table[row], start + length, layer)
-        own = slice(token, token + length)
-        output[own] = attended(queries[own], keys, values, start, rule)
-    return output.to(queries.dtype)

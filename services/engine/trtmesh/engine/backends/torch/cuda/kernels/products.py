@@ -307,24 +307,3 @@ def shares(tiles: int, size: int) -> int:
     ):
         found *= 2
     return found
-
-
-def product_reference(
-    given: Tensor,
-    weight: Tensor,
-    *,
-    scale: Scale | None = None,
-    added: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
-    wide = given.double()
-    if scale:
-        length = torch.rsqrt(wide.square().mean(-1, keepdim=True) + scale.epsilon)
-        wide = wide * length * scale.weight.double()
-    found = wide @ weight.double().t()
-    if gated:
-        gate, up = found.chunk(2, -1)
-        found = torch.nn.functional.silu(gate) * up
-    if added is not None:
-        found = found + added.double()
-    return found.to(given.dtype)

@@ -74,14 +74,3 @@ def store_tokens(kv: Tensor, tokens: TableRows, pages: Pages, layer: int) -> Non
         block_tokens=pages.block_tokens,
         **overlap(kv.device),
     )
-
-
-def store_reference(kv: Tensor, tokens: TableRows, pages: Pages, layer: int) -> None:
-    """The same with PyTorch, token by token."""
-    table = tokens.table.view(-1, int(tokens.width))
-    places = zip(tokens.owners.tolist(), tokens.positions.tolist(), strict=True)
-    for row, (owner, position) in enumerate(places):
-        block = int(table[owner, position // pages.block_tokens])
-        if block:
-            place = pages.pool[block, layer, :, :, position % pages.block_tokens]
-            place.copy_(kv[row].view(place.shape))

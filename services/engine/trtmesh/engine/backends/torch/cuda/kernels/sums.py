@@ -38,7 +38,3 @@ def running_sums(rows: Tensor) -> Tensor:
         given, output, given.shape[1], columns=COLUMNS, **overlap(given.device)
     )
     return output
-
-
-def running_sums_reference(rows: Tensor) -> Tensor:
-    return rows.cumsum(1)
