@@ -23,6 +23,7 @@ Constants = Mapping[str, float]
 FLAG = "--constant"
 
 PLACES = {
+    "layers_per_part": "trtmesh.engine.backends.torch.loading:LAYERS_PER_PART",
     "unread_answer_seconds": "trtmesh.engine.gateways.trtllm.servicer:UNREAD_SECONDS",
     "explained_decisions": "trtmesh.router.fleet.fleet:EXPLAINED_DECISIONS",
     "lease_seconds": "trtmesh.router.handoffs.live_handoff:LEASE_SECONDS",

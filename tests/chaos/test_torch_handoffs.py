@@ -21,7 +21,7 @@ WORKER = (
     *("--backend", "torch", "--model-dir", str(DEMO), "--torch-threads", "1"),
     *("--torch-batch-invariant", "true", "--torch-kv-cache-tokens", "4096"),
     # A prefill takes eight chunks.
-    *("--torch-batching-context-chunk-tokens", "64", "--torch-kv-cache-layers-per-part", "2"),
+    *("--torch-batching-context-chunk-tokens", "64", *constants(layers_per_part=2)),
     *("--load-interval-seconds", "0.02", "--handoff-checksums", "all"),
 )
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engine.gate import Gate
 from engine.short_names import by_short_names
+from process_constants import patch
 from trtmesh.chassis.vocabulary import GenerationConfig, Output, Sampling, Stopping
 from trtmesh.engine.backend import (
     BackendInfo,
@@ -193,8 +195,11 @@ def module_of(engine: Harness) -> Any:
 @asynccontextmanager
 async def running(model_dir: Path, **settings: Any) -> AsyncIterator[Harness]:
     """A started backend; a single thread avoids contention between tests."""
+    constants = {name: settings.pop(name) for name in ("layers_per_part",) if name in settings}
     harness = Harness(model_dir, by_short_names(TorchSettings, **{"threads": 1, **settings}))
-    await harness.start()
+    with pytest.MonkeyPatch.context() as patching:
+        patch(patching, **constants)
+        await harness.start()
     try:
         yield harness
     finally:

@@ -60,6 +60,8 @@ LESS_MODEL = "engine.torch.adapters.max_batch_adapters, or take another device, 
 LESS_CACHE = (
     "engine.torch.kv_cache.tokens, bytes or free_memory_fraction, or engine.torch.host_cache.bytes"
 )
+LAYERS_PER_PART = 4
+"""Layers of KV that a handoff to another worker transfers at once, while later layers are computed."""
 ALL_ROLES = (epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE)
 
 
@@ -204,7 +206,7 @@ def _engine(
         data_type=DATA_TYPES[model.dtype],
         static_batching=batching.is_static,
         max_adapter_bytes=_most_adapter_bytes(settings.adapters),
-        layers_per_part=min(settings.kv_cache.layers_per_part, model.kv_shape.layers),
+        layers_per_part=min(LAYERS_PER_PART, model.kv_shape.layers),
     )
     adapters = _adapters(settings.adapters, model)
     block_tables = _tables(settings, sizes)

@@ -22,8 +22,6 @@ class TorchKvCacheSettings(KvCacheSettings):
     """Most memory, as a share of the memory free after the model is loaded; 0 sets no limit."""
     tokens_per_block: Annotated[int, Field(ge=1, le=4096)] = 16
     """Tokens per KV block."""
-    layers_per_part: Annotated[int, Field(ge=1, le=65536)] = 4
-    """Layers of KV that a handoff to another worker transfers at once, while later layers are computed."""
 
 
 class HostCacheSettings(Settings):
