@@ -252,6 +252,15 @@ ROOMS = {
 
 SMALL_LINES = 80
 SMALL_IDEAS = {
+    "engine.backends.simulated.batch": "the lists by which a step costs no loop",
+    "engine.backends.tensorrt_llm.adapter_folders": "locks, which a killed worker loses",
+    "engine.backends.tensorrt_llm.errors": "the library's errors in words of the mesh",
+    "engine.backends.tensorrt_llm.load": "the library's rows of statistics",
+    "engine.backends.torch.cuda.invariant_device": "a device, like its neighbour",
+    "engine.backends.torch.cuda.kernels.block_copies": "a kernel, like its neighbours",
+    "engine.backends.torch.devices": "a device's name, before CUDA is used",
+    "engine.backends.torch.fields": "what requests may set",
+    "engine.backends.torch.model.rope": "what would couple the requests of a batch",
     "engine.gateways.choice": "imports only the contracts that settings choose",
     "engine.gateways.trtllm.tokenizer_files": "what gateways may download",
     "router.__main__": "a program, of which a mesh in one process is another",
@@ -368,7 +377,8 @@ def test_no_two_public_classes_of_a_package_share_a_name() -> None:
     "room",
     [
         *("client", "router", "tokenizer"),
-        *("engine.gateways", "engine.handoff", "engine.scheduling", "engine.service"),
+        *("engine.backends", "engine.gateways", "engine.handoff", "engine.scheduling"),
+        "engine.service",
     ],
 )
 def test_small_module_with_one_importer_is_an_idea_of_its_own(room: str) -> None:

@@ -26,16 +26,14 @@ from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.invariant_layers import Trial, make_invariant
 from trtmesh.engine.backends.torch.cuda.kernels import decode_attention
 from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
+    COLUMNS,
     ROWS_AT_ONCE,
     InvariantProducts,
+    running_sums,
     shares_of,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
-from trtmesh.engine.backends.torch.cuda.kernels.sums import (
-    COLUMNS,
-    running_sums,
-)
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache

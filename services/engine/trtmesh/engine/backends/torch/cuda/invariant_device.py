@@ -12,8 +12,10 @@ from trtmesh.engine.backends.torch.accelerator import ORDERING
 from trtmesh.engine.backends.torch.cuda.device import Cuda, fitted
 from trtmesh.engine.backends.torch.cuda.invariant_attention import InvariantAttention
 from trtmesh.engine.backends.torch.cuda.invariant_layers import InvariantUpdates, make_invariant
-from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import InvariantProducts
-from trtmesh.engine.backends.torch.cuda.kernels.sums import running_sums
+from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
+    InvariantProducts,
+    running_sums,
+)
 from trtmesh.engine.backends.torch.cuda.layers import KernelMlp, KernelNorm, KernelRotation
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables

@@ -7,7 +7,6 @@ number of rows, also several of a sequence: those attend to its stored keys alon
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,6 @@ FEW_PROGRAMS = 64
 LEAST_SIZE = 16
 """Least size of a matrix product's operand."""
 NO_WINDOW = 2**31 - 1
-LOG2_E = math.log2(math.e)
 
 
 @triton.jit
