@@ -155,7 +155,7 @@ def _ids_of(config: GenerationConfig) -> Iterator[tuple[str, Iterable[int]]]:
 
 
 def _check_beams(config: GenerationConfig, info: BackendInfo) -> None:
-    """Beam search ranks and draws nothing, and its output may change until it is over."""
+    """Beam search ranks and draws nothing, and the output may change until the end."""
     width, sampling = config.beam_search.beam_width, config.sampling
     most = min(info.max_sequences_per_item, info.max_batch_size)
     if width > most:
@@ -212,7 +212,7 @@ def _capacity(prompt_tokens: int, beams: int, info: BackendInfo) -> int:
 
 
 def _shared_blocks(prompt_tokens: int, beams: int, info: BackendInfo) -> int:
-    """Beams share the prompt's full blocks except the last, which each beam computes for its logits."""
+    """Beams share the prompt's full blocks except the last, computed by each beam for the logits."""
     return (prompt_tokens - 1) // info.tokens_per_block if beams > 1 else 0
 
 

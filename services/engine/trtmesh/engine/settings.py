@@ -24,15 +24,15 @@ class EngineSettings(SecuredSettings):
     section: ClassVar[str] = "engine"
 
     backend: Literal["torch", "tensorrt_llm", "simulated", "foreign"] = "torch"
-    """What executes the model."""
+    """Software that executes the model."""
     worker: str = ""
     """Name of the worker, unique in the fleet; unset makes one from host name and process id."""
     model_dir: Path | None = None
     """Directory of the model; the simulated and the foreign backend need none."""
     model: str = ""
-    """Name that requests ask for; unset takes the directory's name, or "simulated"."""
+    """Name of the model in requests; unset takes the directory's name, or "simulated"."""
     role: Literal["mixed", "prefill", "decode"] = "mixed"
-    """Phases that the worker is for."""
+    """Phases of items that this worker computes."""
     load_interval_seconds: Seconds = 0.1
     """Time between two Load events, in seconds."""
     step_gap_seconds: Seconds = 10.0
@@ -47,7 +47,7 @@ class EngineSettings(SecuredSettings):
 
     @model_validator(mode="after")
     def _backend_has_the_role(self) -> Self:
-        """The library computes prompts for others without overlap only, and hands over by a transfer of its own."""
+        """The library computes prompts for other workers without overlap only, and hands over by its own transfer."""
         if self.backend != "tensorrt_llm" or self.role == "mixed":
             return self
         if not self.tensorrt_llm.hands_over:

@@ -1,4 +1,4 @@
-"""Settings of the TensorRT-LLM backend. Those that the torch backend also has have its names."""
+"""Settings of the TensorRT-LLM backend. Settings shared with the torch backend have the same names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS_PER_BLOCK = 32
 """The library's default."""
 
 TRANSFER_MILLISECONDS = 60_000
-"""Life of KV that nobody fetches; without one, 1.2 keeps it for ever."""
+"""Life of KV without a fetch; by default, 1.2 keeps such KV for ever."""
 
 
 def _parse_json(value: object) -> object:
@@ -39,12 +39,12 @@ Options = Annotated[Mapping[str, Any], BeforeValidator(_parse_json)]
 
 
 class ParallelSettings(Settings):
-    """GPUs of the worker. It uses tensor x pipeline of them, the first that CUDA_VISIBLE_DEVICES names."""
+    """GPUs of the worker. The first tensor x pipeline devices of CUDA_VISIBLE_DEVICES are used."""
 
     tensor: Size = 1
-    """GPUs that share every layer."""
+    """GPUs sharing every layer."""
     pipeline: Size = 1
-    """Groups of GPUs that have a part of the layers each."""
+    """Groups of GPUs with a part of the layers each."""
 
 
 class TensorRtLlmKvCacheSettings(KvCacheSettings):
@@ -71,24 +71,24 @@ class TensorRtLlmLimitSettings(LimitSettings):
 
 
 class TensorRtLlmAdapterSettings(AdapterSettings):
-    """LoRA adapters: their files on disk, from which the library loads them, and its memory for them."""
+    """LoRA adapters: the files on disk, for the library to load, and the library's memory."""
 
     disk_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
     """Most bytes of adapters' files; the longest unused are removed. 0 refuses adapters."""
     directory: Path | None = None
-    """Directory for these files; unset makes one below the system's directory for temporary files. The worker empties
-    what it made when it stops."""
+    """Directory for these files; unset makes one below the system's directory for temporary files. A worker removes a
+    directory of its own at the end."""
 
 
 class TensorRtLlmSettings(Settings):
-    """The model, and what of the library a worker must know; everything else are `options` in the library's words."""
+    """The model, and the facts needed by a worker; all else are `options` in the library's words."""
 
     flow: Literal["pytorch", "tensorrt"] = "pytorch"
     """pytorch runs the model directory; tensorrt runs a built engine, which releases from 1.3 on cannot."""
     engine_dir: Path | None = None
     """Directory of the built engine; the model directory then has the configuration and the tokenizer."""
     options: Options = {}  # noqa: RUF012 - frozen with the model
-    """Further arguments of the library's constructor by their names there, and of the configurations within it:
+    """Further arguments of the library's constructor, by the library's names, and of the configurations within:
     guided_decoding_backend: xgrammar, or kv_cache_config: {dtype: fp8}."""
     parallel: ParallelSettings = ParallelSettings()
     kv_cache: TensorRtLlmKvCacheSettings = TensorRtLlmKvCacheSettings()
@@ -109,7 +109,7 @@ class TensorRtLlmSettings(Settings):
         return self
 
     def option(self, *names: str) -> Any:
-        """An argument in `options`, or one of a configuration there; None where it is not given."""
+        """Returns an argument in `options`, or of a configuration there, or None."""
         found: Any = self.options
         for name in names:
             found = found.get(name) if isinstance(found, Mapping) else None
@@ -122,23 +122,23 @@ class TensorRtLlmSettings(Settings):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step is launched before the previous one is read."""
+        """Whether a step is launched before the previous step is read."""
         return not self.option("disable_overlap_scheduler")
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens of a KV block; a built engine has its own."""
+        """Tokens of a KV block, unless a built engine says otherwise."""
         return self.option("kv_cache_config", "tokens_per_block") or TOKENS_PER_BLOCK
 
     @property
     def transfer_milliseconds(self) -> int:
-        """Time after which KV that nobody fetched is given up."""
+        """Time after which KV without a fetch is given up."""
         named = self.option("cache_transceiver_config", "kv_transfer_timeout_ms")
         return named or TRANSFER_MILLISECONDS
 
     @property
     def drafts(self) -> str:
-        """Who proposes tokens ahead of the model, in the library's words; empty for nobody."""
+        """The source of draft tokens, in the library's words; empty without drafts."""
         return str(self.option("speculative_config", "decoding_type") or "")
 
     @property

@@ -39,15 +39,15 @@ class TorchBatchingSettings(Settings):
     type: Literal["inflight_fused_batching", "V1"] = "inflight_fused_batching"
     """V1 starts a batch only after the end of the previous batch; otherwise sequences join and leave at every step."""
     policy: Literal["max_utilization", "guaranteed_no_evict"] | None = None
-    """guaranteed_no_evict starts a sequence only when its longest form fits the KV cache. max_utilization starts it
-    when its present tokens fit, and pauses the newest sequence when blocks run out. The default is max_utilization,
-    with V1 guaranteed_no_evict."""
+    """guaranteed_no_evict starts a sequence only when the longest form fits the KV cache. max_utilization starts a
+    sequence when the present tokens fit, and pauses the newest sequence when blocks run out. The default is
+    max_utilization, with V1 guaranteed_no_evict."""
     max_step_tokens: Count = 512
-    """Most tokens in a step, except that every sequence in the batch gets at least one."""
+    """Most tokens in a step, but at least one for every sequence in the batch."""
     chunked_context: bool = True
     """Whether a prompt may take several steps; if not, prompts longer than max_step_tokens are refused."""
     context_chunk_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Most prompt tokens of one sequence in a step; 0 means as many as the step has room for."""
+    """Most prompt tokens of one sequence in a step; 0 means up to the room in the step."""
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -64,7 +64,7 @@ class TorchBatchingSettings(Settings):
 
     @property
     def never_pauses(self) -> bool:
-        """Whether a started sequence runs to its end."""
+        """Whether a started sequence runs to the end."""
         return self.is_static or self.policy == "guaranteed_no_evict"
 
     @property
@@ -78,7 +78,7 @@ class TorchLimitSettings(LimitSettings):
 
     max_prompt_table_bytes: Annotated[int, Field(ge=1, le=2**40)] = 2**30
     """Most memory in bytes for the prompt tables of all items, each counted as received and as computed with; an item
-    is refused when its table does not fit."""
+    with a table beyond this is refused."""
 
 
 class TorchAdapterSettings(AdapterSettings):
@@ -124,10 +124,10 @@ class TorchSettings(Settings):
     CPU, or a GPU on which the kernels run. If not, rounding depends on the batch, and changes some tokens that nearly
     tie with others."""
     decoding_mode: Literal["auto", "top_k", "top_p", "top_k_top_p", "beam_search"] = "auto"
-    """Decoding that requests may ask for; other fields are refused. auto allows everything, top_k and top_p one filter,
+    """Decoding allowed to requests; other fields are refused. auto allows everything, top_k and top_p one filter,
     top_k_top_p both, beam_search only beams."""
     normalize_log_probs: bool = False
-    """Default of output.normalize_log_probs: whether log-probabilities count only the tokens that could be chosen."""
+    """Default of output.normalize_log_probs: whether log-probabilities count only choosable tokens."""
     kv_cache: TorchKvCacheSettings = TorchKvCacheSettings()
     host_cache: HostCacheSettings = HostCacheSettings()
     batching: TorchBatchingSettings = TorchBatchingSettings()

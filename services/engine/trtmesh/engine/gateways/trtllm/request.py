@@ -1,7 +1,7 @@
-"""Parses a GenerateRequest of TrtllmService into a SubmitCommand, and what its answers must contain.
+"""Parses a GenerateRequest of TrtllmService into a SubmitCommand and the required content of answers.
 
 Every field has an effect or is refused by name; a test walks the message. Limits of values stay in `parsing` and
-`admission`; `contract_name` gives their errors the contract's names.
+`admission`; `contract_name` gives the contract's names to errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trtmesh.v1.generation_fields import LIMITS, NEGATIVE_IS_UNSET
 MAX_REQUEST_ID_CHARACTERS = 256
 MOST_LOGPROBS = int(LIMITS["output.top_log_probs"][1])
 LOGPROB_BYTES = 24
-"""Most bytes of one log-probability in an answer."""
+"""Most bytes of a log-probability in an answer."""
 
 SAMPLING = {
     **{
@@ -36,7 +36,7 @@ SAMPLING = {
     "beam_search_diversity_rate": "beam_search.diversity_rate",
     "length_penalty": "beam_search.length_penalty",
 }
-"""Fields of SamplingConfig with one counterpart each, most of the same name."""
+"""Fields of SamplingConfig with a single counterpart, most of the same name."""
 
 EARLY_STOPPING = {
     0: pb.EARLY_STOPPING_HEURISTIC,
@@ -78,16 +78,16 @@ _CONTRACT_NAMES = {
 
 
 def contract_name(path: str) -> str:
-    """The contract's name of one of our fields."""
+    """The contract's name of a field of ours."""
     return _CONTRACT_NAMES.get(path, path)
 
 
 @dataclass(frozen=True, slots=True)
 class AskedGeneration:
-    """A call: what the engine generates, and what the answers contain."""
+    """A call: the work of the engine, and the content of the answers."""
 
     command: epb.SubmitCommand
-    """The item, with its first sequence at handle 0."""
+    """The item, with the first sequence at handle 0."""
     sequences: int
     streaming: bool
     revises: bool
@@ -173,7 +173,7 @@ def _refuse_unsupported(request: tpb.GenerateRequest) -> None:
 
 
 def _unsupported(request: tpb.GenerateRequest) -> Iterator[tuple[str, str]]:
-    """Fields that no backend can serve from what the contract carries, and why."""
+    """Fields for which the contract carries too little for any backend, with the reason."""
     if request.tokenized.query_token_ids:
         yield "tokenized.query_token_ids", "no backend has star attention"
     if request.sampling_config.beam_width_array:
@@ -243,7 +243,7 @@ def _check_range(path: str, value: int) -> None:
 
 
 def _put(message: Any, path: str, value: Any, name: str) -> None:
-    """Sets a field by path. Raises InvalidField for a number outside its type, such as a negative one."""
+    """Sets a field by path. Raises InvalidField for a number outside the type, such as a negative number."""
     *parents, last = path.split(".")
     for parent in parents:
         message = getattr(message, parent)
@@ -297,7 +297,7 @@ def _check_words(name: str, words: Any) -> None:
 
 
 def _take_output(given: tpb.OutputConfig, config: pb.GenerationConfig) -> None:
-    """`exclude_input_from_output` is always so: a false one is unset, and the contract's default is true."""
+    """`exclude_input_from_output` is always true: false means unset, and the contract's default is true."""
     output = config.output
     for name in ("logprobs", "prompt_logprobs"):
         if given.HasField(name):
@@ -368,7 +368,7 @@ def _check_size(
     info: BackendInfo,
     most_answer_bytes: int,
 ) -> None:
-    """Refuses data that would not fit the one message with everything of a sequence."""
+    """Refuses data too large for the single message with everything of a sequence."""
     prompt = len(asked.command.token_ids)
     tokens = max(0, min(request.max_tokens, info.max_sequence_tokens - prompt))
     output = request.output_config

@@ -1,10 +1,10 @@
-"""The next token of each row, the log-probabilities that rank beams, and the optional data of a chosen token.
+"""The next token of each row, the log-probabilities for ranking beams, and the optional data of a chosen token.
 
-Everything is computed on the device of the logits. A choice is read later, when its step is collected.
+Everything is computed on the device of the logits. A choice is read later, when the step is collected.
 
-Log-probabilities come from the model's own logits. Normalised ones count only choosable tokens, after bias, penalties,
-bans, temperature and filters; a greedy token has 0. As with TensorRT-LLM's `normalize_log_probs`, the sum stays that of
-the model's own.
+Log-probabilities come from the model's own logits. Normalised log-probabilities count only choosable tokens, after
+bias, penalties, bans, temperature and filters; a greedy token has 0. As with TensorRT-LLM's `normalize_log_probs`, the
+sum stays the model's own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def details_of(
     normalized: Tensor | None,
     logits: Tensor,
 ) -> TokenDetails:
-    """The details that its item asks for, from log-probabilities [vocabulary] and `logits` [1, vocabulary]."""
+    """The details for the item's output fields, from log-probabilities [vocabulary] and `logits` [1, vocabulary]."""
     details, output = TokenDetails(sequence.key), sequence.token_rules.output
     if log_probs is not None:
         if normalized is not None:
@@ -58,7 +58,7 @@ def most_likely(log_probs: Tensor, count: int) -> TopLogProbs:
 
 
 def log_probs_of(sequences: SequenceOf[Continuation], logits: Tensor) -> dict[int, Tensor]:
-    """The model's own, [vocabulary] float64, of each row that needs them."""
+    """The model's own, [vocabulary] float64, by row, where needed."""
     asking = [row for row, each in enumerate(sequences) if each.token_rules.wants_log_probs]
     if not asking:
         return {}
@@ -79,7 +79,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 def normalized_of(
     rows: Iterable[int], sequences: SequenceOf[Continuation], changed: Tensor, filters: Filters
 ) -> dict[int, Tensor]:
-    """[vocabulary] float64 of each of the `rows` that asks for them, from the adjusted logits [rows, vocabulary]."""
+    """[vocabulary] float64 by row, where requested, from the adjusted logits [rows, vocabulary]."""
     return {
         row: _among_choosable(sequences[row], changed[row : row + 1], filters)
         for row in rows
@@ -151,7 +151,7 @@ class TokenChoice(Protocol):
         """The model's log-probability of any token, where the row's item asks for log-probabilities."""
 
     def details(self, row: int) -> TokenDetails:
-        """The details that the row's item asks for, without the cumulative log-probability."""
+        """The details for the item's output fields, without the cumulative log-probability."""
 
 
 @dataclass(slots=True)
@@ -164,9 +164,9 @@ class LogitsChoice:
     peaks: Tensor
     ids: Tensor
     log_probs: Mapping[int, Tensor]
-    """The model's own, [vocabulary], for the rows that need them."""
+    """The model's own, [vocabulary] by row, where needed."""
     normalized: Mapping[int, Tensor]
-    """[vocabulary] for the rows that ask for them."""
+    """[vocabulary] by row, where requested."""
     token_ids: list[int] = field(init=False)
 
     def read(self) -> dict[int, TrtmeshError]:
@@ -201,8 +201,8 @@ class Ranking:
     peaks: Tensor
 
     def read(self) -> dict[int, TrtmeshError]:
-        """Waits for the device. Returns the rows that are not finite, and why. A row without an allowed token is no
-        failure: other beams may continue."""
+        """Waits for the device. Returns the rows without a finite logit, with the reason. A row without an allowed
+        token is no failure: other beams may continue."""
         return {
             row: _failure(self.logits[row])
             for row, peak in enumerate(self.peaks.tolist())
@@ -225,7 +225,7 @@ def _failure(row: Tensor) -> TrtmeshError:
 
 
 def not_finite() -> BackendFailed:
-    """For a row whose highest logit is no finite number, with nothing banned."""
+    """For a row with no finite highest logit and nothing banned."""
     return BackendFailed("the model's logits are not finite numbers")
 
 
@@ -265,7 +265,7 @@ def _add_bias(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
 
 def _penalise(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
     """Divides positive logits of all earlier tokens by the repetition penalty and multiplies negative logits; subtracts
-    presence + frequency * count for those that count."""
+    presence + frequency * count for counted tokens."""
     places, factors, minus = [], [], []
     for row, sequence in rows:
         sampling = sequence.token_rules.sampling

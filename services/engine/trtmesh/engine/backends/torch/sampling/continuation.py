@@ -1,4 +1,4 @@
-"""Tokens that are being continued, as the choice of the next token sees them: no KV, no blocks, no schedule."""
+"""The tokens of a running sequence, as seen by the choice of the next token: no KV, no blocks, no schedule."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Continuation:
 
 
 class History:
-    """Counts over earlier tokens, as the rules of a sequence need them.
+    """Counts over earlier tokens, for the rules of a sequence.
 
-    They are pure functions of the tokens, whatever worker generated them and in however many runs.
+    The counts are pure functions of the tokens, so equal on every worker and after any number of runs.
     """
 
     def __init__(self, rules: TokenRules, prompt_tokens: int) -> None:
@@ -119,11 +119,11 @@ class Occurrences:
 
 
 class Ngrams:
-    """The ids that followed each run of `size - 1` tokens, prompt included.
+    """The ids after each run of `size - 1` tokens, prompt included.
 
     Runs are keyed by a rolling hash (Karp and Rabin, https://doi.org/10.1147/rd.312.0249), so time and memory do not
-    depend on `size`. Two runs collide by chance once in 2**61; a client who forces collisions only bans more ids for
-    its own sequence.
+    depend on `size`. Two runs collide by chance once in 2**61; a client who forces collisions only bans more ids in
+    that client's sequence.
     """
 
     def __init__(self, size: int) -> None:
@@ -141,13 +141,13 @@ class Ngrams:
         self._next = max(self._next, len(tokens))
 
     def repeating(self, tokens: SequenceOf[int]) -> SequenceOf[int]:
-        """Ids that would repeat an n-gram."""
+        """Ids whose choice would repeat an n-gram."""
         if len(tokens) < self._before:
             return ()
         return list(self._followers.get(self._run_before(len(tokens), tokens), ()))
 
     def _run_before(self, end: int, tokens: SequenceOf[int]) -> int:
-        """The hash of the run before the token at `end`, which never decreases between calls."""
+        """The hash of the run before the token at `end`. `end` never decreases between calls."""
         value = self._hash
         for position in range(self._end, end):
             value = value * HASH_BASE + tokens[position] + 1
@@ -159,7 +159,7 @@ class Ngrams:
 
 
 class DecayingTopP:
-    """top_p = max(top_p * decay, min) after each generated token, or its first value after the reset id.
+    """top_p = max(top_p * decay, min) after each generated token, or the first value after the reset id.
 
     The rule of TensorRT-LLM, after https://arxiv.org/abs/2206.04624.
     """

@@ -1,9 +1,10 @@
 """Draws one token per row: the largest of logit / temperature + noise.
 
-Noise is Gumbel's, so the largest sum is drawn with the probabilities of the softmax. It depends on (seed, batch_index,
-sequence_index, position, token) alone, and not on the rest of the batch, earlier draws or the worker. So a sampled
-stream is reproducible and can continue elsewhere. Rounding changes a draw only where the two largest sums nearly tie:
-with logits known to an error e, about e / temperature of all draws, and at the edges of the filters (`filters.py`).
+Noise is Gumbel's, so the largest sum is drawn with the probabilities of the softmax. The noise depends on (seed,
+batch_index, sequence_index, position, token) alone, and not on the rest of the batch, earlier draws or the worker. So a
+sampled stream is reproducible and can continue elsewhere. Rounding changes a draw only where the two largest sums
+nearly tie: with logits known to an error e, about e / temperature of all draws, and at the edges of the filters
+(`filters.py`).
 
 The formula, on 64-bit words with wrapping arithmetic, is SplitMix64's output function applied in a chain:
 
@@ -48,11 +49,11 @@ from trtmesh.engine.backends.torch.sampling.filters import Filters, given, tempe
 BLOCK = 32
 """Tokens of a block, a power of two."""
 BLOCKS_AT_ONCE = 2**16
-"""Most blocks whose tokens are all hashed at once."""
+"""Most blocks with all tokens hashed at once."""
 STREAMS = 2**12
-"""Streams whose part of the place is kept."""
+"""Most streams with a remembered part of the place."""
 FEW_BLOCKS = 0.3
-"""Share of blocks with tokens to keep, up to which the blocks are not bounded by their noise first."""
+"""Up to this share of blocks with tokens to keep, blocks are hashed without a bound on the noise."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
@@ -90,7 +91,7 @@ def draw(
 
 
 def places_of(sequences: SequenceOf[Continuation], unknown: int = 0) -> NDArray[np.int64]:
-    """The `place` of each sequence's next token, after `unknown` ones that the device alone knows."""
+    """The `place` of each sequence's next token, after `unknown` tokens known to the device alone."""
     return places(
         [sequence.token_rules.sampling.seed or 0 for sequence in sequences],
         [sequence.batch_index for sequence in sequences],
@@ -113,7 +114,7 @@ def places(
 
 @lru_cache(maxsize=STREAMS)
 def _stream(seed: int, batch_index: int, sequence_index: int) -> int:
-    """The `place` without its position."""
+    """The `place` without the position."""
     place = _mix(_words([seed]) + _GOLDEN)
     for word in (batch_index, sequence_index):
         place = _hash(place, _words([word]))
@@ -193,7 +194,7 @@ def _exponential(words: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _LikelyTokens:
-    """A race among the tokens that may win."""
+    """A race among the tokens with a chance."""
 
     blocks: NDArray[np.float32]
     """Logits [rows, blocks, BLOCK]."""

@@ -1,8 +1,8 @@
 """top_k, top_p and min_p, each a lowest logit to keep: equal logits pass or fail together.
 
 Rounding moves a bound by a token where two logits nearly agree at the k-th place, or a sum of probabilities and
-`top_p`. Such a move changes the draw only if that token wins it. With probabilities known to an error e, `top_p`
-changes about 2e of all draws; `top_k` and `min_p` change fewer, because the tokens at their bounds rarely win.
+`top_p`. Such a move changes the draw only if this token wins. With probabilities known to an error e, `top_p` changes
+about 2e of all draws; `top_k` and `min_p` change fewer, because tokens at these bounds rarely win.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from trtmesh.chassis.vocabulary import Sampling
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 
 FEW = 1024
-"""Highest top_k with which top_p is computed among the candidates alone."""
+"""Up to this top_k, top_p is computed among the candidates alone."""
 LIKELY = 256
-"""Most likely tokens that top_p tries before it sorts the whole vocabulary."""
+"""Most likely tokens tried by top_p before sorting the whole vocabulary."""
 
 
 class Filters:
-    """Finds the lowest logit that each row keeps."""
+    """Finds the lowest kept logit of each row."""
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
@@ -43,7 +43,7 @@ class Filters:
     ) -> Tensor:
         """The lowest logit to keep in each row, [rows, 1] float64.
 
-        `peaks` [rows, 1] are the highest of `logits` [rows, vocabulary]. `top_p` replaces the value of each config: it
+        `peaks` [rows, 1] are the highest of `logits` [rows, vocabulary]. `top_p` replaces the configs' values, which
         may have decayed.
         """
         size = logits.shape[1]
@@ -68,7 +68,7 @@ class Filters:
         return lowest
 
     def _among_few(self, part: _Part) -> Tensor:
-        """The bounds of top_k, and of top_p among the tokens that pass it."""
+        """The bounds of top_k, and of top_p among the tokens within top_k."""
         top_k = [c.top_k or 1 for c in part.configs]
         values = self._ordering.top(part.logits, max(top_k) + 1)
         last = indexes([k - 1 for k in top_k], values)[:, None]
@@ -105,7 +105,7 @@ class Filters:
         return (bounds if kth is None else torch.maximum(bounds, kth)).double()
 
     def _reaching(self, part: _Part, logits: Tensor, needed: Tensor) -> Tensor:
-        """The first of the falling `logits` at which their weights sum up to `needed`, [rows, 1]."""
+        """The first of the falling `logits` with a sum of weights of at least `needed`, [rows, 1]."""
         if not self._ordering.looks_ahead:
             return self._bounds(part, self._ordering.descending(logits), needed)[0]
         likely = self._ordering.top(logits, min(LIKELY, logits.shape[1]))
@@ -117,7 +117,7 @@ class Filters:
         return bounds
 
     def _bounds(self, part: _Part, values: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
-        """The first of the falling `values` at which their weights sum up to `needed`, and the sum of all weights."""
+        """The first of the falling `values` with a sum of weights of at least `needed`, and the sum of all weights."""
         reached = self._ordering.running_sums(part.weights_of(values))
         return _first_reaching(values, reached, needed), reached[:, -1:]
 
@@ -164,17 +164,17 @@ def temperature_of(config: Sampling) -> float:
 
 
 def column(values: SequenceOf[float], like: Tensor) -> Tensor:
-    """[rows, 1] float64 on the device of `like`, without waiting for it."""
+    """[rows, 1] float64 on the device of `like`, without waiting."""
     return given(np.array(values, dtype=np.float64), like)[:, None]
 
 
 def indexes(values: SequenceOf[int], like: Tensor) -> Tensor:
-    """[rows] int64 on the device of `like`, without waiting for it."""
+    """[rows] int64 on the device of `like`, without waiting."""
     return given(np.array(values, dtype=np.int64), like)
 
 
 def given(
     values: NDArray[np.float64] | NDArray[np.float32] | NDArray[np.int64], like: Tensor
 ) -> Tensor:
-    """A copy on the device of `like`, which is not waited for."""
+    """A copy on the device of `like`, without waiting."""
     return torch.from_numpy(values).to(like.device, non_blocking=True)

@@ -13,12 +13,12 @@ class Ordering:
     """The functions of a device."""
 
     highest: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """The highest number of each row [rows] and its index, the lowest among equals."""
+    """The highest number of each row [rows] with the index, the lowest among equals."""
     top: Callable[[Tensor, int], Tensor]
     """The highest numbers of each row, highest first, as many as asked for."""
     descending: Callable[[Tensor], Tensor]
     """Sorts each row, highest first."""
     running_sums: Callable[[Tensor], Tensor]
-    """The sums of each row up to each of its numbers; may change the rows."""
+    """The running sums of each row; may change the rows."""
     looks_ahead: bool
-    """Whether intermediate results decide what is computed next, which saves work but waits for the device."""
+    """Whether intermediate results decide the next computation. This saves work but waits for the device."""

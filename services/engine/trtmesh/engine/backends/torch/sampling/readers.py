@@ -1,7 +1,7 @@
 """Readers of the logits of submitted tokens: prompt details, and log-probabilities from before a migration.
 
 A reader takes a run of positions, each once, in order. Their KV is never reused, because only computed tokens have
-logits. After a preemption a reader continues at its position.
+logits. After a preemption a reader continues at the same position.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Reader(Protocol):
 
 
 def reader_for(sequence: Continuation, choose: Choose) -> Reader | None:
-    """The reader that the sequence's item needs; None in most cases."""
+    """Returns the reader for the fields of the item, or None in most cases."""
     output = sequence.token_rules.output
     if sequence.generated_tokens:
         # The worker that generated those tokens delivered the prompt's details.
@@ -73,7 +73,7 @@ class PromptReader:
             yield details
 
     def _add_log_probs(self, details: PromptDetails, logits: Tensor) -> None:
-        """Row i of `logits` belongs to position `next` + i and predicts the token after that."""
+        """Row i of `logits` belongs to position `next` + i and predicts the following token."""
         tokens = self._sequence.tokens[self.next + 1 : self._sequence.prompt_tokens]
         alternatives = self._sequence.token_rules.output.top_log_probs
         for first in range(0, min(len(logits), len(tokens)), ROWS_AT_ONCE):
@@ -86,7 +86,7 @@ class PromptReader:
 
 
 class PastReader:
-    """Sums up the log-probabilities of tokens that another worker generated."""
+    """Sums up the log-probabilities of another worker's tokens."""
 
     def __init__(self, sequence: Continuation, choose: Choose) -> None:
         self.next = sequence.prompt_tokens - 1

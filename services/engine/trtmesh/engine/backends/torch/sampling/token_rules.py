@@ -1,4 +1,4 @@
-"""The rules of an item for the choice of tokens, compiled once for all its sequences and steps."""
+"""The rules of an item for the choice of tokens, compiled once for all sequences and steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BANS = (
     "sampling.embedding_bias",
     "stopping.min_tokens",
 )
-"""Fields that forbid tokens."""
+"""Fields for forbidding tokens."""
 
 
 class TokenRules:
@@ -78,12 +78,12 @@ class TokenRules:
 
     @cached_property
     def bad_ids(self) -> Ids:
-        """Bad words of one id."""
+        """Bad words of a single id."""
         return np.array([word[0] for word in self._bad_words if len(word) == 1], dtype=np.int64)
 
     @cached_property
     def _longer_bad_words(self) -> dict[int, list[IdSequence]]:
-        """Bad words of several ids, by their last id but one."""
+        """Bad words of several ids, by the last id but one."""
         words: dict[int, list[IdSequence]] = {}
         for word in self._bad_words:
             if len(word) > 1:

@@ -1,6 +1,6 @@
-"""Copies of blocks in one kernel, also from and to pinned host memory, which a GPU reads and writes by itself.
+"""Copies of blocks in one kernel, also from and to pinned host memory, to which a GPU has access.
 
-Copies of single blocks by the driver cost the host time for each; a gathered run costs memory and a second copy.
+Copies of single blocks by the driver cost host time for each block; a gathered run costs memory and a second copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @triton.jit
 def _copy(source, target, sources, targets, source_stride, target_stride, size, part: tl.constexpr):
-    """Program: (block, part of its words)."""
+    """Program: (block, part of the block's words)."""
     place = tl.program_id(0)
     given = tl.load(sources + place) * source_stride
     taken = tl.load(targets + place) * target_stride
@@ -53,7 +53,7 @@ def copy_blocks(
 
 
 def _words(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [blocks, bytes] in the widest words in which both can be read."""
+    """Views the rows [blocks, bytes] as the widest words that fit both."""
     rows = source.view(torch.uint8), target.view(torch.uint8)
     places = [rows[0].shape[1]]
     for each in rows:

@@ -1,8 +1,10 @@
-"""Attention of one new token per sequence over the paged cache, with the rotation and the store of its key and value.
+"""Attention of one new token per sequence over the paged cache, with the rotation and the store of the new key and
+value.
 
-A sequence's keys are cut into at most MOST_SPLITS runs, by its own length alone, and the results of the runs are merged
-in their order. So with one tiling, the result of a row does not depend on the other rows. `fixed_tiling` is one for any
-number of rows, also several of a sequence: those attend to its stored keys alone, and to their own.
+A sequence's keys are cut into at most MOST_SPLITS runs, by the length of the sequence alone, and the results of the
+runs are merged in order. So with one tiling, the result of a row does not depend on the other rows. `fixed_tiling`
+serves any number of rows, also several of a sequence: each of these attends to the stored keys of the sequence, and to
+its own key.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ MOST_SPLITS = 16
 LEAST_RUN = 256
 """Keys of a run, where a sequence has fewer than MOST_SPLITS times as many."""
 PROGRAMS = 4096
-"""Programs of a launch in which sequences are cut: many times what fills a large GPU, so that one long sequence among
-short ones has as many as a lone one."""
+"""Programs of a launch with cut sequences. Many times the programs that fill a large GPU, so that a long sequence among
+short sequences is cut as finely as alone."""
 MOST_CUT_PAIRS = 512
 """Pairs of row and KV head of such a launch. More fill a GPU, and programs without work would take time."""
 FEW_PROGRAMS = 64
-"""Pairs of row and KV head so few that each gets a whole multiprocessor."""
+"""Up to this many pairs of row and KV head, each pair gets a whole multiprocessor."""
 LEAST_SIZE = 16
 """Least size of a matrix product's operand."""
 NO_WINDOW = 2**31 - 1
@@ -35,7 +37,7 @@ NO_WINDOW = 2**31 - 1
 
 @triton.jit
 def _merged(m, total, sums, m2, total2, sums2):
-    """Two results of parts of the keys as one: highest score, sum of weights, weighted sum of values."""
+    """Merges the results of two parts of the keys: highest score, sum of weights, weighted sum of values."""
     top = tl.maximum(m, m2)
     one = tl.exp2(m - top)
     two = tl.exp2(m2 - top)
@@ -100,7 +102,7 @@ def _decode(
     stages: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: (row, KV head, one of `splits` that share the runs)."""
+    """Program: (row, KV head, number below `splits`). The splits share the runs."""
     if overlaps:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -244,10 +246,10 @@ def _decode(
 
 
 class DecodeWorkspace:
-    """Memory for the results of runs; its counters are zero between launches."""
+    """Memory for the results of runs. All counters are zero between launches."""
 
     def __init__(self, heads: int, pages: Pages, rows: int, device: torch.device) -> None:
-        """`rows` are the most of a launch in which programs share the runs of a row."""
+        """`rows` is the largest number of rows of a launch with several programs for the runs of a row."""
         runs = rows * heads * MOST_SPLITS
         self.partial = torch.empty(runs * padded(pages.dim), device=device)
         self.stats = torch.empty(runs * 2, device=device)
@@ -255,7 +257,7 @@ class DecodeWorkspace:
 
 
 def splits(rows: int, kv_heads: int) -> int:
-    """Programs that share the runs of a sequence."""
+    """Number of programs for the runs of a sequence."""
     pairs = rows * kv_heads
     return min(MOST_SPLITS, PROGRAMS // pairs) if pairs <= MOST_CUT_PAIRS else 1
 
@@ -267,7 +269,7 @@ def most_shared_rows(kv_heads: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a launch divides its work. The last bits of the result depend on it."""
+    """Division of a launch's work. The last bits of the result depend on the division."""
 
     keys: int
     """Read at once."""
@@ -275,7 +277,7 @@ class Tiling:
     """Of loads."""
     warps: int
     splits: int
-    """Programs that share the runs of a row."""
+    """Number of programs for the runs of a row."""
 
 
 def fast_tiling(pages: Pages, rows: int) -> Tiling:
@@ -306,14 +308,14 @@ def decode_attention(
     tiling: Tiling | None = None,
 ) -> Tensor:
     """`queries` [rows, heads, dim] and `kv` [rows, 2 * kv_heads, dim] of the new tokens, at `positions` [rows] of
-    sequences whose blocks are in `table`, a row of `width` [1] blocks each; returns as `queries`.
+    sequences with their blocks in `table`, a row of `width` [1] blocks each; returns the shape of `queries`.
 
-    `owners` [rows] are the rows of the table, by default each its own; where several tokens have the same, the keys and
-    values of the earlier ones must be stored. `tiling` is the fast one unless given.
+    `owners` [rows] are the rows of the table, by default 0, 1 and so on; where several tokens have one owner, the keys
+    and values of the earlier tokens must be stored. `tiling` is the fast tiling unless given.
 
-    Stores the keys and values where it `writes`; a row whose block is the null block stores none. `angles` are cosines
-    and sines [rows, turned dimensions] by which queries and keys are rotated first, as transformers'
-    `apply_rotary_pos_emb`; None where they have been.
+    With `writes`, stores the keys and values, except of rows with the null block. `angles` are cosines and sines [rows,
+    turned dimensions] by which queries and keys are rotated first, like transformers' `apply_rotary_pos_emb`; None for
+    rotated queries and keys.
     """
     rows, heads, dim = queries.shape
     group = heads // pages.kv_heads
@@ -375,8 +377,8 @@ def padded(dim: int) -> int:
 
 
 def _shape(pages: Pages, pairs: int) -> tuple[int, int, int]:
-    """Keys at once, stages of loads, and warps: what fits a multiprocessor's shared memory, and was fastest on an H200
-    for this number of pairs of row and KV head."""
+    """Keys at once, stages of loads, and warps: the fastest values on an H200, for this number of pairs of row and KV
+    head, within a multiprocessor's shared memory."""
     size = pages.pool.dtype.itemsize
     row_bytes = padded(pages.dim) * size
     if row_bytes > 256:

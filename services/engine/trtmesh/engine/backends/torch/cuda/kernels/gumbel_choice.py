@@ -14,7 +14,7 @@ PART = 2048
 """Tokens of a program."""
 NO_TOKEN = -1
 KNOWN = 256
-"""Rows of a program that finds out tokens."""
+"""Rows of a program of `known_tokens`."""
 
 
 @triton.jit
@@ -46,8 +46,8 @@ def _parts(
     block: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: (row, part of the vocabulary). The highest logit and its token; in rows that draw, the highest sum of
-    logit / temperature and noise, and its token. The lowest token among equals."""
+    """Program: (row, part of the vocabulary). The highest logit with the token; in drawing rows, the highest sum of
+    logit / temperature and noise, with the token. The lowest token among equals."""
     if overlaps:
         gdc_launch_dependents()
         gdc_wait()
@@ -121,8 +121,8 @@ def choose_tokens(
 ) -> None:
     """Writes `tokens` [rows] int64, NO_TOKEN where the highest of `logits` [rows, vocabulary] is not finite.
 
-    A row of temperature 0 takes its highest logit; others draw among the logits from `lowest` on. `places` [rows] int64
-    are the hashes of the draws; `temperatures` and `lowest` are float64.
+    A row of temperature 0 takes the highest logit; other rows draw among the logits from `lowest` on. `places` [rows]
+    int64 are the hashes of the draws; `temperatures` and `lowest` are float64.
     """
     rows, size = logits.shape
     parts = triton.cdiv(size, PART)
@@ -175,7 +175,8 @@ def _known(given, chosen, output, rows, block: tl.constexpr, overlaps: tl.conste
 
 
 def known_tokens(given: Tensor, chosen: Tensor) -> Tensor:
-    """The tokens [rows] int64 of `given`, where -1 - row stands for that of a row of `chosen`, 0 for NO_TOKEN."""
+    """The tokens [rows] int64 of `given`, where -1 - row stands for the token of a row of `chosen`, or 0 for
+    NO_TOKEN."""
     output = torch.empty_like(given)
     _known[(triton.cdiv(len(given), KNOWN),)](
         given, chosen, output, len(given), block=KNOWN, **overlap(given.device)

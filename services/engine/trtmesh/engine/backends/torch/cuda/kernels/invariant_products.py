@@ -1,8 +1,8 @@
-"""Linear layers, and running sums, whose result for a row does not depend on the other rows, to the last bit.
+"""Linear layers, and running sums, with results for a row that do not depend on the other rows, to the last bit.
 
 Every launch has the same tiles, whatever the number of rows: a tile of few rows is filled up with zeros. A program adds
-up its inputs from the first to the last. Programs may share the inputs, but their number depends on the weight alone,
-and their sums are added in order.
+up inputs from the first to the last. Programs may share the inputs, but their number depends on the weight alone, and
+their sums are added in order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.cuda.kernels.products import LINES, PROGRAMS, shares
 
 ROWS_AT_ONCE = 1024
-"""Rows of a launch: its programs need memory for their sums. A multiple of every tile."""
+"""Rows of a launch, whose sums need memory. A multiple of every tile."""
 TILES = {2: (64, 64, 4), 4: (32, 32, 3)}
-"""By the bytes of a number: rows of a tile, inputs multiplied at once (a divisor of those of `shares`), and stages of
-loads. They fit the shared memory of every GPU with the kernels."""
+"""By the bytes of a number: rows of a tile, inputs multiplied at once (a divisor of the inputs of a share), and stages
+of loads. They fit the shared memory of every GPU with the kernels."""
 COLUMNS = 1024
-"""Numbers of a row that a program adds up at once."""
+"""Numbers of a row added up at once."""
 LEAST_ROWS = min(rows for rows, _, _ in TILES.values())
 
 
@@ -47,7 +47,7 @@ def _product(
     has_bias: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: (`row_tile` rows, `lines` outputs, one of `shares` that divide the inputs)."""
+    """Program: (`row_tile` rows, `lines` outputs, number below `shares`). The shares divide the inputs."""
     if overlaps:
         gdc_launch_dependents()
     tile = tl.program_id(1)
@@ -154,7 +154,7 @@ class InvariantProducts:
 
 
 def shares_of(matrix: Tensor) -> int:
-    """Programs that divide the inputs of a matrix [outputs, inputs]."""
+    """Number of programs for the inputs of a matrix [outputs, inputs]."""
     outputs, size = matrix.shape
     return shares(triton.cdiv(outputs, LINES), size)
 
@@ -177,7 +177,7 @@ def _running_sums(given, output, size, columns: tl.constexpr, overlaps: tl.const
 
 
 def running_sums(rows: Tensor) -> Tensor:
-    """The sums of each row up to each of its numbers, for `rows` [rows, any number] float64."""
+    """The running sums of each row, for `rows` [rows, any number] float64."""
     given = rows.contiguous()
     output = torch.empty_like(given)
     _running_sums[(len(given),)](

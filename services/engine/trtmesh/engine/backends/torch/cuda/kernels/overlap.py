@@ -1,8 +1,8 @@
-"""Programmatic dependent launch: a kernel starts while the one before it in the stream still runs.
+"""Programmatic dependent launch: a kernel starts while the previous kernel of the stream still runs.
 
-A kernel that overlaps lets the next one start at once. It loads what no kernel of a step writes, such as weights, and
-waits before it reads or writes anything else. The wait is for the end of the kernel before, which has itself waited, so
-everything earlier has ended too.
+An overlapping kernel lets the next kernel start at once. The overlapping kernel loads only data that no kernel of a
+step writes, such as weights, and waits before any other read or write. The wait ends with the previous kernel, which
+has waited too, so all earlier kernels have ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention of chunks of prompts over the paged cache, which holds the keys and values of the chunks already."""
+"""Attention of chunks of prompts over the paged cache, with the keys and values of the chunks already stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
 from trtmesh.engine.backends.torch.model.attention import Rule
 
 TILE = 64
-"""Most tokens of a chunk that a program takes."""
+"""Most tokens of a chunk for one program."""
 
 
 @triton.jit
@@ -47,7 +47,8 @@ def _prefill(
     has_window: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Program: (head, tile). `tiles` [tiles, 4]: row of the table, first token, its position, number of tokens."""
+    """Program: (head, tile). `tiles` [tiles, 4]: row of the table, first token, position of this token, number of
+    tokens."""
     head = tl.program_id(0)
     # The last tiles of a sequence take longest, and should not begin last.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -139,8 +140,8 @@ def _prefill(
 
 
 def tiles_of(starts: list[int], counts: list[int], first_row: int, first: int) -> list[list[int]]:
-    """The tiles of chunks with `counts` tokens from the positions `starts` on, which follow one another from token
-    `first` on and have the rows of the table from `first_row` on."""
+    """The tiles of consecutive chunks, from token `first` and the table's row `first_row` on, with `counts` tokens from
+    the positions `starts` on."""
     tiles = []
     for place, (start, count) in enumerate(zip(starts, counts, strict=True)):
         for offset in range(0, count, TILE):
@@ -160,8 +161,8 @@ def prefill_attention(
     rule: Rule,
     output: Tensor,
 ) -> None:
-    """Attends `tiles` [tiles, 4] of `queries` [tokens, heads, dim]; `table` is [rows, width]. Writes the rows of
-    `output` [tokens, heads, dim], which is contiguous."""
+    """Attends `tiles` [tiles, 4] of `queries` [tokens, heads, dim]; `table` is [rows, width]. Writes the rows of the
+    contiguous `output` [tokens, heads, dim]."""
     _, heads, dim = queries.shape
     padded_dim = padded(dim)
     row_bytes = padded_dim * pages.pool.dtype.itemsize

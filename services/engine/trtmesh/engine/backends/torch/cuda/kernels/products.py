@@ -1,7 +1,7 @@
-"""Linear layers of few rows, with what stands before and after them: a norm, an activation, a sum.
+"""Linear layers of few rows, with the norm before and the activation or sum after.
 
-With few rows, a product takes the time in which the GPU reads the weights. These kernels begin to read them while the
-kernel before still runs, and need no kernels for norm, activation and sum.
+With few rows, a product takes as long as reading the weights. These kernels begin to read while the previous kernel
+still runs, and need no kernels for norm, activation and sum.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WIDEST = 16384
 LINES = 64
 """Outputs of a program of a product of several rows: also a divisor of the outputs."""
 DEPTH = 128
-"""Inputs that a program multiplies at once: also a divisor of the inputs."""
+"""Inputs of a program multiplied at once: also a divisor of the inputs."""
 PROGRAMS = 132
-"""Programs that fill a large GPU: one on each multiprocessor."""
+"""Programs to fill a large GPU: one for each multiprocessor."""
 LEAST_SHARE = 512
 """Inputs of a program, where several share the inputs."""
 MOST_SHARES = 8
 SHARED_MEMORY = 220_000
-"""Bytes that a program of a product of several rows may take."""
+"""Most bytes for a program of a product of several rows."""
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def _few_rows(
     gated: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: (`lines` outputs, one of `shares` that divide the inputs)."""
+    """Program: (`lines` outputs, number below `shares`). The shares divide the inputs."""
     if overlaps:
         gdc_launch_dependents()
     tile = tl.program_id(0)
@@ -297,7 +297,7 @@ def _shared_memory(device: torch.device) -> float:
 
 
 def shares(tiles: int, size: int) -> int:
-    """Programs that divide the `size` inputs of each of `tiles`: enough to fill a GPU, if each has enough to do."""
+    """Number of programs for the `size` inputs of each of `tiles`: enough to fill a GPU, if all have enough to do."""
     found = 1
     while (
         2 * found * tiles <= PROGRAMS

@@ -30,7 +30,7 @@ def _store(
     block_tokens: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: a row. The values of a token follow its keys at the same distance as one head another."""
+    """Program: a row. A token's values follow the keys, at the distance of a head."""
     if overlaps:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -53,7 +53,7 @@ def _store(
 
 
 def store_tokens(kv: Tensor, tokens: TableRows, pages: Pages, layer: int) -> None:
-    """Stores `kv` [tokens, 2 * kv_heads, dim]; nothing for a token whose block is the null block."""
+    """Stores `kv` [tokens, 2 * kv_heads, dim]; nothing for tokens with the null block."""
     rows, count, dim = kv.shape
     _store[(rows,)](
         kv,
