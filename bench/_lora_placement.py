@@ -21,7 +21,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from _stack import _end, _first_line, _start, _wait_until_serving
+from _stack import _end, _first_line, _start, wait_until_serving
 from router import Seen, ask, samples
 from trtmesh.router.placement import POLICIES, AdapterNeed, PlacementQuery
 from trtmesh.router.placement.policies import Fleet, Policy
@@ -183,7 +183,7 @@ def router(engines: str, policy: str) -> Iterator[dict[str, Any]]:
         started: Any = _start(
             children, "router", *flags, "--placement-policy", policy, "--engines", engines
         )
-        _wait_until_serving(started["address"])
+        wait_until_serving(started["address"])
         while samples(started)["trtmesh_router_ready_workers"] < WORKERS:
             time.sleep(0.1)
         yield started

@@ -67,7 +67,7 @@ def stack(
             names = (f"TRTMESH_ENGINE_{f[2:].replace('-', '_').upper()}" for f in of_engine[::2])
             inside |= dict(zip(names, of_engine[1::2], strict=True))
             router = start("cli.one_process", *of_router, "--engines", "", env=inside)
-            _wait_until_serving(router["address"], tls.client if tls else None)
+            wait_until_serving(router["address"], tls.client if tls else None)
             yield Stack(router["address"], {"all": router["pid"]})
             return
         engine = start("engine", "--port", "0", *of_engine)
@@ -79,7 +79,7 @@ def stack(
             tokenizer = start("tokenizer", "--port", "0", "--model-dir", str(model_dir))
             router = start("router", *of_router, "--tokenizers", tokenizer["address"])
             pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
-        _wait_until_serving(router["address"], tls.client if tls else None)
+        wait_until_serving(router["address"], tls.client if tls else None)
         yield Stack(router["address"], pids, engine["metrics_port"], engine["address"])
     finally:
         _end(children)
@@ -108,7 +108,7 @@ def fleet(engines: Sequence[Sequence[str]], *router_flags: str) -> Iterator[Flee
         router = _start(children, "router", "--port", "0", "--admin-port", "0", "--http-port", "none",
                         "--metrics-port", "0", "--engines", addresses,
                         "--tokenizers", tokenizer["address"], *router_flags)  # fmt: skip
-        _wait_until_serving(router["address"])
+        wait_until_serving(router["address"])
         ports = [each["metrics_port"] for each in (router, *started)]
         yield Fleet(router["address"], ports[0] or 0, tuple(port or 0 for port in ports[1:]))
     finally:
@@ -176,7 +176,7 @@ def _first_line(
     return line
 
 
-def _wait_until_serving(address: str, tls: ClientTls | None = None) -> None:
+def wait_until_serving(address: str, tls: ClientTls | None = None) -> None:
     deadline = time.monotonic() + READY_SECONDS
     with (
         grpc.secure_channel(address, tls.credentials(), tls.channel_options())

@@ -1,7 +1,8 @@
 """Streams beside a burst, in a process of their own so that only the mesh delays them.
 
-Arguments: address, number of streams, door. Prints a line when all streams run, then one for each line of standard
-input: the longest gap in milliseconds between two messages of a stream since the line before.
+Arguments: address, number of streams, door, tokens of a stream, after which another one follows. Prints a line when all
+streams run, then one for each line of standard input: the longest gap in milliseconds between two messages of a stream
+since the line before.
 """
 
 from __future__ import annotations
@@ -22,35 +23,44 @@ WARM_MESSAGES = 20
 
 
 class Streams:
-    """Streams that never end, and the longest gap of any."""
+    """Streams of so many tokens one after the other, and the longest gap of any."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, tokens: int) -> None:
         self._door = door
+        self._tokens = tokens
         self.longest = 0.0
         self.arrivals: dict[int, float] = {}
         self.messages = 0
 
     async def run(self, connection: ClientConnection, number: int) -> None:
+        await self._once(connection, number)
+        if self._tokens == ENDLESS:
+            raise SystemExit("a stream ended")
+        while True:
+            # The next one's start is no gap.
+            del self.arrivals[number]
+            await self._once(connection, number)
+
+    async def _once(self, connection: ClientConnection, number: int) -> None:
         call = connection.open(self._door.method)
-        await call.write(self._door.request(f"stream {number}", ENDLESS))
+        await call.write(self._door.request(f"stream {number}", self._tokens))
         call.half_close()
         async for _ in call:
             now = time.perf_counter()
             self.longest = max(self.longest, now - self.arrivals.get(number, now))
             self.arrivals[number] = now
             self.messages += 1
-        raise SystemExit("a stream ended")
 
     def gap(self) -> float:
         """The longest gap since the last call, an unfinished one included."""
         now = time.perf_counter()
-        longest = max(self.longest, *(now - arrival for arrival in self.arrivals.values()))
+        longest = max(self.longest, 0.0, *(now - arrival for arrival in self.arrivals.values()))
         self.longest = 0.0
         return longest
 
 
-async def main(address: str, count: int, door: Door) -> None:
-    streams = Streams(door)
+async def main(address: str, count: int, door: Door, tokens: int) -> None:
+    streams = Streams(door, tokens)
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin.fileno(), lambda: lines.put_nowait(sys.stdin.readline()))
@@ -68,4 +78,4 @@ async def main(address: str, count: int, door: Door) -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(sys.argv[1], int(sys.argv[2]), DOORS[sys.argv[3]]))
+        runner.run(main(sys.argv[1], int(sys.argv[2]), DOORS[sys.argv[3]], int(sys.argv[4])))

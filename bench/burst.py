@@ -61,8 +61,10 @@ class Gaps:
 
 
 @asynccontextmanager
-async def steady(address: str, count: int, door: str = "native") -> AsyncIterator[Gaps]:
-    """Runs `count` streams until the block ends."""
+async def steady(
+    address: str, count: int, door: str = "native", tokens: int = ENDLESS
+) -> AsyncIterator[Gaps]:
+    """Runs `count` streams until the block ends, or as many of `tokens` tokens one after the other."""
     script = Path(__file__).with_name("_steady_streams.py")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -70,6 +72,7 @@ async def steady(address: str, count: int, door: str = "native") -> AsyncIterato
         address,
         str(count),
         door,
+        str(tokens),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -141,9 +144,11 @@ class Bursts:
 
 
 @asynccontextmanager
-async def beside(address: str, streams: int, door: str) -> AsyncIterator[Bursts]:
+async def beside(
+    address: str, streams: int, door: str, tokens: int = ENDLESS
+) -> AsyncIterator[Bursts]:
     """Runs `streams` streams, and connections for bursts beside them, until the block ends."""
-    async with steady(address, streams, door) as gaps, AsyncExitStack() as open_until_end:
+    async with steady(address, streams, door, tokens) as gaps, AsyncExitStack() as open_until_end:
         connections = [
             await open_until_end.enter_async_context(connected(address, 2**26, 30.0))
             for _ in range(CONNECTIONS)
@@ -152,15 +157,20 @@ async def beside(address: str, streams: int, door: str) -> AsyncIterator[Bursts]
 
 
 async def measure(
-    address: str, streams: int, bursts: list[int], runs: int, door: str = "native"
+    address: str,
+    streams: int,
+    bursts: list[int],
+    runs: int,
+    door: str = "native",
+    tokens: int = ENDLESS,
 ) -> Figures:
-    """Medians of the runs."""
+    """Medians of the runs. Streams of `tokens` tokens follow each other; only endless requests are cancelled."""
     found: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
         found.setdefault(name, []).append(value)
 
-    async with beside(address, streams, door) as disturbance:
+    async with beside(address, streams, door, tokens) as disturbance:
         await disturbance.starts(64)
         for _ in range(runs):
             note("quiet_gap_ms", await disturbance.quiet())
@@ -168,7 +178,8 @@ async def measure(
                 gap, rate = await disturbance.starts(count)
                 note(f"gap_ms_{count}", gap)
                 note(f"requests_per_second_{count}", rate)
-            note("gap_ms_cancels", await disturbance.cancels())
+            if tokens == ENDLESS:
+                note("gap_ms_cancels", await disturbance.cancels())
     figures: Figures = {name: round(statistics.median(values), 1) for name, values in found.items()}
     print(f"{streams} streams: {json.dumps(figures)}", file=sys.stderr)
     return figures

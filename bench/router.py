@@ -32,7 +32,7 @@ from typing import Any
 
 import grpc
 import uvloop
-from _stack import _end, _first_line, _start, _wait_until_serving
+from _stack import _end, _first_line, _start, wait_until_serving
 from prometheus_client.parser import text_string_to_metric_families
 from trtmesh.chassis.block_hashes import chain
 from trtmesh.router.kv_index import KvIndex
@@ -75,7 +75,7 @@ def routers(engines: str, count: int, policy: str) -> Iterator[list[dict[str, An
             for _ in range(count)
         ]
         for each in started:
-            _wait_until_serving(each["address"])
+            wait_until_serving(each["address"])
             _wait_until_connected(each)
         yield started
     finally:

@@ -1,10 +1,14 @@
 """Measures what the start of a request costs, and whom it disturbs, from the text to the first token.
 
 The longest gap of 16 streams beside bursts of 64, 500 and 2,000 starts and 500 cancels; requests a second and CPU a
-request, one after the other and many at once, by the native door and by `ensemble`; time to first token of one request
-and of 64 that begin together; what the mesh adds to a lone request of 200 tokens; CPU of a step with 1 to 256 streams.
+request, one after the other, with pauses of 10 ms, and many at once, by the native door and by `ensemble`; time to
+first token of one request and of 64 that begin together, with texts of 9 and of 200 tokens; what the mesh adds to a
+lone request of 200 tokens; CPU of a step with 1 to 256 streams. `counts` does not depend on the machine: what each
+process does for a lone request of one token and for a lone step, as `tests/house/profiled.py` counts it.
 `floor` is a server that only sends messages through grpc.aio. Every request must end with its tokens, or the run fails.
-`--peer triton://HOST:PORT` or `--peer native://HOST:PORT` measures another system in the same run, without its CPU.
+`--peer triton://HOST:PORT` or `--peer native://HOST:PORT` measures another system in the same run and with the same
+client, without its CPU. Its streams have bounded lengths, and none is cancelled: Triton goes on with cancelled requests
+until its memory is gone.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -27,18 +33,32 @@ import burst
 import data_path
 import uvloop
 from _doors import DOORS, Door
-from _stack import Stack, stack
+from _stack import Stack, stack, wait_until_serving
 from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.grpc.client.call import Method
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.v1 import engine_pb2 as engine_pb
 
+# The processes that count themselves are those of the tests.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from house.way import Process
+from house.way import mesh as counted_mesh
+
+SERVICES = Path(__file__).parents[1] / "services"
 STEP_MS = 10
 CONNECTIONS = 4
 PROMPT = "def fibonacci(n):\n    "
 LONE_TOKENS = 200
 LONE_TEXT = "def fibonacci(n):\n    return n\n\n" * 18
 STEADY_SECONDS = 4.0
+PAUSE_SECONDS = 0.01
+"""Between lone requests: cores have fallen asleep."""
+PEER_TOKENS = 500
+"""Of a peer's streams beside bursts."""
+COUNTED_STEP_MS = 50
+"""Slow enough that a step has ended everywhere before the next one, also where every call is counted."""
+COUNTED_REQUESTS, COUNTED_TOKENS = 10, (4, 24)
 CONNECT: Method[engine_pb.EngineServiceConnectRequest, engine_pb.EngineServiceConnectResponse] = (
     Method(
         "/trtmesh.v1.EngineService/Connect",
@@ -58,17 +78,26 @@ class Load:
     door: str
     at_once: int
     tokens: int = 1
+    text: str = PROMPT
+    pause: float = 0.0
+    """Seconds between two requests, which no figure contains."""
 
     @property
     def name(self) -> str:
-        return f"{self.door}_{self.at_once}" + (
-            f"_of_{self.tokens}_tokens" if self.tokens > 1 else ""
+        return (
+            f"{self.door}_{self.at_once}"
+            + (f"_of_{self.tokens}_tokens" if self.tokens > 1 else "")
+            + ("_long" if self.text == LONE_TEXT else "")
+            + ("_paused" if self.pause else "")
         )
 
 
 LOADS = (
     *(Load(door, count) for door in DOORS for count in (1, 16, 32, 64, 256)),
-    Load("native", 16, tokens=8),
+    *(Load(door, 1, pause=PAUSE_SECONDS) for door in DOORS),
+    *(Load(door, count, text=LONE_TEXT) for door in DOORS for count in (1, 32)),
+    *(Load(door, 16, tokens=8) for door in DOORS),
+    Load("native", 16, tokens=8, text=LONE_TEXT),
 )
 
 
@@ -113,18 +142,23 @@ async def ask(connection: ClientConnection, door: Door, request: bytes, tokens: 
 async def served(address: str, load: Load, count: int) -> float:
     """Requests served per second."""
     door = DOORS[load.door]
-    request, left = door.request(PROMPT, load.tokens), iter(range(count))
+    request, left, paused = door.request(load.text, load.tokens), iter(range(count)), 0.0
 
     async def client(connection: ClientConnection) -> None:
+        nonlocal paused
         for _ in left:
             await ask(connection, door, request, load.tokens)
+            if load.pause:
+                ended = time.perf_counter()
+                await asyncio.sleep(load.pause)
+                paused += time.perf_counter() - ended
 
     async with connections(address, min(CONNECTIONS, load.at_once)) as opened:
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in range(load.at_once):
                 group.create_task(client(opened[number % len(opened)]))
-        return count / (time.perf_counter() - began)
+        return count / (time.perf_counter() - began - paused / load.at_once)
 
 
 async def measure_requests(
@@ -151,18 +185,75 @@ async def measure_requests(
 async def measure_first_tokens(address: str, door: str, runs: int) -> Figures:
     """Median time to first token of one request, and of 64 that begin together."""
     chosen, found = DOORS[door], Found()
-    request = chosen.request(PROMPT, 8)
+    loads = [(1, PROMPT, ""), (64, PROMPT, ""), (1, LONE_TEXT, "_long"), (64, LONE_TEXT, "_long")]
     async with connections(address, CONNECTIONS) as opened:
         for _ in range(runs):
-            for together in (1, 64):
-                for _ in range(64 // together if together == 1 else 4):
+            for together, text, name in loads:
+                request = chosen.request(text, 8)
+                for _ in range(64 if together == 1 else 4):
                     asked = (
                         ask(opened[number % CONNECTIONS], chosen, request, 8)
                         for number in range(together)
                     )
                     firsts = await asyncio.gather(*asked)
-                    found.note(f"ttft_p50_ms_{together}", statistics.median(firsts) * 1e3)
+                    found.note(f"ttft_p50_ms_{together}{name}", statistics.median(firsts) * 1e3)
     return found.medians()
+
+
+async def measure_counts(doors: Sequence[str], runs: int) -> Figures:
+    """What each process does for a lone request of one token, and for one more token: medians by door."""
+    engine = ("--backend", "simulated", "--simulated-timing-step-ms", str(COUNTED_STEP_MS))
+    figures: Figures = {}
+    with counted_mesh(SERVICES, *engine) as processes:
+        router = processes[0].announced()
+        wait_until_serving(router)
+        async with connected(router, 2**26, 30.0) as connection:
+            for door in doors:
+                found = Found()
+                await _window(processes, connection, DOORS[door], 3, 1)
+                for _ in range(runs):
+                    for name, (few, many) in {
+                        "request": ((0, 1), (COUNTED_REQUESTS, 1)),
+                        "step": ((1, COUNTED_TOKENS[0]), (1, COUNTED_TOKENS[1])),
+                    }.items():
+                        times = many[0] - few[0] or many[1] - few[1]
+                        less = await _window(processes, connection, DOORS[door], *few)
+                        more = await _window(processes, connection, DOORS[door], *many)
+                        for each, count in more.items():
+                            found.note(f"{name} {each}", (count - less.get(each, 0)) / times)
+                figures[door] = found.medians()
+    return {door: _by_process(door, each) for door, each in figures.items()}
+
+
+async def _window(
+    processes: Sequence[Process], connection: ClientConnection, door: Door, count: int, tokens: int
+) -> dict[str, int]:
+    """What the processes do while so many requests come one by one, by process and kind."""
+    request = door.request(PROMPT, tokens)
+    for process in processes:
+        await process.begin()
+    for _ in range(count):
+        await ask(connection, door, request, tokens)
+        # The last words between the services come after the client's.
+        await asyncio.sleep(COUNTED_STEP_MS / 1000)
+    return {
+        f"{process.name} {kind}": number
+        for process in processes
+        for kind, number in (await process.end()).counts.items()
+    }
+
+
+def _by_process(door: str, medians: Mapping[str, float]) -> Figures:
+    """Sorts the counts, and prints a line for each process."""
+    found: Figures = {}
+    for name, count in medians.items():
+        what, process, kind = name.split()
+        found.setdefault(what, {}).setdefault(process, {})[kind] = count
+    for what, processes in found.items():
+        for process, counts in processes.items():
+            told = ", ".join(f"{kind} {count:g}" for kind, count in counts.items())
+            print(f"{door} {what}, {process}: {told}", file=sys.stderr)
+    return found
 
 
 class BareEngine:
@@ -263,13 +354,17 @@ async def measure_peer(url: str, arguments: argparse.Namespace) -> Figures:
     return {
         "requests": await measure_requests(address, None, loads, arguments.seconds, arguments.runs),
         "first_tokens": await measure_first_tokens(address, door, arguments.runs),
-        "gaps": await burst.measure(address, 16, arguments.bursts, arguments.runs, door),
+        "gaps": await burst.measure(
+            address, 16, arguments.bursts, arguments.runs, door, PEER_TOKENS
+        ),
     }
 
 
 async def measure(arguments: argparse.Namespace) -> Figures:
     """The rows of trtmesh."""
     parts, runs, results = arguments.parts, arguments.runs, Figures()
+    if "counts" in parts:
+        results["counts"] = await measure_counts(arguments.doors, runs)
     paced = ("--metrics-port", "0", *burst.ENGINE)
     if {"requests", "lone"} & set(parts):
         with stack("--simulated-timing-step-ms", "0") as mesh:
@@ -310,7 +405,7 @@ async def main(arguments: argparse.Namespace) -> None:
     print(json.dumps({"step_ms": STEP_MS, **results}))
 
 
-PARTS = ("requests", "lone", "first_tokens", "gaps", "steps", "floor")
+PARTS = ("counts", "requests", "lone", "first_tokens", "gaps", "steps", "floor")
 
 
 def parse() -> argparse.Namespace:

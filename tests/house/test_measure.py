@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from house.measure import ROOT, Size, class_names_twice, settings_of, size_of
-from house.profiled import Crossings
+from house.profiled import CountedLoop, Crossings
+from trtmesh.v1 import generation_pb2 as pb
 
 SOURCE = '''"""A page
 of two lines."""
@@ -62,6 +64,37 @@ def test_an_entry_is_a_call_or_a_return_from_another_file(tmp_path: Path) -> Non
         "one": 3,
         "two": 2,
     }
+
+
+def test_a_loop_counts_its_passes_and_what_it_makes() -> None:
+    """Ten steps of a coroutine take ten passes; a sleep takes a timer and a future."""
+
+    async def work() -> list[int]:
+        began, before = CountedLoop.passes.value, CountedLoop.made.copy()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        passes = CountedLoop.passes.value - began
+        await asyncio.create_task(asyncio.sleep(0.001))
+        made = CountedLoop.made - before
+        return [passes, made["tasks"], made["futures"], made["timers"]]
+
+    with asyncio.Runner(loop_factory=CountedLoop) as runner:
+        assert runner.run(work()) == [10, 1, 1, 1]
+
+
+def test_calls_and_parses_are_counted() -> None:
+    crossings = Crossings("/")
+    sys.setprofile(crossings.see)
+    try:
+        double(int.from_bytes(b"\1"))
+        pb.TokenIds.FromString(b"")
+    finally:
+        sys.setprofile(None)
+    assert crossings.calls == {"calls": 1, "parses": 1}
+
+
+def double(number: int) -> int:
+    return 2 * number
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,15 @@ Entries = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Taken:
+    """Of a process, in a time: the entries of the event loop and of other threads, and the counts of the loop."""
+
+    loop: Entries
+    others: Entries
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Way:
     """The entries of files on one request's way, by process; `step` has those of a step of the engine's thread."""
 
@@ -61,7 +70,7 @@ class Process:
         self._root = str(root) + os.sep
         self._control = control
         profiled = (str(PROFILED), control, self._root, LIBRARIES[name], f"trtmesh.{name}")
-        command = [sys.executable, *profiled, *flags]
+        command = [sys.executable, *profiled, "--log-level", "warning", *flags]
         self._child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def announced(self) -> str:
@@ -80,16 +89,16 @@ class Process:
         """Counts from now on, and lets nothing periodic happen."""
         await self._tell("begin")
 
-    async def end(self) -> tuple[Entries, Entries]:
-        """The entries since `begin`: of the event loop, and of other threads."""
+    async def end(self) -> Taken:
+        """What happened since `begin`."""
         return await self._tell("end")
 
-    async def _tell(self, word: str) -> tuple[Entries, Entries]:
+    async def _tell(self, word: str) -> Taken:
         reader, writer = await asyncio.open_unix_connection(self._control, limit=2**20)
         writer.write(f"{word}\n".encode())
         found = json.loads(await reader.readline())
         writer.close()
-        return self._named(found["loop"]), self._named(found["others"])
+        return Taken(self._named(found["loop"]), self._named(found["others"]), found["counts"])
 
     def _named(self, entries: Entries) -> Entries:
         """With paths as the reader knows them: services/router/trtmesh/router/router.py is router/router.py."""
@@ -97,8 +106,8 @@ class Process:
 
 
 @contextmanager
-def mesh(root: Path) -> Iterator[list[Process]]:
-    """A tokenizer, an engine and a router of the demo model; `root` is the folder of the services."""
+def mesh(root: Path, *engine_flags: str) -> Iterator[list[Process]]:
+    """A router, a tokenizer and an engine of the demo model; `root` is the folder of the services."""
     model = str(root.parent / "models" / "demo")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
 
@@ -109,7 +118,7 @@ def mesh(root: Path) -> Iterator[list[Process]]:
             return process
 
         tokenizer = start("tokenizer", "--model-dir", model)
-        engine = start("engine", "--model-dir", model)
+        engine = start("engine", *(engine_flags or ("--model-dir", model)))
         router = start(
             *("router", "--admin-port", "0", "--http-port", "none"),
             *("--engines", engine.announced(), "--tokenizers", tokenizer.announced()),
@@ -178,10 +187,10 @@ async def _way(
         # The engine's last word comes after the client's.
         await asyncio.sleep(0.05)
         for process in processes:
-            loop, others = await process.end()
-            loops[process.name].append(loop)
+            taken = await process.end()
+            loops[process.name].append(taken.loop)
             if process.name == "engine":
-                threads.append(others)
+                threads.append(taken.others)
     return Way({name: _fewest(each) for name, each in loops.items()}, _fewest(threads))
 
 
