@@ -306,9 +306,7 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "enable_trt_overlap": replaced(KERNELS),
     "guided_decoding_backend": unsupported(NO_GRAMMARS),
     "xgrammar_tokenizer_info_path": unsupported(NO_GRAMMARS),
-    "tokenizer_dir": replaced(
-        "tokenizers are processes of their own: see the one of preprocessing"
-    ),
+    "tokenizer_dir": replaced("engines have no tokenizer: see the one of preprocessing"),
     "FORCE_CPU_ONLY_INPUT_TENSORS": replaced("inputs never lie on a device"),
 }
 
@@ -364,7 +362,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "model": replaced(ITS_OWN_FILES),
     "tokenizer": replaced(ITS_OWN_FILES),
     "tokenizer_mode": replaced(TOKENIZER_FILES),
-    "skip_tokenizer_init": replaced("tokenizers are processes of their own"),
+    "skip_tokenizer_init": replaced("engines have no tokenizer"),
     "trust_remote_code": replaced("no code of a model is loaded"),
     "backend": replaced("the embedded engine computes with PyTorch"),
     "dtype": engine("dtype", DTYPE),
