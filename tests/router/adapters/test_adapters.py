@@ -219,8 +219,8 @@ async def test_registration_looks_at_no_more_than_a_bucket_of_ten_thousand_adapt
             await known.remove(number_of(f"new{count}"), "")
         costs.append(lines.count)
     few, many = costs
-    # A bucket of forty is compared.
-    assert 1000 < many < 1.5 * few
+    # A bucket of eighty is compared.
+    assert 1000 < many < 3 * few
 
 
 async def test_registered_name_wins_over_a_brought_one() -> None:

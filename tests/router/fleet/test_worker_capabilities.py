@@ -10,11 +10,12 @@ from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.worker_capabilities import (
     WorkerCapabilities,
-    held_adapters,
+    changes_of,
     role_of,
     tokenizer_mismatch,
 )
 from trtmesh.router.placement import Capability, Place, Residency, Role
+from trtmesh.router.placement.residency import NO_ADAPTERS
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as gen_pb
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
@@ -130,18 +131,20 @@ def test_adapter_states_add_and_remove_held_versions() -> None:
         pb.ADAPTER_PLACE_HOST,
         pb.ADAPTER_PLACE_ABSENT,
     )
-    held = held_adapters({}, [state(1, "v1", device), state(2, "v1", host)])
+    adapters = NO_ADAPTERS.moved(changes_of([state(1, "v1", device), state(2, "v1", host)]))
     first = Residency(Adapter(1, "a1", "v1"), Place.DEVICE)
-    assert held == {(1, "v1"): first, (2, "v1"): Residency(Adapter(2, "a2", "v1"), Place.HOST)}
-    held = held_adapters(held, [state(1, "v2", host), state(2, "v1", absent)])
+    second = Residency(Adapter(2, "a2", "v1"), Place.HOST)
+    assert adapters.held == {(1, "v1"): first, (2, "v1"): second}
+    adapters = adapters.moved(changes_of([state(1, "v2", host), state(2, "v1", absent)]))
     # Running items keep their version, so a worker may hold several.
     second = Residency(Adapter(1, "a1", "v2"), Place.HOST)
-    assert held == {(1, "v1"): first, (1, "v2"): second}
+    assert adapters.held == {(1, "v1"): first, (1, "v2"): second}
+    assert adapters.named == {1: ((1, "v1"), (1, "v2")), "a1": ((1, "v1"), (1, "v2"))}
 
 
 def test_refused_pin_leaves_the_adapter_resident() -> None:
     state = pb.AdapterState(id=1, name="a", version="v", place=pb.ADAPTER_PLACE_HOST, rank=8)
-    held = held_adapters({}, [state])
+    adapters = NO_ADAPTERS.moved(changes_of([state]))
     state.error.message = "pinned adapters take the slots"
-    assert held_adapters(held, [state]) == held
-    assert held[1, "v"].place is Place.HOST
+    assert adapters.moved(changes_of([state])) == adapters
+    assert adapters.held[1, "v"].place is Place.HOST

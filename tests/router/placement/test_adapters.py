@@ -26,6 +26,7 @@ from trtmesh.router.placement.filters import SLOTS_TAKEN
 from trtmesh.router.placement.homes import order_of
 from trtmesh.router.placement.place import CandidateAdapter, DecisionRecord
 from trtmesh.router.placement.residency import AdapterOutlook, Use
+from trtmesh.router.values.persistent_map import PersistentMap
 from trtmesh.v1 import engine_pb2 as epb
 
 POLICIES = ("lora_aware", "auto")
@@ -47,7 +48,7 @@ def query(wanted: AdapterNeed, **changes: Any) -> PlacementQuery:
 
 def adapters(wanted: AdapterNeed, at: Place | None, **known: Any) -> WorkerAdapters:
     held = {wanted.key: Residency(wanted.adapter, at, wanted.rank)} if at else {}
-    return WorkerAdapters(held, slots=SLOTS, free_slots=SLOTS, **known)
+    return WorkerAdapters(PersistentMap(held), slots=SLOTS, free_slots=SLOTS, **known)
 
 
 def fleet_of(states: list[tuple[int, Place | None]], wanted: AdapterNeed) -> list[WorkerSnapshot]:
@@ -131,7 +132,7 @@ def test_replicas_share_the_load(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_worker_full_of_others_is_passed_over_while_another_can_take_the_item(policy: str) -> None:
     wanted = need(homes=("a:1",))
-    others = {(n, "v"): Use(1, 8) for n in range(SLOTS)}
+    others = PersistentMap({(n, "v"): Use(1, 8) for n in range(SLOTS)})
     full = WorkerAdapters(slots=SLOTS, evictable_slots=SLOTS, in_use=others)
     decision = place(policy, [worker("a", adapters=full), worker("b", sequences=9)], query(wanted))
     assert decision.chosen.worker == "b"
@@ -140,7 +141,7 @@ def test_worker_full_of_others_is_passed_over_while_another_can_take_the_item(po
     reported = WorkerAdapters(slots=SLOTS, free_slots=0, evictable_slots=0)
     assert reported.is_full(wanted)
     assert not replace(reported, evictable_slots=1).is_full(wanted)
-    assert not replace(reported, in_use={wanted.key: Use(1, 8)}).is_full(wanted)
+    assert not replace(reported, in_use=PersistentMap({wanted.key: Use(1, 8)})).is_full(wanted)
     assert not adapters(wanted, Place.DEVICE, in_use=others).is_full(wanted)
 
 
@@ -170,14 +171,14 @@ def test_version_that_cannot_be_delivered_waits_for_a_holder(policy: str) -> Non
 
 def test_load_of_an_adapter_costs_what_remains_of_it() -> None:
     wanted = need(delivery_seconds=2.0, copy_seconds=0.5)
-    on_way = {wanted.key: Use(1, 8)}
-    elsewhere = {(1, "v"): Use(1, 8)}
+    on_way = PersistentMap({wanted.key: Use(1, 8)})
+    elsewhere = PersistentMap({(1, "v"): Use(1, 8)})
     costs = {
         0.0: adapters(wanted, Place.DEVICE),
         0.5: adapters(wanted, Place.HOST),
         1.0: adapters(wanted, None, in_use=on_way),
         2.0: adapters(wanted, None),
-        4.0: adapters(wanted, None, in_use=elsewhere),
+        4.0: adapters(wanted, None, in_use=elsewhere, deliveries=1),
     }
     for seconds, at in costs.items():
         assert adapter_seconds(worker("a", adapters=at), wanted) == seconds

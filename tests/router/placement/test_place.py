@@ -21,10 +21,11 @@ from trtmesh.router.placement import (
     place,
 )
 from trtmesh.router.placement.filters import ADAPTER_ABSENT, BREAKER_OPEN, SIBLINGS_ELSEWHERE
+from trtmesh.router.placement.residency import NO_ADAPTERS
 
 
 def holding(adapter: Adapter) -> WorkerAdapters:
-    return WorkerAdapters({(adapter.id, adapter.version): Residency(adapter)})
+    return NO_ADAPTERS.moved({(adapter.id, adapter.version): Residency(adapter)})
 
 
 QUERY = PlacementQuery("m", frozenset({"sampling.top_k"}))

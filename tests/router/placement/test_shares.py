@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from counting import counted_lines
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.placement import AdapterNeed
 from trtmesh.router.placement.rates import Line, Typical
-from trtmesh.router.placement.shares import HALF_LIFE_SECONDS, SLACK, AdapterShares, replicas_of
+from trtmesh.router.placement.shares import (
+    HALF_LIFE_SECONDS,
+    SLACK,
+    AdapterShares,
+    Hottest,
+    replicas_of,
+)
 
 TAKERS = tuple((f"w{n}", 16) for n in range(8))
 CHEAP_RANKS = Typical(step=Line(0.02, 0.0, 8.0, 0.0, 16.0))
@@ -83,3 +92,34 @@ def test_ranks_are_kept_apart_only_where_a_step_pays_for_it() -> None:
     assert shares.outlook(adapter(2, 128), DEAR_RANKS).stretch[0] < 0.3
     homes = {n: shares.outlook(adapter(n), DEAR_RANKS).homes for n in range(4)}
     assert not {*homes[0]} & {*homes[2]}
+
+
+def test_the_hottest_are_those_of_most_weight_however_weights_rise() -> None:
+    chance = random.Random(5)
+    weights: dict[int, tuple[float, int]] = {}
+    hottest = Hottest(8, weights)
+    for _ in range(3000):
+        number = int(chance.paretovariate(0.5)) % 50
+        weights[number] = weights.get(number, (0.0, 0))[0] + chance.random(), 0
+        hottest.rose(number)
+        most = sorted(weights, key=lambda each: (weights[each][0], each), reverse=True)[:8]
+        assert hottest.in_order() == most == Hottest(8, weights).in_order()
+
+
+def test_counting_an_item_costs_as_much_with_ten_thousand_adapters() -> None:
+    costs = []
+    for count in (500, 10_000):
+        shares, takers = AdapterShares(), tuple((f"w{n}:1", 4) for n in range(8))
+        for number in range(count):
+            shares.add(adapter(number), 1.0 + number, 0.0)
+        shares.settle(takers, CHEAP_RANKS)
+        with counted_lines() as lines:
+            for number in range(0, count, count // 50):
+                shares.add(adapter(number), 1.0, 0.0)
+                shares.settle(takers, CHEAP_RANKS)
+        costs.append(lines.count)
+        with counted_lines() as lines:
+            shares.settle(takers, CHEAP_RANKS)
+        assert lines.count < 10, "nothing was counted"
+    few, many = costs
+    assert many < 1.1 * few

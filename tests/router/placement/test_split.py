@@ -19,11 +19,11 @@ from trtmesh.router.placement import (
     PlacementQuery,
     Residency,
     Role,
-    WorkerAdapters,
     WorkerSnapshot,
     place_split,
 )
 from trtmesh.router.placement.policies import predicted_seconds
+from trtmesh.router.placement.residency import NO_ADAPTERS
 from trtmesh.router.placement.settings import HandoffSettings
 from trtmesh.router.placement.split import (
     ALWAYS,
@@ -246,7 +246,7 @@ def test_decode_leg_prefers_exact_resumption() -> None:
 @pytest.mark.parametrize("policy", ["auto", "lora_aware"])
 def test_both_legs_have_the_adapter(policy: str) -> None:
     adapter = Adapter(7, "", "v")
-    held = WorkerAdapters({(7, "v"): Residency(adapter)}, slots=4)
+    held = NO_ADAPTERS.moved({(7, "v"): Residency(adapter)}).reported(4, 0, 4)
     fleet = [prefill("a"), prefill("b", adapters=held), decode("c"), decode("d", adapters=held)]
     asked = query(adapter=AdapterNeed(adapter))
     assert chosen(place_split(policy, fleet, asked, ALL)) == ("b", "d")

@@ -4,12 +4,13 @@ time."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trtmesh.chassis.errors import AdaptersFull
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits
+from trtmesh.engine.backend import HeldAdapter
 from trtmesh.engine.scheduling.adapter_slots import AdapterSlots
 from trtmesh.router.placement import AdapterNeed, Place, Residency
 from trtmesh.router.placement.residency import AdapterKey
@@ -17,6 +18,16 @@ from trtmesh.tools.fleet_replay.fleet_model import FleetModel
 from trtmesh.v1 import engine_pb2 as epb
 
 PLACES = {epb.ADAPTER_PLACE_HOST: Place.HOST, epb.ADAPTER_PLACE_DEVICE: Place.DEVICE}
+
+
+def changes_of(news: Iterable[HeldAdapter]) -> Mapping[AdapterKey, Residency | None]:
+    """Changed states as a worker reports them; None for an adapter that left memory."""
+    return {
+        (each.adapter.id, each.adapter.version): (
+            Residency(each.adapter, place, each.rank) if (place := PLACES.get(each.place)) else None
+        )
+        for each in news
+    }
 
 
 class ReplayedAdapters:
@@ -43,16 +54,6 @@ class ReplayedAdapters:
         self._queue: deque[AdapterNeed] = deque()
         """Deliveries, of which the first is under way, or waits for room in host memory."""
         self._is_full = False
-
-    @property
-    def held(self) -> Mapping[AdapterKey, Residency]:
-        """The adapters as the worker reports them."""
-        return {
-            (each.adapter.id, each.adapter.version): Residency(
-                each.adapter, PLACES[each.place], each.rank
-            )
-            for each in self.store.states
-        }
 
     def hold(self, need: AdapterNeed) -> StoredAdapter | None:
         """The adapter for one more sequence; None if it is not there."""

@@ -50,7 +50,7 @@ from trtmesh.router.placement.load_guard import Booking, Reservation
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.placement.shares import AdapterShares
 from trtmesh.router.placement.split import LAST_PART
-from trtmesh.tools.fleet_replay.adapters import named
+from trtmesh.tools.fleet_replay.adapters import changes_of, named
 from trtmesh.tools.fleet_replay.fleet_model import FleetModel, ReplayResult
 from trtmesh.tools.fleet_replay.trace import MOONCAKE_BLOCK_TOKENS, Arrival
 from trtmesh.tools.fleet_replay.worker import ReplayedWorker, VirtualTime
@@ -260,7 +260,7 @@ class _Simulation:
             elif isinstance(event, BlocksRemoved):
                 self._index.remove(worker.address, event.block_hashes)
         if output.adapters:
-            worker.guard.adapters_moved(worker.adapters.held, self.time.now)
+            worker.guard.adapters_moved(changes_of(output.adapters), self.time.now)
         for news in output.handoffs:
             if isinstance(news, Offered):
                 self._items[news.key].began = worker.step_began_at

@@ -11,7 +11,7 @@ from typing import Any
 from trtmesh.chassis.adapter_content import AdapterContent, is_number, number_of, rank_of
 from trtmesh.chassis.errors import AlreadyExists, InvalidField, InvalidRequest, NotFound
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.router.adapters.persistent_map import K, PersistentMap
+from trtmesh.router.values.persistent_map import K, PersistentMap
 
 MAX_NAME_LENGTH = 256
 

@@ -228,9 +228,11 @@ class Fleet:
         self, model: str, asked: Lora, removed: Container[VersionKey] = ()
     ) -> ItemAdapter | None:
         """An adapter by number, version and name, as a worker reports it, but none of the `removed` versions."""
+        name = asked.name or "" if asked.id is None else asked.id
         for worker in self.snapshot():
             if worker.model == model:
-                for key, residency in worker.adapters.held.items():
+                for key in worker.adapters.named.get(name, ()):
+                    residency = worker.adapters.held[key]
                     if key not in removed and _names(asked, residency.adapter):
                         return ItemAdapter(residency.adapter, rank=residency.rank)
         return None
@@ -338,7 +340,7 @@ class Fleet:
         holders = (worker.adapters.held.get(need.key) for worker in self.snapshot())
         rank = need.rank or max((held.rank for held in holders if held), default=0)
         shares = self._shares.setdefault(model, AdapterShares())
-        need = replace(need, rank=rank)
+        need = need if need.rank else replace(need, rank=rank)
         return replace(need, outlook=shares.outlook(need, typical))
 
     def _block_sizes_of(self, model: str, blocks: PromptBlocks) -> frozenset[int]:

@@ -81,14 +81,16 @@ class Pins:
 
     def _unload(self, worker: Worker, now: float) -> None:
         """Unloads removed versions without a live item, and takes pins back."""
-        for key, residency in worker.adapters.held.items():
-            if key in self._adapters.removed:
-                if not self._adapters.usages.live(key) and self._is_new(
-                    (worker.address, worker.streams, key, "unload"), now
-                ):
-                    worker.unload(key)
-            elif (
-                residency.pinned
+        held, removed = worker.adapters.held, self._adapters.removed
+        fewer, others = (removed, held) if len(removed) < len(held) else (held, removed)
+        for key in [key for key in fewer if key in others]:
+            if not self._adapters.usages.live(key) and self._is_new(
+                (worker.address, worker.streams, key, "unload"), now
+            ):
+                worker.unload(key)
+        for key in worker.adapters.pinned:
+            if (
+                key not in removed
                 and self._is_unpinned(key)
                 and self._is_new((worker.address, worker.streams, key, "unpin"), now)
             ):

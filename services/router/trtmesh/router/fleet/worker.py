@@ -32,10 +32,10 @@ from trtmesh.router.fleet.leases import Leases
 from trtmesh.router.fleet.liveness import TICK_SECONDS, LivenessMonitor
 from trtmesh.router.fleet.worker_capabilities import (
     WorkerCapabilities,
+    changes_of,
     check_engine,
     check_load,
     check_states,
-    held_adapters,
     report_of,
     role_of,
     tokenizer_mismatch,
@@ -331,8 +331,8 @@ class Worker(Replica):
 
     def forget_adapter(self, adapter: Adapter) -> None:
         """The worker refused an item because it does not hold the version."""
-        held = {k: r for k, r in self.adapters.held.items() if k != (adapter.id, adapter.version)}
-        self.guard.adapters_moved(held, asyncio.get_running_loop().time())
+        gone = {(adapter.id, adapter.version): None}
+        self.guard.adapters_moved(gone, asyncio.get_running_loop().time())
 
     def _new_command(self, size: int) -> pb.EngineCommand:
         return self._outbox.add(size)
@@ -415,16 +415,17 @@ class Worker(Replica):
             raise Mismatch(TWIN.format(address=twin.address), worker=twin.name)
 
     def _on_adapter_states(self, states: pb.AdapterStates) -> None:
-        before, now = self.adapters.held, asyncio.get_running_loop().time()
-        self.guard.adapters_moved(held_adapters(before, states.adapters), now)
-        held, usages = self.adapters.held, self._adapters.usages
-        for key in before.keys() - held.keys() - self._adapters.removed.keys():
-            usages.of_key(key).evictions += 1
+        before, usages = self.adapters.held, self._adapters.usages
+        changes = changes_of(states.adapters)
+        self.guard.adapters_moved(changes, asyncio.get_running_loop().time())
+        for key, residency in changes.items():
+            if residency is None and key in before and key not in self._adapters.removed:
+                usages.of_key(key).evictions += 1
         for state in states.adapters:
             if state.rank:
                 usages.of_key((state.id, state.version)).rank = state.rank
         self.deliveries.on_states(states.adapters)
-        if held.keys() - before.keys():
+        if any(residency and key not in before for key, residency in changes.items()):
             # Items may wait for a worker with the adapter.
             self._on_change()
 

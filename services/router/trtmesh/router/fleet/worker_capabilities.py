@@ -139,19 +139,18 @@ def role_of(engine: pb.GetEngineResponse, load: pb.Load) -> Role:
     return ROLES.get(load.role or engine.role, Role.MIXED)
 
 
-def held_adapters(
-    before: Mapping[AdapterKey, Residency], states: Iterable[pb.AdapterState]
-) -> Mapping[AdapterKey, Residency]:
-    """The adapters in a worker's memory after changed states."""
-    held = dict(before)
+def changes_of(
+    states: Iterable[pb.AdapterState],
+) -> Mapping[AdapterKey, Residency | None]:
+    """The changed states of adapters; None for one that is not in memory any more."""
+    changes: dict[AdapterKey, Residency | None] = {}
     for state in states:
-        key = state.id, state.version
-        if place := PLACES.get(state.place):
-            adapter = Adapter(state.id, state.name, state.version)
-            held[key] = Residency(adapter, place, state.rank, state.pinned)
-        else:
-            held.pop(key, None)
-    return held
+        place = PLACES.get(state.place)
+        adapter = Adapter(state.id, state.name, state.version)
+        changes[state.id, state.version] = (
+            Residency(adapter, place, state.rank, state.pinned) if place else None
+        )
+    return changes
 
 
 def tokenizer_mismatch(engine: pb.GetEngineResponse, fingerprint: str) -> str:

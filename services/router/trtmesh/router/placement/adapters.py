@@ -23,7 +23,7 @@ def adapter_seconds(worker: WorkerSnapshot, need: AdapterNeed) -> float:
         return outlook.copy_seconds
     if need.key in adapters.in_use:
         return outlook.delivery_seconds / 2
-    return outlook.delivery_seconds * (1 + adapters.deliveries(need))
+    return outlook.delivery_seconds * (1 + adapters.deliveries)
 
 
 def rank_seconds(worker: WorkerSnapshot, need: AdapterNeed, new_tokens: int) -> float:

@@ -21,6 +21,9 @@ BOUND = 1.25
 KEEP = 0.1
 """Further load, relative to the mean, at which a worker keeps an adapter that lives there."""
 
+WILLING = (False, 0.0)
+"""The reluctance of a worker that takes a part of the load."""
+
 Stretch = tuple[float, float]
 """Begin and end of a part of the line of workers, whose whole is 0 to 1."""
 
@@ -48,10 +51,14 @@ def homes_of(
     homes = {}
     for load in loads:
         part, present = load.share / load.replicas, before.get(load.adapter, ())
-        ranking = {
-            address: rooms[address].reluctance(part, present=address in present)
-            for address in order_of(takers, load.adapter, load.stretch)
-        }
+        ranking: dict[str, tuple[bool, float]] = {}
+        willing = 0
+        for address in order_of(takers, load.adapter, load.stretch):
+            ranking[address] = rooms[address].reluctance(part, present=address in present)
+            willing += ranking[address] == WILLING
+            if willing == load.replicas:
+                # No later worker is less reluctant.
+                break
         homes[load.adapter] = tuple(sorted(ranking, key=ranking.__getitem__)[: load.replicas])
         for address in homes[load.adapter]:
             rooms[address].take(part)
@@ -78,7 +85,7 @@ class _Room:
         self.slots -= 1
 
 
-@lru_cache(4096)
+@lru_cache(2**14)
 def order_of(takers: Takers, adapter: int, stretch: Stretch = EVERYWHERE) -> tuple[str, ...]:
     """The addresses in an adapter's order."""
     if not takers:

@@ -312,21 +312,22 @@ class LoadGuard:
         self._foreign_blocks = max(0, report.used_blocks - self._booked_blocks)
         self._on_change()
 
-    def adapters_moved(self, held: Mapping[AdapterKey, Residency], now: float) -> None:
-        """The worker reported changed places of adapters."""
-        for key, load in [*self._loads.items()]:
-            if (residency := held.get(key)) and residency.place is not load.origin:
+    def adapters_moved(self, changes: Mapping[AdapterKey, Residency | None], now: float) -> None:
+        """The worker reported changed places of adapters; None for one that left memory."""
+        for key, residency in changes.items():
+            load = self._loads.get(key)
+            if load and residency and residency.place is not load.origin:
                 seconds = (now - load.begun_at) / load.queue
                 self.rates.learn_load(seconds, delivered=load.origin is None)
                 del self._loads[key]
-        self.adapters = self.adapters.moved(held)
+        self.adapters = self.adapters.moved(changes)
         self._on_change()
 
     def _use(self, adapter: AdapterNeed, sequences: int, now: float) -> None:
         """Counts sequences with an adapter, and the start of the load if this is the first."""
         origin = self.adapters.place(adapter)
         if adapter.key not in self.adapters.in_use and origin is not Place.DEVICE:
-            queue = 1 if origin else 1 + self.adapters.deliveries(adapter)
+            queue = 1 if origin else 1 + self.adapters.deliveries
             self._loads[adapter.key] = _Load(origin, now, queue)
         self.adapters = self.adapters.used(adapter, sequences)
         if adapter.key not in self.adapters.in_use:

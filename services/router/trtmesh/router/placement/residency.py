@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.router.values.persistent_map import PersistentMap
 
 AdapterKey: TypeAlias = tuple[int, str]
 """Number and version of an adapter."""
@@ -34,6 +35,12 @@ class Residency:
     rank: int = 0
     """Largest rank of the updates; 0 for unknown."""
     pinned: bool = False
+
+    @property
+    def names(self) -> tuple[int | str, ...]:
+        """What requests name the adapter by: its number, and its name if it has one."""
+        number, name = self.adapter.id, self.adapter.name
+        return (number, name) if name else (number,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +87,37 @@ class Use:
     rank: int
 
 
+_NONE: PersistentMap[Any, Any] = PersistentMap({})
+
+
+def _none() -> PersistentMap[Any, Any]:
+    return _NONE
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerAdapters:
-    """Residency as reported, and uses as booked: an adapter in use that is not held is being delivered."""
+    """Residency as reported, and uses as booked: an adapter in use that is not held is being delivered.
 
-    held: Mapping[AdapterKey, Residency] = field(default_factory=dict)
+    A change shares all but the changed adapters, of which a worker may hold ten thousand.
+    """
+
+    held: PersistentMap[AdapterKey, Residency] = field(default_factory=_none)
     slots: int = 0
     """Most adapters ready to run at once; 0 without support for adapters."""
     free_slots: int = 0
     evictable_slots: int = 0
     """Slots of adapters neither pinned nor used by a sequence of any router."""
-    in_use: Mapping[AdapterKey, Use] = field(default_factory=dict)
+    in_use: PersistentMap[AdapterKey, Use] = field(default_factory=_none)
     rank: int = 0
     """Largest rank in use."""
+    named: PersistentMap[int | str, tuple[AdapterKey, ...]] = field(default_factory=_none)
+    """Held adapters by number, and by name."""
+    pinned: frozenset[AdapterKey] = frozenset()
+    """Held adapters that are pinned."""
+    deliveries: int = 0
+    """Adapters being delivered."""
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """Adapters in use by rank."""
 
     def holds(self, adapter: Adapter) -> bool:
         """Whether this version of an adapter is in memory."""
@@ -107,14 +132,12 @@ class WorkerAdapters:
         """Whether each slot is pinned or in use by other adapters. Slots are unknown before the first report."""
         if not self.slots or need.key in self.in_use or self.place(need) is Place.DEVICE:
             return False
-        pinned = {key for key, r in self.held.items() if r.pinned and r.place is Place.DEVICE}
+        kept = sum(
+            key not in self.in_use and self.held[key].place is Place.DEVICE for key in self.pinned
+        )
         # The report lags behind the bookings of this router, which in turn miss those of others.
         reported = self.slots - self.free_slots - self.evictable_slots
-        return max(reported, len(pinned | self.in_use.keys())) >= self.slots
-
-    def deliveries(self, besides: AdapterNeed) -> int:
-        """Other adapters being delivered."""
-        return sum(key not in self.held and key != besides.key for key in self.in_use)
+        return max(reported, len(self.in_use) + kept) >= self.slots
 
     def reported(self, slots: int, free: int, evictable: int) -> Self:
         """The adapters after a load report."""
@@ -122,21 +145,58 @@ class WorkerAdapters:
             return self
         return replace(self, slots=slots, free_slots=free, evictable_slots=evictable)
 
-    def moved(self, held: Mapping[AdapterKey, Residency]) -> Self:
-        """The adapters after changed residencies."""
-        return replace(self, held=held)
+    def moved(self, changes: Mapping[AdapterKey, Residency | None]) -> Self:
+        """The adapters after changed residencies; None for one that left memory."""
+        added = {key: residency for key, residency in changes.items() if residency}
+        held = self.held.changed([key for key in changes if key not in added], added)
+        pinned = self.pinned.difference(changes) | {key for key, r in added.items() if r.pinned}
+        deliveries = self.deliveries
+        named: dict[int | str, tuple[AdapterKey, ...]] = {}
+        for key, residency in changes.items():
+            before = self.held.get(key)
+            if key in self.in_use:
+                deliveries += (before is not None) - (residency is not None)
+            if before and residency and before.adapter == residency.adapter:
+                continue
+            for name in before.names if before else ():
+                known = named.get(name, self.named.get(name, ()))
+                named[name] = tuple(each for each in known if each != key)
+            for name in residency.names if residency else ():
+                named[name] = (*named.get(name, self.named.get(name, ())), key)
+        nameless = [name for name, keys in named.items() if not keys]
+        return replace(
+            self,
+            held=held,
+            pinned=pinned,
+            deliveries=deliveries,
+            named=self.named.changed(nameless, {n: keys for n, keys in named.items() if keys}),
+        )
 
     def used(self, need: AdapterNeed, sequences: int) -> Self:
         """The adapters with that many sequences more with an adapter, or fewer."""
-        in_use = dict(self.in_use)
-        before = in_use.pop(need.key, Use(0, need.rank))
-        if before.sequences + sequences > 0:
-            in_use[need.key] = Use(before.sequences + sequences, need.rank or before.rank)
-        return replace(self, in_use=in_use, rank=max((u.rank for u in in_use.values()), default=0))
+        before = self.in_use.get(need.key, Use(0, need.rank))
+        after = Use(before.sequences + sequences, need.rank or before.rank)
+        is_used, was_used = after.sequences > 0, before.sequences > 0
+        ranks = dict(self.ranks)
+        for rank, more in ((before.rank, -was_used), (after.rank, is_used)):
+            ranks[rank] = ranks.get(rank, 0) + more
+            if not ranks[rank]:
+                del ranks[rank]
+        in_use = self.in_use.changed(
+            [] if is_used else [need.key], {need.key: after} if is_used else {}
+        )
+        return replace(
+            self,
+            in_use=in_use,
+            ranks=ranks,
+            rank=max(ranks, default=0),
+            deliveries=self.deliveries + (need.key not in self.held) * (is_used - was_used),
+        )
 
     def lost(self) -> Self:
         """The adapters after the loss of the worker: bookings are released on their own."""
-        return replace(self, held={}, slots=0, free_slots=0, evictable_slots=0)
+        lost = type(self)(in_use=self.in_use, rank=self.rank, ranks=self.ranks)
+        return replace(lost, deliveries=len(self.in_use))
 
 
 NO_ADAPTERS = WorkerAdapters()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from heapq import nlargest
+from heapq import heapify, heappush, heapreplace, nlargest
 from itertools import accumulate
 from math import ceil
 
@@ -30,6 +30,41 @@ MOST_HOMED = 1024
 """Adapters with homes of their own load; the others have the first of their order."""
 
 
+class Hottest:
+    """The adapters of most weight. Weights only grow, so an adapter that rises needs to be compared with the coldest of
+    them alone."""
+
+    def __init__(self, most: int, weights: Mapping[int, tuple[float, int]]) -> None:
+        self.most = most
+        self._weights = weights
+        self._heap = [(weights[each][0], each) for each in nlargest(most, weights, self._order)]
+        """The coldest first, by their weights when they were last compared."""
+        heapify(self._heap)
+        self._members = {each for _, each in self._heap}
+
+    def _order(self, adapter: int) -> tuple[float, int]:
+        return self._weights[adapter][0], adapter
+
+    def rose(self, adapter: int) -> None:
+        """The weight of an adapter has grown."""
+        if adapter in self._members or not self.most:
+            return
+        if len(self._heap) < self.most:
+            heappush(self._heap, self._order(adapter))
+            self._members.add(adapter)
+            return
+        while (now := self._order(coldest := self._heap[0][1])) != self._heap[0]:
+            heapreplace(self._heap, now)
+        if self._order(adapter) > now:
+            heapreplace(self._heap, self._order(adapter))
+            self._members.remove(coldest)
+            self._members.add(adapter)
+
+    def in_order(self) -> list[int]:
+        """The hottest first."""
+        return sorted(self._members, key=self._order, reverse=True)
+
+
 class AdapterShares:
     """Predicted seconds of computation by adapter and by rank, halved every 30 s. Times are seconds of any clock.
 
@@ -42,6 +77,9 @@ class AdapterShares:
         self._weights: dict[int, tuple[float, int]] = {}
         """Weight and rank by adapter."""
         self._ranks: dict[int, float] = {}
+        self._hottest = Hottest(0, self._weights)
+        self._settled: tuple[Takers, Typical] | None = None
+        """For what the homes were last moved, unless an item was counted since."""
         self._homes: dict[int, tuple[str, ...]] = {}
         self._stretches: Mapping[int, Stretch] = {}
         self._apart = False
@@ -50,10 +88,12 @@ class AdapterShares:
         """Counts an item, without an adapter too: its load is part of the whole."""
         weight = seconds * self._unit(now)
         self._total += weight
+        self._settled = None
         if need:
             number, rank = need.adapter.id, need.rank
             before, _ = self._weights.get(number, (0.0, 0))
             self._weights[number] = before + weight, rank
+            self._hottest.rose(number)
             if rank:
                 self._ranks[rank] = self._ranks.get(rank, 0.0) + weight
 
@@ -74,14 +114,15 @@ class AdapterShares:
 
     def settle(self, takers: Takers, typical: Typical) -> None:
         """Moves homes that no longer fit the load."""
-        if not takers:
+        if not takers or self._settled == (takers, typical):
             return
+        self._settled = takers, typical
         self._settle_stretches(len(takers), typical)
         most = min(MOST_HOMED, sum(slots for _, slots in takers))
-        hottest = nlargest(most, self._weights, key=lambda each: (self._weights[each][0], each))
-        self._homes = homes_of(
-            (self._load(each, len(takers)) for each in hottest), takers, self._homes
-        )
+        if most != self._hottest.most:
+            self._hottest = Hottest(most, self._weights)
+        loads = (self._load(each, len(takers)) for each in self._hottest.in_order())
+        self._homes = homes_of(loads, takers, self._homes)
 
     def _load(self, adapter: int, workers: int) -> AdapterLoad:
         share, before = self.share(adapter), len(self._homes.get(adapter, ())) or 1
@@ -116,6 +157,7 @@ class AdapterShares:
         }
         self._ranks = {key: w / unit for key, w in self._ranks.items() if w >= least}
         self._total /= unit
+        self._hottest = Hottest(self._hottest.most, self._weights)
 
 
 def replicas_of(share: float, workers: int, before: int) -> int:

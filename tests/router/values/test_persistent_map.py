@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from trtmesh.router.adapters.persistent_map import BUCKETS, PersistentMap
+from trtmesh.router.values.persistent_map import BUCKETS, PersistentMap
 
 
 def test_changes_are_those_of_a_dict_and_leave_the_former_map() -> None:

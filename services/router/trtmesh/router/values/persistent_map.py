@@ -7,8 +7,8 @@ from itertools import chain
 from operator import itemgetter
 from typing import Self, TypeVar, overload
 
-BUCKETS = 256
-"""A change copies one bucket for each changed key: of 10,000 entries about 40."""
+BUCKETS = 128
+"""A change copies one bucket for each changed key: of 10,000 entries about 80."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
