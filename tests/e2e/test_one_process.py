@@ -112,6 +112,12 @@ async def test_worker_drains_and_resumes(one: Mesh) -> None:
     assert (item.error, len(item.token_ids)) == (None, 2)
 
 
+async def test_worker_inside_is_not_removed(one: Mesh) -> None:
+    (worker,) = (await one.status()).workers
+    with pytest.raises(InvalidField, match="is inside this router's process and stays; drain it"):
+        await one.admin.remove_worker(worker.worker)
+
+
 async def test_broken_backend_ends_its_items_and_the_process(tmp_path: Path) -> None:
     flag = tmp_path / "one"
     async with mesh_in_one_process(*TORCH, env=faulty(flag)) as mesh:

@@ -13,6 +13,7 @@ from trtmesh.router.fleet.discovery import addresses_of
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.link_local import check_dialled, refuse_link_local
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.links.local import LOCAL
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
 
@@ -207,9 +208,16 @@ class Membership:
     async def remove(self, name: str) -> int:
         """Moves a worker's sequences and forgets the worker once empty; returns the number that leaves now.
 
-        Discovery re-adds the worker only after the address disappears and returns.
+        Discovery re-adds the worker only after the address disappears and returns. Raises InvalidField for the worker
+        inside this process, which has no address to add again.
         """
         worker = await self.find(name)
+        if worker.address == LOCAL:
+            raise InvalidField(
+                f"{name!r} is inside this router's process and stays; drain it instead",
+                field="worker",
+                value=repr(name),
+            )
         worker.leaving = True
         self._removed.add(worker.address)
         # A later `add` makes the worker take items, unless it drains itself.
