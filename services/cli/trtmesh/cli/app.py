@@ -50,7 +50,7 @@ class StackCommand(TyperCommand):
 COMMANDS = (
     LazyCommand(
         "trtmesh.cli.up:up",
-        "Start routers, tokenizers and engines on this machine and serve until Ctrl-C.",
+        "Start routers, with tokenizers inside or beside them, and engines on this machine and serve until Ctrl-C.",
         SERVE,
         StackCommand,
     ),
