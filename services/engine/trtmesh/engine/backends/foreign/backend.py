@@ -1,8 +1,8 @@
-"""A backend that computes nothing: it has an engine elsewhere do it, over the engine's own contract.
+"""A backend for an engine elsewhere, over the engine's own contract; nothing is computed here.
 
-Every sequence is a call with an id of its own, so one of several can be stopped alone. What arrives within a turn of
-the event loop is one step. Blocks of a stopped sequence are free once the engine confirms its abort, for which the end
-waits `Patience.abort_seconds`.
+Every sequence is a call with an own id, so each can be stopped alone. Messages within a turn of the event loop make a
+step. Blocks of a stopped sequence are free once the engine confirms the abort; the end waits for this for
+`Patience.abort_seconds`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MAX_QUEUE_SIZE = 1024
 """Sequences of all routers together that may wait in the engine."""
 
 MAX_SEQUENCES_PER_ITEM = 16
-"""Most sequences of one item; each is a call of its own."""
+"""Most sequences of an item; each is a call."""
 
 RETRY_SECONDS = 0.2
 """Pause between two attempts to reach an engine, and between two subscriptions to KV events."""
@@ -80,13 +80,13 @@ class Patience:
     connect_seconds: float = 10.0
     """At the start; afterwards the process exits."""
     poll_seconds: float = 0.25
-    """Interval at which the load is read, or the health of an engine without load reports."""
+    """Interval between reads of the load, or of the health of an engine without load reports."""
     answer_seconds: float = 5.0
     """For such a read; after MISSED_ANSWERS reads without an answer the engine counts as dead."""
     abort_seconds: float = 1.0
     """To end a stopped sequence; afterwards the sequence ends without it."""
     state_seconds: float = 25.0
-    """For which a prefill engine keeps KV for another one; vLLM's own limit is 30 s by default."""
+    """For a prefill engine to keep KV for another engine; vLLM's own limit is 30 s by default."""
 
 
 class ForeignBackend:
@@ -176,7 +176,7 @@ class ForeignBackend:
         )
 
     def drop(self, lease_id: str) -> None:
-        """No contract frees handed-over KV: the engine does so once it was fetched, or by its own limit."""
+        """No contract frees handed-over KV: the engine does so after the fetch, or by the engine's own limit."""
 
     async def close(self) -> None:
         for keeper in self._keepers:
@@ -255,7 +255,7 @@ class ForeignBackend:
             )
 
     async def _generate(self, sequence: ForeignSequence) -> None:
-        """Reads a sequence's call to its end, whatever that is."""
+        """Reads a sequence's call to any end."""
         error: TrtmeshError | None = None
         try:
             await self._read(sequence)
@@ -277,7 +277,7 @@ class ForeignBackend:
             self._end(sequence, error)
 
     async def _read(self, sequence: ForeignSequence) -> None:
-        """Reads to the engine's last word, since only then its blocks are free."""
+        """Reads to the engine's last message, since only then the blocks are free."""
         async with aclosing(
             self._contract.generate(sequence.ask(self._contract.asks_transfer))
         ) as call:
@@ -298,7 +298,7 @@ class ForeignBackend:
             self._start_task(self._abort(sequence))
 
     async def _abort(self, sequence: ForeignSequence) -> None:
-        """Has the engine end a sequence; after `abort_seconds` its call is cancelled, which ends it, too."""
+        """Has the engine end a sequence; after `abort_seconds`, cancelling the call ends the sequence, too."""
         call = self._calls.get(sequence.key)
         try:
             async with asyncio.timeout(self._patience.abort_seconds):
@@ -332,7 +332,7 @@ class ForeignBackend:
         task.add_done_callback(self._tasks.discard)
 
     def _go_on(self) -> None:
-        """Delivers what is there in the next turn, so that calls read together make one step."""
+        """Delivers in the next turn, so that calls read together make a single step."""
         if self._flush is None:
             self._flush = asyncio.get_running_loop().call_soon(self._deliver_step)
 
@@ -389,7 +389,7 @@ class ForeignBackend:
 
 
 def _check_state(state: bytes) -> None:
-    """Raises HandoffFailed unless a state is what this backend makes: a JSON object."""
+    """Raises HandoffFailed unless a state is a JSON object, as made by this backend."""
     try:
         content = load_json(state.decode())
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the backend needs of a foreign engine's contract; each contract maps it to its own messages and fields."""
+"""The backend's needs of a foreign engine's contract; each contract maps these to messages and fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trtmesh.v1 import engine_pb2 as epb
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """A foreign engine as it describes itself; 0 and '' where it does not tell."""
+    """A foreign engine's description of itself; 0 and '' for unknown facts."""
 
     version: str
     model: str
@@ -24,16 +24,16 @@ class EngineFacts:
     max_batch_size: int
     tokens_per_block: int
     cache_tokens: int
-    """Tokens for which the KV cache has room."""
+    """Room of the KV cache, in tokens."""
     end_ids: tuple[int, ...]
     data_type: str
     """Element type of the model, such as `bfloat16`."""
     details: str = ""
-    """Whatever else tells models of one name apart."""
+    """Further facts for telling models of one name apart."""
     state_kind: StateKind | None = None
-    """Of an engine that moves KV to others."""
+    """Of an engine with handoffs of KV."""
     role: epb.WorkerRole.ValueType | None = None
-    """Of an engine that was started for one."""
+    """Of an engine started for a single role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Ask:
     max_tokens: int
     min_tokens: int
     ignored_prompt: int
-    """Leading tokens that presence and frequency penalties do not count."""
+    """Leading tokens, not counted by presence and frequency penalties."""
     stop_ids: tuple[int, ...]
-    """Single ids that end the sequence; they are part of the output."""
+    """Single ids for ending the sequence, as part of the output."""
     model_end_ids: bool
-    """Whether the engine ends the sequence at ids that it alone knows."""
+    """Whether the engine ends the sequence at ids known to the engine alone."""
     sampling: Sampling
     seed: int
     """64 bits, different for every sequence, and after every migration."""
@@ -70,7 +70,7 @@ class Ask:
     output: Output
     guided: GuidedDecoding | None = None
     transfer: str = ""
-    """Asks for the KV to be handed over, or brings the state of an engine that did; '' for neither."""
+    """Asks for a handoff of the KV, or brings the state of the engine with the KV; '' for neither."""
 
 
 @dataclass(slots=True)
@@ -87,9 +87,9 @@ class News:
     reason: str = ""
     """Set at the end: `stop`, `length`, `abort` or another word of the engine."""
     matched_id: int | None = None
-    """The id that ended the sequence, where the engine tells."""
+    """The last id, where the engine names an id as the end."""
     all_token_ids: Sequence[int] | None = None
-    """With the end, all tokens, from an engine that sends them; the log-probabilities are then those of all, too."""
+    """With the end, all tokens, if the engine sends all; the log-probabilities then cover all tokens, too."""
     transfer: str = ""
     """With the end, the state for another engine."""
 
@@ -99,21 +99,21 @@ class Contract(Protocol):
 
     @property
     def supported_fields(self) -> frozenset[str]:
-        """Fields of GenerationConfig that the contract carries."""
+        """Fields of GenerationConfig within the contract."""
 
     @property
     def engine(self) -> str:
-        """The engine, as in its addresses."""
+        """The engine's word in addresses."""
 
     @property
     def asks_transfer(self) -> str:
-        """What Ask.transfer says to have the KV handed over; '' where that cannot be."""
+        """The value of Ask.transfer for a handoff of the KV; '' without handoffs."""
 
     async def describe(self) -> EngineFacts:
         """Asks for the model and the server."""
 
     def check(self, item: Submission) -> None:
-        """Raises InvalidRequest or UnsupportedField for a value that the contract cannot carry."""
+        """Raises InvalidRequest or UnsupportedField for a value beyond the contract."""
 
     def generate(self, ask: Ask) -> AsyncGenerator[News, None]:
         """Opens the call of one sequence; closing the iterator cancels the call."""
@@ -122,10 +122,10 @@ class Contract(Protocol):
         """Ends a call's sequence; unknown ids are ignored."""
 
     async def load(self) -> LoadRecord | None:
-        """The load; None from an engine that only tells that it is alive. Raises AioRpcError."""
+        """Returns the load, or None for an engine that only reports life. Raises AioRpcError."""
 
     async def illness(self) -> str:
-        """Why the engine calls itself unhealthy, or ''. Raises AioRpcError."""
+        """Returns the engine's reason for being unhealthy, or ''. Raises AioRpcError."""
 
     def tokenizer(self) -> AsyncGenerator[common_pb2.GetTokenizerChunk, None]:
         """The files of the tokenizer, as parts of an archive."""

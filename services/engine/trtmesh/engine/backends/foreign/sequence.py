@@ -1,7 +1,7 @@
-"""One sequence on a foreign engine: what was asked, what came, and how it ends.
+"""One sequence on a foreign engine: the request, the tokens, and the end.
 
-The engine's own counters and reasons are not used where ours can be: some of its messages hold the last tokens only,
-and an end id and a stop id look alike there. The EndRule judges every token as on any other backend.
+Our own counts and reasons are used where possible: some messages of engines hold the last tokens only, and an end id
+and a stop id look alike there. The EndRule judges every token as on any other backend.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Figures:
 
 
 class ForeignSequence:
-    """A sequence from its submission to its end."""
+    """A sequence from the submission to the end."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ForeignSequence:
         self.tokens = list(item.token_ids)
         """Prompt and generated tokens."""
         self.found: End | None = rule.end_after(self.tokens) if item.emitted_tokens else None
-        """How the sequence ends, once that is known."""
+        """The sequence's end, once known."""
         self.aborted = False
         """Whether the engine was told to end the sequence."""
         self._started = False
@@ -73,7 +73,7 @@ class ForeignSequence:
         self._stop_ids = self._stop_ids_of(item)
         self._state: HandoffState | None = None
         self._expected = item.token_ids[-1] if item.handoff_state else None
-        """The last token of the sender, which the engine is to choose again before anything new."""
+        """The last token of the sender. The engine must choose this token again before anything new."""
         self._pending_tokens = 0 if item.handoff_state else len(item.token_ids)
         figures.pending_prompt_tokens += self._pending_tokens
 
@@ -100,7 +100,7 @@ class ForeignSequence:
         return self._expected is not None
 
     def ask(self, asks_transfer: str) -> Ask:
-        """The call that generates the rest of the sequence; `asks_transfer` has the engine hand it over."""
+        """The call for the rest of the sequence; with `asks_transfer`, the engine hands the sequence over."""
         item, stopping = self.item, self.item.config.stopping
         # The engine alone knows its end ids where it does not tell them.
         model_end_ids = not (self.rule.end_ids or stopping.ignore_end_id)
@@ -127,7 +127,7 @@ class ForeignSequence:
         )
 
     def take(self, news: News, output: StepOutput) -> None:
-        """Adds new tokens to `output`, and finds the end. Raises the error of an engine that gave up."""
+        """Adds new tokens to `output`, and finds the end. Raises the engine's error."""
         tokens = list(news.token_ids)
         if news.all_token_ids is not None:
             here = len(self.tokens) - len(self.item.token_ids)
@@ -146,7 +146,7 @@ class ForeignSequence:
         self.found = reason, ()
 
     def end(self, error: TrtmeshError | None = None) -> SequenceEnd:
-        """The end, with an error unless it is known how the sequence ends."""
+        """The end, with an error unless the end is known."""
         self._leave_queue()
         reason, stop_ids = self.found or (pb.FINISH_REASON_ERROR, ())
         return SequenceEnd(
@@ -163,7 +163,7 @@ class ForeignSequence:
         )
 
     def _stop_ids_of(self, item: Submission) -> frozenset[int]:
-        """Single ids at which the engine itself ends the sequence."""
+        """Single ids for the engine to end the sequence."""
         words = item.config.stopping.stop_token_ids
         # Before `min_tokens` the engine bans these ids, where it should only pass over them.
         single = () if item.config.stopping.min_tokens else words
@@ -182,7 +182,7 @@ class ForeignSequence:
         self._deliver(before, len(self.tokens) - before, news, output)
 
     def _check_first(self, tokens: list[int], news: News) -> None:
-        """Drops the token that the sender has delivered. Raises HandoffFailed if it is another."""
+        """Drops the token delivered by the sender already. Raises HandoffFailed for another token."""
         first = tokens.pop(0)
         if first != self._expected:
             raise HandoffFailed(
@@ -192,7 +192,7 @@ class ForeignSequence:
         news.log_probs, news.top_log_probs = news.log_probs[1:], news.top_log_probs[1:]
 
     def _check_log_probs(self, tokens: int, news: News) -> None:
-        """Raises BackendFailed unless each token has what was asked for: none may take another's place."""
+        """Raises BackendFailed unless each token has all requested data: no token may take the data of another."""
         asked = self._output
         for wanted, told in (
             (asked.log_probs, len(news.log_probs)),
@@ -238,7 +238,7 @@ class ForeignSequence:
         output.details.append(details)
 
     def _end_told(self, news: News) -> End:
-        """The end that only the engine knows. Raises the error of an engine that gave up."""
+        """The end known to the engine alone. Raises the engine's error."""
         if self.item.sender_lease_id and news.reason == "length":
             self._state = self._state_of(news)
             return pb.FINISH_REASON_HANDOFF, ()

@@ -1,7 +1,7 @@
 """The steps of a simulated worker, without time: `begin`, wait for the step time, `finish`.
 
-The scheduler is the one of every backend, with room for the longest form of each sequence that it starts: it never
-pauses one. A sequence that generates is in flight for the scheduler, and in the batch here.
+The scheduler is every backend's, with room for the longest form of each started sequence, so no sequence is paused. A
+generating sequence is in flight for the scheduler, and in the batch here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def new_scheduler(
 
 
 class Adapters(Protocol):
-    """What holds the adapters of the sequences."""
+    """The holder of the sequences' adapters."""
 
     store: AdapterStore[StoredAdapter]
 
@@ -86,18 +86,18 @@ class SimulatedHandoffs(BlockHandoffs[SimulatedSequence]):
 
     @property
     def layers(self) -> int:
-        """Layers whose KV a step computes one after another."""
+        """Layers of KV, computed by a step one after another."""
         return self._layers
 
     def carry_out(self, moves: SequenceOf[Move]) -> None:
         """Moves the content of blocks."""
 
     def damage(self, _lease_id: str) -> BackendFailed | None:
-        """What is wrong with the KV in the blocks of a receiver's lease."""
+        """The fault of the KV in the blocks of a receiver's lease."""
         return None
 
     def state_of(self, _sequence: SimulatedSequence) -> HandoffState | None:
-        """The state with which a handed over sequence ends: leases have none."""
+        """The state of a handed over sequence; leases have none."""
         return None
 
 
@@ -128,7 +128,7 @@ class SimulatedEngine:
         self._layer = 0
         """Next layer of the step."""
         self._pulled: list[SimulatedSequence] = []
-        """Sequences whose KV is there, but no room for it."""
+        """Sequences with their KV here, but no room for the KV."""
 
     @property
     def present_sequences(self) -> int:
@@ -137,7 +137,7 @@ class SimulatedEngine:
 
     @property
     def waiting_sequences(self) -> int:
-        """Those that await KV left out."""
+        """Without the sequences that await KV."""
         return self.scheduler.waiting_sequences - self.scheduler.unready_sequences
 
     @property
@@ -152,11 +152,11 @@ class SimulatedEngine:
 
     @property
     def computes_sent_kv(self) -> bool:
-        """Whether this step computes KV that is announced by layers."""
+        """Whether this step computes KV announced by layers."""
         return bool(self._sending)
 
     def add(self, sequences: SequenceOf[SimulatedSequence]) -> None:
-        """Takes the sequences of an item; one that another worker generated to its end ends at once."""
+        """Takes the sequences of an item; a sequence generated to the end by another worker ends at once."""
         self.changed = True
         for sequence in sequences:
             for key in sequence.keys:
@@ -194,7 +194,7 @@ class SimulatedEngine:
         self.handoffs.reserve(lease_id, tokens, block_hashes)
 
     def adopt(self, lease_id: str) -> None:
-        """Queues the sequences that wait for the KV of a lease; its blocks become the first one's."""
+        """Queues the sequences of a lease's KV; the blocks become the first sequence's."""
         self.changed = True
         if damage := self.handoffs.damage(lease_id):
             for sequence in self.handoffs.drop(lease_id):
@@ -203,12 +203,12 @@ class SimulatedEngine:
             self.handoffs.adopt(lease_id)
 
     def drop(self, lease_id: str) -> None:
-        """Frees the blocks of a lease; sequences that await their KV fail."""
+        """Frees the blocks of a lease; waiting sequences fail."""
         self.changed = True
         self._lose_kv(self.handoffs.drop(lease_id))
 
     def pulled(self, key: int, found: Content | Exception) -> None:
-        """Lets the sequence whose KV the library pulled start, or ends it without KV."""
+        """Starts the sequence of pulled KV, or ends a sequence without KV."""
         sequence = self._ledger.live.get(key)
         if sequence is None:
             return
@@ -219,7 +219,7 @@ class SimulatedEngine:
         self._end(sequence, pb.FINISH_REASON_ERROR, error=HandoffFailed(f"the handoff state {why}"))
 
     def hand_over(self, key: int, lease_id: str) -> None:
-        """Hands a running sequence over after its next token."""
+        """Hands a running sequence over after the next token."""
         sequence = self._ledger.live.get(key)
         if sequence is None:
             return
@@ -251,11 +251,11 @@ class SimulatedEngine:
 
     @property
     def uneventful_steps(self) -> int:
-        """Steps from this one on in which sequences only generate: the last of them ends a run."""
+        """Steps from this step on with sequences that only generate: the last of these ends a run."""
         return self.batch.next_end - self.step_count
 
     def skip(self, steps: int) -> None:
-        """Completes some of the uneventful steps, of which the last remains to be finished, without their output."""
+        """Completes some of the uneventful steps, without output; the last step remains to be finished."""
         self.step_count += steps
         self.batch.skip(steps)
         self.generated_tokens += steps * len(self.batch)
@@ -268,7 +268,7 @@ class SimulatedEngine:
         return self.handoffs.layers - self._layer
 
     def finish(self) -> StepOutput:
-        """Completes the step of `begin` and returns its output."""
+        """Completes the step of `begin`. Returns the output."""
         self.step_count += 1
         output = self._ledger.output
         self.batch.step(self.step_count, output)
@@ -321,7 +321,7 @@ class SimulatedEngine:
             self.changed = True
 
     def _join(self, sequence: SimulatedSequence) -> None:
-        """Lets a sequence generate, or leave with the KV of its prompt."""
+        """Lets a sequence generate, or leave with the KV of the prompt."""
         sequence.in_flight = True
         if sequence.outgoing:
             self._leaving.append(sequence)
@@ -344,7 +344,7 @@ class SimulatedEngine:
                 self._ledger.output.starts.append(start)
 
     def _settle(self, sequence: SimulatedSequence) -> None:
-        """Gives a member of the batch its tokens so far, and counts the KV of all but the last as computed."""
+        """Gives a member of the batch the tokens so far, and counts the KV of all but the last as computed."""
         sequence.take_run(self.step_count - sequence.first_step + 1)
         start, count = sequence.num_computed, len(sequence.tokens) - 1 - sequence.num_computed
         if count > 0:
@@ -363,7 +363,7 @@ class SimulatedEngine:
         stop_token_ids: tuple[int, ...] = (),
         error: TrtmeshError | None = None,
     ) -> None:
-        """Ends a sequence, and frees its blocks or gives them to its lease."""
+        """Ends a sequence, and frees the blocks or gives the blocks to the lease."""
         self.changed = True
         if sequence.place >= 0:
             self._settle(sequence)
@@ -379,6 +379,6 @@ class SimulatedEngine:
             self._give_back_adapter(sequence)
 
     def _give_back_adapter(self, sequence: SimulatedSequence) -> None:
-        """Takes back one of the holds of a sequence."""
+        """Takes back a hold of a sequence."""
         if sequence.adapter:
             self._adapters.release(sequence.adapter)

@@ -1,7 +1,7 @@
-"""The TensorRT-LLM backend: items become calls of the library, and what it delivers becomes steps.
+"""The TensorRT-LLM backend: items become calls of the library, and the library's results become steps.
 
 Everything happens on the event loop's thread, but for loading and shutting down the model, files of adapters, and
-computations on logits. The library's own processes compute; every live item has a task that reads its results.
+computations on logits. The library's own processes compute; every live item has a task for reading the results.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
 """Time between two looks at the library's processes."""
 QUEUE_SECONDS = 0.2
-"""How long a reader waits for the library's next row before it begins anew."""
+"""Time for the library's next row, after which a reader begins anew."""
 STUCK_SECONDS = 300.0
 """How long sequences may wait without a step before the worker gives up and exits."""
 
 CAPACITY_SECONDS = 10.0
-"""How long the first row, which has the size of the KV cache, may take after the warm-up."""
+"""Longest wait after the warm-up for the first row, with the size of the KV cache."""
 SHUTDOWN_SECONDS = 10.0
 """How long the library may take to shut down."""
 WARM_UP_PROMPT = (1, 2, 3, 4)
@@ -131,7 +131,7 @@ class TensorRtLlmBackend:
         return library, library.construct(model_of(self._settings, self._model_dir), given)
 
     async def _warm_up(self, model: ModelFiles) -> None:
-        """Runs one item to its end, within STUCK_SECONDS: a model that computes nothing must not become ready."""
+        """Runs one item to the end, within STUCK_SECONDS: a model that computes nothing must not become ready."""
         width = self._settings.limits.max_beam_width
         beams = {"use_beam_search": True, "best_of": width} if width > 1 else {}
         values = {"max_tokens": 2, "end_id": -1, "ignore_eos": True, "detokenize": False, **beams}
@@ -152,8 +152,8 @@ class TensorRtLlmBackend:
             raise ModelUnusable(f"TensorRT-LLM does not compute a first item: {problem}") from error
 
     async def _size_of_cache(self, longest: int, configured: int) -> int:
-        """Reads the size of the KV cache into the row, from the library or its first statistics; returns the tokens of
-        a block, if told not those configured."""
+        """Reads the size of the KV cache into the row, from the library or the first statistics. Returns the tokens of
+        a block, as told or else as configured."""
         told = capacity_of(self._llm)
         if told is not None:
             self._row = row_of({"kvCacheStats": told})
@@ -229,7 +229,7 @@ class TensorRtLlmBackend:
         return list(dict.fromkeys(self._ledger.live.values()))
 
     async def _read(self, live: LiveItem) -> None:
-        """Reads the results of an item until its sequences have ended."""
+        """Reads the results of an item until all sequences have ended."""
         try:
             async for _ in live.result:
                 if live.result.finished:
@@ -248,7 +248,7 @@ class TensorRtLlmBackend:
             self._failed(live, error)
 
     def _check_result(self, live: LiveItem) -> None:
-        """Raises the error that a release tells in the result instead of raising it."""
+        """Raises the error that some releases put into the result."""
         if problem := getattr(live.result, "error", None):
             raise self._library.request_error(problem)
 
@@ -280,7 +280,7 @@ class TensorRtLlmBackend:
         stop_token_ids: tuple[int, ...] = (),
         error: TrtmeshError | None = None,
     ) -> None:
-        """Ends a sequence; the last one of an item ends the call."""
+        """Ends a sequence; the last sequence of an item ends the call."""
         self._tell(live, sequence)
         live.sequences.remove(sequence)
         self._ledger.end(live.end_of(sequence, reason, stop_token_ids, error))
@@ -291,7 +291,7 @@ class TensorRtLlmBackend:
         self._flush_soon()
 
     def _close(self, live: LiveItem) -> None:
-        """Lets go of the call; an unfinished one is aborted, without waiting for it."""
+        """Forgets the call; an unfinished call is aborted, without waiting."""
         if live.result is not None and not live.result.finished:
             with suppress(Exception):
                 live.result.abort()
@@ -326,7 +326,7 @@ class TensorRtLlmBackend:
         self._counts.computed_prompt_tokens += len(live.item.token_ids) - cached
 
     def _flush_soon(self) -> None:
-        """Delivers in the next turn, so that the results of one iteration make one step."""
+        """Delivers in the next turn, so that the results of an iteration make a single step."""
         if self._flush is None:
             self._flush = self._loop.call_soon(self._deliver_changes)
 
@@ -349,7 +349,7 @@ class TensorRtLlmBackend:
         self._tasks.append(self._loop.create_task(self._guarded(work)))
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs a task of the worker's life; its failure is the worker's."""
+        """Runs a task of the worker's life, whose failure is the worker's."""
         try:
             await work()
         except Exception as error:
@@ -362,10 +362,10 @@ class TensorRtLlmBackend:
         read: Callable[..., AsyncIterator[dict[str, Any]]],
         take: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Takes the rows of a queue of the library, which gives each once, until the backend closes.
+        """Takes the rows of a queue of the library, each row once, until the backend closes.
 
-        An iteration over the queue ends whenever it is empty for a while. Its waits with a timeout may swallow a
-        cancellation, so `_closing` counts too.
+        An iteration over the queue ends whenever the queue is empty for a while. Waits with a timeout may swallow a
+        cancellation there, so `_closing` counts too.
         """
         while not self._closing:
             async for row in read(timeout=QUEUE_SECONDS):
@@ -388,7 +388,7 @@ class TensorRtLlmBackend:
             self._flush_soon()
 
     async def _watch(self) -> None:
-        """Notices a model that is gone, or that makes no progress for long.
+        """Notices a lost model, or a long time without progress.
 
         Time without sequences does not count, but does not begin anew either: clients that give up before the limit and
         come back find the same library.
@@ -407,7 +407,7 @@ class TensorRtLlmBackend:
                 raise BackendFailed(f"TensorRT-LLM made no step for {STUCK_SECONDS:g} s")
 
     def _break(self, error: BaseException) -> None:
-        """Ends every sequence, so that another worker continues it, and tells the service."""
+        """Ends every sequence, for other workers to continue, and informs the service."""
         if self._broken:
             return
         self._broken = True
@@ -465,7 +465,7 @@ class TensorRtLlmBackend:
     # Handoffs: the library's pools are its own, and it moves the KV itself.
 
     def drop(self, lease_id: str) -> None:
-        """The library frees the KV once it is fetched, or after kv_transfer_timeout_ms; it has no call for it."""
+        """The library has no call for this, and frees the KV after the fetch, or after kv_transfer_timeout_ms."""
 
     async def close(self) -> None:
         self._closing = True
@@ -484,7 +484,7 @@ class TensorRtLlmBackend:
             await adapters.close()
 
     async def _shut_down(self, loading: Future[Any]) -> None:
-        """Ends the library's processes. One that does not end in time is left: the process is about to exit."""
+        """Ends the library's processes. A process that does not end in time is left: this process is about to exit."""
 
         def shut_down() -> None:
             _, llm = loading.result()
@@ -502,7 +502,7 @@ class TensorRtLlmBackend:
 
 
 def _longest(settings: TensorRtLlmSettings, model: ModelFiles) -> int:
-    """Most tokens of a sequence: told to the library, which would otherwise cut what it finds too long."""
+    """Most tokens of a sequence, as told to the library: by default the library would cut longer sequences."""
     wanted = settings.limits.max_sequence_tokens
     most = model.engine.max_sequence_tokens if model.engine else model.max_positions
     if most is None and not wanted:
@@ -568,7 +568,7 @@ def _info(
 
 
 def _check_engine(settings: TensorRtLlmSettings, max_batch_size: int, max_beam_width: int) -> None:
-    """Raises SettingsError for limits beyond those of the built engine."""
+    """Raises SettingsError for limits beyond the built engine's."""
     limits = settings.limits
     for name, wanted, most in (
         ("max_batch_size", limits.max_batch_size, max_batch_size),
@@ -590,7 +590,7 @@ def _is_complete(item: Submission, rule: EndRule) -> bool:
 
 
 def _root(item: Submission, call: Call) -> Root:
-    """The name of what the item's blocks follow; a salt of the worker's own counts too."""
+    """The name before the item's first block; a salt of the worker's own counts too."""
     salt, lora = call.arguments.get("cache_salt"), item.config.lora
     if not salt and lora is None:
         return PLAIN
@@ -599,7 +599,7 @@ def _root(item: Submission, call: Call) -> Root:
 
 
 def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Runs on a thread that does not keep the process alive, unlike those of an executor."""
+    """Runs on a thread that does not keep the process alive, unlike an executor's threads."""
     future: Future[T] = Future()
     # A cancelled wait cannot cancel it, so setting a result never fails.
     future.set_running_or_notify_cancel()

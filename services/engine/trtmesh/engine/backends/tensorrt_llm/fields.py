@@ -1,4 +1,4 @@
-"""The fields that the worker supports with its settings and release; all others are refused when set."""
+"""The fields supported by the worker's settings and release; all others are refused when set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 from trtmesh.v1.generation_fields import supported_by
 
 SUPPORTED = supported_by("tensorrt_llm")
-"""The most that any settings and release support."""
+"""All fields supported by some settings and release."""
 
 COMPUTED: Mapping[str, str] = {
     "sampling.seed": "seed",
@@ -22,7 +22,7 @@ COMPUTED: Mapping[str, str] = {
     "stopping.bad_token_ids": "bad_token_ids",
     "output.perf_metrics": "return_perf_metrics",
 }
-"""Arguments of the library's sampling parameters, by field, that are computed from an item."""
+"""Computed arguments of the library's sampling parameters, by field."""
 
 PLAIN: Mapping[str, str] = {
     **{
@@ -33,7 +33,7 @@ PLAIN: Mapping[str, str] = {
     "sampling.top_p_reset_id": "top_p_reset_ids",
     "stopping.pad_id": "pad_id",
 }
-"""Those that take the field's value as it is."""
+"""Arguments with the field's value, unchanged."""
 
 BEAMS: Mapping[str, str] = {
     "beam_search.beam_width": "use_beam_search",
@@ -75,13 +75,13 @@ PRIORITY: Mapping[str, str] = {"priority": "priority"}
 ENDS = frozenset(path for path in SUPPORTED if path.startswith("stopping.")).difference(
     COMPUTED, PLAIN
 )
-"""Fields that the worker itself applies to what the library delivers."""
+"""Fields applied by the worker to the library's results."""
 
 
 def supported_fields(
     settings: TensorRtLlmSettings, engine: BuiltEngine | None, library: Library
 ) -> frozenset[str]:
-    """Fields whose argument the release has, and which the settings allow."""
+    """Fields with an argument in the release, and allowed by the settings."""
     sampled = {
         field: name for table in _sampling(settings, engine) for field, name in table.items()
     }

@@ -1,6 +1,6 @@
-"""The installed TensorRT-LLM: its names, and what its release offers. No other file imports it.
+"""The installed TensorRT-LLM: names, and the features of the release. No other file imports the library.
 
-Releases differ in names, so each is asked for what it has; a version is only ever shown to people.
+Releases differ in names, so each release is asked for names; the version is only ever shown to people.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NESTED: Mapping[str, str] = {
     "EagleDecodingConfig": "speculative_config",
     "DraftTargetDecodingConfig": "speculative_config",
 }
-"""Classes of configurations, with the constructor's argument that takes one."""
+"""Classes of configurations, with the constructor's argument for each."""
 
 CONSTRUCTOR = "LLM"
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """An argument of the constructor, or of a configuration in it, and the setting that gives it."""
+    """An argument of the constructor, or of a configuration there, and the setting behind the value."""
 
     of: str
     name: str
@@ -50,7 +50,7 @@ class Library:
     """One flow of the installed release."""
 
     def __init__(self, flow: str) -> None:
-        """Imports the library, which takes tens of seconds. Raises SettingsError without it, or without the flow."""
+        """Imports the library, in tens of seconds. Raises SettingsError without it, or without the flow."""
         try:
             import tensorrt_llm
             from tensorrt_llm import executor, llmapi
@@ -137,8 +137,8 @@ class Library:
     # What the worker makes.
 
     def construct(self, model: Path, given: Iterable[Given]) -> Any:
-        """Loads the model: takes minutes, blocks, and starts processes. Raises SettingsError for a setting that the
-        release does not have, ModelUnusable for a model that it does not take."""
+        """Loads the model: takes minutes, blocks, and starts processes. Raises SettingsError for a setting unknown to
+        the release, and ModelUnusable for a refused model."""
         groups: dict[str, dict[str, Given]] = {CONSTRUCTOR: {}}
         for each in given:
             groups.setdefault(each.of, {})[each.name] = each
@@ -223,13 +223,13 @@ class Library:
     # What went wrong.
 
     def means_death(self, error: BaseException) -> bool:
-        """Whether an error says that the processes of the model are gone."""
+        """Whether an error means the loss of the model's processes."""
         dead = self._find("EngineDeadError")
         return dead is not None and isinstance(error, dead)
 
 
 def is_dead(llm: Any) -> bool:
-    """Whether a model was shut down, by its owner or after an error of its processes."""
+    """Whether a model was shut down, by the owner or after an error of the processes."""
     executor = llm._executor
     if executor is None or executor.is_shutdown():
         return True
@@ -237,7 +237,7 @@ def is_dead(llm: Any) -> bool:
 
 
 def capacity_of(llm: Any) -> Mapping[str, Any] | None:
-    """The size of the KV cache, where the release tells it."""
+    """The size of the KV cache, in releases that say so."""
     tell: Callable[[], Mapping[str, Any]] | None = getattr(llm, "get_kv_cache_capacity", None)
     return tell() if tell else None
 
@@ -257,7 +257,7 @@ def _fields(of: Any) -> frozenset[str]:
 
 
 def _lora_config() -> Any:
-    """Its module moved between releases."""
+    """The module moved between releases."""
     try:
         from tensorrt_llm.lora_helper import LoraConfig
     except ImportError:

@@ -1,4 +1,4 @@
-"""The live items of a worker: what the library delivered of each sequence, and what of it is output."""
+"""The live items of a worker: the library's tokens of each sequence, and the part for output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trtmesh.engine.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 PROMPT_DONE = ("not_finished", "length")
-"""How a prompt alone ends: the library gives it one token."""
+"""The end of a prompt alone, to which the library gives a single token."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,20 +48,20 @@ class LibrarySequence:
     told: int
     """Length up to which the tokens are output."""
     read: int = 0
-    """Tokens of the library's output that were taken: its own differences are stale for some sequences. One that
-    another worker handed over is the first."""
+    """Tokens taken from the library's output: the library's own differences are stale for some sequences. A token
+    handed over by another worker is the first."""
     rewritten: bool = False
-    """Whether all tokens are told again: those of a beam may change."""
+    """Whether all tokens are told again, since the tokens of a beam may change."""
     log_prob_sum: float = 0.0
     details: TokenDetails | None = None
-    """Details of the tokens that are not yet output."""
+    """Details of the tokens not yet output."""
     measured: Any = None
     times: SequenceTimes = field(default_factory=SequenceTimes)
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What takes long to compute of a finished item."""
+    """The slow results of a finished item."""
 
     prompt: PromptDetails | None = None
     generation_logits: Mapping[int, Tensor] = field(default_factory=dict)
@@ -70,44 +70,44 @@ class Computed:
 
 @dataclass(eq=False, slots=True)
 class LiveItem:
-    """An item that the library computes."""
+    """An item in computation by the library."""
 
     item: Submission
     rule: EndRule
     call: Call
     adapter: StoredAdapter | None
     sequences: list[LibrarySequence]
-    """Those that have not ended."""
+    """The sequences without an end."""
     vocabulary_size: int
     result: Any = None
     """The library's; the same object at every delivery."""
     reader: asyncio.Task[None] | None = None
     state_of: Callable[[Any], HandoffState] | None = None
-    """Makes the state of an item whose prompt alone is computed here; raises HandoffFailed."""
+    """Makes the state of an item with the prompt alone computed here. Raises HandoffFailed."""
     state: HandoffState | None = None
     started: bool = False
     counted: bool = False
-    """Whether its prompt is part of the worker's counts."""
+    """Whether the prompt is part of the worker's counts."""
     cached_tokens: int = 0
     prompt: PromptDetails | None = None
-    """Details of the prompt that are not yet output."""
+    """Details of the prompt not yet output."""
     computed: Computed = field(default_factory=Computed)
     starts: list[int] = field(default_factory=list)
     """Keys with their first token, where metrics are asked for."""
 
     @property
     def pending_prompt_tokens(self) -> int:
-        """Prompt tokens to compute, of each sequence that has not started."""
+        """Prompt tokens to compute before the first start; 0 afterwards."""
         return 0 if self.started else len(self.item.token_ids)
 
     @property
     def has_logits(self) -> bool:
-        """Whether the end of the item needs what `compute` returns."""
+        """Whether the end of the item needs the result of `compute`."""
         output = self.item.config.output
         return output.context_logits or output.prompt_log_probs or output.generation_logits
 
     def compute(self, outputs: list[Any], sequences: list[LibrarySequence]) -> Computed:
-        """Computes what takes long, on a thread and without changing anything: sequences may be stopped meanwhile.
+        """Computes the slow results, on a thread and without changing anything: sequences may be stopped meanwhile.
         Raises BackendFailed."""
         asked = self.item.config.output
         prompt = None
@@ -142,7 +142,7 @@ class LiveItem:
         return outputs[place] if place < len(outputs) else None
 
     def advance(self, now_ns: int) -> list[tuple[LibrarySequence, End]]:
-        """Takes what the library delivered; returns the sequences that end with it. Raises BackendFailed."""
+        """Takes a delivery of the library. Returns the sequences with an end. Raises BackendFailed."""
         result, outputs = self.result, list(self.result.outputs)
         if self.call.reading is Reading.WHOLE and not result.finished:
             return []
@@ -244,7 +244,7 @@ class LiveItem:
             details.generation_logits = self.computed.generation_logits[sequence.key]
 
     def _end_by_library(self, sequence: LibrarySequence, output: Any) -> End | None:
-        """Where the library ended a sequence that the rule would continue."""
+        """The end of a sequence by the library alone, against the rule."""
         match output.finish_reason:
             case None:
                 return None
@@ -260,7 +260,7 @@ class LiveItem:
                 raise BackendFailed(f"the library ended the sequence as {other!r}")
 
     def _stop(self, sequence: LibrarySequence, reason: int | str | None) -> End:
-        """The end by an end id, of which the library says nothing, or by a word, which it names."""
+        """The end by an end id, unnamed by the library, or by a word, named by the library."""
         last = sequence.tokens[-1]
         if reason is None or reason in self.rule.end_ids:
             return pb.FINISH_REASON_END_ID, (last,) if last in self.rule.end_ids else ()
@@ -269,7 +269,7 @@ class LiveItem:
         return pb.FINISH_REASON_STOP_WORD, word if found else ()
 
     def _hand_over(self, output: Any) -> End:
-        """The prompt is computed, and its KV waits for another worker."""
+        """The prompt is computed, and the KV waits for another worker."""
         assert self.state_of
         self.state = self.state_of(output.disaggregated_params)
         return pb.FINISH_REASON_HANDOFF, ()
@@ -281,7 +281,7 @@ class LiveItem:
         stop_token_ids: tuple[int, ...] = (),
         error: TrtmeshError | None = None,
     ) -> SequenceEnd:
-        """The end of a sequence after what was told of it."""
+        """The end of a sequence, after all output."""
         output = self.item.config.output
         return SequenceEnd(
             sequence.key,
@@ -300,7 +300,7 @@ class LiveItem:
         )
 
     def tell(self, sequence: LibrarySequence, output: StepOutput) -> None:
-        """Adds what is new of a sequence to the output of a step."""
+        """Adds the news of a sequence to the output of a step."""
         if self.prompt:
             output.prompts.append(self.prompt)
             self.prompt = None
