@@ -1,7 +1,4 @@
-"""The `trtmesh` command for tests, as a user runs it.
-
-A command that runs to its end is forked; one that keeps running, or that a test interrupts, is started by its script.
-"""
+"""The `trtmesh` command for tests, as a user runs it: forked from a process that has its imports."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ STOP_SECONDS = 60.0
 """Upper bound of a wait for an end; no test depends on the actual time."""
 
 MARK = "TESTED_COMMAND"
-"""Variable marking a command and all its descendants, even after a change of parent."""
+"""Variable marking all descendants of a command, even after a change of parent."""
 
 FREE_PORTS = (
     *("--port", "0", "--admin-port", "0"),
@@ -208,15 +205,8 @@ def _start(
     mark = uuid.uuid4().hex
     # Stacks of other tests are not those of this user.
     apart = str(Path(os.environ["XDG_RUNTIME_DIR"]) / mark)
-    process = subprocess.Popen(
-        [TRTMESH, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "XDG_RUNTIME_DIR": apart, **(env or {}), MARK: mark},
-    )
-    return process, mark
+    given = {**os.environ, "XDG_RUNTIME_DIR": apart, **(env or {}), MARK: mark}
+    return start_command(*arguments, env=given), mark
 
 
 def read_until_closed(terminal: int) -> str:

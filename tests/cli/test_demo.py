@@ -22,7 +22,7 @@ def test_demo_streams_three_tagged_prompts_and_exits() -> None:
 
 def test_demo_serves_until_ctrl_c() -> None:
     with running("demo", *SIMULATED) as demo:
-        hint = demo.wait_for("trtmesh generate --router")
+        hint = demo.wait_for("cli/__main__.py generate --router")
         router = hint.split("--router ")[1].split()[0]
         result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
         assert result.returncode == 0, result.stderr
