@@ -12,6 +12,7 @@ from trtmesh.chassis.fair.turns import ConnectionQueue, ParseScheduler
 from trtmesh.chassis.grpc.messages import (
     INFLATED_BYTES,
     BadMessage,
+    Message,
     MessageReader,
     ReceivedMessages,
     pack_prefix,
@@ -25,6 +26,11 @@ async def _passes_until_held(messages: ReceivedMessages, size: int) -> None:
         await asyncio.sleep(0)
 
 
+async def next_of(messages: ReceivedMessages) -> Message | None:
+    """The next message, or None after the last."""
+    return None if await messages.arrived() is None else messages.take()
+
+
 async def test_what_is_decompressed_counts_and_is_freed_by_drop() -> None:
     account = Budget(2 * MOST).account(lambda: None)
     messages = ReceivedMessages(
@@ -36,7 +42,7 @@ async def test_what_is_decompressed_counts_and_is_freed_by_drop() -> None:
     )
     body = zlib.compress(bytes(MOST - 1), 1, 31)
     messages.feed(pack_prefix(1, len(body)) + body, 0)
-    reading = asyncio.create_task(messages.next())
+    reading = asyncio.create_task(next_of(messages))
     await _passes_until_held(messages, len(body) + 8 * INFLATED_BYTES)
     assert account.held == messages.held
     messages.drop()
@@ -60,7 +66,7 @@ async def test_the_budget_ends_the_call_that_decompresses() -> None:
     body = zlib.compress(bytes(MOST - 1), 1, 31)
     bomb.feed(pack_prefix(1, len(body)) + body, 0)
     with pytest.raises(BadMessage):
-        await bomb.next()
+        await next_of(bomb)
     assert (small.held, account.held, budget.held) == (1005, 1005, 1005)
 
 
@@ -75,14 +81,14 @@ async def test_a_cancelled_reader_frees_what_it_decompressed_and_may_come_again(
     )
     body = zlib.compress(bytes(MOST - 1), 1, 31)
     messages.feed(pack_prefix(1, len(body)) + body, 0)
-    reading = asyncio.create_task(messages.next())
+    reading = asyncio.create_task(next_of(messages))
     await _passes_until_held(messages, len(body) + 8 * INFLATED_BYTES)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     assert account.held == messages.held == len(body)
     messages.feed(pack_prefix(0, 1) + b"a", 0)
-    assert await messages.next() == bytes(MOST - 1)
-    assert await messages.next() == b"a"
+    assert await next_of(messages) == bytes(MOST - 1)
+    assert await next_of(messages) == b"a"
     assert account.held == 0
 
 
@@ -121,10 +127,10 @@ async def test_messages_come_whole_and_in_order_however_they_are_cut(size: int) 
     for at in range(0, len(data), size):
         received.feed(data[at : at + size], 0)
         assert account.held <= at + size
-    assert [await received.next() for _ in bodies] == bodies
+    assert [await next_of(received) for _ in bodies] == bodies
     assert (received.held, account.held) == (0, 0)
     received.end()
-    assert await received.next() is None
+    assert await next_of(received) is None
 
 
 async def test_whole_messages_alternate_with_parts_of_others() -> None:
@@ -132,9 +138,9 @@ async def test_whole_messages_alternate_with_parts_of_others() -> None:
     pieces = [message(b"1"), message(b"22")[:3], message(b"22")[3:], message(b"333"), message(b"4")]
     for piece in pieces:
         received.feed(piece, 0)
-    assert [await received.next() for _ in range(2)] == [b"1", b"22"]
+    assert [await next_of(received) for _ in range(2)] == [b"1", b"22"]
     received.feed(message(b"5"), 0)
-    assert [await received.next() for _ in range(3)] == [b"333", b"4", b"5"]
+    assert [await next_of(received) for _ in range(3)] == [b"333", b"4", b"5"]
     assert account.held == 0
 
 
@@ -144,7 +150,7 @@ async def test_a_second_message_is_seen_wherever_the_first_is() -> None:
         received.feed(message(b"a"), 0)
         assert not received.several
         if first_taken:
-            await received.next()
+            await next_of(received)
             assert not received.several
         received.feed(message(b"")[:1], 0)
         assert received.several

@@ -57,7 +57,8 @@ class Outbox(Generic[Message, Item]):
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._burst_until = 0.0
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Future[None] | None = None
+        """Of the consumer that waits."""
         self._room = asyncio.Event()
         self._room.set()
 
@@ -72,7 +73,7 @@ class Outbox(Generic[Message, Item]):
         self._waiting += 1
         if self._waiting == self._max_waiting:
             self._room.clear()
-        self._changed.set()
+        self._wake()
         item: Item = self._items_of(batch.message).add()
         return item
 
@@ -83,21 +84,29 @@ class Outbox(Generic[Message, Item]):
     def close(self) -> None:
         """Nothing more will be added."""
         self._closed = True
-        self._changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
 
     async def next_message(self) -> Message | None:
         """The next message; None when the outbox is closed and empty."""
         while not self._batches and not self._closed:
-            self._changed.clear()
-            await self._changed.wait()
+            self._changed = self._loop.create_future()
+            try:
+                await self._changed
+            finally:
+                self._changed = None
         if self._loop.time() < self._burst_until:
             await self._gather()
         if not self._batches:
             return None
         self._burst_until = self._loop.time() + BURST_SECONDS
         batch = self._batches.popleft()
-        self._waiting -= batch.items
-        if self._max_waiting is None or self._waiting < self._max_waiting:
+        before, most = self._waiting, self._max_waiting
+        self._waiting = before - batch.items
+        if most is not None and self._waiting < most <= before:
             self._room.set()
         return batch.message
 

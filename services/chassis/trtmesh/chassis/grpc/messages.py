@@ -269,6 +269,7 @@ class ReceivedMessages:
         self._counted = 0
         self._dropped = False
         self._taken = 0
+        self._loop = asyncio.get_running_loop()
         self._changed: asyncio.Future[None] | None = None
         self.ended = False
         """Whether the peer has half-closed the stream."""
@@ -286,7 +287,8 @@ class ReceivedMessages:
         # One at a time: objects for a window of the smallest messages would take many times the memory.
         if not self._ready and (message := reader.whole(data)) is not None:
             self._ready.append((False, message))
-            self._count()
+            self._counted += len(message)
+            self._account.add(len(message))
             self._wake()
             return
         reader.add(data)
@@ -295,7 +297,8 @@ class ReceivedMessages:
             self._ready.append(reader.take())
         self._count()
         if not self._dropped:
-            self._wake()
+            if self._ready or reader.complete:
+                self._wake()
             self._update_window()
 
     @property
@@ -312,8 +315,8 @@ class ReceivedMessages:
     def held(self) -> int:
         """Bytes received and not read."""
         held = self._reader.size
-        if self._ready:
-            held += sum(len(body) for _, body in self._ready)
+        for _, body in self._ready:
+            held += len(body)
         if self._inflation is not None:
             held += self._inflation.size
         return held
@@ -351,7 +354,7 @@ class ReceivedMessages:
             if self.ended:
                 self._reader.check_end()
                 return None
-            self._changed = asyncio.get_running_loop().create_future()
+            self._changed = self._loop.create_future()
             try:
                 await self._changed
             finally:
@@ -377,10 +380,6 @@ class ReceivedMessages:
         self._update_window()
         return body
 
-    async def next(self) -> Message | None:
-        """The next message, None after the last. Raises BadMessage for an invalid message."""
-        return None if await self.arrived() is None else self.take()
-
     async def _inflated(self, body: Message) -> bytearray:
         reader = self._reader
         self._inflation = Inflation(body, reader.encoding, reader.max_bytes, self._count)
@@ -393,12 +392,12 @@ class ReceivedMessages:
 
     def _wake(self) -> None:
         changed = self._changed
-        if changed is not None and self.waiting and not changed.done():
+        if changed is not None and not changed.done():
             changed.set_result(None)
 
     def _update_window(self) -> None:
         """Sends a WINDOW_UPDATE, but only for at least half a window."""
-        if self.waiting:
+        if self.ended or self._reader.complete or self._ready:
             return
         increment = self._window_size + self._reader.missing - self._window
         if increment > self._window_size // 2:

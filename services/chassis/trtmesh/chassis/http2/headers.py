@@ -77,11 +77,8 @@ class HeaderDecoder:
         self._first: Frame | None = None
         self._data = bytearray()
         self._size = 0
-
-    @property
-    def expects_continuation(self) -> bool:
+        self.expects_continuation = False
         """Whether only a CONTINUATION frame may come next."""
-        return self._first is not None
 
     def headers(self, frame: Frame) -> HeaderBlock | None:
         """Takes a HEADERS frame. Returns the block if complete."""
@@ -96,7 +93,7 @@ class HeaderDecoder:
         self._count(len(data))
         if frame.flags & END_HEADERS:
             return self._decode(frame, data)
-        self._first = frame
+        self._first, self.expects_continuation = frame, True
         self._data[:] = data
         return None
 
@@ -112,7 +109,7 @@ class HeaderDecoder:
         self._data += frame.payload
         if not frame.flags & END_HEADERS:
             return None
-        self._first = None
+        self._first, self.expects_continuation = None, False
         return self._decode(first, bytes(self._data))
 
     def _count(self, size: int) -> None:

@@ -158,7 +158,8 @@ class ClientCall(Call[Request, Response]):
         writer, stream = self._writer, self.stream
         if stream.unsent.size:
             await writer.drain(stream)
-        self._check_open()
+        if self._status is not None or self._half_closed:
+            self._check_open()
         writer.send_data(stream, pack_prefix(0, len(data)), data)
         if stream.unsent.size:
             await writer.drain(stream)
@@ -170,8 +171,9 @@ class ClientCall(Call[Request, Response]):
             self._writer.end_stream(self.stream)
 
     async def read(self) -> Response | None:
+        responses = self._responses
         try:
-            data = await self._responses.next()
+            data = None if await responses.arrived() is None else responses.take()
         except BadMessage as error:
             self._check_status()
             bad = Status(error.status, str(error))

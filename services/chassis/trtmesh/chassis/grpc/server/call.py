@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn, Protocol, TypeAlias, cast
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import Descriptor
@@ -618,12 +618,12 @@ class ServerCall:
             self._checking -= size
 
     def _parsed(self, data: Message) -> Any:
-        read = self._handler.request_deserializer
+        # A copy of a large message would count nowhere; protobuf reads arrays, too.
+        read: Any = self._handler.request_deserializer
         if read is None:
             return bytes(data)
         try:
-            # A copy of a large message would count nowhere; protobuf reads arrays, too.
-            return read(bytes(data) if isinstance(data, memoryview) else cast(bytes, data))
+            return read(bytes(data) if isinstance(data, memoryview) else data)
         except Exception as error:
             # Deserializers raise anything.
             raise BadMessage(
