@@ -14,6 +14,14 @@ from cryptography.x509.oid import NameOID
 
 DAY = dt.timedelta(days=1)
 
+OTHER_USES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "encipher_only", "decipher_only"),
+)
+SIGNS_CERTIFICATES = x509.KeyUsage(
+    key_cert_sign=True, crl_sign=True, **dict.fromkeys(OTHER_USES, False)
+)
+
 
 @dataclass(frozen=True)
 class KeyPair:
@@ -39,10 +47,17 @@ class Authority:
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        own = self._builder(self.name, self._key, DAY).add_extension(
-            x509.BasicConstraints(ca=True, path_length=None), critical=True
+        own = (
+            self._builder(self.name, self._key, DAY)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .add_extension(SIGNS_CERTIFICATES, critical=True)
+            .add_extension(self._identity, critical=False)
         )
         self._write(self.ca, own)
+
+    @property
+    def _identity(self) -> x509.SubjectKeyIdentifier:
+        return x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
 
     @property
     def ca(self) -> Path:
@@ -63,7 +78,12 @@ class Authority:
                 *(x509.DNSName(each) for each in ("localhost", *alternatives)),
             ]
         )
-        made = self._builder(name, key, valid).add_extension(names, critical=False)
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._identity)
+        made = (
+            self._builder(name, key, valid)
+            .add_extension(names, critical=False)
+            .add_extension(issuer, critical=False)
+        )
         pair = KeyPair(
             self.directory / f"{file or name}.crt", self.directory / f"{file or name}.key"
         )

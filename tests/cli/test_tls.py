@@ -10,9 +10,11 @@ import stat
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 from cli.commands import running_stack, trtmesh
+from trtmesh.cli.temporary_ca import temporary_ca
 
 PATIENCE_SECONDS = 60.0
 
@@ -60,3 +62,19 @@ def test_stack_over_tls() -> None:
         stack.signal(signal.SIGINT)
         assert stack.wait() == 0
         assert not private.exists()
+
+
+def test_strict_clients_accept_the_throw_away_certificates() -> None:
+    """As Python's own default is since 3.13."""
+    with temporary_ca("127.0.0.1") as paper:
+        context = ssl.create_default_context(cafile=str(paper.ca))
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        served.load_cert_chain(paper.certificate, paper.key)
+        up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = context.wrap_bio(down, up, server_hostname="127.0.0.1")
+        server = served.wrap_bio(up, down, server_side=True)
+        for side in (client, server, client, server):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+        assert client.getpeercert()

@@ -75,10 +75,20 @@ def _make(directory: Path, host: str) -> TemporaryCa:
     from cryptography.hazmat.primitives.asymmetric import ec
 
     authority, own = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    root = _builder("trtmesh throw-away authority", authority).add_extension(
-        x509.BasicConstraints(ca=True, path_length=0), critical=True
+    # Clients of Python 3.13 and later check certificates strictly: those of RFC 5280 name the authority's key and use.
+    identity = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
+    of_authority = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identity)
+    root = (
+        _builder("trtmesh throw-away authority", authority)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_signs_certificates(), critical=True)
+        .add_extension(identity, critical=False)
     )
-    leaf = _builder("trtmesh", own).add_extension(_names(host), critical=False)
+    leaf = (
+        _builder("trtmesh", own)
+        .add_extension(_names(host), critical=False)
+        .add_extension(of_authority, critical=False)
+    )
     files = TemporaryCa(directory / "ca.pem", directory / "own.pem", directory / "own.key")
     pem = serialization.Encoding.PEM
     for file, made in ((files.ca, root), (files.certificate, leaf)):
@@ -87,6 +97,14 @@ def _make(directory: Path, host: str) -> TemporaryCa:
     with os.fdopen(os.open(files.key, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as stored:
         stored.write(key)
     return files
+
+
+def _signs_certificates() -> x509.KeyUsage:
+    from cryptography import x509
+
+    others = ["digital_signature", "content_commitment", "key_encipherment", "data_encipherment"]
+    others += ["key_agreement", "encipher_only", "decipher_only"]
+    return x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(others, False))
 
 
 def _builder(name: str, key: EllipticCurvePrivateKey) -> x509.CertificateBuilder:
