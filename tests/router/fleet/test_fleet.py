@@ -23,13 +23,15 @@ from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.fleet.fleet import LONG_TOKENS
 from trtmesh.router.fleet.fleet import Fleet as RouterFleet
+from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.kv_index import index
 from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import Residency, load_guard
-from trtmesh.router.placement.rates import FALLBACK_NEW_TOKENS, FALLBACK_STEP_SECONDS
+from trtmesh.router.placement import Residency, WorkerSnapshot, load_guard
+from trtmesh.router.placement.rates import FALLBACK_NEW_TOKENS, FALLBACK_STEP_SECONDS, Typical
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.requests.siblings import MAX_TOGETHER
+from trtmesh.router.router import WATCH_SECONDS
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -249,3 +251,23 @@ async def test_change_before_the_wait_begins_is_not_missed() -> None:
     fleet.changed()
     async with asyncio.timeout(PATIENCE_SECONDS):
         await waiting
+
+
+async def test_workers_are_read_for_placements_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    snapshot = Worker.snapshot
+
+    def counted(self: Worker, typical: Typical) -> WorkerSnapshot:
+        read.append(self.address)
+        return snapshot(self, typical)
+
+    async with fleet(*engines("one", "two", "three")) as on:
+        for engine in on.engines:
+            await told(on, engine, running_sequences=1)
+        await asyncio.sleep(2 * WATCH_SECONDS)
+        monkeypatch.setattr(Worker, "snapshot", counted)
+        await asyncio.sleep(10 * WATCH_SECONDS)
+        assert not read
+        on.start([5])
+        await on.submitted(1)
+        assert len({*read}) == len(on.engines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -44,7 +43,7 @@ def guard() -> LoadGuard:
 
 def learn_between(rates: Rates, before: Report, after: Report) -> None:
     """Rates from two reports, the first at the end of a step."""
-    earlier = replace(before, at=2 * before.at - after.at, step_count=before.step_count - 1)
+    earlier = before._replace(at=2 * before.at - after.at, step_count=before.step_count - 1)
     rates.break_off()
     rates.learn(earlier, before)
     rates.learn(before, after)
@@ -511,7 +510,7 @@ def test_transfer_rate_rises_at_once_and_falls_slowly() -> None:
             receiving_seconds=before.receiving_seconds + 1.0,
         )
         rates.learn(before, after)
-        rates.learn(after, replace(after, at=second + 0.5))
+        rates.learn(after, after._replace(at=second + 0.5))
         seen.append(rates.transfer_rate or 0.0)
         before = after
     first, risen, *fallen = seen

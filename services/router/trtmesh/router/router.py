@@ -353,7 +353,14 @@ class Router:
             self._links.pop(replica).cancel()
 
     async def _watch(self) -> None:
+        fingerprints: dict[str, str] = {}
         while True:
+            before = fingerprints
+            models = self._fleet.models()
+            fingerprints = {model: self._tokenizers.fingerprint_of(model) for model in models}
+            if fingerprints != before:
+                # Another tokenizer may fit other workers.
+                self._fleet.touched.update(self._fleet.workers)
             await self._tell_health()
             self._fleet.refresh()
             self._handoffs.tick(asyncio.get_running_loop().time())

@@ -384,8 +384,7 @@ class Fleet:
         self._typical = {model: self._typical_of(model) for model in models}
         for model, shares in self._shares.items():
             shares.settle(takers_of(self.snapshot(), model), self._typical[model])
-        for worker in self.workers.values():
-            worker.touch()
+        self.loaded.update(self.workers)
 
     def _typical_of(self, model: str) -> Typical:
         rates = [w.guard.rates for w in self.workers.values() if w.description.model == model]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
 from trtmesh.chassis.errors import Unavailable
 
 MOST_NAME_CHARACTERS = 512
@@ -26,7 +31,17 @@ def check_names(**names: str) -> None:
 
 
 def check_numbers(message: object, most: int, *fields: str) -> None:
-    """Raises ContractBroken for a field that is negative, above `most` or not a number."""
-    for field in fields:
-        if not 0 <= (value := getattr(message, field)) <= most:
+    """Raises ContractBroken for a field, of two or more, that is negative, above `most` or not a number. Reads all at
+    once: every worker reports ten times a second."""
+    values = _reader(fields)(message)
+    # A sum with what is not a number is none either.
+    if min(values) >= 0 and max(values) <= most and sum(values) >= 0:
+        return
+    for field, value in zip(fields, values, strict=True):
+        if not 0 <= value <= most:
             raise ContractBroken(f"its {field} is {value}, not 0 to {most}")
+
+
+@cache
+def _reader(fields: tuple[str, ...]) -> Callable[[object], tuple[Any, ...]]:
+    return attrgetter(*fields)

@@ -58,9 +58,9 @@ SNAP = 1.5
 idle fleet to the same worker; different hardware or a noisy neighbour differ by more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The part of a load report for rates and waits; `at` is the arrival in seconds of a clock."""
+class Report(NamedTuple):
+    """The part of a load report for rates and waits; `at` is the arrival in seconds of a clock. A tuple, as a snapshot
+    is."""
 
     at: float
     busy_seconds: float = 0.0
