@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from log_lines import LogLine, log_lines
-from tiers import ProcessGuard, is_fast, is_left_out
+from tiers import ProcessGuard, is_fast, is_left_out, turn_of
 from trtmesh.chassis.logs import set_up_logs
 
 FOREIGN = (
@@ -99,6 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and is_fast(item):
             item.add_marker("fast")
+    slow = {item.path for item in items if not item.get_closest_marker("fast")}
+    items.sort(key=lambda item: turn_of(item.path, slow))
 
 
 LAST_SECONDS = 120

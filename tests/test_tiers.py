@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from engine.torch import harness
 from processes import service_process
-from tiers import TESTS, is_left_out, left_out, reaches_slow
+from tiers import TESTS, is_left_out, left_out, reaches_slow, turn_of
 
 
 @asynccontextmanager
@@ -73,3 +73,11 @@ def test_left_out_are_folders_with_what_is_in_them_and_files() -> None:
     assert is_left_out(Path(TESTS, "test_forks.py"))
     assert not is_left_out(Path(TESTS, "chassis", "test_settings.py"))
     assert not is_left_out(Path(TESTS))
+
+
+def test_files_with_processes_run_before_others_of_their_turn() -> None:
+    files = [Path(TESTS, name) for name in ("cli/a.py", "cli/b.py", "router/a.py", "router/b.py")]
+    slow = {files[1], files[3]}
+    ordered = sorted(files, key=lambda file: turn_of(file, slow))
+    assert ordered == [files[3], files[2], files[1], files[0]]
+    assert turn_of(Path(TESTS, "test_tiers.py"), slow) == turn_of(files[0], slow)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,9 @@ SLOW = {
 
 LEFT_OUT = Path(TESTS, "left_out.txt")
 """Files and folders, one a line."""
+
+FIRST = ("chaos", "router")
+"""Folders with the longest files."""
 
 PLAIN = {dict, MappingProxyType}
 
@@ -62,6 +65,12 @@ def is_fast(test: pytest.Function) -> bool:
 
 _reaches_nothing_slow = dict[int, object]()
 """Objects by `id`, from which nothing of SLOW is reached; tests share most of their helpers."""
+
+
+def turn_of(path: Path, slow: Container[Path]) -> tuple[int, bool]:
+    """The turn of a file in a run, ahead of higher ones: small files fill the time until the last long one ends."""
+    folder = path.relative_to(TESTS).parts[0]
+    return FIRST.index(folder) if folder in FIRST else len(FIRST), path not in slow
 
 
 @cache

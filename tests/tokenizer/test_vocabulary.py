@@ -5,14 +5,46 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sentencepiece
+from forks import fork_server, start_module
 from tokenizer.tokenizers_zoo import CORPUS, ZOO, byte_level_bpe, save_model_dir
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.tokenizer import conversion
 from trtmesh.tokenizer.vocabulary import load_vocabulary
+
+IMPORTS = (
+    *(
+        "trtmesh.chassis.errors",
+        "trtmesh.chassis.json_text",
+        "sentencepiece.sentencepiece_model_pb2",
+    ),
+    *("tokenizers", "transformers.models.auto.tokenization_auto"),
+)
+"""Of a conversion."""
+
+
+@pytest.fixture(autouse=True)
+def conversions_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They import transformers once."""
+
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        _, _, module, *arguments = command
+        timeout = options["timeout"]
+        with start_module(
+            fork_server(IMPORTS), module, arguments, os.environ, text=True
+        ) as process:
+            out, err = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    monkeypatch.setattr(conversion, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.fixture
