@@ -1,5 +1,5 @@
-"""Encodes a short text that comes alone on the spot, and others in threads: waiting texts are encoded together, long
-and huge texts in threads of their own.
+"""Encodes a lone short text on the spot, and other texts in threads: waiting texts together, long and huge texts in
+separate threads.
 
 Even a single text goes through `encode_batch_fast`: unlike `encode`, the batch method releases the GIL.
 """
@@ -27,11 +27,11 @@ from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.v1 import generation_pb2 as pb
 
 ON_THE_SPOT_BYTES = 4096
-"""Largest text encoded on the spot, in about a millisecond; one in a pass of the event loop. A thread costs a lone
-text more than its encoding. Under load threads gather texts meanwhile, and so the batches of all that follows grow."""
+"""Largest text encoded on the spot, in about a millisecond; a single text in a pass of the event loop. A thread costs a
+lone text more than the encoding. Under load threads gather texts meanwhile, so batches grow."""
 
 BEGINNINGS = 3
-"""A beginning is encoded on its own only of a text so many times as long, as routers do."""
+"""The beginning of a text is encoded first only if the text is so many times as long, as in routers."""
 
 HUGE_TO_LONG = 16
 """A text is huge from this multiple of `long_text_bytes`."""
@@ -48,7 +48,7 @@ class EncodeRequest:
     stop_texts: tuple[str, ...] = ()
     skip_special_tokens: bool = False
     max_token_ids: int = 0
-    """Most ids of the text that are wanted; 0 for all."""
+    """Most wanted ids of the text; 0 for all."""
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class EncodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class UnreadRequest:
-    """A large request that is read in a thread: to decode its text takes longer than a step of the event loop."""
+    """A large request, to be read in a thread: decoding the text takes longer than a step of the event loop."""
 
     size_bytes: int
     """About."""
@@ -78,14 +78,14 @@ def _size_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTexts:
-    """Token ids of the text, of each word and of its spellings, and the stop texts in terms of tokens."""
+    """Token ids of the text, of each word and of the words' spellings, and the stop texts in terms of tokens."""
 
     token_ids: list[int]
     words: list[list[int]]
     spelled_words: list[list[list[int]]] = field(default_factory=list)
     stop_vocabulary: pb.StopVocabulary | None = None
     omitted: int = 0
-    """Number of the text's ids, or of those of its beginning, if they are more than wanted. Then all else is empty."""
+    """Number of the text's ids, or of the beginning's ids, if beyond the wanted number. Then all else is empty."""
 
     @property
     def token_count(self) -> int:
@@ -112,11 +112,11 @@ class LaneLimits:
     long_text_bytes: int = 16 * 2**10
     """Least size of a long text; from HUGE_TO_LONG times this size a text is huge."""
     max_batch_bytes: int = 64 * 2**10
-    """Most text that a thread takes from the queue at once; a larger text goes alone."""
+    """Most text for a thread to take from the queue at once; a larger text goes alone."""
     max_queued: int = 8192
-    """Most queued encodes of short texts; one more is refused with QUEUE_FULL."""
+    """Most queued encodes of short texts; further encodes are refused with QUEUE_FULL."""
     max_queued_long: int = 1024
-    """Most queued encodes of long texts, and of huge ones; one more is refused with QUEUE_FULL."""
+    """Most queued encodes of long texts, and of huge texts; further encodes are refused with QUEUE_FULL."""
 
 
 class Encoder:
@@ -206,7 +206,7 @@ class _LaneSize:
 
 
 class _Lane:
-    """A queue and its threads. A free thread takes the waiting texts at once, without waiting for more."""
+    """A queue with threads. A free thread takes the waiting texts at once, without waiting for more."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ def _read_and_encode(
     most_bytes: int,
     requests: Sequence[EncodeRequest | UnreadRequest],
 ) -> list[Outcome]:
-    """Encodes a batch of which some are not read yet."""
+    """Encodes a batch with unread requests."""
     read = [_read(request, most_bytes) for request in requests]
     valid = [each for each in read if isinstance(each, EncodeRequest)]
     encoded = iter(encode(valid))
@@ -397,10 +397,11 @@ def _encode(
 
 
 def _surplus(tokenizer: Tokenizer, request: EncodeRequest) -> int:
-    """Number of ids of the beginning of a text that surely has more than are wanted; 0 if the whole must be encoded.
+    """Returns the number of ids of the beginning, if the whole text surely has more ids than wanted, or 0 if the whole
+    must be encoded.
 
-    To encode four million bytes takes seconds, and to free a token for each of them holds the interpreter. The whole
-    may have a few ids fewer than its beginning, but not half as many.
+    Encoding four million bytes takes seconds, and freeing as many tokens holds the interpreter. The whole may have a
+    few ids fewer than the beginning, but not half as many.
     """
     text, most = request.text, request.max_token_ids
     if text is None or not most:

@@ -50,7 +50,7 @@ class DecodeSequence:
     _vocabulary_size: int
     request_id: str = ""
     min_tokens: int = 0
-    """Fewest tokens before the one that completes a stop text."""
+    """Fewest tokens before the last token of a stop text."""
     _pushed: int = 0
     """Tokens of earlier calls, where stop texts are looked for."""
     _absorbed_stop: Stop | None = None
@@ -310,7 +310,7 @@ def _find_mistake(
 
 
 def _known(error: BaseException) -> TrtmeshError:
-    """The error of one handle. An unexpected exception and a panic of the library become one too: they must not end
+    """The error of one handle. Unexpected exceptions and panics of the library become errors too, and must not end
     other sequences."""
     if isinstance(error, TrtmeshError):
         return error

@@ -1,6 +1,6 @@
-"""Finds stop texts across the deltas of a sequence, and holds back what may become one.
+"""Finds stop texts across the deltas of a sequence, and holds back text that may become a stop text.
 
-The automaton's state is exactly what is held back. The stop text contains it, so a matcher stores only a state number.
+The automaton's state is exactly the held text, a part of the stop text, so a matcher stores only a state number.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class StopMatcher:
 
     @property
     def marks(self) -> Mapping[int, str]:
-        """Marks of the special tokens that are for `push_mark`."""
+        """Marks of the special tokens for `push_mark`."""
         return self._stop_texts.marks
 
     def push(self, text: str, *, may_end: bool = True) -> str:
-        """Returns the certain text: without a possible prefix of a stop text, cut at a match that `may_end` it."""
+        """Returns the certain text: without a possible prefix of a stop text, with `may_end` cut at a match."""
         stops, state, start = self._stop_texts, self._state, 0
         if state == _ROOT and (start := stops.find_start(text)) == len(text):
             return text
@@ -44,7 +44,7 @@ class StopMatcher:
         return self._release(text, stops.held_length(state), state)
 
     def push_mark(self, mark: str, rest: str, *, may_end: bool) -> str:
-        """Takes a special token that the text omits; `rest` is the text before it that is not certain yet."""
+        """Takes a special token omitted from the text; `rest` is the uncertain text before the token."""
         raise NotImplementedError
 
     def flush(self) -> str:
@@ -64,18 +64,18 @@ class StopMatcher:
 
 
 class MarkMatcher(StopMatcher):
-    """Matches a sequence whose stop texts name special tokens that the text omits."""
+    """Matches a sequence with special tokens in the stop texts, but not in the text."""
 
     __slots__ = ("_ahead", "_marked", "_rest")
 
     def __init__(self, stop_texts: StopTexts, *, include_stop_text: bool) -> None:
         super().__init__(stop_texts, include_stop_text=include_stop_text)
         self._rest = ""
-        """Text that was not certain at the latest mark behind it."""
+        """Text before the latest mark, uncertain when the mark came."""
         self._marked = ""
-        """The same with the marks behind it."""
+        """The same text with the following marks."""
         self._ahead = _ROOT
-        """The state at its end, if it becomes certain as it is."""
+        """The state at the end of this text, if all of the text becomes certain."""
 
     def push(self, text: str, *, may_end: bool = True) -> str:
         if self._marked and text:
@@ -103,7 +103,7 @@ class MarkMatcher(StopMatcher):
         return without_marks(super().flush())
 
     def _with_marks(self, text: str) -> str:
-        """Text that became certain, with the marks in their places."""
+        """New certain text, with the marks in their places."""
         if text.startswith(self._rest):
             return self._marked + text[len(self._rest) :]
         marks = self._stop_texts.marks.values()

@@ -1,6 +1,6 @@
-"""Decoding of a text that continues another: a prompt.
+"""Decoding of a text that continues a prompt.
 
-Decoders treat the beginning of a text unlike the rest; many strip its first space. A generated text has no such
+Decoders treat the beginning of a text unlike the rest; many strip the first space. A generated text has no such
 beginning: prompt and text together are the text of all ids.
 """
 
@@ -47,7 +47,7 @@ class Continuations:
     def open(
         self, prompt: Sequence[int], *, is_cut: bool, skip_special_tokens: bool
     ) -> TextDecoder:
-        """A decoder of what follows `prompt`, which is the end of a longer prompt if it `is_cut`."""
+        """A decoder of the text after `prompt`. If `is_cut`, `prompt` is the end of a longer prompt."""
         decoder = self._detokenizer.open(skip_special_tokens=skip_special_tokens)
         if is_cut:
             # The first may be the end of a character.
@@ -61,7 +61,7 @@ class Continuations:
 
 @dataclass(slots=True)
 class Continuation:
-    """Leaves out what the text of the prompt ends with, which its decoder held back."""
+    """Leaves out the end of the prompt's text, held back by the prompt's decoder."""
 
     _decoder: TextDecoder
     _told: str
