@@ -34,7 +34,7 @@ OF_IMPORTS = ("GRPC_", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR")
 """Set in this process by what tests import, and alike by the same imports elsewhere."""
 LATE = (
     *("TRTMESH_", "TRTLLM_STAND_IN_", "AIP_", "SAGEMAKER_", "PYTEST_"),
-    *("COLUMNS", "XDG_RUNTIME_DIR", "TESTED_COMMAND"),
+    *("COLUMNS", "XDG_RUNTIME_DIR", "TESTED_COMMAND", "FAKE_"),
     *OF_IMPORTS,
 )
 """Prefixes of variables that nothing reads before a service or a command runs. The interpreter and libraries read

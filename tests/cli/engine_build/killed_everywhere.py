@@ -11,10 +11,11 @@ import os
 import shutil
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from cli.engine_build.building import Workshop
-from trtmesh.cli.app import app
+from trtmesh.cli.app import COMMANDS, app
 
 CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "subprocess.Popen")
 
@@ -45,6 +46,8 @@ def build(kill_at: int) -> int:
 
 
 def main() -> None:
+    for command in COMMANDS:
+        import_module(command.module)
     workshop = Workshop(Path.cwd())
     stride = int(sys.argv[1])
     number, status = 1 - stride, -signal.SIGKILL
