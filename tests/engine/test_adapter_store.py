@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+
 import pytest
+from counting import counted_lines
 from trtmesh.chassis.errors import AdapterNotFound, AdaptersFull, InvalidField
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits
@@ -190,3 +194,49 @@ def test_later_success_replaces_a_failure() -> None:
     held.failed(Adapter(2, version="v"), AdaptersFull("none"))
     held.put(adapter(2))
     assert [each.error for each in held.take_news()] == [None, None]
+
+
+def test_sums_are_those_of_all_adapters_after_any_changes() -> None:
+    chance = random.Random(7)
+    held = store(adapters=12, slots=4)
+    live: list[StoredAdapter] = []
+    for _ in range(4000):
+        number = chance.randrange(30)
+        match chance.randrange(6):
+            case 0 if held.get(number, "v") is None:
+                with suppress(AdaptersFull):
+                    held.put(adapter(number, pinned=chance.random() < 0.2))
+            case 1:
+                with suppress(AdapterNotFound, AdaptersFull):
+                    live.append(hold(held, number))
+            case 2 if live:
+                held.release(live.pop(chance.randrange(len(live))))
+            case 3:
+                held.unload(number, chance.choice(["", "v"]))
+            case 4:
+                held.unpin(number, chance.choice(["", "v"]))
+            case 5 if kept := held.get(number, "v"):
+                with suppress(AdaptersFull):
+                    held.retain(kept, pinned=chance.random() < 0.5)
+        each = held._held.values()
+        idle = [a for a in each if not a.holders and not a.pinned]
+        assert held._pins == sum(a.pinned for a in each)
+        assert held._used == sum(a.holders > 0 and not a.pinned for a in each)
+        assert held._idle_bytes == SIZE * len(idle)
+        assert held.used_bytes == SIZE * len(each)
+    assert held.evictions > 50
+
+
+def test_an_item_costs_as_much_beside_ten_thousand_adapters() -> None:
+    costs = []
+    for count in (10, 10_000):
+        held = store(adapters=count, slots=4)
+        filled(held, *range(count))
+        with counted_lines() as lines:
+            held.release(hold(held, 5))
+            held.put(adapter(count))
+            held.retain(adapter_of(held, 3), pinned=True)
+            held.unload(4, "v")
+        costs.append(lines.count)
+    few, many = costs
+    assert few == many > 30

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from counting import counted_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.vocabulary import Adapter
@@ -155,3 +156,24 @@ def test_sequence_that_leaves_while_its_adapter_is_copied(gone: str) -> None:
         scheduler.step()
     assert other.started_at >= 0
     assert scheduler.slots.parked == []
+
+
+def test_an_end_costs_as_much_with_ten_thousand_parked_sequences() -> None:
+    costs = []
+    for count in (100, 10_000):
+        paper = PaperScheduler(4)
+        adapters = [
+            StoredAdapter(identity=Adapter(n, "", "v"), rank=8, size_bytes=1) for n in range(count)
+        ]
+        for n, adapter in enumerate(adapters):
+            paper.slots.enter(adapter, (n,), Paper(adapter, (n,), 1, 0))
+        assert len(paper.slots.parked) == count - 4
+        with counted_lines() as lines:
+            for _ in range(20):
+                ended = paper.running.pop(0)
+                paper.slots.leave(ended.adapter, ended.order)
+        costs.append(lines.count)
+        assert len(paper.slots.parked) == count - 24
+    few, many = costs
+    # Places in the list are found by halving it.
+    assert 100 < many < 2 * few

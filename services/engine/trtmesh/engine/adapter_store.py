@@ -62,6 +62,11 @@ class AdapterStore(Generic[A]):
         self.used_bytes = 0
         self.loads = self.evictions = 0
         self.has_news = False
+        self._pins = 0
+        self._used = 0
+        """Adapters with holders that are not pinned."""
+        self._idle_bytes = 0
+        """Bytes of those without holders that are not pinned."""
         # The longest unused first.
         self._held: OrderedDict[tuple[int, str], A] = OrderedDict()
         self._news: dict[tuple[int, str], HeldAdapter] = {}
@@ -90,12 +95,16 @@ class AdapterStore(Generic[A]):
         if not adapter.pinned and self._pins >= self.limits.slots:
             raise self._crowded("lora.id", adapter)
         self._held.move_to_end(adapter.key)
+        self._count(adapter, -1)
         adapter.holders += holders
+        self._count(adapter, 1)
         return adapter
 
     def release(self, adapter: A) -> list[A]:
         """Takes back a hold."""
+        self._count(adapter, -1)
         adapter.holders -= 1
+        self._count(adapter, 1)
         return self._leave([adapter])
 
     def put(self, adapter: A) -> list[A]:
@@ -105,6 +114,7 @@ class AdapterStore(Generic[A]):
             self._check_pin(adapter)
         removed = self._make_room(adapter.size_bytes)
         self._held[adapter.key] = adapter
+        self._count(adapter, 1)
         self.used_bytes += adapter.size_bytes
         self.loads += 1
         self._failures.pop(adapter.key, None)
@@ -116,29 +126,41 @@ class AdapterStore(Generic[A]):
         would leave others with sequences no slot."""
         if pinned and not adapter.pinned:
             self._check_pin(adapter)
+            self._count(adapter, -1)
             adapter.pinned = True
+            self._count(adapter, 1)
         adapter.unloading = False
         self._failures.pop(adapter.key, None)
         self.note(adapter)
 
     def unload(self, number: int, version: str) -> list[A]:
         """Removes a version, or all with '', now or with the last holder."""
-        found = [each for each in self._held.values() if _is_asked(each, number, version)]
+        found = self._asked(number, version)
         if not found:
             absent = Adapter(number, version=version)
             self._news[number, version] = HeldAdapter(absent, epb.ADAPTER_PLACE_ABSENT)
             self.has_news = True
         for each in found:
-            each.unloading, each.pinned = True, False
+            each.unloading = True
+            self._count(each, -1)
+            each.pinned = False
+            self._count(each, 1)
             self.note(each)
         return self._leave(found)
 
     def unpin(self, number: int, version: str) -> None:
         """Unpins a version, or all with ''."""
-        for each in self._held.values():
-            if _is_asked(each, number, version):
-                each.pinned = False
-                self.note(each)
+        for each in self._asked(number, version):
+            self._count(each, -1)
+            each.pinned = False
+            self._count(each, 1)
+            self.note(each)
+
+    def _asked(self, number: int, version: str) -> list[A]:
+        """A version of a number, or all with ''."""
+        if version:
+            return [self._held[number, version]] if (number, version) in self._held else []
+        return [each for each in self._held.values() if each.identity.id == number]
 
     def note(self, adapter: A) -> None:
         """Reports the state of an adapter in memory as news."""
@@ -163,16 +185,15 @@ class AdapterStore(Generic[A]):
 
     def _check_pin(self, adapter: A) -> None:
         """Sequences with other adapters need a slot without a pin."""
-        used = any(e.holders and not e.pinned and e is not adapter for e in self._held.values())
-        if self._pins + 1 + used > self.limits.slots:
+        others = self._used - (adapter.holders > 0)
+        if self._pins + 1 + (others > 0) > self.limits.slots:
             raise self._crowded("adapter.id", adapter)
 
     def _make_room(self, size: int) -> list[A]:
         most, setting = self.limits.host_bytes, self.limits.host_setting
         if size > most:
             raise InvalidField.of("adapter.weights", f"{size} bytes", f"at most {most}", setting)
-        idle = [each for each in self._held.values() if not each.holders and not each.pinned]
-        kept = self.used_bytes - sum(each.size_bytes for each in idle)
+        kept = self.used_bytes - self._idle_bytes
         if kept + size > most:
             raise AdaptersFull(
                 f"pinned adapters and those of running items take {kept} of {most} bytes ({setting}); try again later"
@@ -181,13 +202,17 @@ class AdapterStore(Generic[A]):
                 limit=f"at most {most} bytes",
                 limit_field=setting,
             )
-        removed = []
-        for each in idle:
-            if self.used_bytes + size <= most:
+        removed: list[A] = []
+        missing = self.used_bytes + size - most
+        for each in self._held.values():
+            if missing <= 0:
                 break
+            if not each.holders and not each.pinned:
+                missing -= each.size_bytes
+                removed.append(each)
+        for each in removed:
             self._remove(each)
             self.evictions += 1
-            removed.append(each)
         return removed
 
     def _leave(self, adapters: Iterable[A]) -> list[A]:
@@ -197,14 +222,22 @@ class AdapterStore(Generic[A]):
         return leaving
 
     def _remove(self, adapter: A) -> None:
+        self._count(adapter, -1)
         del self._held[adapter.key]
         self.used_bytes -= adapter.size_bytes
         self._news[adapter.key] = HeldAdapter(adapter.identity, epb.ADAPTER_PLACE_ABSENT)
         self.has_news = True
 
-    @property
-    def _pins(self) -> int:
-        return sum(each.pinned for each in self._held.values())
+    def _count(self, adapter: A, more: int) -> None:
+        """Takes an adapter out of the sums before its pin or its holders change, and back in."""
+        if self._held.get(adapter.key) is not adapter:
+            return
+        if adapter.pinned:
+            self._pins += more
+        elif adapter.holders:
+            self._used += more
+        else:
+            self._idle_bytes += more * adapter.size_bytes
 
     def _crowded(self, field: str, adapter: A) -> AdaptersFull:
         limits = self.limits
@@ -236,7 +269,3 @@ def _key_of(asked: Lora) -> tuple[int, str]:
     if asked.version is None:
         raise InvalidField("is not set; name the version that was loaded", field="lora.version")
     return asked.id, asked.version
-
-
-def _is_asked(adapter: StoredAdapter, number: int, version: str) -> bool:
-    return adapter.identity.id == number and version in ("", adapter.identity.version)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, Generic, Protocol, TypeVar
 
 from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.v1 import engine_pb2 as epb
@@ -53,6 +53,8 @@ class AdapterSlots(Generic[A, S]):
         """Adapters, with the number of started sequences."""
         self.parked: list[tuple[Order, int, A, S]] = []
         """In order, with the step of the sequence's arrival."""
+        self._parked_of: dict[A, list[tuple[Order, int, A, S]]] = {}
+        """The same by adapter: of thousands, an end concerns those with an adapter on the device."""
         self._steps = 0
         self._stuck: tuple[Order, int] | None = None
         """The first parked sequence without a slot."""
@@ -73,7 +75,9 @@ class AdapterSlots(Generic[A, S]):
         if ready and not self._is_held_back(order):
             self._release(adapter, sequence)
             return
-        insort(self.parked, (order, self._steps, adapter, sequence), key=lambda each: each[0])
+        parked = order, self._steps, adapter, sequence
+        insort(self.parked, parked, key=_order_of)
+        insort(self._parked_of.setdefault(adapter, []), parked, key=_order_of)
         if self._stuck is None or order < self._stuck[0]:
             self._settle()
 
@@ -85,7 +89,7 @@ class AdapterSlots(Generic[A, S]):
     def leave(self, adapter: A, order: Order) -> None:
         """Forgets a sequence, parked or started."""
         if self._is_parked(order):
-            del self.parked[self._place_of(order)]
+            self._unpark(adapter, order)
         else:
             self._in_use[adapter] -= 1
             if self._in_use[adapter]:
@@ -111,7 +115,7 @@ class AdapterSlots(Generic[A, S]):
 
     def waiting_for(self, adapter: A) -> list[S]:
         """The parked sequences of an adapter."""
-        return [sequence for _, _, each, sequence in self.parked if each is adapter]
+        return [sequence for *_, sequence in self._parked_of.get(adapter, ())]
 
     def drop(self, adapter: A) -> None:
         """Frees the slot of an adapter without started sequences."""
@@ -124,7 +128,14 @@ class AdapterSlots(Generic[A, S]):
         return at < len(self.parked) and self.parked[at][0] == order
 
     def _place_of(self, order: Order) -> int:
-        return bisect_left(self.parked, order, key=lambda each: each[0])
+        return bisect_left(self.parked, order, key=_order_of)
+
+    def _unpark(self, adapter: A, order: Order) -> None:
+        del self.parked[self._place_of(order)]
+        mates = self._parked_of[adapter]
+        del mates[bisect_left(mates, order, key=_order_of)]
+        if not mates:
+            del self._parked_of[adapter]
 
     def _is_held_back(self, order: Order) -> bool:
         stuck = self._stuck
@@ -135,20 +146,36 @@ class AdapterSlots(Generic[A, S]):
 
         All sequences of an adapter start with the arrival, so a turn serves as many as possible.
         """
-        self._stuck, parked, self.parked = None, self.parked, []
-        turns = {arrived}
-        for each in parked:
-            order, since, adapter, sequence = each
+        self._stuck = None
+        turns, started = {arrived}, []
+        for order, since, adapter, sequence in self.parked:
             waiting = adapter.place != epb.ADAPTER_PLACE_DEVICE
-            if self._stuck is None and not self._claim(adapter):
+            if not self._claim(adapter):
                 self._stuck = order, since
-            there = adapter.place == epb.ADAPTER_PLACE_DEVICE
-            if waiting and there:
-                turns.add(adapter)
-            if there and (adapter in turns or not self._is_held_back(order)):
+                break
+            if adapter.place == epb.ADAPTER_PLACE_DEVICE:
+                if waiting:
+                    turns.add(adapter)
+                started.append((adapter, order))
                 self._release(adapter, sequence)
-            else:
-                self.parked.append(each)
+        for adapter, order in started:
+            self._unpark(adapter, order)
+        if self._stuck is not None:
+            self._start_later(self._stuck, turns)
+
+    def _start_later(self, stuck: tuple[Order, int], turns: Collection[A | None]) -> None:
+        """Starts the sequences behind a stuck one, with their adapters on the device: if it starves, those of the
+        adapters whose turn it is."""
+        starves = self._steps - stuck[1] >= PATIENCE_STEPS
+        ready = [
+            parked
+            for adapter in self._residents.keys() & self._parked_of.keys()
+            if adapter.place == epb.ADAPTER_PLACE_DEVICE and (adapter in turns or not starves)
+            for parked in self._parked_of[adapter]
+        ]
+        for order, _, adapter, sequence in sorted(ready, key=_order_of):
+            self._unpark(adapter, order)
+            self._release(adapter, sequence)
 
     def _release(self, adapter: A, sequence: S) -> None:
         self._in_use[adapter] += 1
@@ -181,3 +208,7 @@ class AdapterSlots(Generic[A, S]):
     def _place(self, adapter: A, place: epb.AdapterPlace.ValueType) -> None:
         adapter.place = place
         self._device.note(adapter)
+
+
+def _order_of(parked: tuple[Order, int, Any, Any]) -> Order:
+    return parked[0]
