@@ -1,4 +1,4 @@
-# PYTHON is any Python 3.11 to 3.13; PIP_ARGS goes to every `pip install`.
+# PYTHON is any Python 3.11 to 3.14; PIP_ARGS goes to every `pip install`.
 PYTHON ?= python3
 PIP_ARGS ?=
 # What builds images and runs containers; BUILD_ARGS goes to every build, TAG to every image, and CONTEXT is the
@@ -135,8 +135,8 @@ compose-test: $(INSTALLED_DEV)  ## Build the images; scale, kill, cut off and re
 	    $(BIN)/pytest -s -m containers --durations=0 --durations-min=1 tests/deploy
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \
-	    "trtmesh needs Python 3.11 to 3.13, but $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v[:2])'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 15) else \
+	    "trtmesh needs Python 3.11 to 3.14, but $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v[:2])'
 	@echo "Making .venv ..."
 	@trap 'rm -rf .venv; exit 130' INT TERM HUP; $(PYTHON) -c 'import signal, sys, venv; \
 	    signal.signal(signal.SIGINT, signal.SIG_DFL); venv.main([".venv"])' || { rm -rf .venv; exit 1; }
