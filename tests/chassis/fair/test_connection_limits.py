@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from chassis.grpc.server.conftest import MOST_BYTES, Example, serving
 from chassis.grpc.server.wire import message, wired
+from counting import counted_lines
 from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.fair.limits import ConnectionCounts, origin_of
 from trtmesh.chassis.grpc.server import GrpcServer
@@ -123,6 +124,9 @@ async def test_retired_connections_end_after_their_calls_and_later_ones_are_serv
 )
 def test_addresses_of_one_customer_share_a_limit(host: str, origin: str) -> None:
     assert origin_of(host) == origin
+    with counted_lines("/ipaddress.py") as lines:
+        assert origin_of(host) == origin
+    assert not lines.count
 
 
 def test_every_admitted_connection_leaves() -> None:

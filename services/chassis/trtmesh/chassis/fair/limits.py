@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 from time import monotonic
 from typing import Protocol
@@ -168,8 +169,9 @@ class ConnectionCounts:
             del self._open[origin]
 
 
+@lru_cache(1024)
 def origin_of(host: str) -> str:
-    """Returns the owner of a limit: an IPv4 address, or the network of an IPv6 address."""
+    """Returns the owner of a limit: an IPv4 address, or the network of an IPv6 address. Every request asks."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
