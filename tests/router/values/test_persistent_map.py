@@ -21,6 +21,7 @@ def test_changes_are_those_of_a_dict_and_leave_the_former_map() -> None:
         plain |= added
         assert [*known.items()] == [*plain.items()]
         assert len(known) == len(plain)
+        assert sorted(known.unsorted()) == sorted(plain.values())
         assert [*before.items()] == [*former.items()]
         keys = former.keys() | plain.keys()
         changed = {key for key in keys if former.get(key) != plain.get(key)}
@@ -35,3 +36,9 @@ def test_a_change_copies_one_bucket_whatever_the_size() -> None:
     later = known.changed([1], {2: "two"})
     shared = sum(a is b for a, b in zip(known._buckets, later._buckets, strict=True))
     assert shared == BUCKETS - 2
+
+
+def test_the_first_values_in_no_order_need_no_look_at_the_others() -> None:
+    known = PersistentMap(dict.fromkeys(range(1000), ""))
+    del known._buckets[1:]
+    assert next(known.unsorted()) == ""

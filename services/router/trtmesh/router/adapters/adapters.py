@@ -186,7 +186,7 @@ class Adapters:
         """The names of the adapters that operators registered for a model; none of more than `most`."""
         named = (
             entry.name
-            for entry in self.registry.entries.values()
+            for entry in self.registry.unsorted()
             if not entry.brought and entry.model in ("", model)
         )
         found = [*islice(named, most + 1)]

@@ -212,6 +212,10 @@ class Registry:
         """The adapters with a version."""
         return self._index.digests.get(digest, ())
 
+    def unsorted(self) -> Iterator[Entry]:
+        """All adapters, in no order."""
+        return self._by_key.unsorted()
+
     def versions(self) -> Iterator[tuple[Entry, Version]]:
         for entry in self.entries.values():
             for version in entry.versions:

@@ -46,6 +46,10 @@ class PersistentMap(Mapping[K, V]):
     def __len__(self) -> int:
         return self._size
 
+    def unsorted(self) -> Iterator[V]:
+        """The values in no order. Unlike the first of `values`, the first of these come at once."""
+        return (value for bucket in self._buckets for _, value in bucket.values())
+
     def changed(self, gone: Iterable[K], added: Mapping[K, V]) -> Self:
         """The map without some keys, then with others."""
         copied: dict[int, dict[K, tuple[int, V]]] = {}
