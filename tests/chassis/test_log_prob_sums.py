@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from ctypes import c_float
 
 import numpy as np
 import pytest
@@ -31,3 +32,10 @@ def test_sums_are_of_float32(log_probs: list[float]) -> None:
 @pytest.mark.parametrize("log_prob", [-math.inf, float(np.finfo(np.float32).min)])
 def test_sum_beyond_float32_is_infinite(log_prob: float) -> None:
     assert next_sum(next_sum(0.0, log_prob), log_prob) == -math.inf
+
+
+def test_sum_of_a_worker_is_that_of_its_messages() -> None:
+    """A worker may know more digits than its messages tell: here enough to round the sum the other way."""
+    first, second = -2.808119297027588, -3.562743902206421
+    assert c_float(second - 1e-8).value == second
+    assert next_sum(first, second - 1e-8) == next_sum(first, second)

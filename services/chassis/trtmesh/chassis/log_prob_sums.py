@@ -1,7 +1,7 @@
 """Adds log-probabilities in float32, token by token.
 
-Rounding after each token, as in messages, makes the sum independent of the grouping of tokens into messages. So another
-worker or router continues the sum exactly.
+Rounding each token and each sum, as in messages, makes the sum independent of the grouping of tokens into messages. So
+another worker or router continues the sum exactly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 
 def next_sum(total: float, log_prob: float) -> float:
     """Returns the sum after another token: infinite beyond float32."""
-    return c_float(total + log_prob).value
+    return c_float(total + c_float(log_prob).value).value
 
 
 def sums(log_probs: Iterable[float], total: float = 0.0) -> Iterator[float]:
