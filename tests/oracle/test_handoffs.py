@@ -188,9 +188,20 @@ def seed_of(config: pytest.Config) -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The suite has each case with one form, and all other tests with every form; `make soak` has all with all."""
     if "pair" in metafunc.fixturenames:
         forms = drawn_forms(seed_of(metafunc.config))
-        metafunc.parametrize("pair", forms, ids=map(str, forms), indirect=True)
+        if "case" not in metafunc.fixturenames:
+            metafunc.parametrize("pair", forms, ids=map(str, forms), indirect=True)
+            return
+        runs_all = metafunc.config.getoption("--forms", default=None) is not None
+        chosen = [
+            (form, case)
+            for turn, case in enumerate(CASES)
+            for form in (forms if runs_all else [forms[turn % len(forms)]])
+        ]
+        ids = [f"{form}-{case}" for form, case in chosen]
+        metafunc.parametrize(("pair", "case"), chosen, ids=ids, indirect=["pair"])
 
 
 @pytest.fixture
@@ -250,7 +261,6 @@ def everything(item: ItemResult) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("case", CASES)
 async def test_pair_equals_a_mixed_worker(workers: Workers, pair: Pair, case: str) -> None:
     prompt = prompt_of(pair, case)
     if case == "prompt_table":
