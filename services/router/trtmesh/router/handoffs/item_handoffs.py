@@ -21,6 +21,7 @@ from trtmesh.router.handoffs.live_handoff import (
 )
 from trtmesh.router.handoffs.machine import Result
 from trtmesh.router.handoffs.table import HandoffTable
+from trtmesh.router.links.local import LOCAL
 from trtmesh.router.placement import Role
 from trtmesh.router.streams.sequence import End, SequenceRun
 from trtmesh.router.values.handoff_state import HandoffState
@@ -231,7 +232,8 @@ class ItemHandoffs:
         if self._of(run) is not None:
             return True
         sender = self._table.fleet.workers.get(address)
-        if sender is None or not self._keeps_kv(run, sender):
+        # Nobody can fetch KV from the worker inside this process, which has no port.
+        if sender is None or address == LOCAL or not self._keeps_kv(run, sender):
             return False
         if sender.leases.moves >= MAX_MOVES:
             return True
