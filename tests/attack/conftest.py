@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+import grpc
 import psutil
 import pytest
 import pytest_asyncio
 from e2e.mesh import DEMO, PATIENT
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import ServiceProcess, service_process
 
 STREAMS = 8
@@ -91,6 +93,14 @@ def _cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
+async def _until_serving(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(PATIENCE_SECONDS):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        async for told in watch:
+            if told.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+
 @asynccontextmanager
 async def _healthy_streams(address: str) -> AsyncIterator[asyncio.subprocess.Process]:
     script = Path(__file__).with_name("healthy_streams.py")
@@ -124,8 +134,9 @@ async def site() -> AsyncIterator[Site]:
             *("router", *free, *PATIENT),
             *("--engines", engine.address, "--tokenizers", tokenizer.address),
         ) as router,
-        _healthy_streams(router.address) as healthy,
     ):
-        site = Site(router, healthy)
-        yield site
-        print("", TABLE_HEAD, *site.rows.values(), sep="\n")
+        await _until_serving(router.address)
+        async with _healthy_streams(router.address) as healthy:
+            site = Site(router, healthy)
+            yield site
+            print("", TABLE_HEAD, *site.rows.values(), sep="\n")

@@ -68,9 +68,8 @@ def test_every_flag_has_a_counterpart_or_the_reason_for_none() -> None:
 def test_counterpart_is_a_command_line(counterpart: str) -> None:
     words = shlex.split(counterpart)
     # Any: by version, typer has an own click or uses the installed one.
-    command: Any = typer.main.get_command(app)
-    for name in ("triton", "infer"):
-        command = command.commands[name]
+    commands: Any = typer.main.get_command(app)
+    command = commands.commands["triton"].load().commands["infer"]
     given = command.make_context("infer", ["one", *words]).params["given"] or ()
     known = {each.name for template in TEMPLATES.values() for each in template.inputs}
     assert {each.partition("=")[0] for each in given} <= known
