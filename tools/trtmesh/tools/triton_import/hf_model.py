@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.chassis.json_text import load_json
+from trtmesh.chassis.model_dir import read_object
 
 LONGEST = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 """Names of the longest sequence, by family of models."""
@@ -23,7 +20,7 @@ class ModelLengths:
 
     @classmethod
     def of(cls, directory: Path) -> ModelLengths:
-        config = _config(directory)
+        config = read_object(directory / "config.json")
         text = config.get("text_config") or config
         longest = next((text[name] for name in LONGEST if isinstance(text.get(name), int)), None)
         window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
@@ -41,7 +38,7 @@ def reason_unusable(directory: Path) -> str:
             "has no config.json with *.safetensors: the embedded engine reads Hugging Face models"
             + advice(directory)
         )
-    if _config(directory).get("is_encoder_decoder"):
+    if read_object(directory / "config.json").get("is_encoder_decoder"):
         return "has an encoder-decoder model; the embedded engine runs decoder-only models"
     return ""
 
@@ -50,14 +47,3 @@ def advice(directory: Path) -> str:
     """The end of a message about a directory without safetensors."""
     pickles = (directory / "config.json").is_file() and any(directory.glob("pytorch_model*.bin"))
     return f"; `trtmesh convert {directory}` makes them from pytorch_model.bin" if pickles else ""
-
-
-def _config(directory: Path) -> Mapping[str, Any]:
-    file = directory / "config.json"
-    try:
-        config = load_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelUnusable(f"cannot read {file}: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelUnusable(f"{file} is not a JSON object")
-    return config
