@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -149,6 +150,34 @@ def test_interrupted_conversion_leaves_nothing(
         time.sleep(0.01)
     process.send_signal(number)
     assert process.wait() == 130
+    assert made(directory) == []
+
+
+STRUCK = """
+import os, signal, sys
+moment = sys.argv.pop(1)
+change = getattr(os, moment)
+
+def struck(*given, **more):
+    setattr(os, moment, change)
+    if moment == "mkdir":
+        change(*given, **more)
+    os.kill(os.getpid(), signal.SIGINT)
+
+setattr(os, moment, struck)
+from trtmesh.cli.main import main
+main()
+"""
+"""The command with Ctrl-C right after its directory appears, or as it removes that."""
+
+
+@pytest.mark.parametrize("moment", ["mkdir", "rmdir"])
+def test_no_moment_of_an_interrupt_leaves_the_directory(
+    directory: Path, weights: dict[str, Tensor], moment: str
+) -> None:
+    torch.save(weights, directory / GPT2)
+    command = [sys.executable, "-c", STRUCK, moment, "convert", str(directory), "--seconds", "0"]
+    assert subprocess.run(command, check=False).returncode == 130
     assert made(directory) == []
 
 

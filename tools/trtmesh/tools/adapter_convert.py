@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -19,7 +17,7 @@ from trtmesh.chassis.errors import (
     StartupError,
 )
 from trtmesh.chassis.model_dir import check_model_dir
-from trtmesh.tools.converter import publish, run_converter, tell_written
+from trtmesh.tools.converter import convert_files, tell_written
 from trtmesh.v1 import generation_pb2 as pb
 
 CONVERTER = "trtmesh.engine.backends.torch.model.adapter_conversion"
@@ -83,13 +81,10 @@ def _convert(
     made = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=target, prefix=".convert-") as written:
-            arguments = [str(source), written, dtype, *([str(model)] if model else [])]
-            run_converter(CONVERTER, arguments, seconds)
-            for file in Path(written).iterdir():
-                # safetensors writes files that only their owner may read.
-                shutil.copymode(config, file)
-            return publish(Path(written), target, old)
+        options = [dtype, *([str(model)] if model else [])]
+        return convert_files(
+            CONVERTER, source, target, *options, like=config, old=old, seconds=seconds
+        )
     except OSError as error:
         raise StartupError(f"cannot write to {target}: {error.strerror}") from error
     finally:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
-from trtmesh.tools.converter import publish, run_converter, tell_written
+from trtmesh.tools.converter import convert_files, tell_written
 
 PICKLES, SAFE = "pytorch_model*.bin", "model*.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -44,12 +43,9 @@ def _convert(directory: Path, *, replace: bool, seconds: float) -> Sequence[Path
         raise SettingsError(f"{old[0]} exists; --force replaces it")
     pickles = _pickles(directory)
     try:
-        with TemporaryDirectory(dir=directory, prefix=".convert-") as target:
-            run_converter(CONVERTER, [str(directory), target], seconds)
-            for file in Path(target).iterdir():
-                # safetensors writes files that only their owner may read.
-                shutil.copymode(pickles[0], file)
-            return publish(Path(target), directory, old)
+        return convert_files(
+            CONVERTER, directory, directory, like=pickles[0], old=old, seconds=seconds
+        )
     except OSError as error:
         raise StartupError(f"cannot write to {directory}: {error.strerror}") from error
 

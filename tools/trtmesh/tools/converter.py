@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +31,35 @@ def tell_written(convert: Callable[[], Sequence[Path]]) -> None:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def run_converter(module: str, arguments: Sequence[str], seconds: float) -> None:
+def convert_files(
+    module: str,
+    source: Path,
+    directory: Path,
+    *options: str,
+    like: Path,
+    old: Sequence[Path],
+    seconds: float,
+) -> Sequence[Path]:
+    """Converts `source` into files of `directory`, as readable as `like`, and removes the old ones. Returns the new
+    files."""
+    # A signal may strike after any call, the one that makes the directory too, so its name is known before.
+    hidden = directory / f".convert-{secrets.token_hex(8)}"
+    try:
+        hidden.mkdir(mode=0o700)
+        _run_converter(module, [str(source), str(hidden), *options], seconds)
+        for file in hidden.iterdir():
+            # safetensors writes files that only their owner may read.
+            shutil.copymode(like, file)
+        return _publish(hidden, directory, old)
+    finally:
+        try:
+            shutil.rmtree(hidden, ignore_errors=True)
+        finally:
+            # A signal has ended the first removal, or nothing is left.
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _run_converter(module: str, arguments: Sequence[str], seconds: float) -> None:
     """Runs a conversion to its end, and ends it on every other path."""
     check_extras(["engine"])
     command = [sys.executable, "-m", module, *arguments]
@@ -63,7 +93,7 @@ def _failure(status: int, errors: str) -> StartupError:
     return StartupError(f"the conversion ended with status {status}: {reason}")
 
 
-def publish(source: Path, directory: Path, old: Sequence[Path]) -> Sequence[Path]:
+def _publish(source: Path, directory: Path, old: Sequence[Path]) -> Sequence[Path]:
     """Moves the files, the index last, and removes the old ones."""
     files = sorted(source.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
     for file in files:
