@@ -26,14 +26,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.request import urlopen
 
 import burst
 import data_path
 import uvloop
 from _doors import DOORS, Door
-from _stack import Stack, stack, wait_until_serving
+from _stack import Shape, Stack, stack, wait_until_serving
 from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.grpc.client.call import Method
 from trtmesh.chassis.service import SCHEMA_REVISION
@@ -200,11 +200,11 @@ async def measure_first_tokens(address: str, door: str, runs: int) -> Figures:
     return found.medians()
 
 
-async def measure_counts(doors: Sequence[str], runs: int) -> Figures:
+async def measure_counts(shape: Shape, doors: Sequence[str], runs: int) -> Figures:
     """What each process does for a lone request of one token, and for one more token: medians by door."""
     engine = ("--backend", "simulated", "--simulated-timing-step-ms", str(COUNTED_STEP_MS))
     figures: Figures = {}
-    with counted_mesh(SERVICES, *engine) as processes:
+    with counted_mesh(SERVICES, *engine, shape=shape) as processes:
         router = processes[0].announced()
         wait_until_serving(router)
         async with connected(router, 2**26, 30.0) as connection:
@@ -222,7 +222,7 @@ async def measure_counts(doors: Sequence[str], runs: int) -> Figures:
                         for each, count in more.items():
                             found.note(f"{name} {each}", (count - less.get(each, 0)) / times)
                 figures[door] = found.medians()
-    return {door: _by_process(door, each) for door, each in figures.items()}
+    return {door: _by_process(f"{shape}, {door}", each) for door, each in figures.items()}
 
 
 async def _window(
@@ -364,7 +364,9 @@ async def measure(arguments: argparse.Namespace) -> Figures:
     """The rows of trtmesh."""
     parts, runs, results = arguments.parts, arguments.runs, Figures()
     if "counts" in parts:
-        results["counts"] = await measure_counts(arguments.doors, runs)
+        results["counts"] = {
+            shape: await measure_counts(shape, arguments.doors, runs) for shape in get_args(Shape)
+        }
     paced = ("--metrics-port", "0", *burst.ENGINE)
     if {"requests", "lone"} & set(parts):
         with stack("--simulated-timing-step-ms", "0") as mesh:

@@ -24,8 +24,11 @@ PROFILED = Path(__file__).with_name("profiled.py")
 READY_SECONDS = 120.0
 PROMPT = "def fibonacci(n):\n"
 TOKENS, MORE_TOKENS = 3, 13
-LIBRARIES = {"engine": "torch,transformers.modeling_utils", "router": "", "tokenizer": ""}
+LIBRARIES = {"engine": "torch,transformers.modeling_utils"}
 """Large imports of the services."""
+
+MODULES = {"all": "cli.one_process"}
+"""Of the processes that are not called after their module."""
 
 Entries = Mapping[str, int]
 """Entries of a file by its path below the folder of the services, in the order of the first."""
@@ -65,13 +68,18 @@ class Way:
 class Process:
     """A service under the profile."""
 
-    def __init__(self, name: str, root: Path, control: str, flags: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, root: Path, control: str, flags: Sequence[str], env: Mapping[str, str]
+    ) -> None:
         self.name = name
         self._root = str(root) + os.sep
         self._control = control
-        profiled = (str(PROFILED), control, self._root, LIBRARIES[name], f"trtmesh.{name}")
+        module = f"trtmesh.{MODULES.get(name, name)}"
+        profiled = (str(PROFILED), control, self._root, LIBRARIES.get(name, ""), module)
         command = [sys.executable, *profiled, "--log-level", "warning", *flags]
-        self._child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, **env}
+        )
 
     def announced(self) -> str:
         """Waits for the address."""
@@ -106,24 +114,33 @@ class Process:
 
 
 @contextmanager
-def mesh(root: Path, *engine_flags: str) -> Iterator[list[Process]]:
-    """A router, a tokenizer and an engine of the demo model; `root` is the folder of the services."""
+def mesh(root: Path, *engine_flags: str, shape: str = "three processes") -> Iterator[list[Process]]:
+    """A router, a tokenizer and an engine of the demo model, in one, two or three processes, the router's first. `root`
+    is the folder of the services."""
     model = str(root.parent / "models" / "demo")
+    of_engine = engine_flags or ("--model-dir", model)
+    inside = {"TRTMESH_ROUTER_TOKENIZERS": "local", "TRTMESH_TOKENIZER_MODEL_DIR": model}
+    of_router = ("--admin-port", "0", "--http-port", "none")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
 
-        def start(name: str, *flags: str) -> Process:
+        def start(name: str, *flags: str, env: Mapping[str, str] = {}) -> Process:
             control = f"{folder}/{name}"
-            process = Process(name, root, control, ("--port", "0", *flags))
+            process = Process(name, root, control, ("--port", "0", *flags), env)
             processes.callback(process.stop)
             return process
 
+        if shape == "one process":
+            names = (f"TRTMESH_ENGINE_{f[2:].replace('-', '_').upper()}" for f in of_engine[::2])
+            inside |= dict(zip(names, of_engine[1::2], strict=True))
+            yield [start("all", *of_router, "--engines", "", env=inside)]
+            return
+        engine = start("engine", *of_engine)
+        if shape == "local tokenizer":
+            yield [start("router", *of_router, "--engines", engine.announced(), env=inside), engine]
+            return
         tokenizer = start("tokenizer", "--model-dir", model)
-        engine = start("engine", *(engine_flags or ("--model-dir", model)))
-        router = start(
-            *("router", "--admin-port", "0", "--http-port", "none"),
-            *("--engines", engine.announced(), "--tokenizers", tokenizer.announced()),
-        )
-        yield [router, tokenizer, engine]
+        peers = ("--engines", engine.announced(), "--tokenizers", tokenizer.announced())
+        yield [start("router", *of_router, *peers), tokenizer, engine]
 
 
 def native(tokens: int) -> tuple[str, bytes]:
