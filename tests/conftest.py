@@ -42,6 +42,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"
 # Commands would look for stacks of the user, and stacks take other names beside them.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="trtmesh-tests-")
+# The workers of a run have one, with what `forks.py` starts.
+os.environ.setdefault("TESTED_FORKS", tempfile.mkdtemp(prefix="trtmesh-forks-"))
 # In the background and under nohup SIGINT is ignored, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Terminals of tests have equal abilities everywhere.

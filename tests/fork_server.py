@@ -1,8 +1,9 @@
 """A process that has imported what a service imports, and forks into processes of the service.
 
-`python fork_server.py SOCKET MODULE...` imports the modules. For every message on the socket it forks a process that
-runs a module as `python -m` would. It starts no thread and no loop and computes nothing, so a fork finds no lock held
-and no library set up. It ends with the other end of the socket, and all that it forked ends with it.
+`python fork_server.py SOCKET MODULE...` imports the modules, and takes connections to the listening socket. For every
+message of a connection it forks a process that runs a module as `python -m` would. It starts no thread and no loop and
+computes nothing, so a fork finds no lock held and no library set up. It ends with the last connection, and all that it
+forked ends with it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pathlib import Path
 from process_constants import Constants, set_constants
 
 LONGEST_MESSAGE = 2**20
+UNFIT = b"unfit"
+"""The first message of a server that cannot fork; of others it is the pid."""
 
 OF_STARTS = "sitecustomize"
 """The module that an interpreter imports when it starts."""
@@ -48,7 +51,7 @@ class Job:
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
     # Ctrl-C is meant for the tests.
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     for name in sys.argv[2:]:
@@ -58,13 +61,12 @@ def main() -> None:
             del sys.modules[name]
     if len([*Path("/proc/self/task").iterdir()]) > 1:
         # Such as builds of PyTorch for GPUs do. A fork would have neither the thread nor a lock that it holds.
-        control.send(b"unfit")
+        listener.accept()[0].send(UNFIT)
         return
     # Collections would otherwise copy every page that forked processes share.
     gc.collect()
     gc.freeze()
-    control.send(b"ready")
-    if job := Server(control).serve():
+    if job := Server(listener).serve():
         set_constants(job.constants)
         runpy.run_module(job.module, run_name="__main__", alter_sys=True)
 
@@ -72,8 +74,9 @@ def main() -> None:
 class Server:
     """Forks, and tells how forked processes ended."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._connections = list[socket.socket]()
         self._ends, self._end = os.pipe()
         for each in (self._ends, self._end):
             os.set_blocking(each, False)
@@ -81,22 +84,46 @@ class Server:
         """The pipe that takes the status of each process."""
 
     def serve(self) -> Job | None:
-        """Returns a job in each forked process, and None in the server, when the other end closes."""
+        """Returns a job in each forked process, and None in the server, when the last connection closes."""
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._end)
-        while True:
+        # Whoever starts the server has connected.
+        self._accept()
+        while self._connections:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-            ready, _, _ = select.select([self._control.fileno(), self._ends], [], [])
+            watched = [
+                self._ends,
+                self._listener.fileno(),
+                *map(socket.socket.fileno, self._connections),
+            ]
+            ready, _, _ = select.select(watched, [], [])
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
             if self._ends in ready:
                 os.read(self._ends, 4096)
                 self._reap()
-            if self._control.fileno() in ready:
-                message, files, _, _ = socket.recv_fds(self._control, LONGEST_MESSAGE, 4)
-                if not message:
-                    return None
-                if job := self._fork(message, files):
+            if self._listener.fileno() in ready:
+                self._accept()
+            for connection in self._connections:
+                if connection.fileno() in ready and (job := self._answer(connection)):
                     return job
+            self._connections = [each for each in self._connections if each.fileno() >= 0]
+        return None
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        self._connections.append(connection)
+        with suppress(ConnectionError):
+            connection.send(str(os.getpid()).encode())
+
+    def _answer(self, connection: socket.socket) -> Job | None:
+        """Returns the job in the forked process."""
+        message, files = b"", list[int]()
+        with suppress(ConnectionError):
+            message, files, _, _ = socket.recv_fds(connection, LONGEST_MESSAGE, 4)
+        if not message:
+            connection.close()
+            return None
+        return self._fork(connection, message, files)
 
     def _reap(self) -> None:
         for pid in [*self._told]:
@@ -107,7 +134,7 @@ class Server:
                     os.write(told, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(told)
 
-    def _fork(self, message: bytes, files: list[int]) -> Job | None:
+    def _fork(self, connection: socket.socket, message: bytes, files: list[int]) -> Job | None:
         """Returns the job in the forked process."""
         server = os.getpid()
         *files, told = files
@@ -119,7 +146,8 @@ class Server:
             # Who knows the pid may freeze the process.
             os.read(stands, 1)
             os.close(stands)
-            self._control.send(str(pid).encode())
+            with suppress(ConnectionError):
+                connection.send(str(pid).encode())
             return None
         # The server may be killed too.
         _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -128,7 +156,8 @@ class Server:
         signal.set_wakeup_fd(-1)
         for each in (told, *self._told.values(), self._ends, self._end, stands):
             os.close(each)
-        self._control.close()
+        for socket_ in (self._listener, *self._connections):
+            socket_.close()
         job = Job(**json.loads(message))
         _prctl(_SET_NAME, name_of(job.module).encode())
         _take(job, files)

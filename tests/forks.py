@@ -1,12 +1,15 @@
-"""Service processes without their imports: one process of each kind imports, and forks into the others.
+"""Service processes without their imports: one process of each kind imports, for all workers of a run, and forks into
+the others.
 
 A `Forked` is a process like every other `subprocess.Popen`, with its own environment, files, sockets and signals. It
-dies with this process.
+dies with the last worker.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
+import hashlib
 import inspect
 import json
 import os
@@ -23,18 +26,22 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from fork_server import LONGEST_MESSAGE, OF_STARTS, Job
+import psutil
+from fork_server import LONGEST_MESSAGE, OF_STARTS, UNFIT, Job
 from process_constants import Constants
 
 SERVER = Path(__file__).with_name("fork_server.py")
 WITH_CONSTANTS = Path(__file__).with_name("process_constants.py")
 NO_CONSTANTS: Constants = {}
 
+PLACE = "TESTED_FORKS"
+"""Variable with the directory of the sockets. Workers have that of the run."""
+
 OF_IMPORTS = ("GRPC_", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR")
 """Set in this process by what tests import, and alike by the same imports elsewhere."""
 LATE = (
     *("TRTMESH_", "TRTLLM_STAND_IN_", "AIP_", "SAGEMAKER_", "PYTEST_"),
-    *("COLUMNS", "XDG_RUNTIME_DIR", "TESTED_COMMAND", "FAKE_"),
+    *("COLUMNS", "XDG_RUNTIME_DIR", "TESTED_", "FAKE_"),
     *OF_IMPORTS,
 )
 """Prefixes of variables that nothing reads before a service or a command runs. The interpreter and libraries read
@@ -79,35 +86,73 @@ def changes_imports(directory: str) -> bool:
 
 
 class ForkServer:
-    """The process of `fork_server.py`, which has done some imports."""
+    """A connection to the process of `fork_server.py` that has done some imports. The first one starts it."""
 
     def __init__(self, imports: Sequence[str]) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, SERVER, str(theirs.fileno()), *imports],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=EARLY,
-                pass_fds=[theirs.fileno()],
-            )
+        self._imports = imports
+        key = json.dumps([*imports, sorted(EARLY.items())]).encode()
+        self._path = f"{os.environ[PLACE]}/{hashlib.sha256(key).hexdigest()[:16]}"
+        self._process: subprocess.Popen[bytes] | None = None
+        """Where this process started it."""
+        self._connection = self._connected()
         self._asking = threading.Lock()
         self.is_fit = True
         """Whether it forks: not where an import has started a thread. Known when it is ready."""
-        self._is_ready = False
+        self._pid = 0
+        self._forked = set[int]()
         atexit.register(self._end)
+
+    def _connected(self) -> socket.socket:
+        with Path(f"{self._path}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.connect(self._path)
+            except (FileNotFoundError, ConnectionRefusedError):
+                Path(self._path).unlink(missing_ok=True)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                    listener.bind(self._path)
+                    listener.listen()
+                    connection.connect(self._path)
+                    self._process = self._start(listener.fileno())
+            return connection
+
+    def _start(self, listener: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, SERVER, str(listener), *self._imports],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=EARLY,
+            pass_fds=[listener],
+        )
 
     @property
     def pid(self) -> int:
-        """The parent of the forked processes."""
-        return self._process.pid
+        """The parent of the forked processes, known when it is ready."""
+        return self._pid
 
     def wait_ready(self) -> None:
         """Waits for the end of the imports."""
         with self._asking:
-            if not self._is_ready:
-                self.is_fit = self._answer() == b"ready"
-                self._is_ready = True
+            while self.is_fit and not self._pid:
+                try:
+                    told = self._answer()
+                except ConnectionError:
+                    if self._process:
+                        raise self.lost() from None
+                    # It ended with the last connection before, or with an import that fails here too.
+                    self._connection.close()
+                    self._connection = self._connected()
+                else:
+                    self.is_fit = told != UNFIT
+                    self._pid = int(told) if self.is_fit else 0
+
+    def children(self) -> list[psutil.Process]:
+        """The living processes that this process has had forked."""
+        if not self._pid:
+            return []
+        children = psutil.Process(self._pid).children()
+        return [each for each in children if each.pid in self._forked]
 
     def fork(self, job: Job, files: Sequence[int]) -> int:
         """Forks a process with these standard files; the last one takes its status. Returns its pid."""
@@ -115,23 +160,29 @@ class ForkServer:
         message = json.dumps(asdict(job)).encode()
         assert len(message) < LONGEST_MESSAGE
         with self._asking:
-            with suppress(ConnectionError):
-                socket.send_fds(self._control, [message], files)
-            return int(self._answer())
+            try:
+                socket.send_fds(self._connection, [message], files)
+                pid = int(self._answer())
+            except ConnectionError:
+                raise self.lost() from None
+            self._forked.add(pid)
+            return pid
 
     def lost(self) -> RuntimeError:
-        """Waits for the end of the server, which has closed what it had open."""
-        return RuntimeError(f"the fork server ended with {self._process.wait()}")
+        """Waits for the end of the server, which has closed what it had open, where this process started it."""
+        status = f" with {self._process.wait()}" if self._process else ""
+        return RuntimeError(f"the fork server ended{status}")
 
     def _answer(self) -> bytes:
-        with suppress(ConnectionError):
-            if answer := self._control.recv(LONGEST_MESSAGE):
-                return answer
-        raise self.lost()
+        if answer := self._connection.recv(LONGEST_MESSAGE):
+            return answer
+        raise ConnectionResetError
 
     def _end(self) -> None:
-        self._control.close()
-        self._process.wait()
+        self._connection.close()
+        if self._process:
+            # It may go on for other workers.
+            self._process.wait()
 
 
 @cache

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -216,11 +217,17 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture
+def other_run(tmp_path: Path) -> Mapping[str, str]:
+    """Variables of tests that share nothing with these."""
+    return {**os.environ, forks.PLACE: str(tmp_path)}
+
+
 @pytest.mark.parametrize("frozen", [False, True])
-def test_nothing_outlives_killed_tests(frozen: bool) -> None:
+def test_nothing_outlives_killed_tests(frozen: bool, other_run: Mapping[str, str]) -> None:
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", PARENT, str(TESTS)]
-    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as parent:
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, env=other_run) as parent:
         left = [psutil.Process(int(pid)) for pid in first_line(parent).split()]
         if frozen:
             left[1].suspend()
@@ -229,11 +236,10 @@ def test_nothing_outlives_killed_tests(frozen: bool) -> None:
     until(lambda: not any(map(psutil.Process.is_running, left)))
 
 
-def test_nothing_outlives_tests_that_end() -> None:
+def test_nothing_outlives_tests_that_end(other_run: Mapping[str, str]) -> None:
+    pipe = subprocess.PIPE
     command = [sys.executable, "-c", PARENT, str(TESTS)]
-    with subprocess.Popen(
-        command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as parent:
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, env=other_run) as parent:
         left = [psutil.Process(int(pid)) for pid in first_line(parent).split()]
         parent.communicate("")
         assert parent.returncode == 0
@@ -241,11 +247,43 @@ def test_nothing_outlives_tests_that_end() -> None:
 
 
 def test_end_of_the_server_is_told(start: Start) -> None:
-    server = ForkServer(("json",))
+    server = ForkServer(("json", "csv"))
     server.wait_ready()
     psutil.Process(server.pid).kill()
     with pytest.raises(RuntimeError, match="the fork server ended with -9"):
         Forked(server, "timeit", [])
+
+
+def test_workers_share_a_server_until_the_last_ends(other_run: Mapping[str, str]) -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", PARENT, str(TESTS)]
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, env=other_run)
+            )
+            for _ in range(3)
+        ]
+        servers, left = zip(*(map(int, first_line(each).split()) for each in workers), strict=True)
+        assert len({*servers}) == 1
+        assert len({*left}) == 3
+        for each in workers[:2]:
+            each.kill()
+            each.wait()
+        assert psutil.Process(left[2]).is_running()
+        workers[2].kill()
+    until(lambda: not any(map(psutil.pid_exists, (*servers, *left))))
+
+
+def test_server_that_has_ended_is_started_again() -> None:
+    first = ForkServer(("json", "html"))
+    first.wait_ready()
+    first._connection.close()
+    second = ForkServer(("json", "html"))
+    second.wait_ready()
+    assert second.pid
+    process = Forked(second, "timeit", ["-n1", "-r1", "0"], stdout=subprocess.DEVNULL)
+    assert process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_import_that_fails_is_told(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,18 +8,17 @@ from multiprocessing import Pipe
 from typing import Any
 
 import pytest
+from engine.torch.parallel.followers import rank_server
 from forks import start_module
-from processes import server_of
 from trtmesh.engine.backends.torch.parallel import ranks
 
 
 def start_rank(name: str, task: dict[str, Any]) -> ranks._Other:
     ours, theirs = Pipe()
-    server = server_of("engine", ("--backend", "torch"))
     with theirs:
         # The connection is its standard input.
         process = start_module(
-            server,
+            rank_server(),
             ranks.PROGRAM,
             ["0"],
             os.environ,

@@ -7,14 +7,21 @@ from contextlib import suppress
 import psutil
 from e2e.mesh import eventually
 from fork_server import name_of
-from processes import ServiceProcess
+from forks import ForkServer
+from processes import ServiceProcess, server_of
 from trtmesh.engine.backends.torch.parallel.ranks import PROGRAM
 
 
+def rank_server() -> ForkServer:
+    """The server that forks the ranks of engines in this process."""
+    return server_of("engine", ("--backend", "torch"))
+
+
 def followers(pid: int | None = None) -> list[psutil.Process]:
-    """The living ones of a process, by default this one."""
+    """The living ones of a process, by default those that this one has executed or had forked."""
     found = []
-    for child in psutil.Process(pid).children(recursive=True):
+    forked = [] if pid else rank_server().children()
+    for child in {*psutil.Process(pid).children(recursive=True), *forked}:
         with suppress(psutil.NoSuchProcess):
             if PROGRAM in child.cmdline() or child.name() == name_of(PROGRAM):
                 found.append(child)
