@@ -144,7 +144,7 @@ TABLES: dict[str, list[Row]] = {
             port.MAX_UNFINISHED_BYTES,
             "429 for the largest body, or the connection with more ends",
         ),
-        ("bytes of JSON (`http.max_json_bytes`)", _HTTP.max_json_bytes, "400"),
+        ("bytes of JSON", port.MAX_JSON_BYTES, "400"),
         ("nested lists and objects of JSON", json_bodies.MAX_DEPTH, "400"),
         ("keys of an object", json_bodies.MAX_KEYS, "400"),
         ("characters of a key", json_bodies.MAX_KEY_CHARACTERS, "400"),

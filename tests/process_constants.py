@@ -25,6 +25,11 @@ FLAG = "--constant"
 PLACES = {
     "layers_per_part": "trtmesh.engine.backends.torch.loading:LAYERS_PER_PART",
     "unread_answer_seconds": "trtmesh.engine.gateways.trtllm.servicer:UNREAD_SECONDS",
+    "max_json_bytes": "trtmesh.router.doors.http.port:MAX_JSON_BYTES",
+    "max_adapter_bytes": "trtmesh.router.adapters.assembly:MAX_ADAPTER_BYTES",
+    "adapter_load_seconds": "trtmesh.router.adapters.contents:LOAD_SECONDS",
+    "delivery_seconds": "trtmesh.router.fleet.deliveries:DELIVERY_SECONDS",
+    "resolve_seconds": "trtmesh.router.fleet.discovery:RESOLVE_SECONDS",
     "explained_decisions": "trtmesh.router.fleet.fleet:EXPLAINED_DECISIONS",
     "lease_seconds": "trtmesh.router.handoffs.live_handoff:LEASE_SECONDS",
     "client_lease_seconds": "trtmesh.router.handoffs.live_handoff:CLIENT_LEASE_SECONDS",

@@ -69,7 +69,7 @@ def test_paths_of_a_file_begin_at_its_directory(
     folder = tmp_path / "settings"
     folder.mkdir()
     (folder / "mesh.yaml").write_text(
-        "mesh: {model: models/demo, models: [a, /b], log_dir: ../logs}\n"
+        "mesh: {model: [models/demo, /b], log_dir: ../logs}\n"
         "router: {engines: ['file:engines', 'e:1'], tokenizers: 'file:/etc/t, t:1', adapters: {roots: 'x, /y'},"
         " tls: {certificate: tls.crt}}\n"
         "engine: {model_dir: m}\n"
@@ -77,7 +77,7 @@ def test_paths_of_a_file_begin_at_its_directory(
     monkeypatch.chdir(tmp_path)
     config = ("--config", "settings/mesh.yaml")
     mesh = load_settings(MeshSettings, config, {})
-    assert (mesh.model, mesh.models) == (folder / "models/demo", (str(folder / "a"), "/b"))
+    assert mesh.model == (str(folder / "models/demo"), "/b")
     assert mesh.log_dir == folder / "../logs"
     router = load_settings(RouterSettings, config, {})
     assert router.engines == (f"file:{folder}/engines", "e:1")
@@ -86,7 +86,7 @@ def test_paths_of_a_file_begin_at_its_directory(
     assert router.tls.certificate == folder / "tls.crt"
     assert load_settings(EngineSettings, config, {}).model_dir == folder / "m"
     by_flag = load_settings(MeshSettings, (*config, "--model", "here"), {})
-    assert by_flag.model == Path("here")
+    assert by_flag.model == ("here",)
 
 
 def test_the_list_of_paths_is_whole() -> None:

@@ -18,6 +18,7 @@ from chaos.fragile import NAMES, Fragile, contents, fragile_mesh
 from chaos.proxy import proxy_to
 from chaos.steady_streams import Ask, steady_streams
 from e2e.mesh import SIMULATED, WIDE_TOKENS, StreamReader, eventually, scrape
+from process_constants import constants
 from processes import ServiceProcess
 from router.adapters.contents_of import content as content_of
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
@@ -65,7 +66,8 @@ class Shared:
 
 
 def router_flags(directory: Path) -> Sequence[str]:
-    return ("--adapters-directory", str(directory), "--adapters-delivery-seconds", "4")
+    short = constants(delivery_seconds=4, adapter_load_seconds=2)
+    return ("--adapters-directory", str(directory), *short)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -17,6 +17,7 @@ from chaos.tiny_adapters import HIDDEN, Oracle, TinyAdapter, save_adapter, tiny_
 from e2e.mesh import eventually
 from engine_streams import router_stream
 from oracle import tiny_models
+from process_constants import constants
 from processes import ServiceProcess
 from safetensors.torch import save
 from trtmesh.chassis.adapter_content import AdapterContent
@@ -63,7 +64,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
         *("--torch-adapters-max-adapter-bytes", str(MOST_BYTES)),
     )
     router = (
-        *("--adapters-roots", str(root), "--adapters-max-adapter-bytes", str(2 * MOST_BYTES)),
+        *("--adapters-roots", str(root), *constants(max_adapter_bytes=2 * MOST_BYTES)),
         # Nothing stays in memory: every delivery reads the files again.
         *(
             "--adapters-directory",
@@ -319,7 +320,7 @@ async def test_too_large_upload_is_refused(lab: Lab) -> None:
     async with steady_streams(steady(lab)):
         with pytest.raises(InvalidField) as refused:
             await lab.fragile.mesh.admin.upload_adapter(asked, large)
-        assert refused.value.limit_field == "router.adapters.max_adapter_bytes"
+        assert refused.value.limit == f"at most {2 * MOST_BYTES} bytes"
     await settled(lab)
 
 

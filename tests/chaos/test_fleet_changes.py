@@ -18,6 +18,7 @@ from e2e.mesh import (
     eventually,
     running_mesh,
 )
+from process_constants import constants
 from trtmesh.chassis.errors import InvalidField, NotFound
 from trtmesh.client import ItemResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -118,7 +119,7 @@ async def test_changed_address_file_replaces_workers(tmp_path: Path) -> None:
         await mesh.start_tokenizer()
         for name in NAMES:
             await mesh.start_engine(*SIMULATED, "--worker", name)
-        await mesh.start_router("--resolve-seconds", "0.05", "--engines", f"file:{names}")
+        await mesh.start_router(*constants(resolve_seconds=0.05), "--engines", f"file:{names}")
 
     async with running_mesh(start=start) as mesh:
         one, two = (engine.address for engine in mesh.engines)

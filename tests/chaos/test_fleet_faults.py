@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from chaos.test_random_faults import seeds
 from e2e.mesh import SIMULATED, StreamReader
+from process_constants import patch
 from processes import ServiceProcess, service_process
 from router.names import Names
 from router.scripted import READY, RouterClient, serving_router, until_states
@@ -101,13 +102,13 @@ class Disturbance:
 
 
 async def test_names_and_drains_lose_no_stream(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch, resolve_seconds=0.02)
     names, draw = Names(monkeypatch), random.Random(seed)
     async with engines() as started:
         names.answers[HOST] = [engine.address.rpartition(":")[0] for engine in started]
         port = started[0].address.rpartition(":")[2]
         async with serving_router(
             [f"{HOST}:{port}"],
-            resolve_seconds=0.02,
             retries={"worker_wait_seconds": 60},
             # A slow moment is no stall.
             deadlines={"silence_seconds": 60, "step_gap_seconds": 60},

@@ -25,6 +25,7 @@ from cli.commands import (
 )
 from cli.test_admin_commands import WIDE, as_objects
 from e2e.mesh import DEMO
+from process_constants import constants
 from processes import service_process
 from router.adapters.contents_of import content, write
 from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent, number_of
@@ -269,12 +270,12 @@ async def test_refused_upload_tells_the_routers_reason(tmp_path: Path) -> None:
     wrong.write_text("other\n")
     directory = peft_directory(tmp_path / "large", weights=bytes(1 << 24))
     size = AdapterContent.read(directory, 1 << 30).size_bytes
-    limit = {"TRTMESH_ROUTER_ADAPTERS_MAX_ADAPTER_BYTES": str(size - 1)}
     flags = ("--port", "0", "--engines", "127.0.0.1:1", "--admin-token-file", str(right))
-    async with service_process("router", *flags, env=limit) as router:
+    limit = constants(max_adapter_bytes=size - 1)
+    async with service_process("router", *flags, *limit) as router:
         for token, parts in (
             (wrong, ["UNAUTHENTICATED", "--token-file"]),
-            (right, [str(size), f"at most {size - 1} bytes", "router.adapters.max_adapter_bytes"]),
+            (right, [str(size), f"at most {size - 1} bytes"]),
         ):
             for _ in range(5):  # content on its way must not hide the reason
                 words = ("add", "large", str(directory), "--token-file", str(token))

@@ -75,7 +75,7 @@ def test_one_process_is_a_router_with_the_rest_inside(monkeypatch: pytest.Monkey
         *((each, "9000") for each in ("engine_port", "tokenizer_port")),
         ("engines_at", "vllm://10.0.0.7:50051"),
         ("backend", "tensorrt_llm"),
-        ("models", f"{demo_model()},{WITHOUT_ADAPTERS}"),
+        ("model", f"{demo_model()},{WITHOUT_ADAPTERS}"),
         ("devices", '{"demo": ["cpu", "cpu"]}'),
         ("devices", '{"demo": ["cuda:0,cuda:1"]}'),
     ],
@@ -93,10 +93,10 @@ def test_one_process_has_one_engine_whatever_the_command_would_start() -> None:
 
 
 def test_several_models_have_tokenizers_of_their_own(tmp_path: Path) -> None:
-    settings = MeshSettings(models=(str(demo_model()), str(WITHOUT_ADAPTERS)))
+    settings = MeshSettings(model=(str(demo_model()), str(WITHOUT_ADAPTERS)))
     models = [flags_of(each.arguments)["--model-dir"] for each in Plan(settings, None).tokenizers()]
     assert models == [str(demo_model()), str(WITHOUT_ADAPTERS)]
-    one_inside = MeshSettings(models=settings.models, tokenizers=0)
+    one_inside = MeshSettings(model=settings.model, tokenizers=0)
     with pytest.raises(SettingsError, match=r"is 0, but .* serves one model, and the stack has 2"):
         Plan(one_inside, None)
 
@@ -119,14 +119,13 @@ def test_every_process_ends_with_its_supervisor() -> None:
 
 
 def test_command_line_runs_the_service_with_this_python() -> None:
-    (router,) = Plan(MeshSettings(policy="round_robin"), None).routers(["t:1", "t:2"], ["e:1"])
+    (router,) = Plan(MeshSettings(), None).routers(["t:1", "t:2"], ["e:1"])
     python, dash_m, module, *flags = router.command(router.ports)
     assert (python, dash_m, module) == (sys.executable, "-m", "trtmesh.router")
     assert flags_of(tuple(flags)) == {
         "--host": "127.0.0.1",
         "--stop-on-stdin-eof": "true",
         "--grace-seconds": "30.0",
-        "--placement-policy": "round_robin",
         "--adapters-roots": str(REPOSITORY / "models" / "demo-adapters"),
         "--tokenizers": "t:1,t:2",
         "--engines": "e:1",
@@ -165,16 +164,16 @@ def test_several_models_are_named_to_the_router_and_told_apart(tmp_path: Path) -
     one, two, again = tmp_path / "one", tmp_path / "two", tmp_path / "other" / "one"
     for each in (one, two, again):
         each.mkdir(parents=True)
-    (router,) = Plan(MeshSettings(model=two, models=(str(one),)), None).routers([], [])
+    (router,) = Plan(MeshSettings(model=(str(two), str(one))), None).routers([], [])
     assert flags_of(router.arguments)["--models"] == "two,one"
-    (router,) = Plan(MeshSettings(model=two), None).routers([], [])
+    (router,) = Plan(MeshSettings(model=(str(two),)), None).routers([], [])
     assert "--models" not in router.arguments
     with pytest.raises(SettingsError, match="has two directories called 'one'"):
-        Plan(MeshSettings(model=one, models=(str(again),)), None)
+        Plan(MeshSettings(model=(str(one), str(again))), None)
     named = tmp_path / "mesh.yaml"
     named.write_text("engine: {model: same}")
     with pytest.raises(SettingsError, match="would name all 2 models"):
-        Plan(MeshSettings(model=one, models=(str(two),)), str(named))
+        Plan(MeshSettings(model=(str(one), str(two))), str(named))
 
 
 def test_given_ports_follow_each_other() -> None:
@@ -191,7 +190,7 @@ def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     cores = physical_cores()
     assert 1 <= cores <= len(os.sched_getaffinity(0))
     for engines in (1, 64):
-        plan = Plan(MeshSettings(model=tmp_path, engines=engines), None)
+        plan = Plan(MeshSettings(model=(str(tmp_path),), engines=engines), None)
         threads = {"OMP_NUM_THREADS": str(max(1, cores // engines))}
         assert [each.environment for each in plan.engines()] == [threads] * engines
     (small,) = Plan(MeshSettings(), None).engines()
@@ -206,18 +205,18 @@ def test_each_model_has_an_engine_on_each_of_its_devices(tmp_path: Path) -> None
     one.mkdir()
     two.mkdir()
     devices = {"one": ("cuda:0", "cuda:2"), "two": ("cpu",)}
-    settings = MeshSettings(model=one, models=(str(two),), devices=devices)
+    settings = MeshSettings(model=(str(one), str(two)), devices=devices)
     flags = [flags_of(engine.arguments) for engine in Plan(settings, None).engines()]
     assert [(each["--model-dir"], each["--torch-device"]) for each in flags] == [
         (str(one), "cuda:0"), (str(one), "cuda:2"), (str(two), "cpu"),
     ]  # fmt: skip
-    partly = MeshSettings(model=one, models=(str(two),), devices={"two": ("cuda:1",)}, engines=2)
+    partly = MeshSettings(model=(str(one), str(two)), devices={"two": ("cuda:1",)}, engines=2)
     flags = [flags_of(engine.arguments) for engine in Plan(partly, None).engines()]
     assert [each.get("--torch-device") for each in flags] == [None, None, "cuda:1"]
     with pytest.raises(SettingsError, match=r"mesh\.devices names 'three'.* one, two"):
         Plan(settings.model_copy(update={"devices": {"three": ("cpu",)}}), None)
     with pytest.raises(SettingsError, match=r"mesh\.engines has no effect"):
-        Plan(MeshSettings(model=one, devices={"one": ("cpu",)}, engines=2), None)
+        Plan(MeshSettings(model=(str(one),), devices={"one": ("cpu",)}, engines=2), None)
 
 
 def roles_of(settings: MeshSettings) -> list[str | None]:
@@ -240,7 +239,7 @@ def test_engines_of_roles_come_before_mixed_ones() -> None:
 
 def test_each_model_has_the_roles(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    settings = MeshSettings(model=tmp_path / "one", models=(str(tmp_path),), prefill=1, decode=1)
+    settings = MeshSettings(model=(str(tmp_path / "one"), str(tmp_path)), prefill=1, decode=1)
     assert roles_of(settings) == ["prefill", "decode"] * 2
 
 
@@ -248,7 +247,7 @@ def test_devices_take_roles_in_order(tmp_path: Path) -> None:
     model = tmp_path / "one"
     model.mkdir()
     devices = {"one": ("cuda:0", "cuda:1", "cuda:2")}
-    settings = MeshSettings(model=model, devices=devices, prefill=1, decode=1)
+    settings = MeshSettings(model=(str(model),), devices=devices, prefill=1, decode=1)
     flags = [flags_of(engine.arguments) for engine in Plan(settings, None).engines()]
     assert [(each.get("--role"), each["--torch-device"]) for each in flags] == [
         ("prefill", "cuda:0"), ("decode", "cuda:1"), (None, "cuda:2"),
@@ -271,7 +270,7 @@ def test_tensorrt_llm_engines_see_the_gpus_of_their_entry(
     model = tmp_path / "one"
     model.mkdir()
     groups = ("cuda:0,cuda:1", "cuda:2, cuda:3")
-    settings = MeshSettings(model=model, backend="tensorrt_llm", devices={"one": groups})
+    settings = MeshSettings(model=(str(model),), backend="tensorrt_llm", devices={"one": groups})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     engines = Plan(settings, None).engines()
     assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in engines] == ["0,1", "2,3"]
@@ -295,7 +294,7 @@ def test_torch_engines_get_all_devices_of_their_entry(tmp_path: Path) -> None:
     model = tmp_path / "one"
     model.mkdir()
     groups = ("cuda:0,cuda:1", "cuda:2")
-    settings = MeshSettings(model=model, backend="torch", devices={"one": groups})
+    settings = MeshSettings(model=(str(model),), backend="torch", devices={"one": groups})
     engines = Plan(settings, None).engines()
     flags = [each.arguments[each.arguments.index("--torch-device") + 1] for each in engines]
     assert flags == [*groups]
@@ -305,11 +304,11 @@ def test_engines_run_on_gpus_by_identity(tmp_path: Path, monkeypatch: pytest.Mon
     model = tmp_path / "one"
     model.mkdir()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    settings = MeshSettings(model=model, backend="torch", devices={"one": (GPU, MIG)})
+    settings = MeshSettings(model=(str(model),), backend="torch", devices={"one": (GPU, MIG)})
     flags = [flags_of(engine.arguments) for engine in Plan(settings, None).engines()]
     assert [each["--torch-device"] for each in flags] == [GPU, MIG]
     spread = MeshSettings(
-        model=model, backend="tensorrt_llm", devices={"one": (f"{GPU},{OTHER}", "cuda:1")}
+        model=(str(model),), backend="tensorrt_llm", devices={"one": (f"{GPU},{OTHER}", "cuda:1")}
     )
     assert visible_of(spread) == [f"{GPU},{OTHER}", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{OTHER},{GPU}")
@@ -330,7 +329,7 @@ def test_an_entry_that_is_no_name_of_a_device_is_refused(
 ) -> None:
     model = tmp_path / "one"
     model.mkdir()
-    settings = MeshSettings(model=model, backend=backend, devices={"one": (entry,)})
+    settings = MeshSettings(model=(str(model),), backend=backend, devices={"one": (entry,)})
     with pytest.raises(
         SettingsError, match=f"has '{entry}' for one, which must be auto"
     ) as refused:
@@ -350,7 +349,7 @@ def test_devices_are_json_in_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelUnusable, match="nowhere"):
-        Plan(MeshSettings(model=tmp_path / "nowhere"), None)
+        Plan(MeshSettings(model=(str(tmp_path / "nowhere"),)), None)
 
 
 def test_file_reaches_every_process_and_may_name_the_models(tmp_path: Path) -> None:
@@ -407,7 +406,7 @@ def test_overruled_setting_is_refused(
 @pytest.mark.parametrize("service", ["tokenizer", "engine", "router"])
 def test_settings_given_by_the_stack_are_refused_elsewhere(service: str) -> None:
     """Except settings given only if the section `mesh` sets them, or beside those given elsewhere."""
-    plan = Plan(MeshSettings(model=WITHOUT_ADAPTERS, tokenizers=1), None)
+    plan = Plan(MeshSettings(model=(str(WITHOUT_ADAPTERS),), tokenizers=1), None)
     processes = {
         "tokenizer": plan.tokenizers(),
         "engine": plan.engines(),
@@ -472,7 +471,7 @@ def adapters_in(folder: Path, *names: str) -> Path:
 
 
 def test_demo_model_has_its_adapters_and_engines_room_for_them() -> None:
-    for settings in (MeshSettings(), MeshSettings(model=demo_model())):
+    for settings in (MeshSettings(), MeshSettings(model=(str(demo_model()),))):
         plan = Plan(settings, None)
         assert [path.name for path in plan.adapters] == ["docstrings", "unit-tests"]
         (engine,) = plan.engines()
@@ -480,11 +479,11 @@ def test_demo_model_has_its_adapters_and_engines_room_for_them() -> None:
 
 
 def test_other_models_have_adapters_by_the_setting(tmp_path: Path) -> None:
-    none = Plan(MeshSettings(model=WITHOUT_ADAPTERS), None)
+    none = Plan(MeshSettings(model=(str(WITHOUT_ADAPTERS),)), None)
     assert none.adapters == ()
     assert ADAPTERS_ON not in none.engines()[0].arguments
     folder = adapters_in(tmp_path, "b", "a")
-    plan = Plan(MeshSettings(model=WITHOUT_ADAPTERS, adapters=folder), None)
+    plan = Plan(MeshSettings(model=(str(WITHOUT_ADAPTERS),), adapters=folder), None)
     assert plan.adapters == [folder / "a", folder / "b"]
     assert plan.first_model == WITHOUT_ADAPTERS.name
     assert ADAPTERS_ON in plan.engines()[0].arguments

@@ -296,7 +296,6 @@ def test_stack_runs_without_http_and_metrics() -> None:
     [
         (("--engines", "0"), 2, "--engines"),
         (("--backend", "magic"), 2, "--backend"),
-        (("--policy", "nonsense"), 2, "--policy"),
         (("--model", "/nowhere/at/all"), 4, "/nowhere/at/all"),
         (("--model", "owner/name"), 4, "hf download owner/name"),
         (("--nonsense", "1"), 2, "--nonsense"),

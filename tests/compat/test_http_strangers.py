@@ -13,6 +13,7 @@ import pytest_asyncio
 from compat.plain_http import PlainHttp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from process_constants import constants
 from processes import ServiceProcess, service_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -27,7 +28,7 @@ VALID = {"text_input": "x", "max_tokens": 3}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def router() -> AsyncIterator[ServiceProcess]:
-    flags = ("--port", "0", "--engines", "127.0.0.1:1", "--http-max-json-bytes", str(JSON_BYTES))
+    flags = ("--port", "0", "--engines", "127.0.0.1:1", *constants(max_json_bytes=JSON_BYTES))
     allowed = ("--http-allowed-origins", "https://chat.example")
     async with service_process("router", *flags, *allowed) as router:
         yield router
@@ -63,7 +64,7 @@ async def test_json_is_limited_and_binary_data_behind_it_is_not(http: PlainHttp)
     assert (await http.post(GENERATE, most)).status == NOT_READY
     reply = await http.post(GENERATE, most + b" ")
     assert reply.status == 400
-    assert f"must have at most {JSON_BYTES} (http.max_json_bytes)" in reply.json["error"]
+    assert f"must have at most {JSON_BYTES};" in reply.json["error"]
     text = b"x" * (2 * JSON_BYTES)
     tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1]}
     size = {"parameters": {"binary_data_size": len(text) + 4}}

@@ -53,10 +53,3 @@ def test_consecutive_evictions_make_one_event() -> None:
     log.removed([1])
     log.removed([2, 3])
     assert log.take() == [BlocksRemoved([1, 2, 3])]
-
-
-def test_disabled_log_stays_empty() -> None:
-    log = KvEventLog(enabled=False)
-    log.stored(0, 1, [10])
-    log.removed([1])
-    assert not log.take()

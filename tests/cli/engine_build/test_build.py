@@ -78,7 +78,6 @@ def test_build_makes_engines_and_a_mesh_for_each(workshop: Workshop) -> None:
         "backend": "tensorrt_llm",
     }
     assert sections["engine"]["tensorrt_llm"] == {
-        "flow": "tensorrt",
         "engine_dir": str(engine),
         "parallel": {"tensor": 2, "pipeline": 1},
         "batching": {"max_step_tokens": 8192},

@@ -156,7 +156,7 @@ def test_renamed_models_are_recognised(tmp_path: Path) -> None:
     assert models["tensorrt_llm_bls_chat"]["steps"] == [
         "preprocessing", "tensorrt_llm_chat", "postprocessing",
     ]  # fmt: skip
-    assert "models" not in conversion.sections["mesh"]
+    assert isinstance(conversion.sections["mesh"]["model"], str)
 
 
 KNOWN = """
@@ -233,7 +233,7 @@ def test_several_engines_need_separate_directories(tmp_path: Path) -> None:
     with pytest.raises(ModelUnusable, match=r"no config.json"):
         convert(directory, f"tensorrt_llm={tmp_path}")
     conversion = convert(directory, f"tensorrt_llm={first}", f"tensorrt_llm_b={second}")
-    assert conversion.sections["mesh"] == {"model": str(first), "models": [str(second)]}
+    assert conversion.sections["mesh"] == {"model": [str(first), str(second)]}
     models = conversion.sections["router"]["triton"]["models"]
     of_second = [name for name, own in models.items() if own["model"] == "two"]
     assert sorted(of_second) == [

@@ -319,13 +319,6 @@ def test_a_move_to_the_host_is_no_removal() -> None:
     assert pool.take_events() == [BlocksStored(ROOT_HASH, [11], [2]), BlocksRemoved([10])]
 
 
-def test_events_can_be_off() -> None:
-    engine = PaperEngine(blocks=6, events=False)
-    retained(engine, FIRST)
-    fill(engine, 6, 50)
-    assert engine.pool.take_events() == []
-
-
 def test_a_beginning_that_waits_on_the_host_needs_a_block_for_each() -> None:
     pool = BlockPool(2, host_blocks=2)
     blocks = pool.allocate(2)

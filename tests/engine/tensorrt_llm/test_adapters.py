@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ def content(seed: int, rank: int = 8) -> AdapterContent:
     return tiny_adapter(seed, rank, ATTENTION).content
 
 
+@pytest.fixture(autouse=True)
+def _temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapters").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "adapters"))
+
+
 async def load(on: Lab, number: int, of: AdapterContent, version: str) -> HeldAdapter | None:
     """Loads a content; returns its state, or None where it is not in memory."""
     on.adapters.load_adapter(AdapterLoad(Adapter(number, "prose", version), of))
@@ -54,8 +61,7 @@ async def load(on: Lab, number: int, of: AdapterContent, version: str) -> HeldAd
 async def test_an_adapter_arrives_as_a_directory_of_its_content(
     release: str, tmp_path: Path
 ) -> None:
-    settings = {"adapters": {**ROOM, "directory": tmp_path / "adapters"}}
-    async with lab(backend(**settings)) as on:
+    async with lab(backend(adapters=ROOM)) as on:
         given = content(1)
         held = await load(on, 7, given, "a")
         assert held is not None
@@ -96,10 +102,9 @@ async def test_every_content_keeps_a_number_of_its_own(release: str) -> None:
 
 
 async def test_an_unloaded_adapter_leaves_with_its_last_sequence(
-    release: str, tmp_path: Path
+    release: str,
 ) -> None:
-    folder = tmp_path / "adapters"
-    async with lab(backend(adapters={**ROOM, "directory": folder})) as on:
+    async with lab(backend(adapters=ROOM)) as on:
         await load(on, 7, content(1), "a")
         endless = {**with_adapter(7, "a"), "max_tokens": 1500}
         keys = on.submit(PROMPT, config_of(endless))
@@ -115,14 +120,13 @@ async def test_files_of_killed_workers_leave_and_those_of_others_stay(
     target: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "adapters"
-    settings = {**ROOM, "directory": folder}
     left = folder / "trtmesh-adapters-left"
     (left / "1").mkdir(parents=True)
     (folder / "other").mkdir()
-    async with lab(backend(adapters=settings)) as on:
+    async with lab(backend(adapters=ROOM)) as on:
         await load(on, 7, content(1), "a")
         assert not left.exists()
-        async with lab(backend(adapters=settings)):
+        async with lab(backend(adapters=ROOM)):
             assert await tokens(on, **with_adapter(7, "a"))
             assert len(list(folder.glob("trtmesh-adapters-*/1"))) == 1
     assert [each.name for each in folder.iterdir()] == ["other"]
@@ -132,7 +136,7 @@ async def test_a_request_that_the_library_refuses_holds_no_adapter(
     target: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "adapters"
-    async with lab(backend(adapters={**ROOM, "directory": folder})) as on:
+    async with lab(backend(adapters=ROOM)) as on:
         await load(on, 7, content(1), "a")
         for files in folder.glob("*/*"):
             shutil.rmtree(files)
@@ -144,7 +148,7 @@ async def test_a_request_that_the_library_refuses_holds_no_adapter(
 
 async def test_a_failed_load_leaves_nothing(release: str, tmp_path: Path) -> None:
     folder = tmp_path / "adapters"
-    settings = {**ROOM, "directory": folder, "max_rank": 4}
+    settings = {**ROOM, "max_rank": 4}
     async with lab(backend(adapters=settings)) as on:
         news: list[HeldAdapter] = []
         watch(on, lambda step: news.extend(step.adapters))

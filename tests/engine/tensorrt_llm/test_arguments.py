@@ -152,15 +152,12 @@ async def test_an_option_that_a_setting_covers_is_refused(
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "an engine for the other flow": ({"engine_dir": "/engine"}, "flow tensorrt"),
-    "no engine": ({"flow": "tensorrt"}, "engine_dir"),
     "beams handed over": (
         {"options": {"cache_transceiver_config": UCX}, "limits": {"max_beam_width": 2}},
         "max_beam_width",
     ),
     "speculation with an engine": (
         {
-            "flow": "tensorrt",
             "engine_dir": "/engine",
             "options": {"speculative_config": {"decoding_type": "NGram"}},
         },
@@ -211,7 +208,7 @@ def built_engine(directory: Path, **changes: Any) -> Path:
 
 async def test_a_built_engine_brings_its_limits(target: str, tmp_path: Path) -> None:
     engine = built_engine(tmp_path / "engine")
-    settings = {"flow": "tensorrt", "engine_dir": engine, "limits": {"max_batch_size": 4}}
+    settings = {"engine_dir": engine, "limits": {"max_batch_size": 4}}
     async with lab(backend(**settings)) as on:
         info = info_of(on)
         assert (info.max_sequence_tokens, info.max_prompt_tokens) == (512, 256)
@@ -220,14 +217,14 @@ async def test_a_built_engine_brings_its_limits(target: str, tmp_path: Path) -> 
         assert "output.context_logits" not in info.supported_fields
         assert len(await tokens(on, max_tokens=3, ignore_end_id=True)) == 3
     with pytest.raises(SettingsError, match="built for at most 8"):
-        async with lab(backend(flow="tensorrt", engine_dir=engine)):
+        async with lab(backend(engine_dir=engine)):
             pass
 
 
 async def test_a_release_without_built_engines_says_so(newer: str, tmp_path: Path) -> None:
     engine = built_engine(tmp_path / "engine")
     with pytest.raises(SettingsError, match="runs no built engines"):
-        async with lab(backend(flow="tensorrt", engine_dir=engine)):
+        async with lab(backend(engine_dir=engine)):
             pass
 
 

@@ -83,7 +83,6 @@ class Maker:
             "max_step_tokens": dice.choice([5, 16, 64, 512]),
             "max_batch_size": dice.choice([4, 9, 64]),
             "prefix_reuse": dice.random() < 0.8,
-            "partial_reuse": dice.random() < 0.7,
             "host_cache_bytes": dice.choice([0, 2**20]),
             "batching_policy": dice.choice([None, None, "guaranteed_no_evict"]),
             "context_chunk_tokens": dice.choice([0, 0, 3]),

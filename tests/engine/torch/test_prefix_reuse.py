@@ -39,15 +39,10 @@ async def test_a_warm_cache_changes_no_token(family: str, model_dir: Callable[[s
         assert engine.backend.stats().reused_prompt_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("partial", "expected", "computed"),
-    [(True, [0, 32, 31, 9, 2], 33 + 1 + 1 + 1 + 3), (False, [0, 32, 28, 8, 0], 33 + 1 + 4 + 2 + 5)],
-)
-async def test_cached_prompt_is_reused_except_for_the_last_token(
-    llama: Path, partial: bool, expected: list[int], computed: int
-) -> None:
+async def test_cached_prompt_is_reused_except_for_the_last_token(llama: Path) -> None:
+    expected, computed = [0, 32, 31, 9, 2], 33 + 1 + 1 + 1 + 3
     prompts = [SHARED, SHARED, SHARED[:32], [*SHARED[:9], 5], [*SHARED[:2], 5, 6, 7]]
-    async with running(llama, tokens_per_block=4, partial_reuse=partial) as engine:
+    async with running(llama, tokens_per_block=4) as engine:
         assert [await cached(engine, prompt) for prompt in prompts] == expected
         stats = engine.backend.stats()
         assert stats.reused_prompt_tokens == sum(expected)

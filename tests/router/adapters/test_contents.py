@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from process_constants import patch
 from router.adapters.contents_of import content, version_of, write
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import (
@@ -109,7 +110,10 @@ def test_content_of_another_user_is_read_and_not_written_again(
     assert [each.name for each in directory_of_all_users.iterdir()] == [whole.version]
 
 
-async def test_hung_fetch_blocks_neither_memory_nor_other_fetches_and_ends_in_time() -> None:
+async def test_hung_fetch_blocks_neither_memory_nor_other_fetches_and_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patch(monkeypatch, adapter_load_seconds=0.5)
     cached, quick, hung = content(b"cached"), content(b"quick"), content(b"hung")
     fetched = []
 
@@ -120,7 +124,7 @@ async def test_hung_fetch_blocks_neither_memory_nor_other_fetches_and_ends_in_ti
             await asyncio.Event().wait()
         return quick
 
-    known = Contents(AdapterSettings(delivery_seconds=1), fetch)
+    known = Contents(AdapterSettings(), fetch)
     known.memory.put(cached.version, cached)
     waits = [asyncio.create_task(known.load(7, version_of(hung))) for _ in range(2)]
     await asyncio.sleep(0)
@@ -221,10 +225,13 @@ async def test_source_that_changed_is_refused_with_both_digests(tmp_path: Path) 
     assert refused.value.limit == content(b"old").version
 
 
-async def test_source_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+async def test_source_beyond_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(monkeypatch, max_adapter_bytes=100)
     write(tmp_path / "a", content(bytes(100)))
     with pytest.raises(InvalidRequest):
-        await contents(roots=str(tmp_path), max_adapter_bytes=100).read_source("a")
+        await contents(roots=str(tmp_path)).read_source("a")
 
 
 async def test_files_without_a_version_stay_for_running_items_only(tmp_path: Path) -> None:

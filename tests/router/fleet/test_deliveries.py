@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from process_constants import patch
 from router.scripted import LENGTH, ScriptedEngine, eventually
 from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
 from trtmesh.chassis.adapter_content import AdapterContent
@@ -131,7 +132,7 @@ async def test_part_waits_until_the_former_was_written() -> None:
     async def load() -> AdapterContent:
         return AdapterContent(pb.ADAPTER_FORMAT_PEFT, b"{}", bytes(2 * PART_BYTES))
 
-    deliveries = Deliveries(command, 60, Usages(), RouterMetrics())
+    deliveries = Deliveries(command, Usages(), RouterMetrics())
     waiting = [
         asyncio.create_task(deliveries.deliver(Adapter(number, "", "v"), load)) for number in (1, 2)
     ]
@@ -158,7 +159,7 @@ async def test_refused_pin_of_an_adapter_in_memory_ends_its_delivery_with_the_er
         return content(b"ab")
 
     adapter = Adapter(7, "", content(b"ab").version)
-    deliveries = Deliveries(command, 60, Usages(), RouterMetrics())
+    deliveries = Deliveries(command, Usages(), RouterMetrics())
     waiting = asyncio.create_task(deliveries.deliver(adapter, load, pinned=True))
     await eventually(lambda: sent)
     assert sent[0].load_adapter.pinned
@@ -182,7 +183,7 @@ async def test_item_right_after_a_stopped_one_gets_a_delivery_of_its_own() -> No
         return content(b"ab")
 
     adapter = Adapter(7, "", content(b"ab").version)
-    deliveries = Deliveries(command, 60, Usages(), metrics)
+    deliveries = Deliveries(command, Usages(), metrics)
     first = asyncio.create_task(deliveries.deliver(adapter, load))
     await eventually(lambda: sent)
     first.cancel()
@@ -268,10 +269,11 @@ async def test_fleet_that_stays_full_ends_the_item_with_its_error() -> None:
         assert nothing_left(on)
 
 
-async def test_late_worker_is_left_for_another() -> None:
+async def test_late_worker_is_left_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch, delivery_seconds=0.2)
     one, two = engine("one"), engine("two")
     one.loads_adapters = two.loads_adapters = False
-    async with fleet(one, two, adapters={"delivery_seconds": 0.2}) as on:
+    async with fleet(one, two) as on:
         asked = on.ask([1], adapter=lora(weights=b"ab"))
         await eventually(lambda: one.loads and two.loads)
         (item,) = await asked

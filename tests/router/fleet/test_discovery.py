@@ -41,7 +41,6 @@ class Seen:
         self.problem = ""
         self.discovery = Discovery(
             entries,
-            1.0,
             lambda a: self.told.append(f"+{a}"),
             lambda a: self.told.append(f"-{a}"),
             _in_use=lambda address: address in self.in_use,
@@ -288,9 +287,7 @@ async def test_replicas_join_and_leave_a_running_router(
         port = first.address.rpartition(":")[2]
         names.answers["engines"] = ["127.0.0.1"]
         client = await stack.enter_async_context(
-            serving_router(
-                [f"engines:{port}"], placement={"policy": "round_robin"}, resolve_seconds=0.05
-            )
+            serving_router([f"engines:{port}"], placement={"policy": "round_robin"})
         )
         await until_states(client, [READY], [])
         second = ("--worker", "second", "--host", "127.0.0.2", "--port", port)
@@ -317,7 +314,7 @@ async def test_replica_returning_before_idle_stays(
     async with serving_engine(engine) as address:
         names.answers["engines"] = ["127.0.0.1"]
         entry = f"engines:{address.rpartition(':')[2]}"
-        async with serving_router([entry], resolve_seconds=0.02) as client:
+        async with serving_router([entry]) as client:
             await until_states(client, [READY], [])
             asked = asyncio.create_task(client.complete([[5]], max_tokens=9, text=False))
             (submit,) = await engine.submitted()
@@ -360,9 +357,7 @@ async def test_names_of_foreign_engines_resolve(names: Names, tmp_path: Path) ->
     file = tmp_path / "engines.txt"
     file.write_text("sglang://many:2  # two of them\n10.0.0.9:3\n", encoding="utf-8")
     told: list[str] = []
-    found = Discovery(
-        ["vllm://many:1", f"file:{file}"], 1.0, told.append, told.append, parse_engine
-    )
+    found = Discovery(["vllm://many:1", f"file:{file}"], told.append, told.append, parse_engine)
     await found.resolve()
     assert told == [
         "10.0.0.9:3",

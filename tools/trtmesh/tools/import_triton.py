@@ -116,7 +116,7 @@ def imported_repository(flags: Flags) -> Iterator[Flags]:
     if settings.triton_model_repo is None:
         yield flags
         return
-    given = {} if settings.model is None else {"": settings.model}
+    given = {"": Path(settings.model[0])} if settings.model else {}
     backend = Backend.TENSORRT_LLM.value
     spread = backend if settings.backend == backend else ""
     conversion = _convert(settings.triton_model_repo, given, backend=spread)

@@ -21,7 +21,7 @@ FILE_ENTRY = "file:"
 """Begins the name of a file among ADDRESSES."""
 
 LISTS = ADDRESSES | {
-    *("mesh.models", "router.adapters.roots"),
+    *("mesh.model", "router.adapters.roots"),
     *("router.foreign.model_dirs", "engine.foreign.model_dirs"),
 }
 """Settings given as a list or as a text with commas."""
@@ -29,12 +29,11 @@ LISTS = ADDRESSES | {
 PATHS = frozenset(
     {
         *LISTS,
-        *("mesh.model", "mesh.adapters", "mesh.triton_model_repo", "mesh.log_dir"),
+        *("mesh.adapters", "mesh.triton_model_repo", "mesh.log_dir"),
         *("router.admin.token_file", "router.api_keys.file", "router.record.file"),
         *("router.adapters.directory", "router.adapters.follow_token_file"),
         *("tokenizer.model_dir", "engine.model_dir"),
-        *("engine.torch.adapters.prefetch_directory", "engine.tensorrt_llm.adapters.directory"),
-        "engine.tensorrt_llm.engine_dir",
+        *("engine.torch.adapters.prefetch_directory", "engine.tensorrt_llm.engine_dir"),
         *(
             f"{service}.tls.{name}"
             for service in ("router", "tokenizer", "engine")

@@ -23,7 +23,6 @@ from trtmesh.chassis.settings import (
 from trtmesh.cli.option_groups import with_options
 from trtmesh.cli.tls import CONNECTION
 from trtmesh.router.fleet.discovery import check_engines
-from trtmesh.router.placement.settings import PolicyName
 
 Replicas = Annotated[int, Field(ge=1, le=64)]
 ReplicasOrNone = Annotated[int, Field(ge=0, le=64)]
@@ -58,12 +57,9 @@ class MeshSettings(ServiceSettings):
     metrics_port: OptionalPort = 8002
     """Metrics port of the first router; other processes take free ports. `none` serves no metrics. A default port in
     use is replaced by a free one."""
-    model: Path | None = None
-    """Directory of the model; unset means the first of `models`, else the repository's demo model. A flag given again
-    names a further model."""
-    models: CommaList = ()
-    """Directories of further models, each with as many engines and tokenizers as the first; the first model, that of
-    `model` or else of this list, has the adapters and is the default of requests."""
+    model: CommaList = ()
+    """Directory of the model, or of several, each with as many engines and tokenizers as the first, which has the
+    adapters and is the default of requests; the flag may be given again. Unset means the repository's demo model."""
     adapters: Path | None = None
     """Directory whose subdirectories are LoRA adapters of the model, registered under their names; unset means those of
     the demo model for the demo model."""
@@ -101,8 +97,6 @@ class MeshSettings(ServiceSettings):
     tls: bool = False
     """Whether all ports speak TLS, with throw-away certificates made for this run; the processes show theirs to each
     other, clients need none."""
-    policy: PolicyName | None = None
-    """Placement policy; unset leaves it to `router.placement.policy`."""
     log_dir: Path | None = None
     """Directory for one log file per process; unset logs to standard error."""
     start_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
@@ -172,10 +166,7 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
     def with_flags(**values: Any) -> None:
         own = {name: values.pop(name) for name in own_names}
         values |= {name: "true" if values[name] else None for name in SWITCHES}
-        first, *further = values["model"] or [None]
-        values["model"] = first
-        if further:
-            values["models"] = ",".join([*further, *filter(None, [values["models"]])])
+        values["model"] = ",".join(values["model"]) if values["model"] else None
         command({name: value for name, value in values.items() if value is not None}, **own)
 
     _, *own = inspect.signature(command, eval_str=True).parameters.values()

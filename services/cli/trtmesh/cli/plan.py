@@ -233,7 +233,6 @@ class Plan:
     def routers(self, tokenizers: Sequence[str], engines: Sequence[str]) -> list[ProcessPlan]:
         """Without addresses of tokenizers, each router has one inside; the engine too, if there is one process."""
         settings = self._settings
-        policy = ("--placement-policy", settings.policy) if settings.policy else ()
         ports = {name: getattr(settings, name) for name in ROUTER_PORTS}
         further = {name: None if port is None else 0 for name, port in ports.items()}
         all_engines = ",".join([*engines, *settings.engines_at])
@@ -245,7 +244,6 @@ class Plan:
                 service="router",
                 arguments=(
                     *self._common("router", settings.host),
-                    *policy,
                     *roots,
                     *peers,
                     *self._served_names(),
@@ -446,7 +444,7 @@ class ServedModel:
 def _served_models(settings: MeshSettings, given: ServiceSettingsGiven) -> list[ServedModel]:
     services = ("tokenizer", "engine")
     own = [s for s in services if any(given.sources(s, "model_dir"))]
-    models = [*filter(None, [settings.model]), *map(Path, settings.models)]
+    models = [*map(Path, settings.model)]
     if not models and len(own) == 1:
         (other,) = set(services) - set(own)
         raise SettingsError(
@@ -477,7 +475,7 @@ def _check_names(models: Sequence[Path], given: ServiceSettingsGiven) -> None:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise SettingsError(
             f"has two directories called {twice!r}, but a model is called like its directory; rename one",
-            setting="mesh.models",
+            setting="mesh.model",
         )
 
 
@@ -541,7 +539,7 @@ def _check_one_process(settings: MeshSettings, models: int) -> None:
         "prefill": settings.prefill > 0,
         "decode": settings.decode > 0,
         "devices": len(devices) > 1 or any("," in each for each in devices),
-        "models": models > 1,
+        "model": models > 1,
         "backend": settings.backend == SPREAD,
     }
     for name in (name for name, is_one in misfits.items() if is_one):

@@ -29,8 +29,7 @@ def extend_names(
 class KvEventLog:
     """Collects changes of the reusable blocks; a chain of stored blocks makes one event."""
 
-    def __init__(self, *, enabled: bool = True) -> None:
-        self._enabled = enabled
+    def __init__(self) -> None:
         self._events: list[KvEvent] = []
 
     def __bool__(self) -> bool:
@@ -44,8 +43,6 @@ class KvEventLog:
         adapter: Adapter | None = None,
     ) -> None:
         """A block became reusable."""
-        if not self._enabled:
-            return
         last = self._events[-1] if self._events else None
         if (
             isinstance(last, BlocksStored)
@@ -59,7 +56,7 @@ class KvEventLog:
 
     def removed(self, block_hashes: Sequence[int]) -> None:
         """Blocks were evicted."""
-        if not (self._enabled and block_hashes):
+        if not block_hashes:
             return
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksRemoved):

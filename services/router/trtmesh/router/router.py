@@ -166,7 +166,6 @@ class Router:
             settings.follow,
             token,
             self._settings.max_message_bytes,
-            settings.max_adapter_bytes,
             self._runtime.certificates.peer_files,
         )
 
@@ -208,7 +207,6 @@ class Router:
         self._discoveries += [
             Discovery(
                 settings.other_tokenizers,
-                settings.resolve_seconds,
                 self._join_tokenizer,
                 self._leave_tokenizer,
                 Address.parse,
@@ -217,7 +215,6 @@ class Router:
             ),
             Discovery(
                 settings.engines,
-                settings.resolve_seconds,
                 self._members.join,
                 self._members.leave,
                 parse_engine,

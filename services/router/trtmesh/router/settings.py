@@ -34,15 +34,13 @@ class RouterSettings(SecuredSettings):
     engines: CommaList
     """Addresses of engines as host:port, or vllm://host:port, sglang://host:port or trtllm://host:port for those with a
     contract of their own. A host name with several addresses means several engines; file:PATH names a file with one
-    address a line, read again every `resolve_seconds`."""
+    address a line, read again every 2 s."""
     tokenizers: CommaList = ()
     """Addresses of tokenizers as host:port or file:PATH, likewise. `local` means one in this process, set up by
     `model_dir` and `encoding` of the section `tokenizer`, in the same file or as variables: it saves the hop."""
     models: CommaList = ()
     """Models of the mesh by name, the default one first: requests without a model mean it. Each of several has Triton
     models of its own, such as NAME_ensemble. Empty means the only one."""
-    resolve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
-    """Interval at which host names are resolved and files of addresses read again."""
     min_drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """First part of `grace_seconds`, in which a draining router still serves who connects: as long as balancers take to
     see that its health is NOT_SERVING."""

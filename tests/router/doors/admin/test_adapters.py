@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from process_constants import patch
 from router.adapters.contents_of import content, write
 from router.scripted import (
     LENGTH,
@@ -490,9 +491,12 @@ PART = admin_pb.UploadAdapterRequest
         [upload(adapter=asked(version="0" * 32), data=b"12345")],
     ],
 )
-async def test_wrong_upload_leaves_nothing(parts: Sequence[PART]) -> None:
+async def test_wrong_upload_leaves_nothing(
+    parts: Sequence[PART], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(monkeypatch, max_adapter_bytes=1000)
     async with (
-        mesh(max_adapter_bytes=1000) as client,
+        mesh() as client,
         grpc.aio.insecure_channel(client.admin.address) as channel,
     ):
         stub: Any = router_admin_pb2_grpc.RouterAdminServiceStub(channel)

@@ -32,7 +32,7 @@ def mesh_sections(plan: BuildPlan, variant: Variant, last: Step | None) -> Mappi
 
 def _backend(plan: BuildPlan, variant: Variant, last: Step | None) -> dict[str, Any]:
     split, precision = variant.split, variant.precision
-    backend: dict[str, Any] = {"flow": str(plan.flow)}
+    backend: dict[str, Any] = {}
     options: dict[str, Any] = {}
     kv_cache: dict[str, Any] = {}
     batching: dict[str, Any] = {"max_step_tokens": variant.model.max_num_tokens}

@@ -108,10 +108,8 @@ def _problem(model: RepositoryModel, repository: Repository, weights: WeightFold
 
 
 def _put_weights(weights: WeightFolders, device: str, draft: Draft) -> None:
-    first, *others = map(str, weights.distinct)
-    draft.put(("mesh", "model"), first)
-    if others:
-        draft.put(("mesh", "models"), others)
+    directories = [str(directory) for directory in weights.distinct]
+    draft.put(("mesh", "model"), directories if len(directories) > 1 else directories[0])
     if device:
         draft.put((*TORCH, "device"), device)
 

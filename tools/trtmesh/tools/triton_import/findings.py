@@ -102,7 +102,9 @@ class Draft:
             return DeviceName(device).is_gpu
         mesh = self.sections.get("mesh", {})
         devices = mesh.get("devices", {})
-        return all(Path(each).name in devices for each in (mesh["model"], *mesh.get("models", ())))
+        given = mesh["model"]
+        models = [given] if isinstance(given, str) else given
+        return all(Path(each).name in devices for each in models)
 
     def get(self, path: Sequence[str]) -> Any:
         """The value of a setting, or None."""

@@ -376,11 +376,17 @@ ARGUMENTS: Mapping[str, Rule] = {
     "enable_chunked_prefill": _chunked_context,
     "scheduler_config.capacity_scheduler_policy": _scheduler,
     "kv_cache_config.enable_block_reuse": engine("kv_cache.prefix_reuse", truth),
-    "kv_cache_config.enable_partial_reuse": engine("kv_cache.partial_reuse", truth),
+    "kv_cache_config.enable_partial_reuse": replaced(
+        "the matching part of a cached block is always used"
+    ),
     "kv_cache_config.max_tokens": engine("kv_cache.tokens", positive),
     "kv_cache_config.free_gpu_memory_fraction": _cache_fraction,
     "kv_cache_config.host_cache_size": engine("host_cache.bytes", whole),
-    "kv_cache_config.secondary_offload_min_priority": engine("host_cache.min_priority", whole),
+    "kv_cache_config.secondary_offload_min_priority": only(
+        whole,
+        value=35,
+        text="blocks below the default priority are not kept on the host",
+    ),
     "kv_cache_config.tokens_per_block": engine("kv_cache.tokens_per_block", positive),
     "kv_cache_config.max_attention_window": _windows,
     "kv_cache_config.event_buffer_max_size": replaced("changes of the cache are always told"),

@@ -26,6 +26,7 @@ from trtmesh.tools.triton_import.rules import (
     own,
     positive,
     replaced,
+    truth,
     unsupported,
     whole,
 )
@@ -42,10 +43,8 @@ RENAMED: Mapping[str, str] = {
     "kv_cache.tokens": "kv_cache.tokens",
     "kv_cache.free_memory_fraction": "kv_cache.free_memory_fraction",
     "kv_cache.prefix_reuse": "kv_cache.prefix_reuse",
-    "kv_cache.partial_reuse": "kv_cache.partial_reuse",
     "kv_cache.tokens_per_block": "options.kv_cache_config.tokens_per_block",
     "host_cache.bytes": "options.kv_cache_config.host_cache_size",
-    "host_cache.min_priority": "options.kv_cache_config.secondary_offload_min_priority",
     POLICY: "options.scheduler_config.capacity_scheduler_policy",
     "batching.max_step_tokens": "batching.max_step_tokens",
     "batching.chunked_context": "batching.chunked_context",
@@ -125,6 +124,12 @@ ARGUMENT_OVERRIDES: Mapping[str, Rule] = {
     "guided_decoding_backend": GUIDES,
     "kv_cache_config.dtype": _setting(
         "options.kv_cache_config.dtype", lambda subject: subject.value
+    ),
+    "kv_cache_config.enable_partial_reuse": _setting(
+        "options.kv_cache_config.enable_partial_reuse", truth
+    ),
+    "kv_cache_config.secondary_offload_min_priority": _setting(
+        "options.kv_cache_config.secondary_offload_min_priority", whole
     ),
     "speculative_config": unsupported(OWN_SPECULATION),
     "cuda_graph_config": replaced(THE_LIBRARY),

@@ -17,10 +17,6 @@ class KvCacheSettings(Settings):
     """Most memory in bytes; 0 sets no limit."""
     prefix_reuse: bool = True
     """Whether equal prefixes share KV and stay cached until their blocks are needed."""
-    partial_reuse: bool = True
-    """Whether the matching part of a cached block is copied and used."""
-    events: bool = True
-    """Whether changes of cached blocks are reported to routers; without prefix_reuse there are none."""
 
 
 class LimitSettings(Settings):

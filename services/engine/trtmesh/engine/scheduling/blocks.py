@@ -155,12 +155,11 @@ class BlockPool:
         *,
         host_blocks: int = 0,
         offload_min_priority: int = DEFAULT_PRIORITY,
-        events: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_blocks = total_blocks
         self.host_blocks = host_blocks
-        self.published = Published(events=events)
+        self.published = Published()
         self._offload_min_priority = offload_min_priority
         # Of held blocks.
         self._references: dict[int, int] = {}
@@ -354,8 +353,8 @@ class _Entry:
 class Published:
     """A one-to-one map of hashes and blocks, and the events about changes."""
 
-    def __init__(self, *, events: bool = True) -> None:
-        self.events = KvEventLog(enabled=events)
+    def __init__(self) -> None:
+        self.events = KvEventLog()
         self._by_hash: dict[int, _Entry] = {}
         self._by_block: dict[int, _Entry] = {}
         # Newest last.

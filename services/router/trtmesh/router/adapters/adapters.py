@@ -26,7 +26,7 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.peft_adapter import check_content
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
-from trtmesh.router.adapters.assembly import too_large
+from trtmesh.router.adapters.assembly import check_size
 from trtmesh.router.adapters.contents import Contents, FetchContent
 from trtmesh.router.adapters.file import RegistryFile, Signature
 from trtmesh.router.adapters.registry import (
@@ -135,16 +135,6 @@ class Adapters:
         """Versions to be unloaded wherever they are."""
         self.problem = ""
         """Why the registry may be out of date, or ''."""
-
-    @property
-    def max_adapter_bytes(self) -> int:
-        """Largest content of an adapter."""
-        return self._settings.max_adapter_bytes
-
-    @property
-    def delivery_seconds(self) -> float:
-        """Longest time for a worker to take and load an adapter."""
-        return self._settings.delivery_seconds
 
     def entries(self) -> Iterator[Entry]:
         """All adapters, those only known here included."""
@@ -586,8 +576,7 @@ class Adapters:
             )
 
     def _check_room(self, content: AdapterContent) -> None:
-        if content.size_bytes > self._settings.max_adapter_bytes:
-            raise too_large(content.size_bytes, self._settings.max_adapter_bytes)
+        check_size(content.size_bytes)
         if self.contents.on_disk:
             return
         if content.size_bytes > self._settings.bytes:

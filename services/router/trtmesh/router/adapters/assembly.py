@@ -8,11 +8,14 @@ from trtmesh.chassis.adapter_content import FILE_NAMES, MOST_CONFIG_BYTES, Adapt
 from trtmesh.chassis.errors import InvalidField, InvalidRequest
 from trtmesh.v1 import router_admin_pb2 as pb
 
+MAX_ADAPTER_BYTES = 2**30
+"""Largest content of an adapter; workers have lower limits, by their memory."""
 
-def too_large(size: int, most: int) -> InvalidField:
-    return InvalidField.of(
-        "size", size, f"at most {most} bytes", "router.adapters.max_adapter_bytes"
-    )
+
+def check_size(size: int) -> None:
+    """Raises InvalidField for the size of a content above the limit."""
+    if size > MAX_ADAPTER_BYTES:
+        raise InvalidField.of("size", size, f"at most {MAX_ADAPTER_BYTES} bytes")
 
 
 class Assembly:
@@ -25,7 +28,7 @@ class Assembly:
         self._data = bytearray()
 
     @classmethod
-    def of(cls, first: pb.UploadAdapterRequest | pb.FetchAdapterResponse, most_bytes: int) -> Self:
+    def of(cls, first: pb.UploadAdapterRequest | pb.FetchAdapterResponse) -> Self:
         """Begins with the first message. Raises InvalidField."""
         if first.format not in FILE_NAMES:
             limit = "ADAPTER_FORMAT_PEFT or ADAPTER_FORMAT_ARRAYS"
@@ -39,8 +42,7 @@ class Assembly:
         if first.config_bytes > MOST_CONFIG_BYTES:
             limit = f"at most {MOST_CONFIG_BYTES}"
             raise InvalidField.of("config_bytes", first.config_bytes, limit)
-        if (size := first.config_bytes + first.weights_bytes) > most_bytes:
-            raise too_large(size, most_bytes)
+        check_size(first.config_bytes + first.weights_bytes)
         return cls(first.format, first.config_bytes, first.weights_bytes)
 
     def add(self, data: bytes) -> None:

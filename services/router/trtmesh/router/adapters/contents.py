@@ -22,11 +22,15 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     Unavailable,
 )
+from trtmesh.router.adapters import assembly
 from trtmesh.router.adapters.registry import Entry, Version
 from trtmesh.router.adapters.settings import AdapterSettings
 
 KEPT_SECONDS = 3600.0
 """Life of a content file without a version: a running item may still take its version to another worker."""
+
+LOAD_SECONDS = 30.0
+"""Longest load of a content: half the time of a delivery, which then still takes it to a worker."""
 
 LOADS_AT_ONCE = 4
 """Most contents that are loaded at the same time, which bounds their memory."""
@@ -88,9 +92,7 @@ class Contents:
     def __init__(self, settings: AdapterSettings, fetch: FetchContent | None = None) -> None:
         self._roots = [Path(root) for root in settings.roots]
         self._files = settings.directory / "contents" if settings.directory else None
-        self._most_bytes = settings.max_adapter_bytes
         self._fetch = fetch
-        self._load_seconds = settings.delivery_seconds / 2
         self._loading = asyncio.Semaphore(LOADS_AT_ONCE)
         self._loads: dict[str, asyncio.Task[AdapterContent]] = {}
         self.memory = Memory(settings.bytes)
@@ -118,13 +120,12 @@ class Contents:
 
     async def _load_in_time(self, number: int, version: Version) -> AdapterContent:
         try:
-            async with asyncio.timeout(self._load_seconds), self._loading:
+            async with asyncio.timeout(LOAD_SECONDS), self._loading:
                 return await self._load(number, version)
         except TimeoutError as error:
             where = "the followed router (router.adapters.follow)" if self._fetch else "disk"
             raise Unavailable(
-                f"adapter {number} did not arrive from {where} within {self._load_seconds:g} s, half of"
-                " router.adapters.delivery_seconds"
+                f"adapter {number} did not arrive from {where} within {LOAD_SECONDS:g} s"
             ) from error
 
     async def _load(self, number: int, version: Version) -> AdapterContent:
@@ -170,7 +171,7 @@ class Contents:
         return await asyncio.to_thread(_longest_unused, self._files, entries, most_bytes, most)
 
     def _read_source(self, source: str) -> tuple[AdapterContent, str]:
-        content = AdapterContent.read(locate(self._roots, source), self._most_bytes)
+        content = AdapterContent.read(locate(self._roots, source), assembly.MAX_ADAPTER_BYTES)
         return content, content.version
 
 

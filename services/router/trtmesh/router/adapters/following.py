@@ -42,13 +42,11 @@ class Followed:
         address: str,
         token: AdminToken | None,
         max_message_bytes: int,
-        max_adapter_bytes: int,
         tls: ClientTls | None = None,
     ) -> None:
         self._address = address
         self._metadata = (token.metadata,) if token else ()
         self._max_message_bytes = max_message_bytes
-        self._max_adapter_bytes = max_adapter_bytes
         self._tls = tls
 
     async def follow(self, take: Callable[[Registry], None], tell: Callable[[str], None]) -> None:
@@ -123,7 +121,7 @@ class Followed:
         assembly = None
         async for part in call:
             if assembly is None:
-                assembly = Assembly.of(part, self._max_adapter_bytes)
+                assembly = Assembly.of(part)
             assembly.add(part.data)
         if assembly is None:
             raise Unavailable(f"{self._address} sent no content")

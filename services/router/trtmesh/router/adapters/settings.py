@@ -17,8 +17,6 @@ class AdapterSettings(Settings):
     bytes: Bytes = 2**30
     """Memory for contents of adapters. Without `directory`, adapters that requests brought are forgotten beyond it, the
     longest unused first."""
-    max_adapter_bytes: Bytes = 2**30
-    """Largest content of an adapter."""
     directory: Path | None = None
     """Directory for the registry and for contents; routers may share it. Unset keeps both in memory."""
     directory_bytes: Bytes = 2**34
@@ -29,5 +27,3 @@ class AdapterSettings(Settings):
     """Admin address of another router, host:port, whose registry this one follows."""
     follow_token_file: Path | None = None
     """File with that router's admin token; if unset, the variable TRTMESH_ADMIN_TOKEN; if neither, no token."""
-    delivery_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    """Longest time for a worker to take and load an adapter."""

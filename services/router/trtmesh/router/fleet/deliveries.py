@@ -20,6 +20,10 @@ from trtmesh.v1 import generation_pb2 as generation_pb
 
 log = logging.getLogger(__name__)
 
+DELIVERY_SECONDS = 60.0
+"""Longest time for a worker to take and load an adapter: the largest content over a link of a gigabit and more, and a
+read from a disk."""
+
 PART_BYTES = 256 * 2**10
 """Largest part of a content: the longest that other commands wait for a delivery."""
 
@@ -74,13 +78,11 @@ class Deliveries:
     def __init__(
         self,
         new_command: Callable[[int], pb.EngineCommand],
-        longest_seconds: float,
         usages: Usages,
         metrics: RouterMetrics,
     ) -> None:
         self._new_command = new_command
         self._usages = usages
-        self._longest_seconds = longest_seconds
         self._metrics = metrics
         self._underway: dict[VersionKey, _Delivery] = {}
         self._sending = asyncio.Lock()
@@ -138,14 +140,13 @@ class Deliveries:
         self, delivery: _Delivery, adapter: Adapter, load: Load, *, pinned: bool
     ) -> None:
         try:
-            async with asyncio.timeout(self._longest_seconds):
+            async with asyncio.timeout(DELIVERY_SECONDS):
                 await self._send(adapter, load, pinned=pinned)
                 await asyncio.shield(delivery.done)
         except TimeoutError:
             delivery.end(
                 WorkerLost(
-                    f"the worker did not load adapter {adapter.id} within {self._longest_seconds:g} s"
-                    " (router.adapters.delivery_seconds)"
+                    f"the worker did not load adapter {adapter.id} within {DELIVERY_SECONDS:g} s"
                 )
             )
         except TrtmeshError as error:

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 FILE = "file:"
 """Prefix of an entry for a file of addresses."""
 
+RESOLVE_SECONDS = 2.0
+"""Interval at which host names are resolved and files of addresses read again."""
+
 UNKNOWN_ROUNDS = 15
 """Answers in a row that DNS does not know a name, before its replicas leave. No other failure removes any."""
 
@@ -77,7 +80,6 @@ class Discovery:
     """
 
     _entries: Sequence[str]
-    _interval_seconds: float
     _on_join: Callable[[str], object]
     _on_leave: Callable[[str], object]
     _parse: Parse = Address.parse
@@ -103,7 +105,7 @@ class Discovery:
         try:
             while True:
                 await self.resolve()
-                await asyncio.sleep(self._interval_seconds)
+                await asyncio.sleep(RESOLVE_SECONDS)
         finally:
             for lookup in self._lookups.values():
                 lookup.cancel()

@@ -151,9 +151,7 @@ class Worker(Replica):
         self.leases = Leases(address, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
         self._adapters = adapters
-        self.deliveries = Deliveries(
-            self._new_command, adapters.delivery_seconds, adapters.usages, metrics
-        )
+        self.deliveries = Deliveries(self._new_command, adapters.usages, metrics)
         self._outbox = _new_outbox()
 
     async def run(self) -> None:

@@ -71,8 +71,7 @@ class AdapterFolder:
     def open(self) -> None:
         """Makes the directory for all files. Raises OSError."""
         if self._settings.disk_bytes:
-            parent = self._settings.directory or Path(tempfile.gettempdir())
-            parent.mkdir(parents=True, exist_ok=True)
+            parent = Path(tempfile.gettempdir())
             remove_abandoned(parent)
             self._own = LockedFolder(parent)
 

@@ -57,7 +57,7 @@ def arguments(
 ) -> list[Given]:
     """Every argument with the setting it comes from. Raises SettingsError for an option that a setting covers."""
     given = [
-        Given(CONSTRUCTOR, "return_perf_metrics", True, "flow"),  # noqa: FBT003 - a row
+        Given(CONSTRUCTOR, "return_perf_metrics", True, "engine_dir"),  # noqa: FBT003 - a row
         *_parallel(settings),
         *_kv_cache(settings),
         *_batching(settings),
@@ -66,7 +66,7 @@ def arguments(
     if settings.flow == "pytorch":
         given += _pytorch(settings, max_sequence_tokens)
     else:
-        given.append(Given(CONSTRUCTOR, "iter_stats_max_iterations", 1000, "flow"))
+        given.append(Given(CONSTRUCTOR, "iter_stats_max_iterations", 1000, "engine_dir"))
     if settings.hands_over:
         given += _transceiver(settings, max_sequence_tokens)
     if settings.drafts == "NGram":
@@ -86,7 +86,6 @@ def _kv_cache(settings: TensorRtLlmSettings) -> Iterator[Given]:
     cache = settings.kv_cache
     rows: list[tuple[str, object, str]] = [
         ("enable_block_reuse", cache.prefix_reuse, "prefix_reuse"),
-        ("enable_partial_reuse", cache.partial_reuse, "partial_reuse"),
         ("free_gpu_memory_fraction", cache.free_memory_fraction, "free_memory_fraction"),
     ]
     if cache.tokens:
@@ -94,7 +93,7 @@ def _kv_cache(settings: TensorRtLlmSettings) -> Iterator[Given]:
     if cache.bytes:
         rows.append(("max_gpu_total_bytes", cache.bytes, "bytes"))
     if settings.reports_blocks:
-        rows.append(("event_buffer_max_size", EVENT_BUFFER, "events"))
+        rows.append(("event_buffer_max_size", EVENT_BUFFER, "prefix_reuse"))
     for name, value, setting in rows:
         yield Given("KvCacheConfig", name, value, f"kv_cache.{setting}")
 
@@ -114,8 +113,8 @@ def _pytorch(settings: TensorRtLlmSettings, max_sequence_tokens: int) -> Iterato
     rows = (
         ("max_seq_len", max_sequence_tokens, "limits.max_sequence_tokens"),
         ("max_beam_width", settings.limits.max_beam_width, "limits.max_beam_width"),
-        ("stream_interval", 1, "flow"),
-        ("enable_iter_perf_stats", True, "flow"),
+        ("stream_interval", 1, "engine_dir"),
+        ("enable_iter_perf_stats", True, "engine_dir"),
     )
     for name, value, setting in rows:
         yield Given(CONSTRUCTOR, name, value, setting)

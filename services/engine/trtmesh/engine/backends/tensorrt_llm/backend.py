@@ -569,15 +569,14 @@ def _info(
 
 def _check_engine(settings: TensorRtLlmSettings, max_batch_size: int, max_beam_width: int) -> None:
     """Raises SettingsError for limits beyond the built engine's."""
-    limits = settings.limits
     for name, wanted, most in (
-        ("max_batch_size", limits.max_batch_size, max_batch_size),
-        ("max_beam_width", limits.max_beam_width, max_beam_width),
+        ("limits.max_batch_size", settings.limits.max_batch_size, max_batch_size),
+        ("limits.max_beam_width", settings.limits.max_beam_width, max_beam_width),
     ):
         if wanted > most:
             raise SettingsError(
                 f"is {wanted}, but the engine was built for at most {most}",
-                setting=f"engine.tensorrt_llm.limits.{name}",
+                setting=f"engine.tensorrt_llm.{name}",
             )
 
 

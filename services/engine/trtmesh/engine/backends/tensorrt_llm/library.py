@@ -77,9 +77,8 @@ class Library:
             from tensorrt_llm._tensorrt_engine import LLM
         except ImportError as error:
             raise SettingsError(
-                f"is tensorrt, but TensorRT-LLM {self.release} runs no built engines; use the flow pytorch, or a"
-                " release 1.2",
-                setting=f"{SECTION}.flow",
+                f"is set, but TensorRT-LLM {self.release} runs no built engines; leave it out, or use a release 1.2",
+                setting=f"{SECTION}.engine_dir",
             ) from error
         return LLM, self._named("TrtLlmArgs")
 

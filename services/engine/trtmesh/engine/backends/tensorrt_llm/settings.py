@@ -74,19 +74,16 @@ class TensorRtLlmAdapterSettings(AdapterSettings):
     """LoRA adapters: the files on disk, for the library to load, and the library's memory."""
 
     disk_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
-    """Most bytes of adapters' files; the longest unused are removed. 0 refuses adapters."""
-    directory: Path | None = None
-    """Directory for these files; unset makes one below the system's directory for temporary files. A worker removes a
-    directory of its own at the end."""
+    """Most bytes of adapters' files, below the directory for temporary files (TMPDIR); the longest unused are removed.
+    0 refuses adapters."""
 
 
 class TensorRtLlmSettings(Settings):
     """The model, and the facts needed by a worker; all else are `options` in the library's words."""
 
-    flow: Literal["pytorch", "tensorrt"] = "pytorch"
-    """pytorch runs the model directory; tensorrt runs a built engine, which releases from 1.3 on cannot."""
     engine_dir: Path | None = None
-    """Directory of the built engine; the model directory then has the configuration and the tokenizer."""
+    """Directory of a built engine, which releases from 1.3 on cannot run; the model directory then has the
+    configuration and the tokenizer. Unset runs the model directory, in PyTorch."""
     options: Options = {}  # noqa: RUF012 - frozen with the model
     """Further arguments of the library's constructor, by the library's names, and of the configurations within:
     guided_decoding_backend: xgrammar, or kv_cache_config: {dtype: fp8}."""
@@ -98,9 +95,7 @@ class TensorRtLlmSettings(Settings):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
-        if (self.flow == "tensorrt") != (self.engine_dir is not None):
-            raise ValueError("engine_dir is for flow tensorrt, which needs it")
-        if self.flow == "tensorrt" and self.drafts:
+        if self.engine_dir and self.drafts:
             raise ValueError("speculation is part of a built engine; leave speculative_config out")
         if self.hands_over and self.limits.max_beam_width > 1:
             raise ValueError(
@@ -114,6 +109,11 @@ class TensorRtLlmSettings(Settings):
         for name in names:
             found = found.get(name) if isinstance(found, Mapping) else None
         return found
+
+    @property
+    def flow(self) -> Literal["pytorch", "tensorrt"]:
+        """The library's name for how it runs the model."""
+        return "tensorrt" if self.engine_dir else "pytorch"
 
     @property
     def hands_over(self) -> bool:
@@ -144,4 +144,4 @@ class TensorRtLlmSettings(Settings):
     @property
     def reports_blocks(self) -> bool:
         """Whether the library reports changes of cached blocks."""
-        return self.kv_cache.events and self.kv_cache.prefix_reuse
+        return self.kv_cache.prefix_reuse

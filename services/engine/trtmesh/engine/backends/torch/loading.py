@@ -211,7 +211,9 @@ def _engine(
     adapters = _adapters(settings.adapters, model)
     block_tables = _tables(settings, sizes)
     rules = _rules(settings, model)
-    scheduler = Scheduler[Sequence](_pool(settings, sizes), block_tables, rules, adapters)
+    scheduler = Scheduler[Sequence](
+        BlockPool(sizes.blocks, host_blocks=sizes.host_blocks), block_tables, rules, adapters
+    )
     handoffs = BlockHandoffs(
         scheduler, layers=model.kv_shape.layers, layers_per_part=info.layers_per_part
     )
@@ -243,17 +245,14 @@ def _room(settings: TorchSettings, device: Device) -> Room | None:
 def _slots(settings: TorchAdapterSettings, slot_bytes: int, device: Device) -> int:
     """Slots for adapters. Raises ModelUnusable where the device's memory is too small for any."""
     most = settings.max_batch_adapters
-    if settings.device_fraction:
-        given = int(settings.device_fraction * device.free_memory())
-    elif settings.device_bytes:
-        given = settings.device_bytes
-    else:
+    if not settings.device_fraction:
         return most
+    given = int(settings.device_fraction * device.free_memory())
     if given < slot_bytes:
         raise ModelUnusable(
             f"gives adapters {given} bytes of the device, but a slot of rank {settings.max_rank} takes {slot_bytes};"
             " raise it, or lower engine.torch.adapters.max_rank",
-            setting=f"engine.torch.{_slots_setting(settings, 0)}",
+            setting="engine.torch.adapters.device_fraction",
         )
     return min(most, given // slot_bytes)
 
@@ -262,7 +261,7 @@ def _slots_setting(settings: TorchAdapterSettings, slots: int) -> str:
     """The setting with this limit on the slots."""
     if slots == settings.max_batch_adapters:
         return "adapters.max_batch_adapters"
-    return f"adapters.{'device_fraction' if settings.device_fraction else 'device_bytes'}"
+    return "adapters.device_fraction"
 
 
 def _adapters(settings: TorchAdapterSettings, model: Model) -> AdapterCache:
@@ -397,15 +396,6 @@ def _cache(settings: TorchKvCacheSettings, model: Model, sizes: Sizes, device: D
     )
 
 
-def _pool(settings: TorchSettings, sizes: Sizes) -> BlockPool:
-    return BlockPool(
-        sizes.blocks,
-        host_blocks=sizes.host_blocks,
-        offload_min_priority=settings.host_cache.min_priority,
-        events=settings.kv_cache.events,
-    )
-
-
 def _tables(settings: TorchSettings, sizes: Sizes) -> BlockTables:
     blocks_per_sequence = -(-sizes.max_sequence_tokens // settings.kv_cache.tokens_per_block)
     return BlockTables(settings.limits.max_batch_size, blocks_per_sequence)
@@ -420,7 +410,6 @@ def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:
         never_pause=batching.never_pauses,
         static_batch=batching.is_static,
         prefix_reuse=cache.prefix_reuse,
-        partial_reuse=cache.partial_reuse,
         max_adapters=model.adapters.slots if model.adapters else 0,
         window=model.window,
     )

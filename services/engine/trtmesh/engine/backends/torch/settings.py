@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from trtmesh.chassis.device_names import DeviceNames, Devices
 from trtmesh.chassis.settings import Settings
 from trtmesh.engine.backends.settings import AdapterSettings, KvCacheSettings, LimitSettings
-from trtmesh.engine.scheduling.blocks import DEFAULT_PRIORITY
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -25,12 +24,10 @@ class TorchKvCacheSettings(KvCacheSettings):
 
 
 class HostCacheSettings(Settings):
-    """Host memory for cached blocks evicted from the KV cache."""
+    """Host memory for cached blocks evicted from the KV cache, of retention priority 35 (the default) and above."""
 
     bytes: Annotated[int, Field(ge=0)] = 0
     """Size in bytes; 0 keeps no evicted blocks."""
-    min_priority: Annotated[int, Field(ge=0, le=100)] = DEFAULT_PRIORITY
-    """Lowest retention priority of the blocks kept; blocks without a priority have 35."""
 
 
 class TorchBatchingSettings(Settings):
@@ -87,20 +84,12 @@ class TorchAdapterSettings(AdapterSettings):
     host_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
     """Most host memory in bytes for adapters, in the type of the activations; the longest unused are evicted. 0 refuses
     adapters."""
-    device_bytes: Annotated[int, Field(ge=0)] = 0
-    """Memory in bytes for slots of adapters: as many as fit, at most max_batch_adapters; 0 sets no limit."""
     device_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The same limit as a share of the device's memory free after the model is loaded, on a CPU of host memory; 0 sets
-    no limit."""
+    """Memory for slots of adapters, as a share of the device's memory free after the model is loaded, on a CPU of host
+    memory: as many slots as fit, at most max_batch_adapters; 0 sets no limit."""
     prefetch_directory: Path | None = None
     """Directory whose subdirectories are adapters to load before the worker is ready, in PEFT's format or as
     TensorRT-LLM's arrays. The name of a subdirectory is the adapter's number, or its name."""
-
-    @model_validator(mode="after")
-    def _has_one_device_limit(self) -> Self:
-        if self.device_bytes and self.device_fraction:
-            raise ValueError("device_bytes and device_fraction are both set; keep one")
-        return self
 
 
 class TorchSettings(Settings):

@@ -46,7 +46,6 @@ def registration_of(request: pb.AddAdapterRequest) -> Registration:
 
 async def read_upload(
     requests: AsyncIterator[pb.UploadAdapterRequest],
-    most_bytes: int,
     accept: Callable[[], Awaitable[object]],
 ) -> tuple[Registration, AdapterContent]:
     """The adapter and the content of an upload; `accept` asks for the content. Raises InvalidRequest."""
@@ -57,7 +56,7 @@ async def read_upload(
         raise InvalidField("is set, but an upload brings its content", field="adapter.source")
     registration = registration_of(first.adapter)
     registration.check()
-    assembly = Assembly.of(first, most_bytes)
+    assembly = Assembly.of(first)
     await accept()
     assembly.add(first.data)
     async for part in requests:

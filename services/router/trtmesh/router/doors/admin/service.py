@@ -233,7 +233,6 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             self._adapters.check_owner()
             asked, content = await read_upload(
                 requests,
-                self._adapters.max_adapter_bytes,
                 partial(context.send_initial_metadata, (UPLOAD_ACCEPTED,)),
             )
             asked = self._completed(asked)

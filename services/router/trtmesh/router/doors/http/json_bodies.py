@@ -50,7 +50,7 @@ def parse_json(
     """Returns a JSON object. Raises InvalidRequest."""
     if len(body) > most_bytes:
         raise InvalidRequest(
-            f"the request JSON has {len(body)} bytes but must have at most {most_bytes} (http.max_json_bytes); send"
+            f"the request JSON has {len(body)} bytes but must have at most {most_bytes}; send"
             " large tensors as binary data"
         )
     if body[: len(BOM)] == BOM:

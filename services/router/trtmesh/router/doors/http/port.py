@@ -6,7 +6,7 @@ import logging
 from typing import Annotated
 
 from aiohttp import web
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.fair.messages import MessageAdmission
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_UNFINISHED_BYTES = 128 * 2**20
 """Most bytes of requests that are not parsed yet, of all connections together: twice the largest message."""
+MAX_JSON_BYTES = 2**24
+"""Largest JSON in a body; binary tensors behind it count for the whole body alone."""
 RECEIVE_SECONDS = 60.0
 """Time for a client to send the body of a request."""
 IDLE_SECONDS = 75.0
@@ -35,8 +37,6 @@ class PortSettings(Settings):
 
     port: OptionalPort = 8000
     """Port to listen on; `none` serves no HTTP."""
-    max_json_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 16 * 2**20
-    """Largest JSON in a body; binary tensors behind it count for `max_message_bytes` alone."""
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
     """Origins of web pages, such as `https://chat.example`, whose browsers may send requests; `*` allows all. Pages of
     this port itself are allowed under `localhost` and under an IP address."""
@@ -73,9 +73,10 @@ class HttpPort:
             unread_seconds=unread_seconds + UNREAD_MARGIN_SECONDS,
         )
         self._http = HttpServer(self.app, limits, tls)
-        json_bytes = min(settings.max_json_bytes, max_body_bytes)
         self.bodies = Bodies(
-            BodyLimits(max_body_bytes, json_bytes, RECEIVE_SECONDS), self._http, admission
+            BodyLimits(max_body_bytes, min(MAX_JSON_BYTES, max_body_bytes), RECEIVE_SECONDS),
+            self._http,
+            admission,
         )
 
     def listen(self, host: str, port: int) -> str:
