@@ -13,6 +13,7 @@ from trtmesh.chassis.service import Runtime, run
 from trtmesh.router.links.local import LOCAL, LocalService
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings
+from trtmesh.router.tokenizers.local_tokenizer import LocalTexts
 
 SWITCH_SECONDS = 0.0001
 """Longest wait of the event loop for the thread that parses a large message: once for each callback of a socket, and a
@@ -38,7 +39,7 @@ def build(
         ) from error
     own = load_beside(TokenizerSettings, argv)
     inside = Runtime(registry=runtime.registry)
-    tokenizer = LocalService(TokenizerService(own, inside), own, inside)
+    tokenizer = LocalTexts(TokenizerService(own, inside), own, inside)
     return Router(settings, runtime, tokenizer, engine)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
@@ -50,6 +50,7 @@ from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.streams.client_stream import WriteScheduler
+from trtmesh.router.tokenizers.local_tokenizer import LocalTexts, LocalTokenizer
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.tokenizers.tokenizer import Tokenizer
 from trtmesh.v1 import router_pb2, router_pb2_grpc
@@ -68,7 +69,7 @@ class Router:
         self,
         settings: RouterSettings,
         runtime: Runtime,
-        tokenizer: LocalService | None = None,
+        tokenizer: LocalTexts | None = None,
         engine: LocalService | None = None,
     ) -> None:
         """`tokenizer` serves in this process, if `router.tokenizers` says so; `engine` is the one of a mesh in one
@@ -289,14 +290,16 @@ class Router:
             if known.ready:
                 self._tokenizers.on_ready(known)
             return
-        tokenizer = Tokenizer(
-            address,
+        join: Callable[..., Tokenizer] = (
+            partial(LocalTokenizer, self._tokenizer)
+            if self._tokenizer is not None and address == LOCAL
+            else partial(Tokenizer, address, tls_of_peers=self._tls_of_peers)
+        )
+        tokenizer = join(
             silence_seconds=self._settings.deadlines.silence_seconds,
             max_message_bytes=self._settings.max_message_bytes,
             turns=self._link_turns,
             pool=self._tokenizers,
-            tls_of_peers=self._tls_of_peers,
-            local=self._tokenizer if address == LOCAL else None,
         )
         self._tokenizers.tokenizers[address] = tokenizer
         self._link(tokenizer)

@@ -1,4 +1,4 @@
-"""The stream of one router: commands in, events out."""
+"""What one router gets: a stream, commands in and events out, and calls beside it for a router in the same process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import partial
 from operator import attrgetter
 
 from trtmesh.chassis.error_wire import to_proto
-from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall
+from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.outbox import Outbox
-from trtmesh.tokenizer.decoding.states import DecodeStates
+from trtmesh.tokenizer.decoding.states import DecodeStates, Stop
 from trtmesh.tokenizer.encoding import (
     EncodedTexts,
     Encoder,
@@ -117,7 +117,8 @@ class RouterStream:
                 event = self._outbox.add(len(command.decode.token_ids) * TOKEN_BYTES)
                 self._states.decode(command.decode, event.decoded)
             case "open_decode":
-                await self._states.open(command.open_decode)
+                for _ in self._states.open(command.open_decode):
+                    await asyncio.sleep(0)
             case "close_decode":
                 self._states.close(command.close_decode.handles)
             case "encode":
@@ -170,28 +171,69 @@ class RouterStream:
     def _answer_encode(self, handle: int, outcome: Outcome) -> None:
         metrics = self._shared.metrics
         if isinstance(outcome, EncodedTexts):
-            metrics.encoded_tokens += outcome.token_count
             encoded = self._outbox.add(outcome.token_count * TOKEN_BYTES).encoded
-            encoded.handle = handle
-            encoded.token_ids.extend(outcome.token_ids)
-            encoded.omitted_token_ids = outcome.omitted
-            for ids in outcome.words:
-                encoded.words.add(ids=ids)
-            for spellings in outcome.spelled_words:
-                spelled = encoded.spelled_words.add().spellings
-                for ids in spellings:
-                    spelled.add(ids=ids)
-            if outcome.stop_vocabulary is not None:
-                encoded.stop_vocabulary.CopyFrom(outcome.stop_vocabulary)
+            _fill_encoded(encoded, outcome, metrics)
         else:
             metrics.failures[outcome.reason] += 1
             encoded = self._outbox.add().encoded
-            encoded.handle = handle
             encoded.error.CopyFrom(to_proto(outcome))
+        encoded.handle = handle
 
     def _end(self) -> None:
         for encode in self._encodes.values():
             encode.cancel()
+        self._states.close_all()
+
+
+class DirectTexts:
+    """The decode states of a router, and the texts encoded on the spot. The router's stream takes all other texts."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._states = DecodeStates(
+            shared.vocabulary, shared.workload, shared.metrics, shared.limits.max_decode_states
+        )
+
+    def encode(self, command: pb.EncodeCommand) -> pb.Encoded | None:
+        """Encodes a lone short text; None for any other text, which the stream takes. Raises the error of the text."""
+        shared = self._shared
+        if command.ByteSize() >= shared.encoder.long_text_bytes:
+            return None
+        try:
+            shared.workload.begin()
+        except Draining:
+            # The stream says so.
+            return None
+        try:
+            outcome = shared.encoder.at_once(_request_of(command))
+        finally:
+            shared.workload.end()
+        if outcome is None:
+            return None
+        if isinstance(outcome, TrtmeshError):
+            shared.metrics.failures[outcome.reason] += 1
+            raise outcome
+        encoded = pb.Encoded()
+        _fill_encoded(encoded, outcome, shared.metrics)
+        return encoded
+
+    def open(self, command: pb.OpenDecodeCommand) -> None:
+        """Opens a sequence with few delivered tokens. The first `decode` raises the failure, if any."""
+        for _ in self._states.open(command):
+            pass
+
+    def decode(
+        self, handle: int, token_ids: list[int], *, finished: bool
+    ) -> tuple[str, Stop | None]:
+        """Decodes new tokens of a sequence, the last ones if `finished`. Raises the failure of the sequence."""
+        return self._states.decode_one(handle, token_ids, finished=finished)
+
+    def close(self, handle: int) -> None:
+        """Drops a sequence."""
+        self._states.close((handle,))
+
+    def end(self) -> None:
+        """Drops all sequences."""
         self._states.close_all()
 
 
@@ -205,3 +247,18 @@ def _request_of(command: pb.EncodeCommand) -> EncodeRequest:
         command.skip_special_tokens,
         command.max_token_ids,
     )
+
+
+def _fill_encoded(encoded: pb.Encoded, texts: EncodedTexts, metrics: TokenizerMetrics) -> None:
+    """Writes and counts the ids of texts."""
+    metrics.encoded_tokens += texts.token_count
+    encoded.token_ids.extend(texts.token_ids)
+    encoded.omitted_token_ids = texts.omitted
+    for ids in texts.words:
+        encoded.words.add(ids=ids)
+    for spellings in texts.spelled_words:
+        spelled = encoded.spelled_words.add().spellings
+        for ids in spellings:
+            spelled.add(ids=ids)
+    if texts.stop_vocabulary is not None:
+        encoded.stop_vocabulary.CopyFrom(texts.stop_vocabulary)

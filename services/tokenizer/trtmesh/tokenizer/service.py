@@ -19,6 +19,7 @@ from trtmesh.tokenizer.encoding import Encoder, encode_in_this_thread_alone
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.router_stream import (
     STREAM_LIMITS,
+    DirectTexts,
     RouterStream,
     Shared,
     StreamLimits,
@@ -107,6 +108,10 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         async with answering(context):
             most = self._settings.encoding.max_text_bytes
             return _describe(self._ready().vocabulary, most, self._instance)
+
+    def direct_texts(self) -> DirectTexts:
+        """The texts of a router in this process, beside its stream. Call after `start`."""
+        return DirectTexts(self._ready())
 
     def _ready(self) -> Shared:
         if self._shared is None:

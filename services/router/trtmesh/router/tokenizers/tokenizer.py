@@ -358,17 +358,8 @@ class Tokenizer(Replica):
     def _open_late(self, sequence: DecodedSequence) -> None:
         """Opens a sequence on the tokenizer, before its first tokens."""
         self._unopened.remove(sequence.decode_handle)
-        options, delivered = sequence.text_options, sequence.token_ids[: sequence.decoded]
-        size = ID_BYTES * len(delivered) + sum(map(len, options.stop_texts))
-        command = self._outbox.add(size).open_decode
-        command.handle, command.request_id = sequence.decode_handle, sequence.request_id
-        command.skip_special_tokens = options.skip_special_tokens
-        command.stop_texts.extend(options.stop_texts)
-        command.include_stop_text = options.include_stop_text
-        command.min_tokens = options.min_tokens
-        command.prompt_token_ids.extend(options.prompt_end)
-        command.prompt_is_cut = options.prompt_is_cut
-        command.delivered_token_ids.extend(delivered)
+        size = ID_BYTES * sequence.decoded + sum(map(len, sequence.text_options.stop_texts))
+        fill_opening(self._outbox.add(size).open_decode, sequence)
 
     async def serve_stream(self, connection: Connection) -> None:
         self._outbox = _new_outbox()
@@ -555,6 +546,19 @@ class Tokenizer(Replica):
         self._unanswered.clear()
         self._without_encoded = 0
         self._pool.on_lost(jobs, sequences)
+
+
+def fill_opening(command: pb.OpenDecodeCommand, sequence: DecodedSequence) -> None:
+    """Writes the opening of a sequence after the tokens with text."""
+    options = sequence.text_options
+    command.handle, command.request_id = sequence.decode_handle, sequence.request_id
+    command.skip_special_tokens = options.skip_special_tokens
+    command.stop_texts.extend(options.stop_texts)
+    command.include_stop_text = options.include_stop_text
+    command.min_tokens = options.min_tokens
+    command.prompt_token_ids.extend(options.prompt_end)
+    command.prompt_is_cut = options.prompt_is_cut
+    command.delivered_token_ids.extend(sequence.token_ids[: sequence.decoded])
 
 
 def _check_stop(stop: pb.StopTextFound, sequence: DecodedSequence, count: int) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from weakref import WeakValueDictionary
@@ -140,15 +139,15 @@ class DecodeStates:
     )
     """Shared by the sequences of an item: building the automaton takes longer than a step."""
 
-    async def open(self, command: pb.OpenDecodeCommand) -> None:
-        """Opens a sequence and absorbs the delivered tokens."""
+    def open(self, command: pb.OpenDecodeCommand) -> Iterator[None]:
+        """Opens a sequence and absorbs the delivered tokens. Yields between steps of a millisecond."""
         with request_id_bound(command.request_id):
             try:
                 sequence = self._begin(command)
                 delivered = list(command.delivered_token_ids)
                 for start in range(0, len(delivered), _ABSORBED_AT_ONCE):
                     sequence.absorb(delivered[start : start + _ABSORBED_AT_ONCE])
-                    await asyncio.sleep(0)
+                    yield
             except BaseException as error:  # noqa: BLE001 - see _known
                 self._fail(command.handle, _known(error))
 
@@ -162,12 +161,22 @@ class DecodeStates:
         if mistake := _find_mistake(handles, counts, len(token_ids), finished):
             self._refuse(handles, finished, mistake, answer)
             return
-        self._metrics.decoded_tokens += len(token_ids)
         start = 0
         texts = []
         for handle, count in zip(handles, counts, strict=True):
-            end = start + count
-            texts.append(self._decode_one(handle, token_ids[start:end], finished, answer))
+            end, text = start + count, ""
+            try:
+                text, stop = self.decode_one(
+                    handle, token_ids[start:end], finished=handle in finished
+                )
+            except TrtmeshError as error:
+                answer.failures.add(handle=handle, error=to_proto(error))
+            else:
+                if stop is not None:
+                    answer.stops.add(
+                        handle=handle, stop_index=stop.stop_index, token_count=stop.token_count
+                    )
+            texts.append(text)
             start = end
         answer.handles.extend(handles)
         answer.texts.extend(texts)
@@ -223,29 +232,21 @@ class DecodeStates:
             stop_texts = self._stop_texts[skip, texts] = StopTexts(texts, omitted)
         return stop_texts
 
-    def _decode_one(
-        self, handle: int, token_ids: list[int], finished: frozenset[int], answer: pb.Decoded
-    ) -> str:
+    def decode_one(
+        self, handle: int, token_ids: list[int], *, finished: bool
+    ) -> tuple[str, Stop | None]:
+        """Decodes new tokens of a sequence. Raises the failure of the handle."""
+        self._metrics.decoded_tokens += len(token_ids)
         sequence = self._sequences.get(handle)
         if sequence is None:
-            self._tell_failure(handle, answer)
-            return ""
+            raise self._failure(handle)
         try:
-            if handle in finished:
-                text, stop = sequence.finish(token_ids)
-            else:
-                text, stop = sequence.push(token_ids)
+            return sequence.finish(token_ids) if finished else sequence.push(token_ids)
         except BaseException as error:  # noqa: BLE001 - see _known
             with request_id_bound(sequence.request_id):
-                self._fail(handle, _known(error))
-        else:
-            if stop is not None:
-                answer.stops.add(
-                    handle=handle, stop_index=stop.stop_index, token_count=stop.token_count
-                )
-            return text
-        self._tell_failure(handle, answer)
-        return ""
+                known = _known(error)
+                self._fail(handle, known)
+            raise known from None
 
     def _refuse(
         self, handles: list[int], finished: frozenset[int], error: TrtmeshError, answer: pb.Decoded
@@ -256,7 +257,7 @@ class DecodeStates:
         for handle in dict.fromkeys([*handles, *finished]):
             if handle in self._sequences:
                 self._fail(handle, error)
-            self._tell_failure(handle, answer)
+            answer.failures.add(handle=handle, error=to_proto(self._failure(handle)))
 
     def _fail(self, handle: int, error: TrtmeshError) -> None:
         sequence = self._drop(handle)
@@ -267,12 +268,12 @@ class DecodeStates:
         if len(self._failures) < self._max_decode_states:
             self._failures[handle] = error
 
-    def _tell_failure(self, handle: int, answer: pb.Decoded) -> None:
+    def _failure(self, handle: int) -> TrtmeshError:
         error = self._failures.get(handle)
         if error is None:
             error = _wrong_handle(handle, "is not open on this stream")
             self._metrics.failures[error.reason] += 1
-        answer.failures.add(handle=handle, error=to_proto(error))
+        return error
 
     def _drop(self, handle: int) -> DecodeSequence | None:
         sequence = self._sequences.pop(handle, None)
