@@ -161,6 +161,7 @@ ROOMS = {
         "engine",
         "beams",
         "decoding",
+        "drafts",
         "cuda",
         "accelerator",
         "cpu",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine.torch.harness import Harness, Stream, configure
+from engine.torch.harness import Harness, Stream, configure, running
 from oracle import tiny_models
 from trtmesh.chassis.vocabulary import (
     GenerationConfig,
@@ -19,6 +22,7 @@ from trtmesh.chassis.vocabulary import (
     Tensor,
     TokenRangeRetention,
 )
+from trtmesh.engine.backend import BackendStats
 from trtmesh.v1 import generation_pb2 as pb
 
 FAMILIES = ("llama", "mistral", "gemma2")
@@ -26,6 +30,18 @@ FAMILIES = ("llama", "mistral", "gemma2")
 VOCABULARY = tiny_models.VOCABULARY_SIZE
 TABLE_ROWS = 6
 POOL_TOKENS = 208
+TINY_POOL_TOKENS = 112
+"""Room for the longest item of one sequence and little more."""
+TINY_POOL_BLOCK = 4
+TINY_POOL: dict[str, Any] = {
+    "kv_cache_tokens": TINY_POOL_TOKENS,
+    "tokens_per_block": TINY_POOL_BLOCK,
+    "max_step_tokens": 64,
+    "max_batch_size": 64,
+    "batching_type": "inflight_fused_batching",
+    "batching_policy": "max_utilization",
+}
+"""Settings under which many sequences are paused."""
 MOST_NEW = 24
 DTYPES = {pb.DATA_TYPE_FP32: np.float32, pb.DATA_TYPE_FP16: np.float16}
 
@@ -279,3 +295,86 @@ def values(tops: list[list[tuple[int, float]]]) -> list[float]:
 
 def near(value: Any) -> Any:
     return None if value is None else pytest.approx(value, abs=2e-3)
+
+
+@asynccontextmanager
+async def lonely(model: Path) -> AsyncIterator[Harness]:
+    """The worker for items alone."""
+    async with running(model, prefix_reuse=False, kv_cache_tokens=4096) as engine:
+        yield engine
+
+
+def fits_the_tiny_pool(item: Item) -> bool:
+    """Whether the pool holds all beams of a search; other sequences need not fit together."""
+    config, prompt = item.config, len(item.prompt)
+    assert config.stopping.max_tokens
+    shared = (prompt - 1) // TINY_POOL_BLOCK
+    own = -(-(prompt + config.stopping.max_tokens - 1) // TINY_POOL_BLOCK) - shared
+    return shared + config.beam_search.beam_width * own <= TINY_POOL_TOKENS // TINY_POOL_BLOCK
+
+
+async def check(
+    items: Sequence[Item],
+    settings: dict[str, Any],
+    model: Path,
+    lonely: Harness,
+    prepare: Callable[[Harness, list[list[Result]]], object] = lambda _engine, _alone: None,
+) -> BackendStats:
+    """Plays the items together; returns the worker's counters. `prepare` sees the worker and the results alone."""
+    alone = [await play_alone(lonely, item) for item in items]
+    async with running(model, **settings) as engine:
+        prepare(engine, alone)
+        async with asyncio.timeout(120):
+            with engine.gate.held():
+                playing = asyncio.gather(*(play(engine, item) for item in items))
+                # Each task submits before waiting.
+                await asyncio.sleep(0)
+            results = await playing
+        stats = engine.backend.stats()
+        assert stats.used_blocks == stats.running_sequences == stats.paused_sequences == 0
+        assert not engine.failures
+    for item, found, expected in zip(items, results, alone, strict=True):
+        try:
+            compare(item, found, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{item}, with {settings}") from error
+    return stats
+
+
+async def play(engine: Harness, item: Item) -> list[Result]:
+    keys = engine.submit(item.prompt, item.config, batch_index=item.batch_index)
+    if item.cancelled_after is not None:
+        await some_tokens(engine, keys[0], item.cancelled_after)
+        engine.backend.stop(keys, pb.FINISH_REASON_CANCELLED)
+    elif item.moves_after:
+        return list(await asyncio.gather(*(move(engine, item, i, k) for i, k in enumerate(keys))))
+    return [result_of(item, [stream]) for stream in await engine.ended(keys)]
+
+
+async def move(engine: Harness, item: Item, sequence_index: int, key: int) -> Result:
+    """Continues a sequence as another worker would, from the tokens."""
+    streams, tokens = [], list[int]()
+    alone = replace(item.config, sampling=replace(item.config.sampling, num_return_sequences=1))
+    for count in item.moves_after:
+        await some_tokens(engine, key, count - len(tokens))
+        engine.backend.stop([key], pb.FINISH_REASON_STOPPED)
+        (stream,) = await engine.ended([key])
+        assert stream.end
+        streams.append(stream)
+        tokens += stream.token_ids
+        if stream.end.reason != pb.FINISH_REASON_STOPPED:
+            return result_of(item, streams)
+        if tokens:
+            told = replace(alone.output, prompt_log_probs=False, context_logits=False)
+            alone = replace(alone, output=told)
+        else:
+            streams.clear()
+        (key,) = engine.submit(
+            item.prompt,
+            alone,
+            emitted=tokens,
+            batch_index=item.batch_index,
+            sequence_index=sequence_index,
+        )
+    streams += await engine.ended([key])
+    return result_of(item, streams)

@@ -148,6 +148,7 @@ class Harness:
         self.handoffs += output.handoffs
         if stats:
             self.used_blocks.append(stats.used_blocks)
+        assert len(set(output.keys)) == len(output.keys), "two runs of a sequence"
         position = 0
         for key, offset, count in zip(
             output.keys, output.token_offsets, output.token_counts, strict=True

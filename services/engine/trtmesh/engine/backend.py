@@ -7,7 +7,7 @@ delivers steps. The service does multiplexing, deadlines, metrics, health and dr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from trtmesh.chassis.adapter_content import AdapterContent
@@ -190,6 +190,23 @@ class TokenDetails:
     model_log_probs: list[float] = field(default_factory=list)
     """The terms of the sum, where `log_probs` are normalised."""
 
+    def then(self, later: TokenDetails) -> TokenDetails:
+        """The data of these tokens and of the next."""
+        return replace(
+            later,
+            log_probs=self.log_probs + later.log_probs,
+            top_log_probs=self.top_log_probs + later.top_log_probs,
+            model_log_probs=self.model_log_probs + later.model_log_probs,
+            generation_logits=_stacked(self.generation_logits, later.generation_logits),
+        )
+
+
+def _stacked(above: Tensor | None, below: Tensor | None) -> Tensor | None:
+    if above is None or below is None:
+        return above or below
+    rows = above.shape[0] + below.shape[0]
+    return replace(above, shape=(rows, *above.shape[1:]), data=above.data + below.data)
+
 
 @dataclass(slots=True)
 class PromptDetails:
@@ -349,6 +366,26 @@ class StepOutput:
     handoffs: list[HandoffNews] = field(default_factory=list)
     """In order. A part may be delivered while the step that computed it still runs."""
 
+    def extend(self, later: StepOutput) -> None:
+        """Adds further tokens of sequences with tokens in this step: each keeps a single run of tokens."""
+        more: dict[int, list[int]] = {}
+        start = 0
+        for key, count in zip(later.keys, later.token_counts, strict=True):
+            more.setdefault(key, []).extend(later.token_ids[start : start + count])
+            start += count
+        token_ids, self.token_ids, start = self.token_ids, [], 0
+        for place, key in enumerate(self.keys):
+            end = start + self.token_counts[place]
+            added = more.get(key, ())
+            self.token_ids += token_ids[start:end]
+            self.token_ids += added
+            self.token_counts[place] += len(added)
+            start = end
+        places = {details.key: place for place, details in enumerate(self.details)}
+        for details in later.details:
+            place = places[details.key]
+            self.details[place] = self.details[place].then(details)
+
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
@@ -386,6 +423,13 @@ class BackendStats:
     adapter_hits: int = 0
     adapter_load_seconds: float = 0.0
     """Time spent on loads; a metric only."""
+    drafts: int = 0
+    """Runs of draft tokens, one for a sequence and step; this and the following are metrics only."""
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    accepted_by_position: Sequence[int] = ()
+    draft_failures: int = 0
+    """Errors of the drafter, each of which is no drafts for a while."""
 
 
 Deliver = Callable[[StepOutput], None]

@@ -11,7 +11,7 @@ from trtmesh.engine.backend import PerfMetrics, SequenceEnd, StepOutput
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """Times in nanoseconds of the Unix clock, and blocks allocated over all starts of the sequence."""
+    """Times in nanoseconds of the Unix clock, blocks allocated over all starts of the sequence, and drafts."""
 
     arrival_ns: int = field(default_factory=time.time_ns)
     scheduled_ns: int = 0
@@ -19,6 +19,8 @@ class SequenceTimes:
     last_token_ns: int = 0
     new_blocks: int = 0
     reused_blocks: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     @property
     def queue_seconds(self) -> float:
@@ -34,6 +36,9 @@ class SequenceTimes:
             kv_cache_alloc_new_blocks=self.new_blocks,
             kv_cache_reused_blocks=self.reused_blocks,
             kv_cache_alloc_total_blocks=self.new_blocks,
+            acceptance_rate=self.accepted_draft_tokens / (self.draft_tokens or 1),
+            total_accepted_draft_tokens=self.accepted_draft_tokens,
+            total_draft_tokens=self.draft_tokens,
         )
 
     def metrics_at_start(self) -> PerfMetrics:

@@ -279,19 +279,50 @@ class Scheduler(Generic[S]):
                 chunks.append(Chunk(sequence, sequence.num_computed, count))
         return chunks
 
-    def computed(self, chunk: Chunk[S]) -> None:
-        """Counts the KV of `chunk` as present: later steps run after this step."""
+    def add_drafts(self, chunk: Chunk[S], drafts: SequenceOf[int]) -> None:
+        """Adds drafts to a scheduled chunk: as many as there are blocks for, with a block left for every running
+        sequence."""
+        sequence, size = chunk.sequence, self.rules.tokens_per_block
+        missing = self.rules.blocks(chunk.known_end + len(drafts)) - len(sequence.blocks)
+        if missing > 0:
+            if self.pool.can_allocate(missing + len(self.running)):
+                self.tables.put(
+                    sequence.slot, len(sequence.blocks), blocks := self.pool.allocate(missing)
+                )
+                sequence.blocks += blocks
+            else:
+                drafts = drafts[: len(sequence.blocks) * size - chunk.known_end]
+        chunk.drafts = drafts
+        chunk.count += len(drafts)
+
+    def verified(self, chunk: Chunk[S]) -> None:
+        """Counts the KV of accepted drafts, by now tokens of the sequence, and takes back the blocks of the others."""
         sequence = chunk.sequence
-        sequence.num_computed = chunk.start + chunk.count
+        kept = self.rules.blocks(len(sequence.tokens))
+        if surplus := sequence.blocks[kept:]:
+            self.pool.release(surplus)
+            del sequence.blocks[kept:]
+            self.tables.put(sequence.slot, kept, [NULL_BLOCK] * len(surplus))
+        self._count_new(sequence, len(sequence.blocks) - self.rules.blocks(chunk.known_end))
+        sequence.num_computed = len(sequence.tokens) - 1
+        self._publish(sequence)
+
+    def computed(self, chunk: Chunk[S]) -> None:
+        """Counts the KV of `chunk` as present, without drafts: later steps run after this step."""
+        sequence = chunk.sequence
+        sequence.num_computed = chunk.known_end
         prompt = min(sequence.num_computed, sequence.submitted_tokens) - chunk.start
         if prompt > 0:
             self.pending_prompt_tokens -= prompt
             self.computed_prompt_tokens += prompt
+        self._publish(sequence)
+        if sequence.key in self._followers and sequence.num_computed >= sequence.prompt_tokens - 1:
+            self._wake_followers(sequence)
+
+    def _publish(self, sequence: S) -> None:
         if sequence.num_computed // self.rules.tokens_per_block > sequence.num_published:
             self._prefixes.publish(sequence)
             self._drop(sequence)
-        if sequence.key in self._followers and sequence.num_computed >= sequence.prompt_tokens - 1:
-            self._wake_followers(sequence)
 
     def _enter(self, sequence: S, rank: int) -> None:
         self._arrivals += 1

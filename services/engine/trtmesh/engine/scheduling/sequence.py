@@ -150,13 +150,24 @@ Pairs = SequenceOf[tuple[S, S]]
 
 @dataclass(slots=True)
 class Chunk(Generic[S]):
-    """Tokens [start, start + count) of a sequence, to be computed in a step."""
+    """Tokens [start, start + count) of a sequence, to be computed in a step; the last of them may be drafts."""
 
     sequence: S
     start: int
     count: int
+    drafts: SequenceOf[int] = ()
+    """Guesses of the tokens after the last known token, computed to be verified."""
+
+    @property
+    def known_end(self) -> int:
+        """The end of the known tokens."""
+        return self.start + self.count - len(self.drafts)
 
     @property
     def completes(self) -> bool:
         """Whether the next token can be chosen afterwards."""
-        return self.start + self.count == len(self.sequence.tokens)
+        return self.known_end == len(self.sequence.tokens)
+
+    def drop_drafts(self) -> None:
+        self.count -= len(self.drafts)
+        self.drafts = ()

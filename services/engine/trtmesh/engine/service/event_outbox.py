@@ -216,7 +216,7 @@ def _merge_by_handle(parts: Sequence[StepPart]) -> StepPart:
 def _add_details(merged: dict[int, TokenDetails], details: Iterable[TokenDetails]) -> None:
     for later in details:
         earlier = merged.get(later.key)
-        merged[later.key] = _joined(earlier, later) if earlier else later
+        merged[later.key] = earlier.then(later) if earlier else later
 
 
 def _cut(details: TokenDetails, first: int, end: int) -> TokenDetails:
@@ -237,23 +237,6 @@ def _sliced(tensor: Tensor | None, first: int, end: int) -> Tensor | None:
     size = len(tensor.data) // tensor.shape[0]
     data = tensor.data[first * size : end * size]
     return replace(tensor, shape=(end - first, *tensor.shape[1:]), data=data)
-
-
-def _joined(earlier: TokenDetails, later: TokenDetails) -> TokenDetails:
-    return replace(
-        later,
-        log_probs=earlier.log_probs + later.log_probs,
-        top_log_probs=earlier.top_log_probs + later.top_log_probs,
-        model_log_probs=earlier.model_log_probs + later.model_log_probs,
-        generation_logits=_stacked(earlier.generation_logits, later.generation_logits),
-    )
-
-
-def _stacked(above: Tensor | None, below: Tensor | None) -> Tensor | None:
-    if above is None or below is None:
-        return above or below
-    rows = above.shape[0] + below.shape[0]
-    return replace(above, shape=(rows, *above.shape[1:]), data=above.data + below.data)
 
 
 _PERF_FIELDS = [field.name for field in fields(PerfMetrics)]

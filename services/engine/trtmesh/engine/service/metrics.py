@@ -122,6 +122,12 @@ def _finished(metrics: EngineMetrics) -> dict[str, int]:
     return {name.removeprefix("FINISH_REASON_").lower(): count for name, count in named.items()}
 
 
+def _accepted(metrics: EngineMetrics) -> dict[str, int]:
+    """Accepted draft tokens by position."""
+    counts = metrics.stats.accepted_by_position if metrics.stats else ()
+    return {str(position): count for position, count in enumerate(counts)}
+
+
 def _of_stats(kind: Kind, name: str, text: str, field: str = "") -> Row[EngineMetrics]:
     """A row of the backend's statistics, by default of the field of its name."""
     read = attrgetter(field or name)
@@ -149,6 +155,12 @@ TABLE: tuple[Row[EngineMetrics], ...] = (
     _of_stats(COUNTER, "adapter_load_seconds", "Time spent on loading adapters."),
     _of_stats(COUNTER, "adapter_evictions", "Adapters evicted from host memory."),
     _of_stats(COUNTER, "adapter_hits", "Sequences that found their adapter ready to run."),
+    _of_stats(COUNTER, "spec_decode_num_drafts", "Runs of draft tokens verified.", "drafts"),
+    _of_stats(COUNTER, "spec_decode_num_draft_tokens", "Draft tokens verified.", "draft_tokens"),
+    _of_stats(COUNTER, "spec_decode_num_accepted_tokens", "Draft tokens accepted.", "accepted_draft_tokens"),
+    Row(COUNTER, "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their position in the run.",
+        _accepted, ("position",)),
+    _of_stats(COUNTER, "draft_failures", "Errors of the source of drafts."),
     Row(COUNTER, "sequences_finished", "Sequences that ended.", _finished, ("reason",)),
     Row(COUNTER, "errors", "Items refused, sequences failed and streams broken off.", labels=("reason",)),
     Row(GAUGE, "open_streams", "Connected routers."),

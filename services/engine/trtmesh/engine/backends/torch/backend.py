@@ -31,6 +31,7 @@ from trtmesh.engine.backend import (
     StepOutput,
     Submission,
 )
+from trtmesh.engine.backends.torch.drafts.drafting import DraftCounts
 from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import (
@@ -53,6 +54,8 @@ log = logging.getLogger(__name__)
 
 LOST_SECONDS = 5.0
 """Time for the engine's thread to end all sequences, unless the thread waits for an ended rank."""
+
+NO_DRAFTS = DraftCounts()
 
 Command = Callable[["Engine"], object]
 """Runs on the engine's thread, between two steps."""
@@ -150,6 +153,7 @@ class TorchBackend:
         engine = self._loaded.engine
         scheduler, adapters = engine.scheduler, self._loaded.adapters
         used = scheduler.pool.used_blocks
+        drafts = engine.drafting.counts if engine.drafting else NO_DRAFTS
         return BackendStats(
             step_count=engine.step_count,
             captured_steps=engine.captured_steps,
@@ -180,6 +184,11 @@ class TorchBackend:
             adapter_evictions=adapters.store.evictions,
             adapter_hits=scheduler.adapters.hits,
             adapter_load_seconds=adapters.load_seconds,
+            drafts=drafts.drafts,
+            draft_tokens=drafts.draft_tokens,
+            accepted_draft_tokens=drafts.accepted_tokens,
+            accepted_by_position=tuple(drafts.accepted_by_position),
+            draft_failures=drafts.failures,
         )
 
     def adapters(self) -> SequenceOf[HeldAdapter]:

@@ -10,6 +10,8 @@ collected. Rules for the caller and the device:
   flight could give the missing room.
 * A sequence in flight may be stopped or fail. The token is dropped, and the blocks are free for later steps at once.
 * The tokens do not depend on the number of steps launched ahead.
+* Drafts are tokens to compute. They come with a step launched from known tokens, and are verified when it is collected:
+  the model makes the ordinary choice at each position, and goes on to the next while the choice equals the draft.
 * `launch_next` computes sequences in flight, with the tokens chosen by the device: one step further, and only without
   effects before the tokens are known. A sequence ending with a token of the step before has a token dropped; KV is
   counted, and so published, when the token is known.
@@ -22,8 +24,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from trtmesh.chassis.errors import BackendFailed, HandoffFailed, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.engine.backend import Deliver, SequenceEnd, StepOutput
@@ -35,6 +38,7 @@ from trtmesh.engine.backends.torch.decoding import (
     PrefillDecoding,
     SampledDecoding,
 )
+from trtmesh.engine.backends.torch.drafts.drafting import Drafting, Speculation
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
@@ -45,6 +49,9 @@ from trtmesh.engine.scheduling.handoffs import BlockHandoffs, Sending
 from trtmesh.engine.scheduling.leases import Outgoing
 from trtmesh.engine.scheduling.scheduler import Scheduler
 from trtmesh.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from trtmesh.engine.backends.torch.sampling.choice import TokenChoice
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +71,8 @@ class Launched:
     """The sequences of the step under handoff."""
     uncounted: list[Chunk] = field(default_factory=list)
     """Chunks of tokens unknown at the launch."""
+    speculation: Speculation | None = None
+    """The drafts of the step; None in an engine without drafts."""
     following: Launched | None = None
     """The step of `launch_next`."""
 
@@ -85,7 +94,9 @@ class Engine:
         scheduler: Scheduler[Sequence],
         adapters: AdapterCache,
         handoffs: BlockHandoffs[Sequence],
+        drafting: Drafting | None = None,
     ) -> None:
+        """`drafting` needs a device without delay."""
         self.scheduler = scheduler
         self.deliver: Deliver | None = None
         """Takes news of handoffs during a step. Without `deliver`, the news come with the step."""
@@ -93,6 +104,7 @@ class Engine:
         self._adapters = adapters
         self.step_count = 0
         self.generated_tokens = 0
+        self.drafting = drafting
         self._compute = compute
         self._broken: BackendFailed | None = None
         self._ledger = Ledger[Decoding[Any]]()
@@ -115,6 +127,8 @@ class Engine:
                     sequence.reader = reader_for(sequence, self._compute.choose)
                 if sequence.outgoing:
                     self._handoffs.outgoing[sequence.key] = sequence.outgoing
+                if self.drafting and isinstance(decoding, SampledDecoding):
+                    self.drafting.follow(sequence)
                 self.scheduler.add(sequence, self.step_count)
             decoding.settle()
             if decoding.ends:
@@ -208,6 +222,8 @@ class Engine:
             raise self._broken
         step = Launched()
         chunks = self.scheduler.schedule()
+        if self.drafting:
+            step.speculation = self.drafting.extend(chunks, self.scheduler)
         self._compute.move(self.scheduler.pool.take_moves())
         self._compute_chunks(chunks, step)
         for sequence in step.awaited:
@@ -252,12 +268,60 @@ class Engine:
             self._read(forward, output)
         for sequences, choice in step.choices:
             self._advance(sequences, choice, output)
+        if step.speculation and self.drafting:
+            if step.speculation.chunks:
+                self._verify(step, self.drafting, output)
+            self.drafting.finished(step.speculation)
         for sequence in step.following.awaited if step.following else ():
             sequence.in_flight = True
         return self._output()
 
+    def _verify(self, step: Launched, drafting: Drafting, output: StepOutput) -> None:
+        """Goes on along the drafts that hold. Every sequence has the token before its drafts."""
+        logits = {
+            chunk.sequence.key: rows for forward in step.forwards for chunk, rows in forward.drafted
+        }
+        assert step.speculation
+        chunks = step.speculation.chunks
+        ahead = {chunk.sequence.key: len(chunk.sequence.tokens) for chunk in chunks}
+        more = StepOutput(self.step_count)
+        failures: list[Failure] = []
+        holding, position = chunks, 0
+        while holding := [chunk for chunk in holding if self._holds(chunk, position)]:
+
+            def choose(part: SequenceOf[Chunk], position: int = position) -> TokenChoice:
+                rows = [logits[chunk.sequence.key][position] for chunk in part]
+                return self._compute.choose([chunk.sequence for chunk in part], torch.stack(rows))
+
+            what = "no token could be chosen"
+            for part, choice in self._isolated(holding, choose, what, failures):
+                self._advance([chunk.sequence for chunk in part], choice, more)
+            position += 1
+        if more.keys:
+            output.extend(more)
+        for chunk in chunks:
+            accepted = len(chunk.sequence.tokens) - ahead[chunk.sequence.key]
+            drafting.verified(chunk, accepted)
+            if self.scheduler.lives(chunk.sequence):
+                self.scheduler.verified(chunk)
+        for sequence, error in failures:
+            self._blame(sequence, error)
+
+    def _holds(self, chunk: Chunk, position: int) -> bool:
+        """Whether the sequence goes on after the draft at `position`, now the last token."""
+        return (
+            position < len(chunk.drafts)
+            and self.scheduler.lives(chunk.sequence)
+            and len(chunk.sequence.tokens) == chunk.known_end + position + 1
+            and chunk.sequence.tokens[-1] == chunk.drafts[position]
+        )
+
     def _compute_chunks(self, chunks: list[Chunk], step: Launched) -> None:
         def compute(part: SequenceOf[Chunk]) -> Forward:
+            if part is not chunks:
+                # Drafts must not be the fault of an item.
+                for chunk in part:
+                    chunk.drop_drafts()
             batch = self._compute.prepare(part)
             if not self._handoffs.outgoing:
                 return self._compute.forward(batch)
@@ -411,6 +475,8 @@ class Engine:
         with_kv = ends[0].reason == pb.FINISH_REASON_HANDOFF
         for sequence in decoding.sequences:
             del self._decodings[sequence.key]
+            if self.drafting:
+                self.drafting.forget(sequence.key)
             if sequence.outgoing:
                 self._handoffs.leave(sequence, with_kv=with_kv)
             self.scheduler.remove(sequence, content_is_good=content_is_good)

@@ -23,6 +23,9 @@ from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.compute.self_check import check_invariance, check_model
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
 from trtmesh.engine.backends.torch.devices import present
+from trtmesh.engine.backends.torch.drafts.drafting import Drafting
+from trtmesh.engine.backends.torch.drafts.lengths import AdaptiveLengths
+from trtmesh.engine.backends.torch.drafts.prompt_lookup import PromptLookup
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterTargets
@@ -224,10 +227,27 @@ def _engine(
         ranks.group.wait()
         tokens_per_block = settings.kv_cache.tokens_per_block
         compute = LeadingCompute(compute, block_tables, tokens_per_block, ranks)
-    engine = Engine(compute, scheduler, adapters, handoffs)
+    engine = Engine(compute, scheduler, adapters, handoffs, _drafting(settings, model, device))
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     kv_memory = kv_memory_of(cache) if hands_over else None
     return Loaded(engine, info, device, cache, tables, adapters, kv_memory, ranks)
+
+
+def _drafting(settings: TorchSettings, model: Model, device: Device) -> Drafting | None:
+    if settings.drafts == "off":
+        return None
+    if device.name.type != "cpu" or len(settings.device.names) > 1:
+        raise SettingsError(
+            f"is {settings.drafts!r} but drafts need a single device cpu, and engine.torch.device is"
+            f" {settings.device.text!r}",
+            setting="engine.torch.drafts",
+        )
+    return Drafting(
+        PromptLookup(),
+        AdaptiveLengths(),
+        most_step_tokens=settings.batching.max_step_tokens,
+        vocabulary_size=model.vocabulary_size,
+    )
 
 
 def _room(settings: TorchSettings, device: Device) -> Room | None:
@@ -379,6 +399,7 @@ def _capabilities(settings: TorchSettings, model: Model, *, hands_over: bool) ->
         stops_single_sequences=True,
         roles=ALL_ROLES if hands_over else (epb.WORKER_ROLE_MIXED,),
         max_adapters=model.adapters.slots if model.adapters else 0,
+        draft_methods=() if settings.drafts == "off" else (settings.drafts,),
     )
 
 

@@ -115,6 +115,10 @@ class TorchSettings(Settings):
     decoding_mode: Literal["auto", "top_k", "top_p", "top_k_top_p", "beam_search"] = "auto"
     """Decoding allowed to requests; other fields are refused. auto allows everything, top_k and top_p one filter,
     top_k_top_p both, beam_search only beams."""
+    drafts: Literal["off", "ngram"] = "off"
+    """Source of draft tokens, which the model verifies several at a time: ngram repeats what followed the last tokens
+    earlier in the same sequence. Tokens stay the same; how many drafts pay is measured, down to none. Needs a single
+    device cpu."""
     normalize_log_probs: bool = False
     """Default of output.normalize_log_probs: whether log-probabilities count only choosable tokens."""
     kv_cache: TorchKvCacheSettings = TorchKvCacheSettings()

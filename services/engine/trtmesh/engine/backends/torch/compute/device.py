@@ -36,8 +36,10 @@ class Batch:
     tables: list[tuple[slice, PromptTable]]
     """Prompt tables with their ranges of tokens."""
     kept_rows: Tensor
-    """Tokens with needed logits, first for `completing`, then for `reading`."""
+    """Tokens with needed logits, first for `completing`, then for the drafts, then for `reading`."""
     completing: list[Chunk]
+    drafted: list[Chunk]
+    """Completing chunks with drafts. Their drafts' rows follow those of `completing`."""
     reading: list[tuple[Chunk, int]]
     """Chunks with the number of logits for their readers."""
     adapters: list[AdapterRows]
@@ -56,6 +58,8 @@ class Forward:
     """[completing chunks, vocabulary], float32."""
     given: list[tuple[Chunk, Tensor]]
     """Chunks with the logits [tokens, vocabulary] for their readers."""
+    drafted: SequenceOf[tuple[Chunk, Tensor]] = ()
+    """Chunks with the logits [drafts, vocabulary] after each draft."""
 
     def rows_of(self, chunks: SequenceOf[Chunk]) -> Tensor:
         """The logits of completing chunks, given in order."""

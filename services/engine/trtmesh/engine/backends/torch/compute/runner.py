@@ -64,6 +64,8 @@ class Runner:
         token_ids: list[int] = []
         rows: list[int] = []
         completing: list[Chunk] = []
+        drafted: list[Chunk] = []
+        draft_rows: list[int] = []
         tables: list[tuple[slice, PromptTable]] = []
         reading: list[tuple[Chunk, range]] = []
         for chunk in ordered:
@@ -74,13 +76,18 @@ class Runner:
             if chunk.count == 1:
                 token_ids.append(sequence.tokens[chunk.start])
             else:
-                token_ids += sequence.tokens[chunk.start : chunk.start + chunk.count]
+                token_ids += sequence.tokens[chunk.start : chunk.known_end]
             if chunk.completes:
                 completing.append(chunk)
                 rows.append(len(token_ids) - 1)
+            if chunk.drafts:
+                drafted.append(chunk)
+                draft_rows += range(len(token_ids), len(token_ids) + len(chunk.drafts))
+                token_ids += chunk.drafts
             # A paused sequence computes positions again after the reader has read these.
             if sequence.reader and (wanted := _wanted(sequence.reader, chunk, first)):
                 reading.append((chunk, wanted))
+        rows += draft_rows
         for _, wanted in reading:
             rows += wanted
         step, positions = self._step(ordered)
@@ -92,6 +99,7 @@ class Runner:
             # transformers takes no rows at all for all rows.
             kept_rows=torch.tensor(rows or [len(token_ids) - 1], device=self._device),
             completing=completing,
+            drafted=drafted,
             reading=[(chunk, len(wanted)) for chunk, wanted in reading],
             adapters=_adapter_rows(ordered),
         )
@@ -109,11 +117,14 @@ class Runner:
                 batch.token_ids, batch.positions, batch.kept_rows, batch.tables
             )
         row = len(batch.completing)
-        given = []
+        drafted, given = [], []
+        for chunk in batch.drafted:
+            drafted.append((chunk, logits[row : row + len(chunk.drafts)]))
+            row += len(chunk.drafts)
         for chunk, count in batch.reading:
             given.append((chunk, logits[row : row + count]))
             row += count
-        return Forward(batch.completing, logits[: len(batch.completing)], given)
+        return Forward(batch.completing, logits[: len(batch.completing)], given, drafted)
 
     def follow(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Forward:
         raise NotImplementedError("a step is prepared from tokens that were read")

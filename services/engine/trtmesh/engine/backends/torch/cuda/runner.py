@@ -105,6 +105,7 @@ def _nothing(device: torch.device) -> Batch:
         tables=[],
         kept_rows=empty,
         completing=[],
+        drafted=[],
         reading=[],
         adapters=[],
     )

@@ -1,0 +1,1 @@
+"""Speculation: guesses of the next tokens, verified by the model in the step that computes them."""

@@ -1,0 +1,183 @@
+"""Adds drafts to the steps of an engine, and counts those that hold."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from trtmesh.engine.backends.torch.drafts.drafter import Drafter, Wish
+from trtmesh.engine.backends.torch.drafts.lengths import MOST_DRAFTS, Lengths
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
+from trtmesh.engine.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+FIRST_RATE = 0.6
+"""Assumed share of drafts that hold, of a sequence without any yet."""
+RATE_WEIGHT = 1 / 12
+"""Weight of a draft in the share of its sequence."""
+LOWEST_RATE, HIGHEST_RATE = 0.02, 0.98
+PAUSE_STEPS = 256
+"""Steps without drafts after an error of the drafter."""
+
+
+@dataclass(slots=True)
+class Followed:
+    """A sequence that may have drafts."""
+
+    rate: float = FIRST_RATE
+    """Share of drafts that hold, after those before them held."""
+    guess: SequenceOf[int] = ()
+    guessed_at: int = 0
+    """The number of tokens before the guess."""
+
+    def observe(self, tokens: SequenceOf[int]) -> None:
+        """Compares the last guess with the tokens that came; verified or not, they are those of the model."""
+        for guess, token in zip(self.guess, tokens[self.guessed_at :], strict=False):
+            self.rate += RATE_WEIGHT * ((guess == token) - self.rate)
+            if guess != token:
+                break
+        self.rate = min(max(self.rate, LOWEST_RATE), HIGHEST_RATE)
+
+    def remember(self, guess: SequenceOf[int], tokens: int) -> None:
+        self.guess, self.guessed_at = guess, tokens
+
+
+@dataclass(slots=True)
+class Speculation:
+    """The drafts of a step."""
+
+    chunks: list[Chunk]
+    """With drafts, to be verified."""
+    rows: int
+    """Sequences of the step; 0 where its time says nothing about drafts."""
+    started: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counters; they only grow."""
+
+    drafts: int = 0
+    """Runs of draft tokens, one for a sequence and step."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+    failures: int = 0
+    """Errors of the drafter."""
+
+
+class Drafting:
+    """Follows the sequences of an engine that may have drafts: all but beams. A sequence has none before its first
+    token, while logits of earlier tokens are read, and in the step after which it is handed over."""
+
+    def __init__(
+        self, drafter: Drafter, lengths: Lengths, *, most_step_tokens: int, vocabulary_size: int
+    ) -> None:
+        self.counts = DraftCounts()
+        self.drafter = drafter
+        self.lengths = lengths
+        self._most_step_tokens = most_step_tokens
+        self._vocabulary_size = vocabulary_size
+        self._followed: dict[int, Followed] = {}
+        self._paused_steps = 0
+
+    def follow(self, sequence: Sequence) -> None:
+        self._followed[sequence.key] = Followed()
+
+    def forget(self, key: int) -> None:
+        if self._followed.pop(key, None):
+            self.drafter.forget(key)
+
+    def extend(self, chunks: SequenceOf[Chunk], scheduler: Scheduler[Sequence]) -> Speculation:
+        """Adds drafts to scheduled chunks, within what is left of the step's tokens."""
+        taken = [chunk for chunk in chunks if self._takes(chunk)]
+        step = Speculation([], len(chunks) if len(taken) == len(chunks) else 0)
+        if not taken:
+            return step
+        if self._paused_steps:
+            self._paused_steps -= 1
+            return step
+        left = self._most_step_tokens - sum(chunk.count for chunk in chunks)
+        for chunk, drafts in zip(taken, self._drafts(taken, len(chunks)), strict=True):
+            if drafts and left > 0:
+                scheduler.add_drafts(chunk, drafts[:left])
+                if chunk.drafts:
+                    left -= len(chunk.drafts)
+                    step.chunks.append(chunk)
+        return step
+
+    def verified(self, chunk: Chunk, accepted: int) -> None:
+        """Counts the drafts of a chunk, of which the first `accepted` hold."""
+        counts, times = self.counts, chunk.sequence.times
+        counts.drafts += 1
+        counts.draft_tokens += len(chunk.drafts)
+        counts.accepted_tokens += accepted
+        for position in range(accepted):
+            counts.accepted_by_position[position] += 1
+        times.draft_tokens += len(chunk.drafts)
+        times.accepted_draft_tokens += accepted
+
+    def finished(self, step: Speculation) -> None:
+        """Learns from the time of a collected step."""
+        if step.rows:
+            drafts = sum(len(chunk.drafts) for chunk in step.chunks)
+            self.lengths.measured(step.rows, drafts, time.perf_counter() - step.started)
+
+    def _takes(self, chunk: Chunk) -> bool:
+        sequence = chunk.sequence
+        return (
+            chunk.count == 1
+            and chunk.completes
+            and sequence.key in self._followed
+            and sequence.times.first_token_ns > 0
+            and sequence.reader is None
+            and sequence.outgoing is None
+        )
+
+    def _drafts(self, chunks: SequenceOf[Chunk], rows: int) -> SequenceOf[SequenceOf[int]]:
+        sequences = [chunk.sequence for chunk in chunks]
+        followed = [self._followed[sequence.key] for sequence in sequences]
+        for each, sequence in zip(followed, sequences, strict=True):
+            each.observe(sequence.tokens)
+        # The step emits a token more than drafts that hold.
+        most = [
+            min(MOST_DRAFTS, sequence.rule.limit - len(sequence.tokens) - 1)
+            for sequence in sequences
+        ]
+        rates = [each.rate for each in followed]
+        if self.drafter.is_free:
+            guesses = self._guesses(list(zip(sequences, most, strict=True)))
+            lengths = self.lengths.choose(rows, rates, list(map(len, guesses)))
+        else:
+            lengths = self.lengths.choose(rows, rates, most)
+            guesses = self._guesses(list(zip(sequences, lengths, strict=True)))
+        for each, sequence, guess in zip(followed, sequences, guesses, strict=True):
+            each.remember(guess, len(sequence.tokens))
+        return [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
+
+    def _guesses(self, wishes: list[Wish]) -> SequenceOf[SequenceOf[int]]:
+        """Guesses of known ids; none after an error."""
+        guesses: list[SequenceOf[int]] = [()] * len(wishes)
+        asked = [place for place, (_, most) in enumerate(wishes) if most > 0]
+        if not asked:
+            return guesses
+        try:
+            found = self.drafter.propose([wishes[place] for place in asked])
+            for place, guess in zip(asked, found, strict=True):
+                guesses[place] = self._known(guess[: wishes[place][1]])
+        except Exception:
+            log.exception("no drafts for %d steps: the drafter failed", PAUSE_STEPS)
+            self.counts.failures += 1
+            self._paused_steps = PAUSE_STEPS
+            return [()] * len(wishes)
+        return guesses
+
+    def _known(self, guess: SequenceOf[int]) -> SequenceOf[int]:
+        """The ids before the first one beyond the vocabulary, such as one of a prompt table."""
+        for place, token in enumerate(guess):
+            if not 0 <= token < self._vocabulary_size:
+                return guess[:place]
+        return guess

@@ -1,0 +1,149 @@
+"""How many drafts pay in a step, by measurement.
+
+A draft that holds with probability p is worth p tokens, and costs the time of its row. A step of `rows` sequences
+yields `rows` tokens in the `plain` time, so a draft pays where p > cost * rows / plain. The plain time and the cost are
+learned from the steps themselves, for each size of a batch: the extra time of a step is fitted by a fixed cost and a
+cost of each draft. Drafts are tried where their cost is unknown, and now and then where they did not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+MOST_DRAFTS = 8
+"""Most drafts of a sequence in a step."""
+MARGIN = 1.1
+"""Drafts must be worth so many times their cost."""
+PLAIN_WEIGHT = 0.1
+"""Weight of a step in the plain time."""
+DECAY = 0.97
+"""Weight of a step with drafts beside the next."""
+PRIOR = 0.3
+"""Weight of the assumed cost, in steps of four drafts."""
+ASSUMED_SHARE = 0.5
+"""Assumed cost of a draft, as a share of that of a sequence in a batch of at least four."""
+RETRY_STEPS = 512
+"""Where drafts do not pay, a step in so many has some."""
+PLAIN_EVERY = 64
+"""Where they pay, a step in so many has none."""
+OUTLIER = 3.0
+"""Times beyond so many times those of as many sequences as rows are cut: something else took them."""
+
+
+class Lengths(Protocol):
+    """Decides the number of drafts."""
+
+    def choose(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> SequenceOf[int]:
+        """The drafts of each sequence, at most `most`, in a step of `rows` sequences; `rates` are the shares of their
+        drafts that hold."""
+
+    def measured(self, rows: int, drafts: int, seconds: float) -> None:
+        """Takes the time of a step in which every sequence had one token, besides drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLengths:
+    """Implements Lengths: always as many drafts as possible, up to a number."""
+
+    drafts: int
+
+    def choose(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> list[int]:
+        return [min(self.drafts, each) for each in most]
+
+    def measured(self, rows: int, drafts: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+
+class AdaptiveLengths:
+    """Implements Lengths."""
+
+    def __init__(self) -> None:
+        self._costs: dict[int, StepCosts] = {}
+
+    def choose(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> SequenceOf[int]:
+        none = [0] * len(most)
+        costs = self._costs_of(rows)
+        if not costs.plain or costs.drafted_in_a_row >= PLAIN_EVERY:
+            return none
+        token = MARGIN * rows / costs.plain
+        price, fixed = costs.each * token, costs.fixed * token
+        lengths = [_paying(rate, cap, price) for rate, cap in zip(rates, most, strict=True)]
+        worth = sum(map(_expected, rates, lengths)) - price * sum(lengths)
+        if worth > fixed:
+            return lengths
+        # How many drafts come is up to the drafter: steps without any do not count.
+        if costs.plain_in_a_row >= RETRY_STEPS:
+            return [min(2, each) for each in most]
+        return none
+
+    def measured(self, rows: int, drafts: int, seconds: float) -> None:
+        self._costs_of(rows).add(rows, drafts, seconds)
+
+    def _costs_of(self, rows: int) -> StepCosts:
+        # Batches of a similar size share what was learned.
+        shift = max(0, rows.bit_length() - 4)
+        return self._costs.setdefault(rows >> shift << shift, StepCosts())
+
+
+def _paying(rate: float, most: int, price: float) -> int:
+    """Drafts that hold more often than their price."""
+    count, holds = 0, rate
+    while count < most and holds > price:
+        count += 1
+        holds *= rate
+    return count
+
+
+def _expected(rate: float, drafts: int) -> float:
+    """Drafts of so many that hold."""
+    return rate * (1 - rate**drafts) / (1 - rate)
+
+
+class StepCosts:
+    """The times of steps of about equally many sequences."""
+
+    def __init__(self) -> None:
+        self.plain = 0.0
+        """Seconds of a step without drafts; 0 while unknown."""
+        self.fixed = self.each = 0.0
+        """Further seconds of a step with drafts, and of each draft."""
+        self.plain_in_a_row = self.drafted_in_a_row = 0
+        # Sums over steps with drafts: 1, drafts, drafts², seconds beyond the plain time, and these times drafts.
+        self._sums = [0.0] * 5
+
+    def add(self, rows: int, drafts: int, seconds: float) -> None:
+        if not drafts:
+            self._add_plain(rows, seconds)
+        elif self.plain:
+            most = OUTLIER * self.plain * (rows + drafts) / rows
+            self._add_drafted(rows, drafts, min(seconds, most))
+
+    def _add_plain(self, rows: int, seconds: float) -> None:
+        if self.plain:
+            seconds = min(seconds, OUTLIER * self.plain)
+            self.plain += PLAIN_WEIGHT * (seconds - self.plain)
+        else:
+            self.plain = seconds
+            self._fit(rows)
+        self.plain_in_a_row += 1
+        self.drafted_in_a_row = 0
+
+    def _add_drafted(self, rows: int, drafts: int, seconds: float) -> None:
+        extra = seconds - self.plain
+        news = (1.0, drafts, drafts * drafts, extra, extra * drafts)
+        self._sums = [DECAY * old + new for old, new in zip(self._sums, news, strict=True)]
+        self._fit(rows)
+        self.drafted_in_a_row += 1
+        self.plain_in_a_row = 0
+
+    def _fit(self, rows: int) -> None:
+        """Least squares, drawn to no fixed cost and the assumed cost of each draft."""
+        count, drafts, squares, extra, products = self._sums
+        count += PRIOR
+        squares += PRIOR * 16
+        products += PRIOR * 16 * ASSUMED_SHARE * self.plain / max(4, rows)
+        determinant = count * squares - drafts * drafts
+        self.fixed = max(0.0, (extra * squares - drafts * products) / determinant)
+        self.each = max(0.0, (products - drafts * self.fixed) / squares)

@@ -1,0 +1,69 @@
+"""Drafts change nothing: any combination of fields, companions and interruptions gives what each item gets alone,
+without drafts. For the rounds see test_any_combination.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice, repeat
+
+import pytest
+from engine.torch.combinations import (
+    FAMILIES,
+    TINY_POOL,
+    Item,
+    Maker,
+    Result,
+    check,
+    fits_the_tiny_pool,
+    frequent,
+    lonely,
+)
+from engine.torch.conftest import ModelDir
+from engine.torch.drafts.drafters import SOURCES, AnyLengths, draft
+from engine.torch.harness import Harness
+from trtmesh.engine.backends.torch.drafts import drafting
+from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
+
+ITEMS = 9
+FIXED = {"absurd": 3, "perfect": 8}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    rounds = metafunc.config.getoption("--combinations", default=None)
+    metafunc.parametrize("number", range(rounds or 3))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+async def test_any_drafts_change_nothing(
+    source: str, number: int, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "PAUSE_STEPS", 2)
+    model = model_dir(FAMILIES[number % len(FAMILIES)])
+    async with lonely(model) as engine:
+        maker = Maker(1000 + number, await frequent(engine))
+        settings = maker.settings() | {"drafts": "ngram"}
+        made: Iterator[Item] = (maker.item(index) for index in repeat(0))
+        # Room for drafts.
+        settings["max_step_tokens"] = 64
+        if number % 2:
+            settings |= TINY_POOL
+            made = filter(fits_the_tiny_pool, made)
+        items = [replace(item, batch_index=index) for index, item in enumerate(islice(made, ITEMS))]
+
+        def prepare(engine: Harness, alone: list[list[Result]]) -> None:
+            known = {
+                (item.batch_index, index): result.token_ids
+                for item, results in zip(items, alone, strict=True)
+                for index, result in enumerate(results)
+            }
+            fixed = FIXED.get(source)
+            lengths = FixedLengths(fixed) if fixed else AnyLengths(number)
+            draft(engine, SOURCES[source](known, number), lengths)
+
+        stats = await check(items, settings, model, engine, prepare)
+    assert stats.draft_tokens >= stats.drafts >= 0
+    if source == "perfect":
+        assert stats.accepted_draft_tokens
+    if source == "failing":
+        assert stats.draft_failures

@@ -1,0 +1,66 @@
+"""How many drafts are worth their time."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from trtmesh.engine.backends.torch.drafts.lengths import (
+    MOST_DRAFTS,
+    PLAIN_EVERY,
+    RETRY_STEPS,
+    AdaptiveLengths,
+)
+
+
+def play(
+    lengths: AdaptiveLengths,
+    rows: int,
+    rate: float,
+    each: float,
+    fixed: float = 0.0,
+    steps: int = 3000,
+) -> tuple[float, float]:
+    """The tokens a second of steps with a plain time of 1, as a share of those without drafts, and the mean number of a
+    sequence's drafts."""
+    dice = Random(rows)
+    tokens, seconds, drafted = 0.0, 0.0, 0
+    for _ in range(steps):
+        counts = lengths.choose(rows, [rate] * rows, [MOST_DRAFTS] * rows)
+        drafts = sum(counts)
+        took = (1 + each * drafts + fixed * (drafts > 0)) * dice.uniform(0.9, 1.1)
+        lengths.measured(rows, drafts, took)
+        tokens += rows + sum(sum(rate**k for k in range(1, count + 1)) for count in counts)
+        seconds += took
+        drafted += drafts
+    return tokens / seconds / rows, drafted / steps / rows
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("rate", [0.1, 0.8, 0.95])
+@pytest.mark.parametrize("cost", [0.02, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("fixed", [0.0, 1.0])
+def test_drafts_never_cost_more_than_they_are_worth(
+    rows: int, rate: float, cost: float, fixed: float
+) -> None:
+    """`cost` is a draft's share of the time of a sequence."""
+    gain, drafts = play(AdaptiveLengths(), rows, rate, cost / rows, fixed)
+    assert gain > 0.97
+    if cost >= 1:
+        assert drafts < 0.2
+
+
+def test_cheap_drafts_that_hold_are_many() -> None:
+    gain, drafts = play(AdaptiveLengths(), 1, 0.9, 0.05)
+    assert drafts > 6
+    assert gain > 3
+    gain, drafts = play(AdaptiveLengths(), 16, 0.8, 0.3 / 16)
+    assert gain > 1.3
+    assert 2 < drafts < 6
+
+
+def test_a_change_is_noticed() -> None:
+    lengths = AdaptiveLengths()
+    assert play(lengths, 8, 0.8, 2.0 / 8)[1] < 0.2
+    assert play(lengths, 8, 0.8, 0.05 / 8, steps=40 * RETRY_STEPS)[1] > 2
+    assert play(lengths, 8, 0.8, 2.0 / 8, steps=40 * PLAIN_EVERY)[1] < 1
