@@ -119,7 +119,6 @@ ROOMS = {
         "handoff",
         "admission",
         "ledger",
-        "kv_blocks",
         "adapter_store",
         "backend",
         "stopping",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.block_hashes import ROOT_HASH, chain, root_hash
+from trtmesh.chassis.block_hashes import ROOT_HASH, chain, extend_names, root_hash
 from trtmesh.chassis.vocabulary import Adapter
 
 
@@ -36,3 +36,12 @@ def test_root_hash_depends_on_every_part() -> None:
         root_hash("a", adapter=Adapter(1, version="v1"), prompt_table_digest=b"a"),
     ]
     assert len(set(roots)) == len(roots)
+
+
+def test_names_are_extended_from_last_known_block() -> None:
+    tokens = list(range(12))
+    names = list(chain(ROOT_HASH, tokens, 4))
+    known = names[:1]
+    assert extend_names(known, ROOT_HASH, tokens, 4, 3) is known
+    assert known == names
+    assert extend_names(known, ROOT_HASH, tokens, 4, 1) == names

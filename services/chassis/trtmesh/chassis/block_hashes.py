@@ -54,6 +54,18 @@ def chain(parent_hash: int, token_ids: Sequence[int], tokens_per_block: int) -> 
     return hashes
 
 
+def extend_names(
+    hashes: list[int], root: int, tokens: Sequence[int], tokens_per_block: int, count: int
+) -> list[int]:
+    """Extends the names of a sequence's leading full blocks to at least `count`; `root` is the parent of the first."""
+    known = len(hashes)
+    if known < count:
+        parent = hashes[-1] if hashes else root
+        following = tokens[known * tokens_per_block : count * tokens_per_block]
+        hashes += chain(parent, following, tokens_per_block)
+    return hashes
+
+
 def _number(digest: bytes) -> int:
     # 0 is reserved for the root.
     return int.from_bytes(digest, "little") or 1

@@ -22,9 +22,7 @@ class Speller:
     def encode(self, words: list[str]) -> list[list[int]]:
         """Returns the ids of words, each encoded as a whole text."""
         # Releases the interpreter, unlike the library's `encode`.
-        encodings = (
-            self._tokenizer.encode_batch_fast(words, add_special_tokens=False) if words else ()
-        )
+        encodings = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def spellings(self, word: str) -> list[list[int]]:

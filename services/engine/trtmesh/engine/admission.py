@@ -16,7 +16,6 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.parsing import ELEMENT_BYTES
 from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, PromptTuning
 from trtmesh.engine.backend import BackendInfo, Submission
-from trtmesh.engine.kv_blocks import blocks_needed
 from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1.generation_fields import FILTERS
@@ -189,7 +188,9 @@ def _limit(item: Submission, info: BackendInfo) -> int:
         limit = wanted = min(longest, prompt_tokens + max_tokens)
     if wanted > capacity:
         shared = _shared_blocks(prompt_tokens, beams, info)
-        needed = shared + beams * (blocks_needed(wanted, info.tokens_per_block) - shared)
+        # The last token's KV is never computed.
+        blocks = -(-(wanted - 1) // info.tokens_per_block)
+        needed = shared + beams * (blocks - shared)
         new = f"{wanted - prompt_tokens} new ones" + (
             f" in each of {beams} beams" if beams > 1 else ""
         )

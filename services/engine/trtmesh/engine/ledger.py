@@ -1,12 +1,21 @@
-"""The live sequences of a backend, their times, and its undelivered output."""
+"""The live sequences of a backend, their times, and its undelivered output and changes of blocks."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from trtmesh.engine.backend import PerfMetrics, SequenceEnd, StepOutput
+from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.engine.backend import (
+    BlocksRemoved,
+    BlocksStored,
+    KvEvent,
+    PerfMetrics,
+    SequenceEnd,
+    StepOutput,
+)
 
 
 @dataclass(slots=True)
@@ -73,3 +82,47 @@ class Ledger(Generic[S]):
         output, self.output = self.output, StepOutput(0)
         output.step_count = step_count
         return output
+
+
+class KvEventLog:
+    """Collects changes of the reusable blocks; a chain of stored blocks makes one event."""
+
+    def __init__(self) -> None:
+        self._events: list[KvEvent] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def stored(
+        self,
+        parent_hash: int,
+        block_hash: int,
+        token_ids: Sequence[int],
+        adapter: Adapter | None = None,
+    ) -> None:
+        """A block became reusable."""
+        last = self._events[-1] if self._events else None
+        if (
+            isinstance(last, BlocksStored)
+            and last.block_hashes[-1] == parent_hash
+            and last.adapter == adapter
+        ):
+            last.block_hashes.append(block_hash)
+            last.token_ids += token_ids
+        else:
+            self._events.append(BlocksStored(parent_hash, [block_hash], list(token_ids), adapter))
+
+    def removed(self, block_hashes: Sequence[int]) -> None:
+        """Blocks were evicted."""
+        if not block_hashes:
+            return
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksRemoved):
+            last.block_hashes += block_hashes
+        else:
+            self._events.append(BlocksRemoved(list(block_hashes)))
+
+    def take(self) -> list[KvEvent]:
+        """Returns the changes since the last call."""
+        events, self._events = self._events, []
+        return events

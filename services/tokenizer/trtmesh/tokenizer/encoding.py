@@ -371,7 +371,8 @@ def _encode(
     plain = [text for request in wanted for text in request.texts(special=False)]
     marked_ids = iter(_encodings(tokenizer, marked, special=True))
     plain_ids = iter(_encodings(tokenizer, plain, special=False))
-    word_ids = iter(speller.encode([word for request in wanted for word in request.words]))
+    words_of_all = [word for request in wanted for word in request.words]
+    word_ids = iter(speller.encode(words_of_all) if words_of_all else ())
     # The items of a request mostly have the same words.
     spelled_words = {word for request in wanted for word in request.spelled_words}
     spellings = {word: speller.spellings(word) for word in spelled_words}

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import KvEvent
-from trtmesh.engine.kv_blocks import KvEventLog
+from trtmesh.engine.ledger import KvEventLog
 
 DEFAULT_PRIORITY = 35
 """The priority without a wish, as in TensorRT-LLM."""

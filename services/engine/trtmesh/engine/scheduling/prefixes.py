@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from trtmesh.engine.kv_blocks import extend_names
+from trtmesh.chassis.block_hashes import extend_names
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, Prefix, Retention
 from trtmesh.engine.scheduling.rules import SchedulingRules
 from trtmesh.engine.scheduling.sequence import ScheduledSequence

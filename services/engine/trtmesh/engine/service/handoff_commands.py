@@ -38,12 +38,6 @@ class HandoffCommands:
         self._engine, self._outbox = engine, outbox
         self._open = True
 
-    @property
-    def owes(self) -> bool:
-        """Whether other workers may still need KV of the router's sequences."""
-        handoffs = self._engine.handoffs
-        return handoffs is not None and handoffs.owes(self)
-
     def reserve(self, command: transfer.ReserveBlocksCommand) -> None:
         name = "reserve_blocks"
         try:
@@ -119,9 +113,8 @@ class HandoffCommands:
             self._engine.handoffs.release(command.lease_id, consumed=command.consumed)
 
     def submit(self, command: epb.SubmitCommand, item: Submission) -> Lease | None:
-        """Gives an item to the backend, with a lease if the command names any. Raises TrtmeshError."""
-        leases = item.sender_lease_id or item.receiver_lease_id or item.handoff_state
-        if self._engine.handoffs is None or not leases:
+        """Gives an item of a handoff to the backend. Raises TrtmeshError."""
+        if self._engine.handoffs is None:
             self._engine.backend.submit(item)
             return None
         handoff = item.config.handoff

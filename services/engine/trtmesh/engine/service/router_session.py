@@ -104,7 +104,13 @@ class RouterSession:
 
     @property
     def busy(self) -> bool:
-        return bool(self._live) or (self._open and (self.outbox.holds_steps or self._handoffs.owes))
+        return bool(self._live) or (self._open and (self.outbox.holds_steps or self._owes))
+
+    @property
+    def _owes(self) -> bool:
+        """Whether other workers may still need KV of the router's sequences."""
+        handoffs = self._engine.handoffs
+        return handoffs is not None and handoffs.owes(self._handoffs)
 
     def execute(self, command: epb.EngineCommand) -> None:
         """Executes a command. Raises an error only to end the stream."""
@@ -228,7 +234,11 @@ class RouterSession:
         try:
             self._check_room(len(handles))
             item = parse_submit(command, tuple(map(self._key, handles)), self._engine)
-            handoff = self._handoffs.submit(command, item)
+            handoff = None
+            if item.sender_lease_id or item.receiver_lease_id or item.handoff_state:
+                handoff = self._handoffs.submit(command, item)
+            else:
+                self._engine.backend.submit(item)
         except TrtmeshError as error:
             self._refuse(handles, command, error)
             return

@@ -25,7 +25,7 @@ from trtmesh.engine.backend import (
     SequenceEnd,
     StepOutput,
 )
-from trtmesh.engine.kv_blocks import KvEventLog
+from trtmesh.engine.ledger import KvEventLog
 from trtmesh.engine.service.event_outbox import StepPart
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.wire import kv_event_message

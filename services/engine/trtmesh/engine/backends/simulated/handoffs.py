@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
+from trtmesh.chassis.block_hashes import extend_names
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.engine.backends.simulated.engine import SimulatedHandoffs
 from trtmesh.engine.backends.simulated.kv_content import LAYERS, KvContent, states_of
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
-from trtmesh.engine.kv_blocks import extend_names
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
 from trtmesh.engine.scheduling.handoffs import Sending
 from trtmesh.engine.scheduling.leases import LeasedBlocks

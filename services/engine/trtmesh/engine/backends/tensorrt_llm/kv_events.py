@@ -9,7 +9,7 @@ from typing import Any
 from trtmesh.chassis.block_hashes import ROOT_HASH, chain
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import BlocksCleared, KvEvent
-from trtmesh.engine.kv_blocks import KvEventLog
+from trtmesh.engine.ledger import KvEventLog
 
 MOST_BEGINNINGS = 8192
 """First blocks that are remembered."""

@@ -1,26 +1,10 @@
-"""Counts, names and events of KV blocks."""
+"""Events of KV blocks."""
 
 from __future__ import annotations
 
-import pytest
-from trtmesh.chassis.block_hashes import ROOT_HASH, chain
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored
-from trtmesh.engine.kv_blocks import KvEventLog, blocks_needed, extend_names
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(1, 0), (2, 1), (5, 1), (6, 2), (9, 2), (10, 3)])
-def test_last_token_needs_no_block(tokens: int, blocks: int) -> None:
-    assert blocks_needed(tokens, 4) == blocks
-
-
-def test_names_are_extended_from_last_known_block() -> None:
-    tokens = list(range(12))
-    names = list(chain(ROOT_HASH, tokens, 4))
-    known = names[:1]
-    assert extend_names(known, ROOT_HASH, tokens, 4, 3) is known
-    assert known == names
-    assert extend_names(known, ROOT_HASH, tokens, 4, 1) == names
+from trtmesh.engine.ledger import KvEventLog
 
 
 def test_chained_blocks_make_one_event() -> None:
