@@ -312,7 +312,10 @@ class ItemRun:
 
     @property
     def generated_tokens(self) -> int:
-        return sum(len(run.token_ids) for run in self._runs)
+        count = 0
+        for run in self._runs:
+            count += len(run.token_ids)
+        return count
 
     @property
     def generated_ns(self) -> int:
@@ -329,11 +332,16 @@ class ItemRun:
 
     @property
     def _settled(self) -> bool:
-        return bool(self._runs) and all(run.over for run in self._runs)
+        for run in self._runs:
+            if not run.over:
+                return False
+        return bool(self._runs)
 
     @property
     def _waiting(self) -> list[SequenceRun]:
         """Sequences to place."""
+        if not self._runs:
+            return []
         runs = [run for run in self._runs if run.assignment is None and run.waits_for_worker]
         return runs if self._handoffs is None else self._handoffs.without_worker(runs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,8 +22,9 @@ from trtmesh.v1 import router_pb2 as router_pb
 MOST_MESSAGE_BYTES = 2 * 2**20
 """Most bytes of a message with several tokens, below the default limit of gRPC clients, 4 MiB."""
 
-ANNOUNCED_SECONDS = 0.02
-"""Longest wait of an announcement for the first tokens. These take longer for a long prompt or in a queue."""
+ANNOUNCED_SECONDS = 0.1
+"""Longest wait of an announcement for the first tokens. Longer than those of 64 requests take that begin together, each
+of which would get a message more."""
 
 OPENING_SECONDS = 0.5
 """Longest wait of the opening event for another: without it a client cannot stop a request in a queue. Longer than a
@@ -96,6 +98,42 @@ class WaitingEvent:
 Waiting = WaitingTokens | WaitingEvent
 
 
+class Reminders:
+    """Sends what streams hold back, a fixed time after each asked. One timer serves all: most streams send something
+    before, and to make and cancel a timer costs as much as fifty calls."""
+
+    def __init__(self, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
+        self._due: dict[ClientStream, float] = {}
+        """The first asked first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, stream: ClientStream) -> float:
+        """Reminds a stream, which has to be dropped before. Returns when."""
+        due = self._due[stream] = self._loop.time() + self._seconds
+        if self._timer is None:
+            self._timer = self._loop.call_at(due, self._look)
+        return due
+
+    def drop(self, stream: ClientStream) -> None:
+        """The stream needs no reminder any more."""
+        del self._due[stream]
+        if not self._due and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        while self._due:
+            stream, due = next(iter(self._due.items()))
+            if due > now:
+                self._timer = self._loop.call_at(due, self._look)
+                return
+            stream.send_held()
+
+
 class WriteScheduler:
     """Wakes waiters in order, a few in each pass of the event loop.
 
@@ -106,6 +144,8 @@ class WriteScheduler:
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._planned = False
+        self.openings = Reminders(OPENING_SECONDS)
+        self.announcements = Reminders(ANNOUNCED_SECONDS)
 
     def ask(self, waiter: asyncio.Future[None]) -> None:
         """Queues `waiter`, whose result is set in turn."""
@@ -143,7 +183,9 @@ class ClientStream:
         self._entries: list[Waiting] = [WaitingEvent(opening, 0)]
         self._followed = False
         """Whether anything waits that is worth a message."""
-        self._telling: asyncio.TimerHandle | None = None
+        self._reminders: Reminders | None = writes.openings
+        """Those that will remind this stream, if any."""
+        self._remind_at = writes.openings.add(self)
         self._growing: dict[tuple[int, int], WaitingTokens] = {}
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
@@ -156,7 +198,6 @@ class ClientStream:
         """Waiting bytes at which the watcher hears of them."""
         self.merged_tokens = 0
         self._taken_at: float | None = None
-        self._tell_within(OPENING_SECONDS)
 
     def put_tokens(
         self,
@@ -208,20 +249,21 @@ class ClientStream:
         entry = WaitingEvent(event, event.ByteSize())
         self._entries.append(entry)
         self._count(entry.size)
-        self._tell_within(ANNOUNCED_SECONDS)
+        if self._loop.time() + ANNOUNCED_SECONDS < self._remind_at:
+            self._forget_reminder()
+            self._reminders = self._writes.announcements
+            self._remind_at = self._reminders.add(self)
 
-    def _tell_within(self, seconds: float) -> None:
-        due = self._loop.time() + seconds
-        if self._telling is not None:
-            if self._telling.when() <= due:
-                return
-            self._telling.cancel()
-        self._telling = self._loop.call_at(due, self._tell)
-
-    def _tell(self) -> None:
+    def send_held(self) -> None:
         """Sends the opening event and what was announced without anything else."""
         self._followed = True
         self._wake()
+
+    def _forget_reminder(self) -> None:
+        if self._reminders is not None:
+            self._reminders.drop(self)
+            self._reminders = None
+            self._remind_at = math.inf
 
     def close(self) -> None:
         """Ends the queue: `next_entries` returns the rest, even the opening event alone, then None."""
@@ -313,9 +355,8 @@ class ClientStream:
             self.watcher.on_read()
 
     def _wake(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
+        if self._reminders is not None:
+            self._forget_reminder()
         if self._taker is not None:
             self._writes.ask(self._taker)
             self._taker = None
