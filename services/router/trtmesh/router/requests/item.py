@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 
 from trtmesh.chassis.errors import AdapterNotFound, HandoffFailed, NoWorker, TrtmeshError
+from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.tasks import until_all_end, until_first_ends
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.admission import Permit
@@ -79,6 +80,7 @@ class ItemRun:
     async def run(self) -> None:
         """Runs the item from admission to the terminal event."""
         self._task = asyncio.current_task()
+        rebind_request_id(self._context.request_id)
         try:
             await self._admit()
             await self._encode()

@@ -214,11 +214,13 @@ class TokenizerPool:
         self._place_job(job)
         try:
             return await job.done
-        finally:
+        except BaseException:
+            # An answered or failed one is nowhere any more.
             waiting.dismiss(job)
             queue.dismiss(job)
             if job.tokenizer is not None:
                 job.tokenizer.withdraw(job)
+            raise
 
     async def decode(self, model: str, token_ids: Sequence[int], options: TextOptions) -> str:
         """Text of ids. Raises TokenizerLost, or the tokenizer's own error."""
