@@ -8,12 +8,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Literal
 
 from pydantic import Field
 from trtmesh.chassis.errors import SlowClient
 from trtmesh.chassis.fair.limits import Account, Budget
+from trtmesh.chassis.forwarding import Forwarder
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.v1 import generation_pb2 as pb
@@ -135,21 +137,21 @@ class Reminders:
 
 
 class WriteScheduler:
-    """Wakes waiters in order, a few in each pass of the event loop.
+    """Has waiting messages written in order, a few in each pass of the event loop.
 
     A step readies a message for every client at once. If a single pass wrote all messages, a new request would advance
     by a stage per step, and a thousand streams would delay the request by seconds.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
         self._planned = False
         self.openings = Reminders(OPENING_SECONDS)
         self.announcements = Reminders(ANNOUNCED_SECONDS)
 
-    def ask(self, waiter: asyncio.Future[None]) -> None:
-        """Queues `waiter`, whose result is set in turn."""
-        self._waiting.append(waiter)
+    def ask(self, write: Callable[[], None]) -> None:
+        """Has `write` called in turn."""
+        self._waiting.append(write)
         if not self._planned:
             self._planned = True
             asyncio.get_running_loop().call_soon(self._grant)
@@ -157,15 +159,13 @@ class WriteScheduler:
     def _grant(self) -> None:
         waiting = self._waiting
         for _ in range(min(WRITES_PER_PASS, len(waiting))):
-            waiter = waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
+            waiting.popleft()()
         self._planned = bool(waiting)
         if waiting:
             asyncio.get_running_loop().call_soon(self._grant)
 
 
-class ClientStream:
+class ClientStream(Forwarder[Sequence[Waiting]]):
     """The queue from the data path, the producer, to the RPC handler, the consumer.
 
     Merging uses no timer: a fast client gets a message per step, and a slow client gets everything queued during the
@@ -176,6 +176,7 @@ class ClientStream:
     def __init__(
         self, opening: router_pb.GenerateEvent, writes: WriteScheduler, credit: Credit = UNLIMITED
     ) -> None:
+        super().__init__()
         # Asking for it costs a system call, and every message needs it.
         self._loop = asyncio.get_running_loop()
         self._writes = writes
@@ -271,19 +272,31 @@ class ClientStream:
         self._followed = bool(self._entries)
         self._wake()
 
-    async def next_entries(self) -> Sequence[Waiting] | None:
-        """Waits for the entries of the next message; None at the end. The only consumer calls again after its write."""
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def plan(self, write: Callable[[], None]) -> None:
+        self._writes.ask(write)
+
+    def take(self) -> Sequence[Waiting] | None:
+        """The entries of the next message, if any is worth one. Called again after the write."""
         self._taken_at = None
-        self._tell_room()
-        while not self._followed:
-            if self._closed:
-                return None
-            self._taker = self._loop.create_future()
-            await self._taker
+        if self.full:
+            self._tell_room()
+        if not self._followed:
+            return None
         entries = self._take_entries()
         if self._reported:
             self._report()
         self._taken_at = self._loop.time()
+        return entries
+
+    async def next_entries(self) -> Sequence[Waiting] | None:
+        """Waits for the entries of the next message; None at the end. The only consumer calls again after its write."""
+        while (entries := self.take()) is None and not self._closed:
+            self._taker = self._loop.create_future()
+            await self._taker
         return entries
 
     def unread_seconds(self, now: float) -> float:
@@ -345,11 +358,7 @@ class ClientStream:
 
     def _tell_room(self) -> None:
         credit = self._credit
-        if (
-            self.full
-            and self.waiting_tokens <= credit.tokens // 2
-            and self.waiting_bytes <= credit.bytes // 2
-        ):
+        if self.waiting_tokens <= credit.tokens // 2 and self.waiting_bytes <= credit.bytes // 2:
             self.full = False
             assert self.watcher is not None
             self.watcher.on_read()
@@ -357,9 +366,15 @@ class ClientStream:
     def _wake(self) -> None:
         if self._reminders is not None:
             self._forget_reminder()
+        self.wake()
         if self._taker is not None:
-            self._writes.ask(self._taker)
+            self._writes.ask(partial(_set, self._taker))
             self._taker = None
+
+
+def _set(taker: asyncio.Future[None]) -> None:
+    if not taker.done():
+        taker.set_result(None)
 
 
 def as_response(waiting: Sequence[Waiting]) -> router_pb.GenerateResponse:

@@ -323,6 +323,18 @@ class ServerCall:
         except BadMessage as error:
             await self.abort(error.status, str(error))
 
+    def write_now(self, message: Any) -> bool:
+        """Sends a message, and returns whether: a message that must wait, or the end of the call, needs `write`."""
+        if self._ended or self.stream.unsent.size:
+            return False
+        serialize = self._handler.response_serializer
+        data: bytes = message if serialize is None else serialize(message)
+        if len(data) > self._max_plain_bytes:
+            return False
+        if not self._headers_sent:
+            self._send_headers()
+        return self._writer.send_whole(self.stream, pack_prefix(0, len(data)), data)
+
     async def write(self, message: Any) -> None:
         """Sends a message. Returns once flow control has admitted all bytes. The rest of a cancelled write is sent
         first."""
