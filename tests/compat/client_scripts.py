@@ -599,7 +599,6 @@ SCRIPTS = (
         "v0.19.0",
         LAST,
         text_client("ensemble", {"guided_decoding_guide_type": "json"}),
-        refused=("guided_decoding_guide_type",),
     ),
     Script("end_to_end_test.py", "", FIRST, FIRST, chain),
     Script("end_to_end_test.py", "", "v0.6.0", "v0.13.0", chain, server="dated"),

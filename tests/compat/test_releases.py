@@ -295,6 +295,16 @@ async def biases_ids(asker: Asker, name: str) -> None:
     assert generated(asker, await asker.said({name: bias})) == [77] * TOKENS
 
 
+async def follows_a_guide(asker: Asker, name: str) -> None:
+    guided = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(77)+"}
+    answer = generated(asker, await asker.said(guided))
+    text = TOKENIZER.decode(list(answer)) if asker.is_core else answer
+    assert text.startswith("77")
+    assert not text.strip("7")
+    wrong = {"guided_decoding_guide_type": "yaml", "guided_decoding_guide": "(77"}[name]
+    assert name in await asker.refusal({**guided, name: wrong})
+
+
 async def extends_the_vocabulary(asker: Asker, name: str) -> None:
     """Prompt tuning: rows for ids beyond the vocabulary. A text has none, so only the shape is seen."""
     table = np.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
@@ -406,8 +416,8 @@ OBSERVED: Mapping[str, Check] = {
     "lora_task_id": Refused(7),
     "lora_weights": Refused(ONES),
     "lora_config": Refused(ONES),
-    "guided_decoding_guide_type": Refused("json"),
-    "guided_decoding_guide": Refused("x"),
+    "guided_decoding_guide_type": follows_a_guide,
+    "guided_decoding_guide": follows_a_guide,
     "image_bytes_input": Refused(PICTURES),
     "image_url_input": Refused("https://example.org/a.png"),
     "video_bytes_input": Refused(PICTURES),

@@ -297,9 +297,13 @@ async def test_a_client_that_never_reads_is_cut_off() -> None:
             "multimodal_input",
         ),
         (
-            {"guided_decoding": tpb.GuidedDecodingParams(guide_type="GUIDE_TYPE_JSON")},
-            grpc.StatusCode.UNIMPLEMENTED,
-            "guided_decoding.guide_type",
+            {
+                "guided_decoding": tpb.GuidedDecodingParams(
+                    guide_type="GUIDE_TYPE_REGEX", guide="(a"
+                )
+            },
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "guided_decoding.guide",
         ),
         (
             {"lora_config": tpb.LoraConfig(task_id=5)},

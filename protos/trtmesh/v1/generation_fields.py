@@ -117,6 +117,7 @@ class Lookahead:
 class GuidedDecoding:
     guide_type: int = 0
     guide: str | None = None
+    max_whitespace: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +275,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "lookahead.window_size": (0, 2147483647),
     "lookahead.ngram_size": (0, 2147483647),
     "lookahead.verification_set_size": (0, 2147483647),
+    "guided_decoding.max_whitespace": (0, 4096),
     "kv_cache.token_ranges.token_start": (0, 2147483647),
     "kv_cache.token_ranges.token_end": (0, 2147483647),
     "kv_cache.token_ranges.priority": (0, 100),
@@ -365,8 +367,9 @@ SUPPORTED_BY: Mapping[str, tuple[str, ...]] = {
     "prompt_tuning.embedding_table": ("torch",),
     "prompt_tuning.vocabulary_size": ("torch",),
     "prompt_tuning.extra_ids": ("torch",),
-    "guided_decoding.guide_type": ("tensorrt_llm", "vllm", "sglang", "trtllm"),
-    "guided_decoding.guide": ("tensorrt_llm", "vllm", "sglang", "trtllm"),
+    "guided_decoding.guide_type": ("torch", "tensorrt_llm", "vllm", "sglang", "trtllm"),
+    "guided_decoding.guide": ("torch", "tensorrt_llm", "vllm", "sglang", "trtllm"),
+    "guided_decoding.max_whitespace": ("torch",),
     "kv_cache.reuse": ("torch", "simulated", "tensorrt_llm"),
     "kv_cache.salt": ("torch", "simulated", "tensorrt_llm"),
     "kv_cache.token_ranges": ("torch", "tensorrt_llm"),

@@ -126,15 +126,17 @@ class _GuideTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     GUIDE_TYPE_UNSPECIFIED: _GuideType.ValueType  # 0
     """Never sent."""
     GUIDE_TYPE_JSON: _GuideType.ValueType  # 1
-    """Any JSON value; no guide text."""
+    """A JSON object, in TensorRT-LLM any JSON value; no guide text."""
     GUIDE_TYPE_JSON_SCHEMA: _GuideType.ValueType  # 2
     """JSON schema."""
     GUIDE_TYPE_REGEX: _GuideType.ValueType  # 3
     """Regular expression."""
     GUIDE_TYPE_EBNF_GRAMMAR: _GuideType.ValueType  # 4
-    """EBNF grammar."""
+    """EBNF grammar: GBNF with `root ::= ...`, or Lark with `start: ...` where the engine takes it."""
     GUIDE_TYPE_STRUCTURAL_TAG: _GuideType.ValueType  # 5
     """Structural tag description."""
+    GUIDE_TYPE_CHOICE: _GuideType.ValueType  # 6
+    """JSON array of texts, one of which is the output."""
 
 class GuideType(_GuideType, metaclass=_GuideTypeEnumTypeWrapper):
     """Kind of grammar."""
@@ -142,15 +144,17 @@ class GuideType(_GuideType, metaclass=_GuideTypeEnumTypeWrapper):
 GUIDE_TYPE_UNSPECIFIED: GuideType.ValueType  # 0
 """Never sent."""
 GUIDE_TYPE_JSON: GuideType.ValueType  # 1
-"""Any JSON value; no guide text."""
+"""A JSON object, in TensorRT-LLM any JSON value; no guide text."""
 GUIDE_TYPE_JSON_SCHEMA: GuideType.ValueType  # 2
 """JSON schema."""
 GUIDE_TYPE_REGEX: GuideType.ValueType  # 3
 """Regular expression."""
 GUIDE_TYPE_EBNF_GRAMMAR: GuideType.ValueType  # 4
-"""EBNF grammar."""
+"""EBNF grammar: GBNF with `root ::= ...`, or Lark with `start: ...` where the engine takes it."""
 GUIDE_TYPE_STRUCTURAL_TAG: GuideType.ValueType  # 5
 """Structural tag description."""
+GUIDE_TYPE_CHOICE: GuideType.ValueType  # 6
+"""JSON array of texts, one of which is the output."""
 Global___GuideType: typing_extensions.TypeAlias = GuideType
 
 class _GenerationPhase:
@@ -925,19 +929,26 @@ class GuidedDecodingConfig(google.protobuf.message.Message):
 
     GUIDE_TYPE_FIELD_NUMBER: builtins.int
     GUIDE_FIELD_NUMBER: builtins.int
+    MAX_WHITESPACE_FIELD_NUMBER: builtins.int
     guide_type: Global___GuideType.ValueType
     """Kind of grammar."""
     guide: builtins.str
     """Text of the grammar."""
+    max_whitespace: builtins.int
+    """Most blanks and line ends in a row between the parts of JSON; 0 means none. Unset means the worker's setting."""
     def __init__(
         self,
         *,
         guide_type: Global___GuideType.ValueType = ...,
         guide: builtins.str | None = ...,
+        max_whitespace: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guide", b"_guide", "guide", b"guide"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guide", b"_guide", "guide", b"guide", "guide_type", b"guide_type"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guide", b"_guide", "_max_whitespace", b"_max_whitespace", "guide", b"guide", "max_whitespace", b"max_whitespace"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guide", b"_guide", "_max_whitespace", b"_max_whitespace", "guide", b"guide", "guide_type", b"guide_type", "max_whitespace", b"max_whitespace"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guide", b"_guide"]) -> typing.Literal["guide"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_whitespace", b"_max_whitespace"]) -> typing.Literal["max_whitespace"] | None: ...
 
 Global___GuidedDecodingConfig: typing_extensions.TypeAlias = GuidedDecodingConfig
 

@@ -41,7 +41,7 @@ from trtmesh.engine.backends.torch.fields import ADAPTERS, SUPPORTED_FIELDS
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
 
-CHOSEN_BY = ("stopping.", "sampling.", "beam_search.", "output.")
+CHOSEN_BY = ("stopping.", "sampling.", "beam_search.", "guided_decoding.", "output.")
 """Groups of the fields by which tokens and their details are chosen."""
 SMALL_POOL = {"kv_cache_tokens": 12 * BLOCK}
 KEPT = pb.KvCacheConfig(token_ranges=[pb.TokenRangeRetention(priority=100)])
@@ -51,6 +51,12 @@ def table(seed: int, **values: Any) -> Options:
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
     tensor = pb.Tensor(data_type=pb.DATA_TYPE_FP32, shape=[4, 64], data=rows.numpy().tobytes())
     return {"prompt_tuning": pb.PromptTuningConfig(embedding_table=tensor, **values)}
+
+
+def guided(kind: str, guide: str | None = None, **values: Any) -> Options:
+    guide_type = pb.GuideType.Value(f"GUIDE_TYPE_{kind}")
+    asked = pb.GuidedDecodingConfig(guide_type=guide_type, guide=guide, **values)
+    return {"guided_decoding": asked}
 
 
 def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
@@ -110,6 +116,11 @@ def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
         "beam_search.early_stopping": Case(
             {**ending_beams, "length_penalty": 3.0},
             {"early_stopping": pb.EARLY_STOPPING_EXHAUSTIVE},
+        ),
+        "guided_decoding.guide_type": Case(guided("REGEX", '["a"]|a'), guided("CHOICE", '["a"]')),
+        "guided_decoding.guide": Case(guided("REGEX", "a{9}"), guided("REGEX", "b{9}")),
+        "guided_decoding.max_whitespace": Case(
+            {**guided("JSON"), "max_tokens": 12}, guided("JSON", max_whitespace=0)
         ),
         "prompt_tuning.embedding_table": Case(table(1), table(2), accepted),
         "prompt_tuning.vocabulary_size": Case(table(1), table(1, vocabulary_size=1), accepted),
@@ -174,6 +185,9 @@ async def test_field_acts(path: str, llama: Path, plain: list[int]) -> None:
 def alone(case: Case) -> Options:
     """The field without others that change tokens, as far as it can stand without them."""
     options = {**(DRAWN if "temperature" in case.before else NEW), **case.added}
+    if "guided_decoding" in options:
+        # A grammar ends with an end id.
+        del options["ignore_end_id"]
     try:
         config_of(options)
     except InvalidField:

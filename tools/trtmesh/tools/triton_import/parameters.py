@@ -73,7 +73,7 @@ NO_SPECULATION = (
 NO_ENCODER = "the embedded engine runs decoder-only models"
 NO_SPEECH = "the mesh generates text from text and takes no speech"
 NO_PICTURES = "the mesh takes no images and no video; requests with them are refused by name"
-NO_GRAMMARS = "the embedded engine does no guided decoding; requests for it are refused by name"
+GRAMMARS = "the embedded engine follows grammars by llguidance, for the tokenizer.json of its model"
 KERNELS = (
     "it tunes TensorRT's kernels, absent from the embedded engine, without an effect on answers"
 )
@@ -304,8 +304,8 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "cuda_graph_mode": replaced(KERNELS),
     "cuda_graph_cache_size": replaced(KERNELS),
     "enable_trt_overlap": replaced(KERNELS),
-    "guided_decoding_backend": unsupported(NO_GRAMMARS),
-    "xgrammar_tokenizer_info_path": unsupported(NO_GRAMMARS),
+    "guided_decoding_backend": replaced(GRAMMARS),
+    "xgrammar_tokenizer_info_path": replaced(GRAMMARS),
     "tokenizer_dir": replaced("engines have no tokenizer: see the one of preprocessing"),
     "FORCE_CPU_ONLY_INPUT_TENSORS": replaced("inputs never lie on a device"),
 }
@@ -411,7 +411,7 @@ ARGUMENTS: Mapping[str, Rule] = {
         text="adapters are directories of PEFT or of TensorRT-LLM's arrays",
     ),
     "speculative_config": unsupported(NO_SPECULATION),
-    "guided_decoding_backend": unsupported(NO_GRAMMARS),
+    "guided_decoding_backend": replaced(GRAMMARS),
 }
 
 

@@ -324,10 +324,7 @@ class ReceivedMessages:
     def drop(self) -> None:
         """Frees everything, since nobody will read."""
         self._dropped = True
-        reader = self._reader
-        if not (reader.size or reader.missing or self._ready or self._inflation):
-            return
-        reader.clear()
+        self._reader.clear()
         self._ready.clear()
         if self._inflation is not None:
             self._inflation.clear()
@@ -335,9 +332,9 @@ class ReceivedMessages:
 
     def _count(self) -> None:
         """Counts the bytes in memory. The account may end this call to make room."""
-        if change := self.held - self._counted:
-            self._counted += change
-            self._account.add(change)
+        change = self.held - self._counted
+        self._counted += change
+        self._account.add(change)
 
     @property
     def waiting(self) -> bool:

@@ -72,7 +72,7 @@ class BlockHandoffs(Generic[S]):
             return False
         self._awaiting[lease_id] = list(sequences)
         first = self.first_awaiting(lease_id)
-        if first and first.has_prompt:
+        if first and first.is_prepared:
             self.report_awaiting(first)
         return True
 

@@ -82,12 +82,12 @@ class ScheduledSequence:
 
     @property
     def is_ready(self) -> bool:
-        """False while the prompt is incomplete, or KV of another worker awaited."""
-        return self.has_prompt and not self.receiver_lease
+        """False while a part of the item is being prepared, or KV of another worker awaited."""
+        return self.is_prepared and not self.receiver_lease
 
     @property
-    def has_prompt(self) -> bool:
-        """Whether everything for computing the prompt's KV is there."""
+    def is_prepared(self) -> bool:
+        """Whether everything is there that is made outside of the steps."""
         return True
 
     @property

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import ModelUnusable, TrtmeshError, WorkerLost
 from trtmesh.chassis.progress import tell_progress
-from trtmesh.chassis.vocabulary import PromptTuning
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
     AdapterLoad,
@@ -45,6 +44,7 @@ from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.engine import Engine
+    from trtmesh.engine.backends.torch.guided.grammars import Grammar
     from trtmesh.engine.backends.torch.loading import Loaded
     from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter, Slots
     from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
@@ -109,26 +109,44 @@ class TorchBackend:
                 adapter = self._loaded.adapters.hold(item.config.lora, len(sequences))
                 for sequence in sequences:
                     sequence.give_adapter(adapter)
-            if item.config.prompt_tuning:
-                self._read_table(item.request_id, item.config.prompt_tuning, sequences)
+            self._prepare(item, sequences)
             self._incoming_sequences += len(sequences)
             self._incoming_tokens += _pending_tokens(sequences)
             self._send(partial(self._add, keys=item.keys, sequences=sequences))
 
-    def _read_table(self, request_id: str, asked: PromptTuning, sequences: list[Sequence]) -> None:
-        """The sequences must enter the inbox before `_wake` is released. Raises QueueFull or InvalidField."""
+    def _prepare(self, item: Submission, sequences: list[Sequence]) -> None:
+        """Begins to make the parts of the item that take long. The sequences must enter the inbox before `_wake` is
+        released. Raises QueueFull or InvalidField."""
 
-        def done(table: PromptTable | TrtmeshError) -> None:
-            self._send(lambda engine: engine.prepared(sequences, table))
+        def done(part: PromptTable | Grammar | TrtmeshError) -> None:
+            self._send(lambda engine: engine.prepared(sequences, part))
 
+        tuning, guided, holders = (
+            item.config.prompt_tuning,
+            item.config.guided_decoding,
+            len(sequences),
+        )
+        leases = []
         try:
-            lease = self._loaded.tables.read(request_id, asked, len(sequences), done)
+            if tuning:
+                leases.append(self._loaded.tables.read(item.request_id, tuning, holders, done))
+            if guided:
+                assert self._loaded.grammars
+                emitted = item.token_ids[item.prompt_tokens :]
+                leases.append(
+                    self._loaded.grammars.compile(item.request_id, guided, emitted, holders, done)
+                )
         except TrtmeshError:
             for sequence in sequences:
                 sequence.let_go()
+            for lease in leases:
+                # Of the sequences, which do not have it yet.
+                for _ in sequences:
+                    lease.give_back()
             raise
         for sequence in sequences:
-            sequence.table_lease = lease
+            for lease in leases:
+                sequence.await_part(lease)
 
     def _keys_of(self, item: Submission) -> SequenceOf[int]:
         """Keys of the sequences to compute: the item's sequences, the lanes of a beam search, or a prompt alone."""
@@ -227,6 +245,8 @@ class TorchBackend:
         loaded: Loaded | None = self.__dict__.pop("_loaded", None)
         if loaded is not None:
             await asyncio.to_thread(loaded.tables.close)
+            if loaded.grammars:
+                await asyncio.to_thread(loaded.grammars.close)
             await asyncio.to_thread(loaded.adapters.close)
 
     def _run(self, loaded: Future[Loaded]) -> None:

@@ -39,6 +39,7 @@ from trtmesh.engine.backends.torch.decoding import (
     SampledDecoding,
 )
 from trtmesh.engine.backends.torch.drafts.drafting import Drafting, Speculation
+from trtmesh.engine.backends.torch.guided.grammars import Grammar
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
@@ -137,8 +138,10 @@ class Engine:
         if lease_id and not self._handoffs.expect(lease_id, sequences):
             self._lose_kv(sequences)
 
-    def prepared(self, sequences: Iterable[Sequence], part: PromptTable | TrtmeshError) -> None:
-        """Gives the sequences of an item their prompt table, to start, or ends all with an error."""
+    def prepared(
+        self, sequences: Iterable[Sequence], part: PromptTable | Grammar | TrtmeshError
+    ) -> None:
+        """Gives the sequences of an item a part that they await, to start with the last, or ends all with an error."""
         for sequence in sequences:
             # Sequences of one decoding fail together.
             if not self.scheduler.lives(sequence):
@@ -146,7 +149,9 @@ class Engine:
             if isinstance(part, TrtmeshError):
                 self._fail(sequence, part)
                 continue
-            sequence.give_table(part)
+            sequence.give_part(part)
+            if not sequence.is_prepared:
+                continue
             if not sequence.receiver_lease:
                 self.scheduler.ready(sequence)
             elif sequence is self._handoffs.first_awaiting(sequence.receiver_lease):

@@ -28,9 +28,12 @@ from trtmesh.engine.backends.torch.drafts.lengths import AdaptiveLengths
 from trtmesh.engine.backends.torch.drafts.prompt_lookup import PromptLookup
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
+from trtmesh.engine.backends.torch.guided.grammars import Grammars
+from trtmesh.engine.backends.torch.guided.guidance import compiler_for
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterTargets
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.handoff_memory import kv_memory_of
-from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, fitting
 from trtmesh.engine.backends.torch.memory.tensors import DATA_TYPES
 from trtmesh.engine.backends.torch.model.lora_layers import Room
@@ -76,6 +79,8 @@ class Loaded:
     device: Device
     cache: KvCache
     tables: PromptTables
+    grammars: Grammars | None
+    """None where the model's tokenizer is unknown."""
     adapters: AdapterCache
     kv_memory: KvMemory | None
     """None where the KV of a token depends on a setting, and so may differ between workers, and where several ranks
@@ -181,6 +186,10 @@ def _engine(
         installed.cache,
     )
     limits, batching = settings.limits, settings.batching
+    tell_progress("reads the tokenizer")
+    compile_guide = compiler_for(
+        model_dir, model.vocabulary_size, model.end_ids, settings.guided.max_whitespace
+    )
     # The KV of several ranks cannot be handed over yet.
     hands_over = installed.is_independent and ranks is None
     info = BackendInfo(
@@ -201,7 +210,10 @@ def _engine(
         tokens_per_block=settings.kv_cache.tokens_per_block,
         total_blocks=sizes.blocks,
         supported_fields=supported_fields(
-            settings.decoding_mode, adapters=bool(model.targets), prompt_tables=ranks is None
+            settings.decoding_mode,
+            adapters=bool(model.targets),
+            prompt_tables=ranks is None,
+            guides=compile_guide is not None,
         ),
         capabilities=_capabilities(settings, model, hands_over=hands_over),
         end_ids=model.end_ids,
@@ -229,7 +241,8 @@ def _engine(
     engine = Engine(compute, scheduler, adapters, handoffs, _drafting(settings, model, device))
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     kv_memory = kv_memory_of(cache) if hands_over else None
-    return Loaded(engine, info, device, cache, tables, adapters, kv_memory, ranks)
+    grammars = Grammars(compile_guide) if compile_guide else None
+    return Loaded(engine, info, device, cache, tables, grammars, adapters, kv_memory, ranks)
 
 
 def _drafting(settings: TorchSettings, model: Model, device: Device) -> Drafting | None:

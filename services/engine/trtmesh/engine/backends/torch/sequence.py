@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.block_hashes import root_hash
 from trtmesh.engine.backend import SequenceStart, StepOutput, Submission, TokenDetails
+from trtmesh.engine.backends.torch.guided.grammars import Grammar
+from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.scheduling import sequence as scheduled
@@ -17,7 +19,7 @@ from trtmesh.engine.stopping import EndRule
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
-    from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable, TableLease
+    from trtmesh.engine.backends.torch.preparation import PartLease
     from trtmesh.engine.backends.torch.sampling.readers import Reader
 
 
@@ -29,21 +31,30 @@ class Sequence(ScheduledSequence, Continuation):
     """Request id in log lines."""
     prompt_table: PromptTable | None = None
     """The embeddings of ids beyond the vocabulary in the prompt."""
-    table_lease: TableLease | None = None
-    """Memory of the prompt table, from before the table is read."""
+    unprepared: int = 0
+    """Parts of the item still being made."""
+    leases: list[PartLease] = field(default_factory=list)
+    """The sizes of the parts, from before they are made."""
     adapter: LoadedAdapter | None = None
     reader: Reader | None = None
     """Still needs logits of submitted tokens."""
 
     @property
-    def has_prompt(self) -> bool:
-        """False while the prompt table is being read."""
-        return self.table_lease is None or self.prompt_table is not None
+    def is_prepared(self) -> bool:
+        return not self.unprepared
 
-    def give_table(self, table: PromptTable) -> None:
-        """Takes the table of the lease."""
-        self.prompt_table = table
-        self._name_root()
+    def await_part(self, lease: PartLease) -> None:
+        self.leases.append(lease)
+        self.unprepared += 1
+
+    def give_part(self, part: PromptTable | Grammar) -> None:
+        """Takes an awaited part."""
+        self.unprepared -= 1
+        if isinstance(part, Grammar):
+            self.grammar = part
+        else:
+            self.prompt_table = part
+            self._name_root()
 
     def give_adapter(self, adapter: LoadedAdapter) -> None:
         """Takes the adapter and a hold."""
@@ -58,10 +69,9 @@ class Sequence(ScheduledSequence, Continuation):
         )
 
     def let_go(self) -> None:
-        self.prompt_table = self.reader = self.history = None
-        if self.table_lease:
-            self.table_lease.give_back()
-            self.table_lease = None
+        self.prompt_table = self.reader = self.history = self.grammar = None
+        while self.leases:
+            self.leases.pop().give_back()
         if self.adapter:
             self.adapter.give_back(self.adapter)
             self.adapter = None

@@ -78,6 +78,14 @@ class TorchLimitSettings(LimitSettings):
     with a table beyond this is refused."""
 
 
+class TorchGuidedSettings(Settings):
+    """Guided decoding."""
+
+    max_whitespace: Annotated[int, Field(ge=0, le=4096)] = 8
+    """Default of guided_decoding.max_whitespace: most blanks and line ends in a row between the parts of JSON; 0 means
+    none. Models that may write any number sometimes write nothing else."""
+
+
 class TorchAdapterSettings(AdapterSettings):
     """LoRA adapters in host memory and in the slots of the device."""
 
@@ -126,3 +134,4 @@ class TorchSettings(Settings):
     batching: TorchBatchingSettings = TorchBatchingSettings()
     limits: TorchLimitSettings = TorchLimitSettings()
     adapters: TorchAdapterSettings = TorchAdapterSettings()
+    guided: TorchGuidedSettings = TorchGuidedSettings()

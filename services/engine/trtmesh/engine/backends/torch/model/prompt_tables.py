@@ -3,33 +3,28 @@
 The table extends the model's embedding matrix: id `vocabulary_size + n` is row n. The model treats these rows like
 other embeddings (Gemma scales both), as in TensorRT-LLM.
 
-A table has megabytes to digest, convert and check, so a separate thread reads the table: neither the event loop nor the
-steps wait. Meanwhile the sequences of the item wait in the queue, and can be stopped like all others.
+A table has megabytes to digest, convert and check, so a separate thread reads the table (`preparation.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import logging
-import threading
 from array import array
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from trtmesh.chassis.errors import BackendFailed, InvalidField, QueueFull, TrtmeshError
-from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.errors import InvalidField, QueueFull
 from trtmesh.chassis.vocabulary import PromptTuning
 from trtmesh.engine.admission import table_rows
 from trtmesh.engine.backends.torch.memory.tensors import FLOATS, from_message
+from trtmesh.engine.backends.torch.preparation import Done, PartLease, Preparation
 from trtmesh.v1 import generation_pb2 as pb
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,44 +128,20 @@ def _bare(module: Any) -> Any:
     return bare
 
 
-Done = Callable[[PromptTable | TrtmeshError], None]
-"""Takes the table or an error, on the reading thread."""
-
-
-class TableLease:
-    """Memory of a table, counted until all holders have returned theirs."""
-
-    def __init__(self, size: int, holders: int, freed: Callable[[int], None]) -> None:
-        self._size = size
-        self._holders = holders
-        self._freed = freed
-        self._lock = threading.Lock()
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether there is a holder besides the caller."""
-        return self._holders > 1
-
-    def give_back(self) -> None:
-        """Called once by each holder."""
-        with self._lock:
-            self._holders -= 1
-            over = not self._holders
-        if over:
-            self._freed(self._size)
-
-
 class PromptTables:
     """The tables of all items of a backend, in at most `most_bytes` of memory."""
 
     def __init__(self, embedding: Embedding, most_bytes: int) -> None:
         self.embedding = embedding
         self._most_bytes = most_bytes
-        self._lock = threading.Lock()
-        self.held_bytes = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompt-tables")
+        self._preparation = Preparation("prompt-tables", most_bytes)
+        self.close = self._preparation.close
 
-    def read(self, request_id: str, asked: PromptTuning, holders: int, done: Done) -> TableLease:
+    @property
+    def held_bytes(self) -> int:
+        return self._preparation.held
+
+    def read(self, request_id: str, asked: PromptTuning, holders: int, done: Done) -> PartLease:
         """Queues a checked table; `holders` sequences will hold the result.
 
         Raises QueueFull where memory is short for now, InvalidField where the table can never fit.
@@ -184,42 +155,16 @@ class PromptTables:
                 value=str(size),
                 limit=f"at most {self._most_bytes} bytes",
             )
-        with self._lock:
-            if self.held_bytes + size > self._most_bytes:
-                raise QueueFull(
-                    f"the prompt tables of other items take {self.held_bytes} bytes of at most {self._most_bytes}"
-                    " (limits.max_prompt_table_bytes); try again later or elsewhere",
-                    value=str(self.held_bytes),
-                    limit=f"at most {self._most_bytes} bytes",
-                    limit_field="limits.max_prompt_table_bytes",
-                )
-            self.held_bytes += size
-        # The read is a holder too.
-        lease = TableLease(size, holders + 1, self._free)
-        self._thread.submit(self._read, request_id, asked, lease, done)
+        make = partial(self.embedding.read, asked)
+        what = "prompt table could not be read"
+        lease = self._preparation.begin(request_id, what, make, size, holders, done)
+        if lease is None:
+            held = self.held_bytes
+            raise QueueFull(
+                f"the prompt tables of other items take {held} bytes of at most {self._most_bytes}"
+                " (limits.max_prompt_table_bytes); try again later or elsewhere",
+                value=str(held),
+                limit=f"at most {self._most_bytes} bytes",
+                limit_field="limits.max_prompt_table_bytes",
+            )
         return lease
-
-    def close(self) -> None:
-        """Waits for the current read and drops the queue."""
-        self._thread.shutdown(cancel_futures=True)
-
-    def _read(self, request_id: str, asked: PromptTuning, lease: TableLease, done: Done) -> None:
-        if not lease.is_wanted:
-            lease.give_back()
-            return
-        table: PromptTable | TrtmeshError
-        try:
-            table = self.embedding.read(asked)
-        except TrtmeshError as error:
-            table = error
-        except Exception as error:
-            with request_id_bound(request_id):
-                log.exception("a prompt table could not be read")
-            table = BackendFailed(f"the prompt table could not be read: {error}")
-        # First: the count must be right when the item ends.
-        lease.give_back()
-        done(table)
-
-    def _free(self, size: int) -> None:
-        with self._lock:
-            self.held_bytes -= size

@@ -4,7 +4,8 @@ Greedy takes the highest logit, the lowest id among equals. Sampling filters, an
 temperature and a noise that is hashed from (seed, batch_index, sequence_index, position, token).
 
 The steps come in the order of transformers, our oracle: embedding bias, repetition penalty, presence and frequency
-penalty, bans (repeated n-grams, bad words, early end ids), then temperature, top_k, top_p and min_p.
+penalty, bans (repeated n-grams, bad words, early end ids), the grammar of a guided item, then temperature, top_k, top_p
+and min_p.
 
 The choice is a pure function of a row of logits, the item's config, the sequence's tokens and (seed, batch_index,
 sequence_index, position). All memory is recomputed from the tokens, so a sequence continues with the same draws after

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from trtmesh.chassis.errors import BackendFailed, InvalidRequest, TrtmeshError
+from trtmesh.chassis.errors import BackendFailed, InvalidField, InvalidRequest, TrtmeshError
 from trtmesh.engine.backend import TokenDetails, TopLogProbs
 from trtmesh.engine.backends.torch.memory.tensors import to_message
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.draws import draw
 from trtmesh.engine.backends.torch.sampling.filters import Filters, column, given, indexes
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
-from trtmesh.engine.backends.torch.sampling.token_rules import BANS, Ids
+from trtmesh.engine.backends.torch.sampling.token_rules import BANS, GUIDES, Ids
 
 
 def details_of(
@@ -172,7 +172,7 @@ class LogitsChoice:
     def read(self) -> dict[int, TrtmeshError]:
         self.token_ids = self.ids.tolist()
         return {
-            row: _failure(self.logits[row])
+            row: _failure(self.logits[row], self.sequences[row])
             for row, peak in enumerate(self.peaks.tolist())
             if not math.isfinite(peak)
         }
@@ -204,7 +204,7 @@ class Ranking:
         """Waits for the device. Returns the rows without a finite logit, with the reason. A row without an allowed
         token is no failure: other beams may continue."""
         return {
-            row: _failure(self.logits[row])
+            row: not_finite()
             for row, peak in enumerate(self.peaks.tolist())
             if not math.isfinite(peak) and peak != -math.inf
         }
@@ -217,11 +217,16 @@ def _changed(sequences: SequenceOf[Continuation], logits: Tensor) -> Tensor:
     return adjusted(sequences, logits)
 
 
-def _failure(row: Tensor) -> TrtmeshError:
+def _failure(row: Tensor, sequence: Continuation) -> TrtmeshError:
     """Why no token of a row can be chosen; `row` holds the model's own logits."""
-    if bool(torch.isfinite(row.amax())):
-        return InvalidRequest("together leave no token to choose; forbid less", fields=BANS)
-    return not_finite()
+    if not bool(torch.isfinite(row.amax())):
+        return not_finite()
+    guide = sequence.history and sequence.history.guide
+    if guide and guide.problem:
+        problem = f"cannot be followed any further: {guide.problem}"
+        return InvalidField(problem, field="guided_decoding.guide")
+    fields = (*GUIDES, *BANS) if guide else BANS
+    return InvalidRequest("together leave no token to choose; forbid less", fields=fields)
 
 
 def not_finite() -> BackendFailed:
@@ -233,7 +238,7 @@ Row = tuple[int, Continuation]
 
 
 def adjusted(sequences: SequenceOf[Continuation], logits: Tensor) -> Tensor:
-    """`logits` [sequences, vocabulary] after bias, penalties and bans; a copy unless unchanged.
+    """`logits` [sequences, vocabulary] after bias, penalties, bans and grammars; a copy unless unchanged.
 
     Each kind is one operation over the entries of all rows, numbered in the flat view of the logits.
     """
@@ -250,6 +255,7 @@ def adjusted(sequences: SequenceOf[Continuation], logits: Tensor) -> Tensor:
     _add_bias([row for row in rows if row[1].token_rules.biases], flat, size)
     _penalise([row for row in rows if row[1].token_rules.penalises], flat, size)
     _ban(rows, flat, size)
+    _allow([row for row in rows if row[1].token_rules.guided], logits)
     return logits
 
 
@@ -297,6 +303,22 @@ def _ban(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
     ]
     if places:
         flat.index_fill_(0, given(np.concatenate(places), flat), -math.inf)
+
+
+def _allow(rows: SequenceOf[Row], logits: Tensor) -> None:
+    """Forbids the tokens that the grammars of the rows do not allow."""
+    if not rows:
+        return
+    size = logits.shape[1]
+    # Grammars fill words of 32 bits.
+    allowed = np.zeros((len(rows), -(-size // 32) * 4), dtype=np.uint8)
+    for bits, (_, sequence) in zip(allowed, rows, strict=True):
+        guide = sequence.history and sequence.history.guide
+        assert guide
+        guide.fill(bits, sequence.rule.end_ids)
+    forbidden = np.unpackbits(~allowed, axis=1, count=size, bitorder="little").view(np.bool_)
+    where = indexes([row for row, _ in rows], logits)
+    logits[where] = logits[where].masked_fill_(given(forbidden, logits), -math.inf)
 
 
 def _banned(sequence: Continuation) -> Iterator[Ids]:

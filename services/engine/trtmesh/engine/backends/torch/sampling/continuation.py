@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from trtmesh.chassis.log_prob_sums import next_sum
 from trtmesh.chassis.vocabulary import Sampling
+from trtmesh.engine.backends.torch.guided.grammars import Grammar, Guide
 from trtmesh.engine.backends.torch.sampling.token_rules import Ids, TokenRules
 from trtmesh.engine.stopping import EndRule
 
@@ -32,6 +33,8 @@ class Continuation:
     """Prompt and generated tokens."""
     rule: EndRule
     token_rules: TokenRules
+    grammar: Grammar | None = None
+    """Allows tokens, where the item asks for guided decoding."""
     history: History | None = None
     """Memory of the rules; None until needed, and again when `tokens` is replaced."""
     cumulative_log_prob: float | None = None
@@ -47,7 +50,7 @@ class Continuation:
     def remember(self) -> None:
         """Brings the history up to date with the tokens."""
         if self.history is None:
-            self.history = History(self.token_rules, self.prompt_tokens)
+            self.history = History(self.token_rules, self.prompt_tokens, self.grammar)
         self.history.catch_up(self.tokens)
 
     @property
@@ -71,14 +74,17 @@ class History:
     The counts are pure functions of the tokens, so equal on every worker and after any number of runs.
     """
 
-    def __init__(self, rules: TokenRules, prompt_tokens: int) -> None:
+    def __init__(self, rules: TokenRules, prompt_tokens: int, grammar: Grammar | None) -> None:
         sampling = rules.sampling
+        self.guide = Guide(grammar, prompt_tokens) if grammar else None
         self.occurrences = Occurrences(sampling, prompt_tokens) if rules.penalises else None
         self.ngrams = Ngrams(sampling.no_repeat_ngram_size) if rules.bars_ngrams else None
         self.top_p = DecayingTopP(sampling, prompt_tokens) if rules.decays_top_p else None
 
     def catch_up(self, tokens: SequenceOf[int]) -> None:
         """Takes in the tokens added since the last call; earlier tokens must be unchanged."""
+        if self.guide:
+            self.guide.catch_up(tokens)
         if self.occurrences:
             self.occurrences.catch_up(tokens)
         if self.ngrams:

@@ -174,7 +174,8 @@ def indexes(values: SequenceOf[int], like: Tensor) -> Tensor:
 
 
 def given(
-    values: NDArray[np.float64] | NDArray[np.float32] | NDArray[np.int64], like: Tensor
+    values: NDArray[np.float64] | NDArray[np.float32] | NDArray[np.int64] | NDArray[np.bool_],
+    like: Tensor,
 ) -> Tensor:
     """A copy on the device of `like`, without waiting."""
     return torch.from_numpy(values).to(like.device, non_blocking=True)

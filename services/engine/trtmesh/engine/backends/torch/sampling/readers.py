@@ -104,6 +104,7 @@ class PastReader:
 
     def read(self, logits: Tensor) -> Iterator[PromptDetails]:
         past, tokens = self._past, self._sequence.tokens
+        past.grammar = self._sequence.grammar
         for place in range(len(logits)):
             token = tokens[len(past.tokens)]
             choice = self._choose([past], logits[place : place + 1])

@@ -22,6 +22,8 @@ BANS = (
     "stopping.min_tokens",
 )
 """Fields for forbidding tokens."""
+GUIDES = ("guided_decoding.guide", "stopping.ignore_end_id")
+"""Fields for allowing tokens."""
 
 
 class TokenRules:
@@ -46,11 +48,14 @@ class TokenRules:
         self.decays_top_p = not self.greedy and (
             sampling.top_p_decay is not None or sampling.top_p_min is not None
         )
-        self.remembers = self.penalises or self.bars_ngrams or self.decays_top_p
+        self.guided = config.guided_decoding is not None
+        self.remembers = self.penalises or self.bars_ngrams or self.decays_top_p or self.guided
         self.biases = bool(sampling.embedding_bias or sampling.embedding_bias_token_ids)
         self._bad_words = config.stopping.bad_token_ids
         self.bars_words = bool(self._bad_words)
-        self.adjusts = self.penalises or self.bars_ngrams or self.biases or self.bars_words
+        self.adjusts = (
+            self.penalises or self.bars_ngrams or self.biases or self.bars_words or self.guided
+        )
         self.wants_log_probs = output.log_probs or output.top_log_probs > 0
         self.wants_details = self.wants_log_probs or output.generation_logits
         asked = output.normalize_log_probs

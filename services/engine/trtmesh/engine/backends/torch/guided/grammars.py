@@ -1,0 +1,145 @@
+"""Grammars of guided items: compiled once off the step loop, kept by digest, followed by each sequence on its own.
+
+The state of a guided sequence is its grammar and its generated tokens. So it continues after a pause and on another
+worker like any sequence: the tokens are followed again from the first, at about a microsecond each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from trtmesh.chassis.errors import InvalidField, QueueFull
+from trtmesh.chassis.vocabulary import GuidedDecoding
+from trtmesh.engine.backends.torch.preparation import Done, PartLease, Preparation
+
+FIELD = "guided_decoding.guide"
+THREADS = 2
+"""Grammars compiled at once."""
+MOST_WAITING = 256
+"""Guided items between their submission and their end, times sequences counted once."""
+MOST_KEPT = 32
+"""Grammars kept after their last use; each takes up to 32 MiB while it is followed."""
+
+Row = NDArray[np.uint8]
+"""A bit for each id, those of a byte from the lowest on."""
+
+
+class Matcher(Protocol):
+    """A place in a grammar, after any number of tokens."""
+
+    def copy(self) -> Matcher:
+        """The same place, to go on from separately."""
+
+    def accept(self, token_ids: SequenceOf[int]) -> int:
+        """Follows tokens as far as the grammar allows. Returns how many."""
+
+    def fill(self, row: Row) -> str:
+        """Sets the bits of the ids allowed next, and clears all others and those of end ids. Returns why the grammar
+        cannot be followed any further, or ''."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text so far is complete."""
+
+
+Compile = Callable[[GuidedDecoding], Matcher]
+"""The place before the first token. Raises InvalidField for a guide that cannot be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled guide."""
+
+    start: Matcher
+
+
+class Guide:
+    """The generated tokens of a sequence in its grammar."""
+
+    def __init__(self, grammar: Grammar, prompt_tokens: int) -> None:
+        self._matcher = grammar.start.copy()
+        self._next = prompt_tokens
+        self.problem = ""
+        """Why the grammar can be followed no further."""
+
+    def catch_up(self, tokens: SequenceOf[int]) -> None:
+        """Takes in the tokens added since the last call."""
+        if self._matcher.accept(tokens[self._next :]) < len(tokens) - self._next:
+            self.problem = self.problem or "a generated token does not follow the grammar"
+        self._next = len(tokens)
+
+    def fill(self, row: Row, end_ids: Iterable[int]) -> None:
+        """Sets the bits of the tokens allowed next; of end ids only where the text may end."""
+        self.problem = self.problem or self._matcher.fill(row)
+        if self.problem:
+            row[:] = 0
+            return
+        may_end = self._matcher.may_end
+        for token in end_ids:
+            bit = 1 << (token & 7)
+            if may_end:
+                row[token >> 3] |= bit
+            else:
+                row[token >> 3] &= 0xFF ^ bit
+
+
+class Grammars:
+    """Compiles the guides of items on threads of its own, and keeps the last ones."""
+
+    def __init__(self, compile_guide: Compile) -> None:
+        self._compile_guide = compile_guide
+        self._preparation = Preparation("grammars", MOST_WAITING, THREADS)
+        self.close = self._preparation.close
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
+
+    def compile(
+        self,
+        request_id: str,
+        asked: GuidedDecoding,
+        emitted: SequenceOf[int],
+        holders: int,
+        done: Done,
+    ) -> PartLease:
+        """Queues a guide, with the tokens that were generated under it before; `holders` sequences will hold the
+        grammar. Raises QueueFull."""
+        make = partial(self._grammar, asked, emitted)
+        what = "grammar could not be compiled"
+        lease = self._preparation.begin(request_id, what, make, 1, holders, done)
+        if lease is None:
+            raise QueueFull.of(
+                MOST_WAITING,
+                f"{MOST_WAITING} items with a guide, the most that it takes, are in the worker",
+            )
+        return lease
+
+    def _grammar(self, asked: GuidedDecoding, emitted: SequenceOf[int]) -> Grammar:
+        """Raises InvalidField."""
+        name = digest_of(asked)
+        with self._lock:
+            grammar = self._kept.get(name)
+        if grammar is None:
+            grammar = Grammar(self._compile_guide(asked))
+        with self._lock:
+            self._kept[name] = grammar
+            self._kept.move_to_end(name)
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        if emitted and grammar.start.copy().accept(emitted) < len(emitted):
+            raise InvalidField("does not allow the tokens generated so far", field=FIELD)
+        return grammar
+
+
+def digest_of(asked: GuidedDecoding) -> bytes:
+    """Names a grammar."""
+    text = f"{asked.guide_type} {asked.max_whitespace} {asked.guide or ''}"
+    return blake2b(text.encode(), digest_size=16).digest()

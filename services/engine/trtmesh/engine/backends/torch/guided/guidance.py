@@ -1,0 +1,174 @@
+"""Grammars by llguidance: the only file that imports it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.vocabulary import GuidedDecoding
+from trtmesh.engine.backends.torch.guided.grammars import FIELD, Row
+from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
+from trtmesh.engine.guides import regex_of_choices
+from trtmesh.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 65_536
+MAX_LEXER_STATES = 16_384
+"""Of a kilobyte or two each."""
+JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
+
+
+class GuidanceMatcher:
+    """Implements Matcher."""
+
+    def __init__(self, own: LLMatcher, end_ids: Sequence[int]) -> None:
+        """`end_ids` are those of the tokenizer."""
+        self._own = own
+        self._end_ids = end_ids
+
+    def copy(self) -> GuidanceMatcher:
+        return GuidanceMatcher(self._own.deep_copy(), self._end_ids)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        return self._own.try_consume_tokens(list(token_ids))
+
+    def fill(self, row: Row) -> str:
+        self._own.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        for token in self._end_ids:
+            row[token >> 3] &= 0xFF ^ (1 << (token & 7))
+        return _sentence(self._own.get_error()) if self._own.is_error() else ""
+
+    @property
+    def may_end(self) -> bool:
+        return self._own.is_accepting()
+
+
+class GuidanceCompiler:
+    """Compiles guides for a tokenizer."""
+
+    def __init__(self, tokenizer: LLTokenizer, max_whitespace: int) -> None:
+        """`max_whitespace` counts where an item does not say otherwise."""
+        self._tokenizer = tokenizer
+        self._max_whitespace = max_whitespace
+
+    def __call__(self, asked: GuidedDecoding) -> GuidanceMatcher:
+        """Implements Compile."""
+        guide = asked.guide or ""
+        if len(guide.encode()) > MOST_BYTES:
+            raise InvalidField.of(FIELD, f"{len(guide.encode())} bytes", f"at most {MOST_BYTES}")
+        if asked.max_whitespace is not None and asked.guide_type not in JSON_TYPES:
+            field = "guided_decoding.max_whitespace"
+            raise InvalidField("is set, but only guides of JSON have white space", field=field)
+        if asked.guide_type == pb.GUIDE_TYPE_JSON:
+            return self._of_schema({"type": "object"}, asked.max_whitespace)
+        if not guide:
+            raise InvalidField("is not set, but the grammar needs it", field=FIELD)
+        match asked.guide_type:
+            case pb.GUIDE_TYPE_JSON_SCHEMA:
+                return self._of_schema(read_schema(guide), asked.max_whitespace)
+            case pb.GUIDE_TYPE_REGEX:
+                return self._of_regex(guide)
+            case pb.GUIDE_TYPE_CHOICE:
+                return self._of_regex(regex_of_choices(guide))
+            case pb.GUIDE_TYPE_EBNF_GRAMMAR:
+                return self._compiled(_lark(guide))
+        kinds = "JSON, JSON_SCHEMA, REGEX, CHOICE or EBNF_GRAMMAR"
+        name = pb.GuideType.Name(pb.GuideType.ValueType(asked.guide_type))
+        raise InvalidField.of("guided_decoding.guide_type", name, f"{kinds} on this worker")
+
+    def _of_regex(self, regex: str) -> GuidanceMatcher:
+        from llguidance import LLMatcher
+
+        return self._compiled(LLMatcher.grammar_from_regex(regex))
+
+    def _of_schema(
+        self, schema: dict[str, object], asked_whitespace: int | None
+    ) -> GuidanceMatcher:
+        most = self._max_whitespace if asked_whitespace is None else asked_whitespace
+        grammar_of = partial(_schema_grammar, most=most)
+
+        def problem_of(part: dict[str, object]) -> str:
+            return self._try(grammar_of(part))[1]
+
+        own, problem = self._try(grammar_of(schema))
+        if problem:
+            place = place_of(problem, schema, problem_of)
+            raise InvalidField(f"at {place} cannot be followed: {problem}", field=FIELD)
+        return GuidanceMatcher(own, self._tokenizer.eos_tokens)
+
+    def _compiled(self, grammar: str) -> GuidanceMatcher:
+        own, problem = self._try(grammar)
+        if problem:
+            raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
+        return GuidanceMatcher(own, self._tokenizer.eos_tokens)
+
+    def _try(self, grammar: str) -> tuple[LLMatcher, str]:
+        """A grammar at its start, and why it cannot be followed or would be followed in part only."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        own = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        problem = own.get_error() or "; ".join(own.get_grammar_warnings())
+        return own, _sentence(problem)
+
+
+def compiler_for(
+    model_dir: Path, vocabulary_size: int, end_ids: Sequence[int], max_whitespace: int
+) -> GuidanceCompiler | None:
+    """Returns the compiler for a model's tokenizer, or None, with the reason in the log. It takes seconds for 100,000
+    ids. `vocabulary_size` is that of the logits."""
+    file = model_dir / "tokenizer.json"
+    if find_spec("llguidance") is None or not file.is_file():
+        log.info("guided decoding needs llguidance and the model's tokenizer.json; it is refused")
+        return None
+    from llguidance import LLTokenizer
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        tokenizer = LLTokenizer(text, n_vocab=vocabulary_size, eos_token=list(end_ids) or None)
+    except (OSError, ValueError) as error:
+        log.warning("guided decoding is refused, since llguidance cannot use %s: %s", file, error)
+        return None
+    return GuidanceCompiler(tokenizer, max_whitespace)
+
+
+def _schema_grammar(schema: dict[str, object], most: int) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema),
+        overrides={
+            "whitespace_flexible": most > 0,
+            "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}" if most else None,
+            "lenient": False,
+        },
+    )
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's or GBNF's notation."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if "%json" in text:
+        # Beyond the limits of schemas.
+        raise InvalidField("has %json, which a grammar must not contain", field=FIELD)
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # noqa: BLE001 - a parser in Python, with errors of every kind
+        raise InvalidField(f"is no grammar: {_sentence(str(error))}", field=FIELD) from None
+
+
+def _sentence(problem: str) -> str:
+    """The library's own sentence, on a line."""
+    return " ".join(problem.replace("<non-verbose/>", "").split())

@@ -1,0 +1,88 @@
+"""What a JSON schema may ask for, and where in it a problem lies."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any, NoReturn
+
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.json_text import load_json
+
+FIELD = "guided_decoding.guide"
+MOST_DEPTH = 64
+MOST_ENUM_VALUES = 5_000
+MOST_MULTIPLE = 10_000
+"""Largest common multiple of all `multipleOf`, without trailing zeros: the automaton has a state for each remainder."""
+MOST_TRIALS = 256
+"""Parts of a schema tried for the place of a problem."""
+
+Schema = dict[str, Any]
+
+
+def read_schema(text: str) -> Schema:
+    """Parses a schema and checks its size. Raises InvalidField."""
+    try:
+        schema = load_json(text)
+    except json.JSONDecodeError as error:
+        raise InvalidField(f"is not JSON: {error}", field=FIELD) from None
+    if not isinstance(schema, dict):
+        raise InvalidField("must be a JSON object", field=FIELD)
+    if "x-guidance" in schema:
+        _refuse("x-guidance", "is not taken; guided_decoding.max_whitespace bounds white space")
+    values, multiple = 0, 1
+    for path, part in parts_of(schema):
+        if path.count("/") > MOST_DEPTH:
+            _refuse(path, f"is nested deeper than {MOST_DEPTH} levels")
+        if isinstance(part.get("enum"), list):
+            values += len(part["enum"])
+            if values > MOST_ENUM_VALUES:
+                _refuse(f"{path}/enum", f"brings the values of enums above {MOST_ENUM_VALUES}")
+        number = part.get("multipleOf")
+        if isinstance(number, int | float) and number > 0:
+            digits = int("".join(map(str, Decimal(repr(number)).as_tuple().digits)).rstrip("0"))
+            multiple = math.lcm(multiple, digits)
+            if multiple > MOST_MULTIPLE:
+                _refuse(
+                    f"{path}/multipleOf",
+                    f"brings the least common multiple of all multipleOf above {MOST_MULTIPLE}",
+                )
+    return schema
+
+
+def _refuse(path: str, problem: str) -> NoReturn:
+    raise InvalidField(f"at {path or '/'} {problem}", field=FIELD)
+
+
+def parts_of(value: Any) -> Iterator[tuple[str, Schema]]:
+    """All JSON objects within a value, the outer ones first, by their paths."""
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        path, part = waiting.pop()
+        if isinstance(part, dict):
+            yield path, part
+            children = [(f"{path}/{_escaped(key)}", child) for key, child in part.items()]
+        elif isinstance(part, list):
+            children = [(f"{path}/{index}", child) for index, child in enumerate(part)]
+        else:
+            continue
+        waiting += reversed(children)
+
+
+def place_of(problem: str, schema: Schema, problem_of: Callable[[Schema], str]) -> str:
+    """The path of the smallest part with the problem of the whole, as far as trials show; `problem_of` compiles."""
+    found = ""
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for trial, (path, part) in enumerate(parts_of(schema)):
+        if trial > MOST_TRIALS:
+            break
+        if path.startswith(f"{found}/") and problem_of(definitions | part) == problem:
+            found = path
+    return found or "/"
+
+
+def _escaped(key: str) -> str:
+    """As in a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")

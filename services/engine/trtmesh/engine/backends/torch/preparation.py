@@ -1,0 +1,107 @@
+"""The parts of an item that are made off the step loop, before its first step: its prompt table and its grammar.
+
+They take from microseconds to seconds, so threads make them: neither the event loop nor the steps wait. Meanwhile the
+sequences of the item wait in the queue, and can be stopped like all others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from trtmesh.chassis.errors import BackendFailed, TrtmeshError
+from trtmesh.chassis.logs import request_id_bound
+
+log = logging.getLogger(__name__)
+
+Done = Callable[[Any], None]
+"""Takes the part or a TrtmeshError, on the thread that made it."""
+
+
+class PartLease:
+    """The size of a part, counted until all holders have given it back."""
+
+    def __init__(self, size: int, holders: int, freed: Callable[[int], None]) -> None:
+        self._size = size
+        self._holders = holders
+        self._freed = freed
+        self._lock = threading.Lock()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a holder besides the caller."""
+        return self._holders > 1
+
+    def give_back(self) -> None:
+        """Called once by each holder."""
+        with self._lock:
+            self._holders -= 1
+            over = not self._holders
+        if over:
+            self._freed(self._size)
+
+
+class Preparation:
+    """Threads that make the parts of one kind, whose sizes together stay within `most`."""
+
+    def __init__(self, name: str, most: int, threads: int = 1) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self.held = 0
+        """The sizes of all parts with a lease, together."""
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+    def begin(
+        self,
+        request_id: str,
+        what: str,
+        make: Callable[[], object],
+        size: int,
+        holders: int,
+        done: Done,
+    ) -> PartLease | None:
+        """Queues a part for `holders` sequences, unless all of them leave before its turn; `what` describes a fault.
+        Returns None without room for its size."""
+        with self._lock:
+            if self.held + size > self._most:
+                return None
+            self.held += size
+        # The making is a holder too.
+        lease = PartLease(size, holders + 1, self._free)
+        self._threads.submit(self._make, request_id, what, make, lease, done)
+        return lease
+
+    def close(self) -> None:
+        """Waits for the parts being made and drops the queue."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _make(
+        self,
+        request_id: str,
+        what: str,
+        make: Callable[[], object],
+        lease: PartLease,
+        done: Done,
+    ) -> None:
+        if not lease.is_wanted:
+            lease.give_back()
+            return
+        part: object
+        try:
+            part = make()
+        except TrtmeshError as error:
+            part = error
+        except Exception as error:
+            with request_id_bound(request_id):
+                log.exception("a %s", what)
+            part = BackendFailed(f"the {what}: {error}")
+        # First: the count must be right when the item ends.
+        lease.give_back()
+        done(part)
+
+    def _free(self, size: int) -> None:
+        with self._lock:
+            self.held -= size
