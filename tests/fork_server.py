@@ -31,6 +31,11 @@ UNFIT = b"unfit"
 OF_STARTS = "sitecustomize"
 """The module that an interpreter imports when it starts."""
 
+MARK, NO_MARK = "TESTED_COMMAND", "0" * 32
+"""Variable marking all descendants of a command, even after a change of parent; its value in a server."""
+
+_START_OF_ENVIRONMENT = 47
+"""The field after the name in /proc/PID/stat."""
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_NAME = 15
 LONGEST_NAME = 15
@@ -43,15 +48,21 @@ class Job:
 
     module: str
     arguments: list[str]
+    constants: Constants
+    forks: bool
+    """Whether services that it starts are forked too."""
+    leads_session: bool
     env: dict[str, str]
     directory: str
     path: list[str]
     """Directories to import from before those of the server."""
-    constants: Constants
 
 
 def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
+    # While the environment is that of the server.
+    from forked_children import fork_children
+
     # Ctrl-C is meant for the tests.
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     for name in sys.argv[2:]:
@@ -68,6 +79,8 @@ def main() -> None:
     gc.freeze()
     if job := Server(listener).serve():
         set_constants(job.constants)
+        if job.forks:
+            fork_children()
         runpy.run_module(job.module, run_name="__main__", alter_sys=True)
 
 
@@ -181,6 +194,10 @@ def _take(job: Job, files: list[int]) -> None:
         os.close(each)
     os.environ.clear()
     os.environ.update(job.env)
+    if mark := job.env.get(MARK):
+        _show(mark)
+    if job.leads_session:
+        os.setsid()
     os.chdir(job.directory)
     # As `python -m` has it.
     sys.path[:1] = [job.directory, *job.path]
@@ -191,6 +208,15 @@ def _take(job: Job, files: list[int]) -> None:
         # The server may have had one of its own.
         sys.modules.pop(OF_STARTS, None)
         importlib.import_module(OF_STARTS)
+
+
+def _show(mark: str) -> None:
+    """Marks this process for others, which see the variables that the server was executed with."""
+    _, _, fields = Path("/proc/self/stat").read_text().rpartition(")")
+    start = int(fields.split()[_START_OF_ENVIRONMENT])
+    place = Path("/proc/self/environ").read_bytes().index(f"{MARK}={NO_MARK}".encode())
+    assert len(mark) == len(NO_MARK)
+    ctypes.memmove(start + place + len(f"{MARK}="), mark.encode(), len(mark))
 
 
 if __name__ == "__main__":

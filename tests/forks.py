@@ -13,21 +13,21 @@ import hashlib
 import inspect
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import psutil
-from fork_server import LONGEST_MESSAGE, OF_STARTS, UNFIT, Job
+from fork_server import LONGEST_MESSAGE, MARK, NO_MARK, OF_STARTS, UNFIT, Job
 from process_constants import Constants
 
 SERVER = Path(__file__).with_name("fork_server.py")
@@ -85,11 +85,28 @@ def changes_imports(directory: str) -> bool:
     return False
 
 
+_known: list[ForkServer] = []
+
+
+@atexit.register
+def _leave() -> None:
+    """Closes all before it waits for one: another worker, which that one waits for, may wait for these."""
+    for server in _known:
+        server.close()
+    for server in _known:
+        server.wait()
+
+
+class NotRunning(Exception):
+    """A server has not been started."""
+
+
 class ForkServer:
     """A connection to the process of `fork_server.py` that has done some imports. The first one starts it."""
 
-    def __init__(self, imports: Sequence[str]) -> None:
-        self._imports = imports
+    def __init__(self, imports: Sequence[str], *, may_start: bool = True) -> None:
+        """Raises NotRunning where it runs nowhere and may not be started."""
+        self._imports, self._may_start = imports, may_start
         key = json.dumps([*imports, sorted(EARLY.items())]).encode()
         self._path = f"{os.environ[PLACE]}/{hashlib.sha256(key).hexdigest()[:16]}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -100,7 +117,7 @@ class ForkServer:
         """Whether it forks: not where an import has started a thread. Known when it is ready."""
         self._pid = 0
         self._forked = set[int]()
-        atexit.register(self._end)
+        _known.append(self)
 
     def _connected(self) -> socket.socket:
         with Path(f"{self._path}.lock").open("w") as lock:
@@ -109,6 +126,9 @@ class ForkServer:
             try:
                 connection.connect(self._path)
             except (FileNotFoundError, ConnectionRefusedError):
+                if not self._may_start:
+                    connection.close()
+                    raise NotRunning from None
                 Path(self._path).unlink(missing_ok=True)
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
                     listener.bind(self._path)
@@ -122,7 +142,7 @@ class ForkServer:
             [sys.executable, SERVER, str(listener), *self._imports],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=EARLY,
+            env={**EARLY, MARK: NO_MARK},
             pass_fds=[listener],
         )
 
@@ -178,10 +198,12 @@ class ForkServer:
             return answer
         raise ConnectionResetError
 
-    def _end(self) -> None:
+    def close(self) -> None:
         self._connection.close()
+
+    def wait(self) -> None:
+        """Waits for the end of the server where this process started it: other workers may need it longer."""
         if self._process:
-            # It may go on for other workers.
             self._process.wait()
 
 
@@ -197,10 +219,12 @@ def start_module(
     arguments: Sequence[str],
     env: Mapping[str, str],
     constants: Constants = NO_CONSTANTS,
+    *,
+    forks: bool = False,
     **options: Any,
 ) -> subprocess.Popen[Any]:
     """Starts `python -m MODULE ARGUMENTS`, with pipes unless `options` have files: forked, unless a variable must be
-    there when it imports or the imports start threads."""
+    there when it imports or the imports start threads. A forked one `forks` services that it starts."""
     server.wait_ready()
     options = {
         **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
@@ -208,9 +232,14 @@ def start_module(
         "env": env,
     }
     if server.is_fit and is_like_ours(env):
-        return Forked(server, module, arguments, constants, **options)
+        return Forked(server, module, arguments, constants, forks=forks, **options)
     main = ["-m"] if not constants else [str(WITH_CONSTANTS), json.dumps(constants)]
     return subprocess.Popen([sys.executable, *main, module, *arguments], **options)
+
+
+_POPEN: Any = subprocess.Popen
+EXECUTE, CLOSE_PIPES = _POPEN._execute_child, _POPEN._close_pipe_fds
+"""Its stubs leave the privates out."""
 
 
 class Forked(subprocess.Popen[Any]):
@@ -222,13 +251,12 @@ class Forked(subprocess.Popen[Any]):
         module: str,
         arguments: Sequence[str],
         constants: Constants = NO_CONSTANTS,
+        *,
+        forks: bool = False,
         **options: Any,
     ) -> None:
         self._server = server
-        self._module, self._arguments, self._constants = module, [*arguments], constants
-        self._status = -1
-        """Read when the process has ended."""
-        self._reading = threading.Lock()
+        self._job = partial(Job, module, [*arguments], constants, forks)
         super().__init__([sys.executable, "-m", module, *arguments], **options)
 
     def poll(self) -> int | None:
@@ -243,32 +271,43 @@ class Forked(subprocess.Popen[Any]):
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        ends_at = time.monotonic() + (float("inf") if timeout is None else timeout)
-        while (status := self.poll()) is None:
-            if time.monotonic() > ends_at:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(0.002)
-        return status
+        with self._reading:
+            # Another thread may read and close it meanwhile.
+            status = None if self.returncode is not None else os.dup(self._status)
+        if status is not None:
+            try:
+                ended = select.poll()
+                ended.register(status, select.POLLIN)
+                ended.poll(None if timeout is None else max(0.0, timeout) * 1000)
+            finally:
+                os.close(status)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
 
     def _execute_child(self, *given: Any) -> None:
         """Forks where the base class executes; the parameters are the base class's."""
-        # Its stubs leave the privates out.
-        base: Any = subprocess.Popen
-        told = inspect.signature(base._execute_child).bind(self, *given).arguments
+        told = inspect.signature(EXECUTE).bind(self, *given).arguments
+        self.fork(self._server, self._job, told)
+
+    def fork(self, server: ForkServer, job: Callable[..., Job], told: Mapping[str, Any]) -> None:
+        """Completes the job by the arguments of the base class for executing."""
         sys.audit("subprocess.Popen", sys.executable, told["args"], told["cwd"], told["env"])
-        directory = str(told["cwd"] or Path.cwd())
         env = told["env"] or os.environ
+        directory = str(told["cwd"] or Path.cwd())
         path = added_directories(env) or []
-        job = Job(self._module, self._arguments, {**env}, directory, path, self._constants)
+        message = job(told["start_new_session"], {**env}, directory, path)
         ours = told["p2cread"], told["c2pwrite"], told["errwrite"]
         # Where no file is given, the process has the one of this process.
         files = [own if given == -1 else given for own, given in enumerate(ours)]
+        self._server, self._reading = server, threading.Lock()
+        # Read when the process has ended.
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
         try:
-            self.pid = self._server.fork(job, [*files, status])
+            self.pid = server.fork(message, [*files, status])
             self._child_created = True
         finally:
             os.close(status)
             pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-            base._close_pipe_fds(self, *(told[pipe] for pipe in pipes))
+            CLOSE_PIPES(self, *(told[pipe] for pipe in pipes))

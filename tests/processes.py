@@ -188,13 +188,18 @@ async def _start(
 
 def server_of(service: str, flags: Sequence[str]) -> ForkServer:
     """The server with the imports of a process with these flags, before it serves."""
+    return fork_server(imports_of(service, flags))
+
+
+def imports_of(service: str, flags: Sequence[str]) -> tuple[str, ...]:
+    """The modules that a process with these flags imports before it serves."""
     main = f"trtmesh.{service}.__main__"
     backend = dict(pairwise(flags)).get("--backend", "torch")
     if service == ONE_PROCESS or (service == "engine" and backend == "torch"):
         # One import of PyTorch for both.
         mains = (f"trtmesh.{each}.__main__" for each in ("router", "engine", "tokenizer"))
-        return fork_server((*mains, *BACKENDS["torch"]))
-    return fork_server((main, *BACKENDS.get(backend, ())) if service == "engine" else (main,))
+        return (*mains, *BACKENDS["torch"])
+    return (main, *BACKENDS.get(backend, ())) if service == "engine" else (main,)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from typing import Any
 import forks
 import psutil
 import pytest
+from cli.commands import running_stack
 from forks import Forked, ForkServer, fork_server, start_module
 from processes import service_process
 
@@ -376,3 +377,16 @@ async def test_service_is_forked() -> None:
         assert await router.stop() == 0
         assert router.exit_status == 0
     await asyncio.sleep(0)
+
+
+def test_services_of_a_stack_are_forked() -> None:
+    with running_stack("--port", "0") as stack:
+        stack.wait_ready()
+        services = {each.pid: each for each in stack.descendants()}
+        assert services.keys() == {child["pid"] for child in stack.children}
+        for pid, service in services.items():
+            assert "fork_server.py" in " ".join(service.cmdline())
+            assert os.getsid(pid) == pid
+            os.kill(pid, signal.SIGKILL)
+        for name in ("engine-0", "router-0"):
+            stack.wait_for(f"{name} ended with status -9")

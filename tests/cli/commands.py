@@ -10,14 +10,16 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import psutil
-from forks import fork_server, start_module
+from fork_server import MARK
+from forks import ForkServer, fork_server, start_module
+from processes import ONE_PROCESS, server_of
 from trtmesh.cli.app import COMMANDS
 from trtmesh.cli.lazy import LazyCommand
 
@@ -26,8 +28,9 @@ IMPORTS = ("trtmesh.cli.__main__", *dict.fromkeys(each.module for each in COMMAN
 STOP_SECONDS = 60.0
 """Upper bound of a wait for an end; no test depends on the actual time."""
 
-MARK = "TESTED_COMMAND"
-"""Variable marking all descendants of a command, even after a change of parent."""
+STACKS = (("up",), ("demo",))
+EXECUTED = "TESTED_AS_EXECUTED"
+"""Variable with which a stack's services are executed."""
 
 FREE_PORTS = (
     *("--port", "0", "--admin-port", "0"),
@@ -62,9 +65,27 @@ def trtmesh(
 def start_command(
     *arguments: str, env: Mapping[str, str], directory: Path | None = None
 ) -> subprocess.Popen[str]:
-    """Starts a command in a process forked from one that has the imports."""
-    server = fork_server(IMPORTS)
-    return start_module(server, "trtmesh.cli", arguments, env, cwd=directory, text=True)
+    """Starts a command in a process forked from one that has the imports, and so the services of a stack."""
+    has_services = arguments[:1] in STACKS and not env.get(EXECUTED)
+    if has_services:
+        for each in _servers(arguments):
+            each.wait_ready()
+    return start_module(
+        fork_server(IMPORTS),
+        "trtmesh.cli",
+        arguments,
+        env,
+        forks=has_services,
+        cwd=directory,
+        text=True,
+    )
+
+
+def _servers(arguments: Sequence[str]) -> list[ForkServer]:
+    """The servers of a stack's services; the command starts none."""
+    if "--one-process" in arguments:
+        return [server_of(ONE_PROCESS, arguments)]
+    return [server_of(each, arguments) for each in ("router", "tokenizer", "engine")]
 
 
 @dataclass
@@ -110,7 +131,13 @@ class Running:
             return found
 
     def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.popen.pid).children(recursive=True)
+        """Running ones. Ended processes have no environment, even as zombies."""
+        return [
+            process
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get(MARK) == self.mark
+            and process.pid != self.popen.pid
+        ]
 
     def signal(self, number: signal.Signals) -> None:
         self.popen.send_signal(number)
@@ -131,7 +158,7 @@ class Running:
         """Kills the command and all descendants."""
         if self.popen.poll() is None:
             self.popen.kill()
-        for process in self._started():
+        for process in self.descendants():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.wait()
@@ -139,18 +166,9 @@ class Running:
     def left_nothing(self) -> bool:
         """Whether all descendants end within the time of a stop."""
         ends_at = time.monotonic() + STOP_SECONDS
-        while self._started() and time.monotonic() < ends_at:
+        while self.descendants() and time.monotonic() < ends_at:
             time.sleep(0.01)
-        return not self._started()
-
-    def _started(self) -> list[psutil.Process]:
-        """Running descendants. Ended processes have no environment, even as zombies."""
-        return [
-            process
-            for process in psutil.process_iter(["environ"])
-            if (process.info["environ"] or {}).get(MARK) == self.mark
-            and process.pid != self.popen.pid
-        ]
+        return not self.descendants()
 
 
 class Stack(Running):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli.commands import running_stack, trtmesh
+from cli.commands import EXECUTED, running_stack, trtmesh
 from trtmesh.cli.app import app
 from trtmesh.router.callers.key_file import digest_of, read_keys
 from typer.testing import CliRunner, Result
@@ -101,7 +101,7 @@ def test_no_process_of_a_stack_has_the_key_of_a_client(tmp_path: Path) -> None:
     key = added(file, "alice")
     secret.write_text(f"{key}\n")
     env = {"TRTMESH_ROUTER_API_KEYS_FILE": str(file), "TRTMESH_API_KEY": key}
-    with running_stack("--backend", "simulated", env=env) as stack:
+    with running_stack("--backend", "simulated", env={**env, EXECUTED: "yes"}) as stack:
         router = stack.wait_ready()
         services = [(each.cmdline(), each.environ()) for each in stack.descendants()]
         # The other variable reaches them all.

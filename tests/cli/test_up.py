@@ -14,6 +14,7 @@ import psutil
 import pytest
 from cli.commands import FREE_PORTS, STOP_SECONDS, TRTMESH, Stack, running, running_stack, trtmesh
 from e2e.mesh import DEMO
+from fork_server import name_of
 
 SLOW_LOAD = {"TRTMESH_ENGINE_SIMULATED_TIMING_LOAD_MS": "600000"}
 
@@ -215,7 +216,7 @@ def test_process_unable_to_start_ends_the_command_with_the_reason(
 def test_process_ending_while_another_loads_ends_the_command() -> None:
     with running_stack("--port", "0", "--tokenizers", "1", env=SLOW_LOAD) as stack:
         stack.wait_for("tokenizer-0 serves")
-        (tokenizer,) = [p for p in stack.descendants() if "trtmesh.tokenizer" in p.cmdline()]
+        (tokenizer,) = [p for p in stack.descendants() if p.name() == name_of("trtmesh.tokenizer")]
         tokenizer.kill()
         assert stack.wait() == 1
         assert "tokenizer-0 ended with status -9" in stack.err[-1]
@@ -432,7 +433,7 @@ def test_process_that_never_served_is_killed_at_once() -> None:
     with running_stack("--port", "0", env=SLOW_LOAD) as stack:
         stack.wait_for("engine-0 starts")
         stack.wait_for("tokenizer demo:")
-        (engine,) = [p for p in stack.descendants() if "trtmesh.engine" in p.cmdline()]
+        (engine,) = [p for p in stack.descendants() if p.name() == name_of("trtmesh.engine")]
         engine.suspend()
         stack.signal(signal.SIGINT)
         assert stack.wait() == 130
