@@ -1,6 +1,6 @@
-"""The adapters that this router gives to workers: finds an item's version, and changes the registry.
+"""The adapters of this router for workers: finds the version for an item, and changes the registry.
 
-A version is found in the registry of operators, then among those that requests brought. With a directory, brought
+A version is found in the registry of operators, then among the adapters brought by requests. With a directory, brought
 adapters are written to the shared registry after the request, and are known here at once.
 """
 
@@ -81,11 +81,11 @@ class ItemAdapter:
     version: Version | None = None
     """None for an adapter known from workers alone, which cannot be delivered."""
     content: AdapterContent | None = None
-    """Set where memory had it, which may forget it."""
+    """Set if found in memory, where the content may be dropped."""
     rank: int = 0
     """Largest rank of the updates; 0 for unknown."""
     brought: bool = False
-    """Whether a request brought it, whose client answers for it."""
+    """Whether a request brought the adapter. The client then answers for the adapter."""
 
 
 Trial = Callable[[str, ItemAdapter], Awaitable[None]]
@@ -128,7 +128,7 @@ class Adapters:
         self.registry = EMPTY
         self.usages = Usages()
         self._formers: dict[Key, Version] = {}
-        """The versions before the current ones that have not served yet."""
+        """The versions before current versions that have not served yet."""
         self.refusals: dict[Key, Refusal] = {}
         """The latest refused versions of registered adapters."""
         self.removed: dict[VersionKey, None] = {}
@@ -153,7 +153,8 @@ class Adapters:
         return self.registry.pinned
 
     async def find(self, model: str, asked: Lora, request_id: str) -> ItemAdapter | None:
-        """The version for an item: with the weights it brings, or by number or name; None for an unknown one.
+        """Returns the version for an item: with weights brought by the item, or by number or name. Returns None for an
+        unknown version.
 
         Raises InvalidField.
         """
@@ -281,7 +282,7 @@ class Adapters:
 
     @property
     def _here(self) -> Registry:
-        """The registry with the adapters that were brought here and are in no shared one."""
+        """The registry, with the adapters brought here and not in a shared registry."""
         return self._own if self._shares else self.registry
 
     def _forget(self, gone: Sequence[Entry]) -> None:
@@ -313,7 +314,7 @@ class Adapters:
         usage.items += 1
 
     def dispatched(self, adapter: ItemAdapter, *, hit: bool) -> None:
-        """Counts an item with its first worker; `hit` means that the worker had the version."""
+        """Counts an item with the first worker; `hit` if the worker had the version."""
         usage = self.usages.of(adapter.identity)
         usage.hits += hit
         usage.served = True
@@ -354,7 +355,7 @@ class Adapters:
     async def upload(
         self, asked: Registration, content: AdapterContent, trial: Trial = no_trial
     ) -> Entry:
-        """Registers a version with its content. Raises as `add`, or Exhausted without memory for it."""
+        """Registers a version and the content. Raises as `add`, or Exhausted without memory for the content."""
         self.check_owner()
         asked.check()
         digest = await asyncio.to_thread(lambda: content.version)
@@ -411,8 +412,9 @@ class Adapters:
             self.refusals[key] = Refusal(identity.version, error)
 
     async def take_back(self, adapter: ItemAdapter, error: TrtmeshError) -> AdapterBroken:
-        """A worker cannot load an operators' version for an item: one that has served none yet gives its requests back
-        to the former version, a canary to the current one. Returns the error of items that need this version."""
+        """Handles a worker's failure to load an operators' version for an item. A version without a served item gives
+        requests back to the former version, a canary to the current version. Returns the error of items that need this
+        version."""
         identity = adapter.identity
         name = identity.name or identity.id
         for entry in self.registry.of_number(identity.id):
@@ -517,7 +519,7 @@ class Adapters:
         self.take(registry, await asyncio.to_thread(self.registry.difference, registry))
 
     def take(self, registry: Registry, changed: Iterable[Key] | None = None) -> None:
-        """Replaces the registry, which differs in the `changed` adapters: new requests use the new one."""
+        """Replaces the registry, with `changed` adapters. New requests use the new registry."""
         before, self.registry = self.registry, registry
         for key in before.difference(registry) if changed is None else changed:
             self._on_change(before.entries.get(key), registry.entries.get(key))
@@ -538,7 +540,7 @@ class Adapters:
                 self.removed.pop(key, None)
 
     def _note_former(self, before: Entry, after: Entry | None) -> None:
-        """Remembers the last version that could be loaded, in case that the new one cannot."""
+        """Remembers the last loadable version, in case the new version cannot be loaded."""
         if after is None or after.brought:
             self._formers.pop(before.key, None)
             self.refusals.pop(before.key, None)

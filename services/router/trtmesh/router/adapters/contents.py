@@ -30,10 +30,10 @@ KEPT_SECONDS = 3600.0
 """Life of a content file without a version: a running item may still take its version to another worker."""
 
 LOAD_SECONDS = 30.0
-"""Longest load of a content: half the time of a delivery, which then still takes it to a worker."""
+"""Longest load of a content: half the time of a delivery. The other half is for the way to a worker."""
 
 LOADS_AT_ONCE = 4
-"""Most contents that are loaded at the same time, which bounds their memory."""
+"""Most contents loaded at the same time, to bound memory."""
 
 FetchContent = Callable[[int, str], Awaitable[AdapterContent]]
 """Fetches a version of a number from the followed router."""
@@ -53,7 +53,7 @@ class Memory:
         return content
 
     def put(self, digest: str, content: AdapterContent) -> AdapterContent:
-        """Keeps a content; returns the one kept, so that equal ones share memory."""
+        """Keeps a content. Returns the kept object, so equal contents share memory."""
         if digest not in self._contents:
             self.size_bytes += content.size_bytes
         kept = self._contents.setdefault(digest, content)
@@ -79,7 +79,7 @@ class Memory:
         return dropped
 
     def has_room(self, size_bytes: int, is_held: Callable[[str], bool]) -> bool:
-        """Whether a content that must not be dropped fits beside the held ones."""
+        """Whether a content fits into memory beside the held contents."""
         if self.size_bytes + size_bytes <= self._most_bytes:
             return True
         kept = sum(each.size_bytes for name, each in self._contents.items() if is_held(name))
@@ -165,7 +165,7 @@ class Contents:
     async def longest_unused(
         self, entries: Sequence[Entry], most_bytes: int, most: int
     ) -> list[Entry]:
-        """The entries to forget, so that at most `most` stay, whose files take at most `most_bytes`."""
+        """Returns the entries to forget, so at most `most` stay, with files of at most `most_bytes`."""
         if self._files is None:
             return []
         return await asyncio.to_thread(_longest_unused, self._files, entries, most_bytes, most)
@@ -176,7 +176,8 @@ class Contents:
 
 
 def locate(roots: Sequence[Path], source: str) -> Path:
-    """The directory of a source. Raises InvalidField unless it and its files are below one of `roots`."""
+    """Returns the directory of a source. Raises InvalidField unless the directory and all files are below one of
+    `roots`."""
     path = PurePosixPath(source)
     if source and not path.is_absolute() and ".." not in path.parts and "\0" not in source:
         for root in roots:
@@ -205,7 +206,7 @@ def _changed(version: Version, digest: str) -> TrtmeshError:
 
 
 def write_content(file: Path, content: AdapterContent) -> None:
-    """Writes what the digest covers, so that the file's digest is its name. Raises as `unwritten`."""
+    """Writes the bytes covered by the digest, so the digest of the file is the name. Raises as `unwritten`."""
     try:
         with suppress(FileNotFoundError):
             _touch(file)
@@ -217,16 +218,16 @@ def write_content(file: Path, content: AdapterContent) -> None:
 
 
 def unwritten(file: Path, error: OSError) -> TrtmeshError:
-    """The error of a file that stays as it was: Exhausted for want of room, or else Unavailable."""
+    """Returns the error of an unchanged file: Exhausted for want of room, or else Unavailable."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     problem = f"{file} cannot be written, and nothing was changed: {error.strerror}"
     return (Exhausted if full else Unavailable)(f"{problem} (errno {error.errno})")
 
 
 def replace_file(file: Path, *parts: bytes) -> None:
-    """Writes a file under a temporary name and renames it: readers see the old file or the whole new one.
+    """Writes a file under a temporary name and renames the file: readers see the old content or the whole new content.
 
-    The umask decides who may read it: routers of several users may share the directory.
+    The umask decides who may read the file: routers of several users may share the directory.
     """
     temporary = file.with_name(f".part-{secrets.token_hex(8)}")
     try:
@@ -242,7 +243,7 @@ def replace_file(file: Path, *parts: bytes) -> None:
 
 
 def _touch(file: Path) -> None:
-    """Notes the last use of a file. Raises OSError for one that is missing or out of reach."""
+    """Notes the last use of a file. Raises OSError for a missing or unreachable file."""
     try:
         os.utime(file)
     except PermissionError:

@@ -143,7 +143,7 @@ def _regrouped(
     gone: Iterable[Entry],
     added: Iterable[Entry],
 ) -> Groups[K]:
-    """The groups after a change, each in the order in which its adapters came."""
+    """Returns the groups after a change, each in the order of arrival."""
     changed: dict[K, dict[Key, Entry]] = {}
 
     def group(key: K) -> dict[Key, Entry]:
@@ -178,7 +178,7 @@ class Registry:
         return _Index.of(self.entries.values())
 
     def changed(self, gone: Iterable[Key], added: Entry | None = None) -> Registry:
-        """The next registry; it shares with this one all but the changed adapters."""
+        """Returns the next registry, which shares all but the changed adapters with this registry."""
         gone, after = [*gone], {} if added is None else {added.key: added}
         former = [e for key in {*gone, *after} if (e := self._by_key.get(key)) is not None]
         registry = Registry(self._by_key.changed(gone, after), self.revision + 1)
@@ -193,7 +193,7 @@ class Registry:
         return self.entries.get((model, number)) or self.entries.get(("", number))
 
     def by_name(self, model: str, name: str) -> Entry | None:
-        """An operators' adapter, or else the brought one that came last."""
+        """Returns an operators' adapter, or else the latest brought adapter."""
         named = self.of_name(name)
         found = [entry for entry in named if not entry.model]
         if model:
@@ -267,7 +267,7 @@ def check_name(field: str, name: str) -> None:
 
 
 def add(registry: Registry, asked: Registration, version: Version) -> Registry:
-    """Registers a version: as the current one, or as a canary beside it. Raises InvalidField or AlreadyExists."""
+    """Registers a version as the current version, or as a canary. Raises InvalidField or AlreadyExists."""
     known = _registered(registry, asked)
     if asked.canary_share is None:
         versions = (replace(version, share=0.0), *_others(known, version.digest))
@@ -328,7 +328,7 @@ def _with_canary(known: Entry, canary: Version) -> tuple[Version, ...]:
 
 
 def bring(registry: Registry, entry: Entry) -> Registry:
-    """Adds an adapter that a request brought, in place of one brought before."""
+    """Adds an adapter brought by a request, in place of an adapter brought before."""
     return _with(registry, entry, without=[entry])
 
 
@@ -345,7 +345,7 @@ def check_free(registry: Registry, model: str, number: int) -> None:
 
 
 def remove(registry: Registry, number: int, digest: str = "") -> Registry:
-    """Forgets an adapter, or a version that is not its current one. Raises NotFound or InvalidField."""
+    """Forgets an adapter, or a version other than the current version. Raises NotFound or InvalidField."""
     entries = _known(registry, number)
     if not digest:
         return without(registry, entries)
@@ -367,7 +367,7 @@ def remove(registry: Registry, number: int, digest: str = "") -> Registry:
 
 
 def take_back(registry: Registry, key: Key, digest: str, former: Version | None) -> Registry:
-    """Takes back a version that cannot be loaded: a canary, or the current version if there is a `former` one."""
+    """Takes back a version after a failed load: a canary, or the current version if there is a `former` version."""
     entry = registry.entries.get(key)
     if entry is None or (version := entry.version(digest)) is None:
         return registry

@@ -15,15 +15,15 @@ class AdapterSettings(Settings):
     """The adapters that the router gives to workers."""
 
     bytes: Bytes = 2**30
-    """Memory for contents of adapters. Without `directory`, adapters that requests brought are forgotten beyond it, the
-    longest unused first."""
+    """Memory for contents of adapters. Without `directory`, adapters brought by requests are forgotten beyond this
+    limit, the longest unused first."""
     directory: Path | None = None
     """Directory for the registry and for contents; routers may share it. Unset keeps both in memory."""
     directory_bytes: Bytes = 2**34
-    """Most bytes there of adapters that requests brought; the longest unused are forgotten."""
+    """Most bytes in `directory` of adapters brought by requests; the longest unused are forgotten."""
     roots: CommaList = ()
     """Directories whose subdirectories may be registered as adapters by `source`."""
     follow: str = ""
-    """Admin address of another router, host:port, whose registry this one follows."""
+    """Admin address, host:port, of another router. This router then follows the registry there."""
     follow_token_file: Path | None = None
     """File with that router's admin token; if unset, the variable TRTMESH_ADMIN_TOKEN; if neither, no token."""

@@ -27,7 +27,8 @@ class Writing:
         self._task: asyncio.Task[None] | None = None
 
     def put(self, entry: Entry, content: AdapterContent) -> bool:
-        """Queues an adapter in place of older weights of its number; False without room, which one always has."""
+        """Queues an adapter in place of older weights of the number. Returns False without room; a single adapter
+        always has room."""
         if (underway := self._queue.get(entry.key) or self._batch.get(entry.key)) is not None:
             if underway[0] == entry:
                 return True

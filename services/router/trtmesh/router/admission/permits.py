@@ -1,8 +1,8 @@
-"""One permit per item, taken with the request and given back at the end of the item.
+"""Takes a permit per item with the request, given back at the end of the item.
 
-An item with a permit runs or waits in its model's queue, ordered by priority, then arrival; one that has waited half of
-the longest wait goes before all that came later, so that no stream of high priorities starves it. A request is refused
-as a whole unless all items fit. A call in place of another inherits the running items' places.
+An item with a permit runs or waits in the queue of the model, ordered by priority, then arrival. After half of the
+longest wait, an item goes before all later items, so a stream of high priorities starves nobody. A request is refused
+as a whole unless all items fit. A call in place of another inherits the places of running items.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AdmissionLimits(Settings):
     """Most live items; a request over the limit is refused with QUEUE_FULL, or with INVALID_FIELD if it alone has
     more."""
     max_running_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
-    """Most running items of one model; more wait in its queue, by priority and arrival, and after half of
+    """Most running items of a model. More wait in the queue of the model, by priority and arrival, and after half of
     `queue_seconds` by arrival alone."""
     max_queued_items: Annotated[int, Field(ge=0, le=1_000_000)] = 8192
     """Most waiting items of one model; a request over the limit is refused with QUEUE_FULL."""
@@ -51,8 +51,8 @@ class RequestBytes:
         self.held = 0
 
     def counting(self, size: int) -> AbstractContextManager[None]:
-        """The block in which a request of so many bytes exists, from its arrival to its end. Entering raises
-        QueueFull, or InvalidField for more than ever fit."""
+        """Returns the block of a request of so many bytes, from arrival to end. Entering raises QueueFull, or
+        InvalidField for more than ever fit."""
         return nullcontext() if size < LARGE_BYTES else self._counting(size)
 
     @contextmanager
@@ -88,7 +88,7 @@ class Permit:
         await self.queue.wait(self, priority)
 
     def give_back(self, *_: object) -> None:
-        """Frees the place of an item that ended; also the done callback of its task."""
+        """Frees the place of an item after the end. Also the done callback of the item's task."""
         if self.valid:
             self.valid = False
             self.queue.leave(self)
@@ -204,7 +204,7 @@ class ModelQueue:
             self._by_arrival = deque(entry for entry in self._by_arrival if entry[1].waits)
 
     def _next(self) -> Permit | None:
-        """The permit whose turn it is, if any waits."""
+        """Returns the waiting permit with the next turn, or None."""
         while self._by_arrival and not self._by_arrival[0][1].waits:
             self._by_arrival.popleft()
         if not self._by_arrival:

@@ -184,7 +184,7 @@ class RateLimiter:
         return account
 
     def _forget_one(self) -> None:
-        """Forgets the longest unused account, unless it is in use: then that of the next call may be."""
+        """Forgets the longest unused account. An account in use stays; the next call may forget another."""
         name, account = next(iter(self._accounts.items()))
         if account.live_items:
             self._accounts.move_to_end(name)

@@ -37,8 +37,8 @@ class ApiKeySettings(Settings):
     """API keys of clients, on all doors but health and metrics."""
 
     file: Path | None = None
-    """File with a line per API key (`trtmesh keys`), read again when it changes. Unset checks no key; keys that callers
-    send then only tell them apart."""
+    """File with a line per API key (`trtmesh keys`), read again after changes. Unset checks no key; keys from callers
+    then only tell the callers apart."""
     optional: bool = False
     """Whether to serve callers without a key too, under the name `anonymous`; a wrong key is always refused."""
 
@@ -165,7 +165,7 @@ class Callers:
 
 
 def shown_keys(headers: Headers) -> set[str]:
-    """The API keys in headers: those of `x-api-key`, else those of `authorization`."""
+    """Returns the API keys in headers: in `x-api-key`, else in `authorization`."""
     own: set[str] = set()
     bearer: set[str] = set()
     for spelt, value in headers:

@@ -9,10 +9,10 @@ from trtmesh.router.callers.limits import RateLimit
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller; two of one name are the same.
+    """A caller, equal to any caller of the same name.
 
-    The name is that of an API key in the file, `certificate:NAME`, `unlisted:DIGEST` of a key that no file lists, or
-    `anonymous`. Names in the file have no colon, so no kind passes for another.
+    The name is the name of an API key in the file, `certificate:NAME`, `unlisted:DIGEST` of a key missing in the file,
+    or `anonymous`. Names in the file have no colon, so no kind passes for another.
     """
 
     name: str

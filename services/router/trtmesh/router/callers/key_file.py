@@ -40,7 +40,7 @@ class BadKeyFile(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ListedKey:
-    """A key, known by its digest. Several keys may have one name, such as a key and its successor."""
+    """A key, known by the digest. Several keys may have the same name, such as a key and the successor."""
 
     name: str
     digest: bytes = field(repr=False)

@@ -12,7 +12,7 @@ class RateLimit(Settings):
     """Limits of each caller, at this router. The line of an API key may have its own."""
 
     tokens_per_second: Annotated[float, Field(gt=0)] | None = None
-    """Rate at which a bucket fills; it pays for prompt and generated tokens. Unset limits nothing."""
+    """Rate of filling a bucket, in tokens; the bucket pays for prompt and generated tokens. Unset limits nothing."""
     burst_tokens: Annotated[int, Field(ge=1)] = 100_000
     """Size of a bucket of tokens."""
     items_per_second: Annotated[float, Field(gt=0)] | None = None
@@ -23,5 +23,5 @@ class RateLimit(Settings):
     """Most live items; a request over the limit is refused with RATE_LIMITED, or with INVALID_FIELD if it alone has
     more. Unset limits nothing."""
     max_priority: int | None = None
-    """Highest `priority` of a request, which may be negative; a higher one is refused with INVALID_FIELD. Unset limits
+    """Highest `priority` of a request; may be negative. A higher priority is refused with INVALID_FIELD. Unset limits
     nothing."""

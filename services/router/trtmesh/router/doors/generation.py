@@ -42,8 +42,8 @@ class Caller:
 
 
 def identity_of(callers: Callers, context: RpcContext) -> Identity:
-    """Who makes a gRPC call; its log lines say so too. Raises Unauthenticated, even in a call that was admitted: keys
-    expire and are revoked."""
+    """Returns the caller of a gRPC call, and adds the name to log lines. Raises Unauthenticated, even in an admitted
+    call: keys expire and are revoked."""
     metadata = context.invocation_metadata() or ()
     identity = callers.identify(metadata, _certificate_of(context))
     rebind_caller(identity.name)
@@ -67,11 +67,11 @@ def caller_of(callers: Callers, context: RpcContext) -> Caller:
 
 
 class GenerationCall(AbstractContextManager["GenerationCall"]):
-    """The block of a client's call, counted by its outcome: refused before its items ran; failed with any of them;
-    cancelled by its client, its deadline or this router; or complete."""
+    """The block of a client's call, counted by the outcome: refused before the items ran; failed with any item;
+    cancelled by the client, the deadline or this router; or complete."""
 
     def __init__(self, metrics: ModelMetrics) -> None:
-        """`metrics` are those of the model that the call asks for."""
+        """`metrics` are the metrics of the model of the call."""
         self._metrics = metrics
         self.outcome = "refused"
 

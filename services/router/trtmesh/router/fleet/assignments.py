@@ -68,7 +68,7 @@ class Assignments:
             self._guard.leave(handle, asyncio.get_running_loop().time(), error)
 
     def hand_over(self, handle: int, lease_id: str, seconds: float) -> None:
-        """Asks the worker to stop a sequence at its next token, and to keep its KV under a lease."""
+        """Asks the worker to stop a sequence at the next token, and to keep the KV under a lease."""
         milliseconds = round(seconds * 1000)
         command = kv_pb.HandOverCommand(
             handle=handle, lease_id=lease_id, expires_in_ms=milliseconds
@@ -171,7 +171,7 @@ ACKNOWLEDGE_EVERY = 2
 """Steps per acknowledgement, since a write costs as much as several tokens."""
 
 LARGE_STEP_TOKENS = 2**14
-"""Tokens of a step beyond which its counts are added up before they are read."""
+"""Beyond so many tokens of a step, the counts are added up before reading."""
 
 MOST_UNASKED_TOKENS = 2**12
 """Most tokens of a sequence in a large step, if this router does not wait for it any more."""
@@ -254,8 +254,8 @@ def _end_of(end: pb.SequenceEnd) -> End:
 
 
 def _check_step(step: pb.Step, sequences: Mapping[int, SequenceRun], most_tokens: int) -> None:
-    """Raises ContractBroken unless the lists of a step fit each other, and a large one the sequences of a worker, which
-    have at most `most_tokens`."""
+    """Raises ContractBroken unless the lists of a step fit each other, and a large step fits the sequences of the
+    worker, with at most `most_tokens`."""
     tokens = len(step.token_ids)
     lengths = {len(step.handles), len(step.token_offsets), len(step.token_counts)}
     if len(lengths) > 1 or sum(step.token_counts) != tokens:

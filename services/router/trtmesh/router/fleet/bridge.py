@@ -1,8 +1,8 @@
-"""The bridge in front of a foreign engine: a process of its own, which speaks our protocol towards this router.
+"""The bridge of a foreign engine: a separate process that speaks our protocol to this router.
 
-The router never speaks an engine's contract. It starts `python -m trtmesh.engine --backend foreign`, connects to that
-process as to any worker, and starts it again when it ends. The pipe on its standard input ends with the router, however
-that ends, and the process with the pipe.
+The router never speaks an engine's contract. The router starts `python -m trtmesh.engine --backend foreign`, connects
+as to any worker, and starts the process again after an end. The pipe on the standard input closes with the router, for
+any reason, and the process ends with the pipe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trtmesh.chassis.tasks import until_first_ends
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 10.0
-"""Pause before the second start. Doubles with each failure up to the limit; a bridge that served resets it."""
+"""Pause before the second start. Doubles with each failure up to the limit; a bridge that served resets the pause."""
 
 END_SECONDS = 2.0
 """Time for a bridge to end its sequences."""
@@ -45,11 +45,11 @@ MESSAGE_BYTES = 2**16
 
 
 class ForeignWorkerSettings(Settings):
-    """Engines that speak a contract of their own, each behind a bridge process that the router starts."""
+    """Engines with a contract of their own, each behind a bridge process started by the router."""
 
     model_dirs: CommaList = ()
-    """Directories of models that foreign engines serve. A worker whose model has the name of a directory is taken to
-    have its weights, and exchanges sequences with engines of ours that have them."""
+    """Directories of models served by foreign engines. A worker whose model has the name of a directory is taken to
+    have these weights, and exchanges sequences with engines of ours with the same weights."""
 
 
 class Bridge:
@@ -66,7 +66,7 @@ class Bridge:
         self._last_lines: deque[str] = deque(maxlen=3)
 
     def address(self) -> str:
-        """Where the bridge serves. Raises Unavailable that says why it does not."""
+        """Returns the address of the bridge. Raises Unavailable with the reason if the bridge does not serve."""
         if not self._serves_at:
             raise Unavailable(self._problem)
         return self._serves_at
@@ -89,7 +89,7 @@ class Bridge:
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     async def _live(self, engine: Address) -> bool:
-        """Runs one process to its end; returns whether it served. Ends the process in any case."""
+        """Runs a process to the end. Returns whether the process served. Ends the process in any case."""
         process = await asyncio.create_subprocess_exec(
             *self._command(engine),
             stdin=PIPE,
@@ -146,8 +146,8 @@ class Bridge:
 
 
 async def _resolved(address: Address, check: AddressCheck | None) -> Address:
-    """The IP address that the bridge dials, already checked: a name could mean another one later. Raises OSError, or
-    the error of the check."""
+    """Returns the IP address for the bridge to dial, already checked: a name could mean another address later. Raises
+    OSError, or the error of the check."""
     found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
     *_, place = min(found)
     chosen = Address(str(place[0]), address.port)
@@ -157,7 +157,7 @@ async def _resolved(address: Address, check: AddressCheck | None) -> Address:
 
 
 async def _serving(address: str) -> None:
-    """Returns when the bridge reports SERVING; waits for ever for one that never does."""
+    """Returns when the bridge reports SERVING, however long that takes."""
     async with open_channel(address, MESSAGE_BYTES) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:

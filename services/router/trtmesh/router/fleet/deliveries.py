@@ -1,4 +1,4 @@
-"""Deliveries of adapters to one worker: content in parts on its stream, answered by the adapter's state."""
+"""Deliveries of adapters to a worker: content in parts on the worker's stream, answered by the adapter's state."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Delivery:
 
 
 class Deliveries:
-    """One delivery per version, however many items wait for it; contents are sent one after another."""
+    """One delivery per version, for all waiting items. Contents are sent one after another."""
 
     def __init__(
         self,

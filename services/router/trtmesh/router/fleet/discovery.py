@@ -25,11 +25,12 @@ RESOLVE_SECONDS = 2.0
 """Interval at which host names are resolved and files of addresses read again."""
 
 UNKNOWN_ROUNDS = 15
-"""Answers in a row that DNS does not know a name, before its replicas leave. No other failure removes any."""
+"""Answers in a row that DNS does not know a name, before the replicas leave. No other failure removes any."""
 
 MISSED_SECONDS = 600.0
-"""How long a replica in use may be missing from the answers for its name: name servers answer with some of many
-addresses, and repeat an answer from their caches. One out of use leaves with the first answer without it."""
+"""How long a replica in use may be missing from the answers for the name: name servers answer with some of many
+addresses, and repeat an answer from their caches. A replica out of use leaves with the first answer without the
+address."""
 
 UNKNOWN = frozenset(
     getattr(socket, name)
@@ -75,8 +76,8 @@ class Discovery:
     """Keeps a set of addresses current and reports each change.
 
     Joins and leaves of an address alternate. All state of an entry, including the lookup, is dropped with the entry. A
-    replica in use leaves when its name is unknown, or after answers without it for long; a failing name server removes
-    none.
+    replica in use leaves when the name is unknown, or is missing from the answers for long; a failing name server
+    removes none.
     """
 
     _entries: Sequence[str]
@@ -88,7 +89,7 @@ class Discovery:
     _on_problem: Callable[[str], object] = lambda _: None
     """Told why names or files are not up to date, or ''."""
     _found: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By entry each address, with the time since which answers lack it."""
+    """The addresses of each entry, with the time since the first answer without the address."""
     _told: set[str] = field(default_factory=set)
     """Addresses reported as joined."""
     _lookups: dict[str, asyncio.Task[frozenset[str]]] = field(default_factory=dict)
@@ -236,7 +237,7 @@ async def addresses_of(entry: str, parse: Parse) -> frozenset[str]:
 
 
 def _at(parsed: Address | ForeignAddress, found: Address) -> str:
-    """An entry at one of its addresses."""
+    """An entry at an address of the name."""
     return str(parsed._replace(address=found) if isinstance(parsed, ForeignAddress) else found)
 
 

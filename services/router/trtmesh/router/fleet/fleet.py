@@ -65,7 +65,7 @@ class Fleet:
         handoff: HandoffSettings,
         configured: Sequence[str] = (),
     ) -> None:
-        """`configured` are models that the settings name, the default one first."""
+        """`configured` are models named by the settings, the default first."""
         self.configured = configured
         self.policy = settings.policy
         self._handoff = handoff
@@ -81,7 +81,7 @@ class Fleet:
         self.touched: set[str] = set()
         """Addresses of workers with a stale snapshot, since a worker may be replaced at its address."""
         self.loaded: set[str] = set()
-        """Addresses of workers of which only the load changed, as it does several times in an item's life."""
+        """Addresses of workers with a new load and no other change, several times in an item's life."""
         self.decisions = DecisionLog(EXPLAINED_DECISIONS)
         self.kv_index = KvIndex(settings.kv_index_blocks)
         self._metrics = metrics
@@ -212,7 +212,7 @@ class Fleet:
         return self._book_decode(decision, blocks, now)
 
     def promise(self, query: PlacementQuery, blocks: PromptBlocks) -> Leg | None:
-        """Books a worker with room for an item that is about to leave its own; None without such a worker."""
+        """Books a worker with room for an item that leaves. Returns None without such a worker."""
         fleet, now = self.snapshot(), asyncio.get_running_loop().time()
         full = {worker.address: FULL for worker in fleet if not has_room(worker, query)}
         query = self._completed(query._replace(exclude={**query.exclude, **full}), blocks, now)
@@ -336,7 +336,7 @@ class Fleet:
         )
 
     def _seen(self, need: AdapterNeed, model: str, typical: Typical) -> AdapterNeed:
-        """The adapter with its rank, as workers report it, and with the fleet's experience."""
+        """Returns the adapter with the rank, as reported by workers, and with the fleet's experience."""
         holders = (worker.adapters.held.get(need.key) for worker in self.snapshot())
         rank = need.rank or max((held.rank for held in holders if held), default=0)
         shares = self._shares.setdefault(model, AdapterShares())
@@ -427,7 +427,7 @@ async def _set_within(event: asyncio.Event, seconds: float) -> None:
 
 
 def _names(asked: Lora, adapter: Adapter) -> bool:
-    """Whether a request names an adapter: everything that it sets is equal."""
+    """Whether a request names an adapter: everything set in the request is equal."""
     given = ((asked.id, adapter.id), (asked.version, adapter.version))
     if any(wanted not in (None, known) for wanted, known in given):
         return False

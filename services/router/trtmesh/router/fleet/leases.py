@@ -1,4 +1,4 @@
-"""The leases of handoffs on a worker: commands on its stream, and its answers to each handoff."""
+"""The leases of handoffs on a worker: commands on the worker's stream, and the answers to each handoff."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Leases:
         self._send(pb.EngineCommand(attach_sender=command))
 
     def release(self, lease_id: str, *, consumed: bool = False) -> None:
-        """Ends a lease, whatever the worker knows of it; `consumed` for a sender's whose state was used."""
+        """Ends a lease, even if unknown to the worker. `consumed` tells a sender that the state was used."""
         command = kv_pb.ReleaseLeaseCommand(lease_id=lease_id, consumed=consumed)
         self._send(pb.EngineCommand(release_lease=command))
 

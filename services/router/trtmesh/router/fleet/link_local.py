@@ -1,5 +1,5 @@
-"""Addresses that no worker has, but that an admin could be tricked into naming: link-local ones, and those at which
-clouds serve the credentials of a machine."""
+"""Addresses that an admin could be tricked into naming: link-local addresses, and the addresses where clouds serve the
+credentials of a machine. No worker has such an address."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSED_NETWORKS = tuple(
 IPV4_NETWORKS = tuple(
     map(ip_network, ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48"))
 )
-"""IPv6 networks whose addresses end with the IPv4 address that translators make of them."""
+"""IPv6 networks of translators: an address ends with the IPv4 address behind the translator."""
 
 LOOKUP_SECONDS = 5.0
 
@@ -33,8 +33,8 @@ LOOKUP_SECONDS = 5.0
 async def refuse_link_local(address: Address) -> None:
     """Raises InvalidField for a host that is, or resolves to, an address of REFUSED_NETWORKS.
 
-    A name that does not resolve passes: it has no address to reach. It may resolve to another later, so `check_dialled`
-    looks at each address before it is dialled.
+    A name without an address passes, since nothing can be reached. The name may have an address later, so
+    `check_dialled` looks at each address before dialling.
     """
     try:
         async with asyncio.timeout(LOOKUP_SECONDS):
@@ -58,7 +58,7 @@ def check_dialled(address: Address, found: str) -> None:
 
 
 def _meant(text: str) -> Iterator[IPv4Address | IPv6Address]:
-    """The address without a zone, and the IPv4 addresses that packets to it may reach."""
+    """Returns the address without a zone, and the IPv4 addresses reached by packets to the address."""
     found = ip_address(text.partition("%")[0])
     yield found
     if not isinstance(found, IPv6Address):

@@ -64,8 +64,8 @@ async def _until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 async def _only_address(text: str) -> str:
-    """The address of a worker, in discovery's spelling; as it is for a name that DNS does not know yet. Raises
-    InvalidField for a name of several."""
+    """Returns the address of a worker in discovery's spelling, or an unknown name unchanged. Raises InvalidField for a
+    name of several addresses."""
     try:
         addresses = sorted(await addresses_of(text, parse_engine))
     except (OSError, UnicodeError):
@@ -136,7 +136,7 @@ class Membership:
         return found[0]
 
     async def _linked(self, name: str) -> Worker:
-        """Finds a worker, by a second address too, as the one that has the link."""
+        """Finds a worker, by a second address too. Returns the worker with the link."""
         worker = await self.find(name)
         return self._fleet.workers.get(worker.twin, worker)
 
@@ -161,8 +161,8 @@ class Membership:
             worker.leaving = True
 
     def is_in_use(self, address: str) -> bool:
-        """Whether discovery keeps an address that a name server leaves out: that of a worker that works, or one
-        that an admin removed, which would join again with the next answer."""
+        """Whether discovery keeps an address missing from an answer: the address of a working worker, or of a worker
+        removed by an admin, since the next answer would add the worker again."""
         worker = self._fleet.workers.get(address)
         return address in self._removed or (
             worker is not None and worker.works and not worker.stops
@@ -206,10 +206,10 @@ class Membership:
         return worker
 
     async def remove(self, name: str) -> int:
-        """Moves a worker's sequences and forgets the worker once empty; returns the number that leaves now.
+        """Moves a worker's sequences and forgets the worker once empty. Returns the number of sequences leaving now.
 
         Discovery re-adds the worker only after the address disappears and returns. Raises InvalidField for the worker
-        inside this process, which has no address to add again.
+        inside this process, without an address to add again.
         """
         worker = await self.find(name)
         if worker.address == LOCAL:
@@ -240,7 +240,7 @@ class Membership:
         return Drained.of(worker, runs, only_here=only_here)
 
     async def set_role(self, name: str, role: pb.WorkerRole.ValueType) -> tuple[Worker, int]:
-        """Changes a worker's role for all routers; returns the worker and the sequences that moved because of it.
+        """Changes a worker's role for all routers. Returns the worker and the number of sequences moved by the change.
 
         Raises NotFound, InvalidField for a role that the worker lacks, or WorkerLost.
         """
@@ -261,7 +261,7 @@ class Membership:
         return worker, Drained.of(worker, runs).moved
 
     async def resume(self, name: str) -> Worker:
-        """Undoes a drain. Raises NotFound for a leaving worker, Draining for one that stops."""
+        """Undoes a drain. Raises NotFound for a leaving worker, Draining for a stopping worker."""
         worker = await self._linked(name)
         if worker.leaving:
             raise NotFound(

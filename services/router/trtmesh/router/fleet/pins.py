@@ -121,7 +121,7 @@ class Pins:
                     yield ItemAdapter(entry.identity(version), version)
 
     def _forget_pauses(self, now: float) -> None:
-        """Drops pauses of lost streams, and those after which the worker was not asked again."""
+        """Drops pauses of lost streams, and pauses without another question to the worker afterwards."""
         streams = {(worker.address, worker.streams) for worker in self._fleet.workers.values()}
         self._pauses = {
             ask: pause

@@ -22,9 +22,9 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The legs of an item: that of the prompt and that of the last token, which are one unless the plan is split.
+    """The leg of an item's prompt and the leg of the last token; a single leg unless the plan is split.
 
-    Each booking belongs to the sequences on its worker, and before their dispatch to the handoff between the legs.
+    Each booking belongs to the sequences on the worker, and before their dispatch to the handoff between the legs.
     """
 
     first: Leg

@@ -117,9 +117,10 @@ class Worker(Replica):
         self._bridge = bridge
         self._twin_of = twin_of
         self.twin = ""
-        """Address of another link to the same process, which counts in place of this one."""
+        """Address of another link to the same process. The other link counts, and this link does not."""
         self._drain_due_at = 0.0
-        """Time from which a report without the drain that this router asked for means that another one ended it."""
+        """From this time on, a report without the drain asked for by this router means that another router ended the
+        drain."""
         self._resume_due = False
         """Whether the worker is to be resumed once it is connected."""
         self._on_change = on_change
@@ -296,12 +297,12 @@ class Worker(Replica):
             raise
 
     def pin(self, adapter: Adapter) -> None:
-        """Has the worker keep a version that it holds."""
+        """Has the worker keep a held version."""
         named = generation_pb.LoraConfig(id=adapter.id, name=adapter.name, version=adapter.version)
         self._send(pb.EngineCommand(load_adapter=pb.LoadAdapterCommand(adapter=named, pinned=True)))
 
     def set_role(self, role: pb.WorkerRole.ValueType) -> None:
-        """Asks the worker for another role; its load reports show it to every router."""
+        """Asks the worker for another role. The worker's load reports show the role to every router."""
         self._send(pb.EngineCommand(set_role=pb.SetRoleCommand(role=role)))
 
     def drain(self) -> None:
@@ -466,7 +467,7 @@ class Worker(Replica):
             self.retry_migrations()
 
     def _on_role(self) -> None:
-        """The role changed: sequences that do not fit it leave for workers with room."""
+        """After a change of the role, moves sequences that no longer fit to workers with room."""
         self.touch()
         if self.role is not Role.PREFILL:
             if self._handing_over == "role":
@@ -549,8 +550,9 @@ class Worker(Replica):
         return self.retry_migrations()
 
     def retry_migrations(self, error: TrtmeshError | None = None, most: int = 2**32) -> int:
-        """Moves sequences of at most `most` items to workers with room, with their KV unless there is no time; returns
-        the number that leaves now. With an error, those that cannot be handed over leave without. All others stay."""
+        """Moves sequences of at most `most` items to workers with room, with the KV unless time is short. Returns the
+        number of sequences leaving now. With an error, sequences without a handoff leave without KV. All others
+        stay."""
         error = self._moving or self._evicted or error
         if error is None and not self._handing_over:
             return 0
@@ -564,7 +566,7 @@ class Worker(Replica):
         return leaving
 
     def _next_owners(self, most: int) -> Sequence[tuple[Owner, list[SequenceRun]]]:
-        """The next `most` items in turn, so that one that nobody takes holds up no other."""
+        """Returns the next `most` items in turn, so an item without a taker holds up no other."""
         owners = [*self._assignments.by_owner().items()]
         if len(owners) <= most:
             return owners

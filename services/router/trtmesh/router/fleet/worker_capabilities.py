@@ -146,7 +146,7 @@ def role_of(engine: pb.GetEngineResponse, load: pb.Load) -> Role:
 def changes_of(
     states: Iterable[pb.AdapterState],
 ) -> Mapping[AdapterKey, Residency | None]:
-    """The changed states of adapters; None for one that is not in memory any more."""
+    """Returns the changed states of adapters, None for an adapter no longer in memory."""
     changes: dict[AdapterKey, Residency | None] = {}
     for state in states:
         place = PLACES.get(state.place)

@@ -77,7 +77,7 @@ def _check_tokens(state: HandoffState, sender: Worker) -> None:
 
 
 def _continues(item: ItemRequest, state: HandoffState) -> bool:
-    """Whether the item can continue from KV: not where it asks for data of what is computed already."""
+    """Whether the item can continue from KV: no, if the item asks for data of computed tokens."""
     config, output = item.config, item.config.output
     several = config.sequences > 1
     if several is bool(state.first_tokens):

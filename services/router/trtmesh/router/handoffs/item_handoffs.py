@@ -30,15 +30,15 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
 MAX_MOVES = 8
-"""Most running sequences that a worker hands over at once while it drains or changes its role: each copies its KV, and
-more would only make all of them slower."""
+"""Most running sequences handed over by a worker at once, during a drain or a change of the role. Each copies the KV,
+and more would only slow all of them down."""
 
 SLACK_TOKENS = 64
-"""Tokens that a running sequence may gain before it stops for its handoff."""
+"""Most tokens that a running sequence gains before the stop for a handoff."""
 
 
 class LiveItem(Protocol):
-    """The item, as its handoffs use it."""
+    """The item, as seen by the handoffs."""
 
     @property
     def encoded(self) -> EncodedPrompt:
@@ -55,8 +55,8 @@ class LiveItem(Protocol):
         """Submits sequences, or all of a fresh item. Raises TrtmeshError."""
 
     def place_receiver(self, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool) -> Leg:
-        """Books a leg for the rest of sequences, or of a fresh item, whose KV `sender` has, preferably there if it may
-        stay. Raises TrtmeshError."""
+        """Books a leg for the rest of sequences, or of a fresh item, with the KV at `sender`; preferably there, if the
+        sequences may stay. Raises TrtmeshError."""
 
     def began_at(self, leg: Leg) -> None:
         """Notes the item's worker, and reports the start with the first."""
@@ -106,7 +106,7 @@ class ItemHandoffs:
         return any(not handoff.runs for handoff in self._live)
 
     def without_worker(self, runs: list[SequenceRun]) -> list[SequenceRun]:
-        """Those of `runs` that no handoff takes to a worker."""
+        """Returns the sequences of `runs` without a handoff to a worker."""
         if not self._live:
             return runs
         return [run for run in runs if (found := self._of(run)) is None or found.is_parked]
@@ -144,7 +144,7 @@ class ItemHandoffs:
             handoff.given()
 
     def continue_half(self, state: HandoffState) -> None:
-        """Begins with the KV that a client brought, if a worker may continue from it. Raises InvalidField."""
+        """Begins with the KV brought by a client, if a worker may continue from the KV. Raises InvalidField."""
         item, lease_id = self._item, state.descriptor.lease_id
         half = second_half(self._table, self._model, self._request, state, item.encoded)
         if half is None or lease_id in self._table.live:
@@ -200,8 +200,8 @@ class ItemHandoffs:
     # From workers and the client.
 
     def park(self, runs: Sequence[SequenceRun]) -> list[SequenceRun]:
-        """Has the workers stop sequences and keep their KV; returns those that leave without it. A prefill that has not
-        begun waits for the client."""
+        """Has the workers stop sequences and keep the KV. Returns the sequences that leave without KV. A prefill that
+        has not begun waits for the client."""
         for handoff in [*self._live]:
             if not handoff.runs:
                 handoff.cancel()
@@ -224,7 +224,7 @@ class ItemHandoffs:
         return True
 
     def hand_over(self, runs: Sequence[SequenceRun], address: str, cause: str) -> list[SequenceRun]:
-        """Begins to move sequences with their KV; returns those that cannot move so."""
+        """Begins to move sequences with the KV. Returns the sequences that cannot move so."""
         return [run for run in runs if not self._hand_over(run, address, cause)]
 
     def _hand_over(self, run: SequenceRun, address: str, cause: str) -> bool:
@@ -249,14 +249,15 @@ class ItemHandoffs:
         return True
 
     def _keeps_kv(self, run: SequenceRun, sender: Worker) -> bool:
-        """Whether a running sequence may leave with its KV: a worker hands over none that were submitted together."""
+        """Whether a running sequence may leave with the KV. A worker hands over no sequence submitted together with
+        others."""
         if not (sender.capabilities.has_leases and self._placer.may_hand_over) or not run.token_ids:
             return False
         is_alone = self._request.config.sequences == 1 or run.moved
         return is_alone and not run.is_beam and not self._request.is_context_only
 
     def on_handed_over(self, run: SequenceRun, end: End) -> None:
-        """Passes a sequence on to the receiver, or keeps it for its client's return."""
+        """Passes a sequence on to the receiver, or keeps the sequence for the return of the client."""
         if (handoff := self._of(run)) is not None:
             handoff.on_handed_over(run, end.handoff)
             if handoff.was_parked:

@@ -86,7 +86,7 @@ class HandoffItem:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Leases of a submit: the sender's, under which the item is handed over, or the receiver's with its KV."""
+    """Leases of a submit: the sender's lease, for the handoff of the item, or the receiver's lease, with the KV."""
 
     sender: str = ""
     receiver: str = ""
@@ -174,7 +174,7 @@ class LiveHandoff:
         self._follow(machine.park())
 
     def give(self, leg: Leg) -> None:
-        """Begins with the prefill at `leg`; its KV waits for the client, which gets the descriptor."""
+        """Begins with the prefill at `leg`. The KV waits for the client, who gets the descriptor."""
         self.is_for_client = True
         self._prefill = leg
         self._send_from(leg.worker)
@@ -219,7 +219,7 @@ class LiveHandoff:
 
     @property
     def backend_state(self) -> kv_pb.HandoffDescriptor | None:
-        """The descriptor that travels to the receiver with its sequence, or None if the receiver has a lease."""
+        """Returns the descriptor for the receiver, sent with the sequence; None if the receiver has a lease."""
         return self._descriptor if self.state.by_state else None
 
     @property
@@ -234,7 +234,7 @@ class LiveHandoff:
 
     @property
     def was_parked(self) -> bool:
-        """Whether the sequence left its worker because its client was paused, wherever it is now."""
+        """Whether the sequence left the worker because the client was paused, wherever the sequence is now."""
         return self.cause == "paused" and bool(self.committed_at)
 
     @property

@@ -1,7 +1,7 @@
-"""A handoff as its router sees it: which of the two workers did what, and what follows.
+"""A handoff as seen by the router: the reports of both workers, and the next actions.
 
 The receiver reserves blocks, then the sender starts; the sender stops at the handoff, then the receiver continues. A
-paused item stops first and gets its receiver when its client reads again. After every failure both workers are released
+paused item stops first and gets a receiver when the client reads again. After every failure both workers are released
 and the item migrates.
 """
 
@@ -173,7 +173,8 @@ def advance(handoff: Handoff, event: Event) -> Transition:
 
 
 def _on_sender_failed(handoff: Handoff) -> Transition:
-    """Ends the handoff, unless the receiver has the descriptor: it may have the KV, and fails by itself if not."""
+    """Ends the handoff, unless the receiver has the descriptor. The receiver may have the KV, and otherwise fails
+    alone."""
     attached = handoff.receiver in (Receiver.ATTACHED, Receiver.SUBMITTED)
     if handoff.sender is Sender.COMMITTED and attached:
         return handoff, ()

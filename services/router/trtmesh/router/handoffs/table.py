@@ -18,8 +18,8 @@ RESUMED = frozenset({"paused", "generation_only"})
 """Causes of handoffs that go on when a client returns."""
 
 MAX_PARKED = 256
-"""Most KV on workers that waits for a client: of paused sequences, and of context_only items until their second half or
-the end of their lease. Further ones are computed again."""
+"""Most leases of KV waiting for a client on workers: of paused sequences, and of context_only items until the second
+half or the end of the lease. Beyond, sequences are computed again."""
 
 
 @dataclass(frozen=True, slots=True)

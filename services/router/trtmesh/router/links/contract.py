@@ -1,4 +1,4 @@
-"""What a worker or a tokenizer says is checked like what a stranger says: one that breaks the contract is left."""
+"""Checks the messages of workers and tokenizers like those of strangers. A peer that breaks the contract is left."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MOST_NAME_CHARACTERS = 512
 """Longest name or fingerprint."""
 
 FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 5.0, 300.0
-"""Rest of a peer after its first breach, doubled by each further one; a stream that lives longer than the longest rest
-starts over."""
+"""Rest of a peer after its first breach. Doubles with each further breach; a stream longer than the longest rest resets
+it."""
 
 
 class ContractBroken(Unavailable):
-    """A peer said what its contract rules out."""
+    """A peer sent a message against its contract."""
 
 
 def check_names(**names: str) -> None:

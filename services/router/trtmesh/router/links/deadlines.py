@@ -17,11 +17,12 @@ class Deadlines(Settings):
 
     silence_seconds: Seconds = 1.0
     """Silence of a worker, or time without reading an item, at least five load intervals; afterwards its items move. A
-    worker or tokenizer with a message due that is silent for ten times as long is disconnected."""
+    worker or tokenizer silent for ten times as long, with a message due, is disconnected."""
     step_gap_seconds: LongSeconds = 1.5
-    """Time without a step on a busy worker, at least four times its longest recent step; afterwards its items move."""
+    """Time without a step on a busy worker, at least four times the longest recent step; afterwards its items move."""
     queue_seconds: LongSeconds = 30.0
-    """Wait of an item in a worker's queue, or for its next token while the worker makes steps; afterwards it moves."""
+    """Wait of an item in a worker's queue, or for the next token while the worker makes steps; afterwards the item
+    moves."""
 
 
 class Retries(Settings):

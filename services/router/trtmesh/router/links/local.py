@@ -19,14 +19,14 @@ LOCAL = "local"
 
 
 class LocalService:
-    """A service of this process, whose commands and events are handed over as they are.
+    """A service of this process. Commands and events are handed over as they are.
 
-    It may fail as a process of its own may: its streams end by errors, and a text that it breaks on ends an item. It
-    cannot be lost alone, or be slow alone.
+    The service may fail like a separate process: streams end by errors, and a text that breaks the service ends an
+    item. The service cannot be lost or slow alone.
     """
 
     def __init__(self, service: Service, settings: ServiceSettings, runtime: Runtime) -> None:
-        """`runtime` is that of the service: its failure is not yet that of the process."""
+        """`runtime` belongs to the service, whose failure is not yet a failure of the process."""
         self.runtime = runtime
         self._service = service
         self._settings = settings
@@ -35,7 +35,7 @@ class LocalService:
         service.register(self._server)
 
     async def start(self, health: Health) -> None:
-        """Loads what it needs to serve, as a part of the process with `health`. Raises StartupError."""
+        """Loads the service, as a part of the process with `health`. Raises StartupError."""
         self.runtime.health = health
         try:
             await self._service.start()
@@ -45,7 +45,7 @@ class LocalService:
         self._started.set()
 
     async def stop(self) -> None:
-        """Ends its streams, and its threads after their work."""
+        """Ends the streams of the service, and the threads after their work."""
         await self._service.stop()
 
     @asynccontextmanager

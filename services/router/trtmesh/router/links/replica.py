@@ -63,9 +63,9 @@ class ReplicaState(Enum):
 
 
 class Replica(ABC):
-    """A tokenizer or worker at one address, with a state for operators and placement.
+    """A tokenizer or worker at an address, with a state for operators and placement.
 
-    `run` owns the connection and the stream; both end with it. Subclasses implement `serve_stream`, `lost` and the
+    `run` owns the connection and the stream; both end with `run`. Subclasses implement `serve_stream`, `lost` and the
     questions `busy` and `expecting`.
     """
 

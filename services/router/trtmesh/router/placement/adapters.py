@@ -1,4 +1,5 @@
-"""Placement of items with an adapter: at its homes, or where it spills, and the cost of loads and of ranks."""
+"""Placement of items with an adapter: at the adapter's homes, or elsewhere in a spill, and the cost of loads and
+ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def candidates(
 def _ordered(
     eligible: Sequence[int], fleet: Sequence[WorkerSnapshot], need: AdapterNeed, takers: Takers
 ) -> list[int]:
-    """The eligible workers: homes first, then in the adapter's order; last those that have not reported slots."""
+    """Returns the eligible workers: homes first, then the adapter's order, and last the workers without reported
+    slots."""
     by_address = {fleet[index].address: index for index in eligible}
     order = order_of(takers, need.adapter.id, need.outlook.stretch)
     # A dict keeps the first place of each.

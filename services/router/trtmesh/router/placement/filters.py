@@ -168,7 +168,7 @@ def _leave_out_small(
 def _leave_out_without(
     fleet: Sequence[WorkerSnapshot], need: AdapterNeed, excluded: list[str]
 ) -> None:
-    """Excludes workers that lack an adapter which cannot be delivered."""
+    """Excludes workers without an adapter that cannot be delivered."""
     for index, worker in enumerate(fleet):
         if excluded[index] in ("", BREAKER_OPEN) and need.key not in worker.adapters.held:
             excluded[index] = ADAPTER_ABSENT

@@ -1,9 +1,9 @@
 """The homes of adapters: the workers meant to hold each, by rendezvous hashing with bounded loads.
 
-Each adapter has an order of workers: first those of its rank's stretch, then by distance, and among equals by weighted
-rendezvous hashing of its number, so that a new version stays in the old one's place. In the order of their loads the
-adapters take their homes: the first workers whose load stays within 1.25 times the mean (consistent hashing with
-bounded loads; Mirrokni et al., 2018) and which have a slot left. Loads are shares of the recent past, not momentary
+Each adapter has an order of workers: first the workers of the rank's stretch, then by distance, and among equals by
+weighted rendezvous hashing of the adapter's number, so a new version stays in the place of the old version. In the
+order of their loads the adapters take their homes: the first workers with a free slot and a load within 1.25 times the
+mean (consistent hashing with bounded loads; Mirrokni et al., 2018). Loads are shares of the recent past, not momentary
 queues: otherwise every burst would move adapters.
 """
 
@@ -19,7 +19,7 @@ BOUND = 1.25
 """Most load of a worker relative to the mean."""
 
 KEEP = 0.1
-"""Further load, relative to the mean, at which a worker keeps an adapter that lives there."""
+"""Further load, relative to the mean, up to which a worker keeps a resident adapter."""
 
 WILLING = (False, 0.0)
 """The reluctance of a worker that takes a part of the load."""

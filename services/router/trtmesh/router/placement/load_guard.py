@@ -186,7 +186,7 @@ class Booking:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A load of an adapter in progress: its place before, and the loads up to and including it."""
+    """A load of an adapter in progress: the place before, and the loads up to and including this load."""
 
     origin: Place | None
     begun_at: float
@@ -313,7 +313,7 @@ class LoadGuard:
         self._on_change()
 
     def adapters_moved(self, changes: Mapping[AdapterKey, Residency | None], now: float) -> None:
-        """The worker reported changed places of adapters; None for one that left memory."""
+        """The worker reported changed places of adapters, None for an adapter no longer in memory."""
         for key, residency in changes.items():
             load = self._loads.get(key)
             if load and residency and residency.place is not load.origin:
@@ -336,7 +336,7 @@ class LoadGuard:
     def figures(
         self, typical: Typical, max_batch_size: int, kv_token_bytes: int, now: float
     ) -> dict[str, Any]:
-        """The fields of a worker's snapshot that this guard knows, in one call: a placement reads every worker."""
+        """The fields of a worker's snapshot known to this guard, in one call: a placement reads every worker."""
         return {
             "adapters": self.adapters,
             "sequences": self.sequences,

@@ -1,4 +1,4 @@
-"""A placement: filter, score, pick. The decision keeps its inputs, so that operators can have it explained."""
+"""A placement: filter, score, pick. The decision keeps all inputs, for a later explanation to operators."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _too_many(able: Sequence[WorkerSnapshot], query: PlacementQuery) -> InvalidF
 def _is_nowhere(
     fleet: Sequence[WorkerSnapshot], excluded: Sequence[str], query: PlacementQuery
 ) -> bool:
-    """Whether workers could take the item but for its adapter, and none that is not ready may bring it."""
+    """Whether workers could take the item except for the adapter, and no unready worker may bring the adapter."""
     lacks = False
     for worker, why in zip(fleet, excluded, strict=True):
         if why == ADAPTER_ABSENT:
@@ -252,7 +252,7 @@ def _nowhere(adapter: Adapter, model: str) -> AdapterNotFound:
 
 
 def _may_take_later(worker: WorkerSnapshot, query: PlacementQuery) -> bool:
-    """Whether a worker that is not ready, or left out for now, may take the item one day."""
+    """Whether an unready or left-out worker may take the item one day."""
     if not worker.problem and worker.address not in query.exclude:
         return False
     return not worker.model or (

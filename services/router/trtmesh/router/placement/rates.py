@@ -73,7 +73,7 @@ class Report(NamedTuple):
     used_blocks: int = 0
     total_blocks: int = 0
     adapter_slots: tuple[int, int, int] = (0, 0, 0)
-    """All slots for adapters, the free ones, and those of adapters neither pinned nor in use."""
+    """All slots for adapters, the free slots, and the slots of adapters neither pinned nor in use."""
     received_bytes: int = 0
     """Bytes of KV of all finished handoffs to the worker."""
     receiving_seconds: float = 0.0

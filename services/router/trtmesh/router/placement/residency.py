@@ -1,4 +1,5 @@
-"""Adapters on a worker: where each version is, as the worker reports it, and which ones this router's sequences use."""
+"""Adapters on a worker: the place of each version, as reported by the worker, and the versions used by this router's
+sequences."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Residency:
 
     @property
     def names(self) -> tuple[int | str, ...]:
-        """What requests name the adapter by: its number, and its name if it has one."""
+        """The names of the adapter in requests: the number, and the name if any."""
         number, name = self.adapter.id, self.adapter.name
         return (number, name) if name else (number,)
 
@@ -96,9 +97,9 @@ def _none() -> PersistentMap[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAdapters:
-    """Residency as reported, and uses as booked: an adapter in use that is not held is being delivered.
+    """Residency as reported, and uses as booked: a used adapter that is not held is being delivered.
 
-    A change shares all but the changed adapters, of which a worker may hold ten thousand.
+    A change shares all but the changed adapters: a worker may hold ten thousand.
     """
 
     held: PersistentMap[AdapterKey, Residency] = field(default_factory=_none)

@@ -17,7 +17,7 @@ class PlacementSettings(Settings):
     policy: PolicyName = "auto"
     """Policy that scores the workers."""
     kv_index_blocks: Annotated[int, Field(ge=0, le=100_000_000)] = 1_000_000
-    """Most KV blocks of workers that are remembered, about 250 bytes each; least recently used ones are evicted."""
+    """Most remembered KV blocks of workers, about 250 bytes each; the least recently used are evicted."""
 
 
 class HandoffSettings(Settings):

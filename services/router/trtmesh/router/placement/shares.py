@@ -21,10 +21,10 @@ LEAST_SHARE = 1e-6
 """Smallest share that is remembered."""
 
 SLACK = 0.25
-"""Workers by which the demand for an adapter must fall below fewer replicas before one is given up."""
+"""How far, in workers, the demand for an adapter must fall before a replica is given up."""
 
 WORTH_BEGIN, WORTH_END = 0.2, 0.1
-"""Part of a step that the spread of the ranks costs, from which and up to which ranks are kept apart."""
+"""Cost of the spread of the ranks, as a part of a step, from which and up to which ranks are kept apart."""
 
 MOST_HOMED = 1024
 """Adapters with homes of their own load; the others have the first of their order."""

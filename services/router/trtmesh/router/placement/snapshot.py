@@ -12,7 +12,7 @@ from trtmesh.router.placement.residency import NO_ADAPTERS, AdapterNeed, WorkerA
 
 
 class Role(Enum):
-    """The part of the work that a worker is meant for. Every worker can do all of it."""
+    """The intended part of the work of a worker. Every worker can do all parts."""
 
     MIXED = "mixed"
     PREFILL = "prefill"
@@ -50,8 +50,7 @@ class KvFacts(NamedTuple):
     """Bytes of a token's KV, of all layers and heads."""
     transports: frozenset[int]
     state_kind: str = ""
-    """Kind of the state by which the backends move the KV themselves, of a single sequence after its prefill; '' with
-    leases."""
+    """Kind of the state by which backends move the KV of a single sequence after the prefill; '' with leases."""
 
     @property
     def kind(self) -> tuple[bytes, frozenset[int]]:
@@ -139,7 +138,7 @@ class PlacementQuery(NamedTuple):
     """Tokens before the next new token, including tokens generated elsewhere."""
     sequences: int = 1
     item_sequences: int = 1
-    """Sequences submitted as one item: those of a fresh item, but a moved sequence is an item of its own."""
+    """Sequences submitted as one item: all sequences of a fresh item, but a moved sequence alone."""
     beams: int = 1
     max_tokens: int | None = None
     """Limit on new tokens per sequence."""

@@ -1,11 +1,11 @@
 """Conditional disaggregation: whether one worker computes an item, or two share it, by predicted cost.
 
-A cost is the time to the first decode step, plus the time that other sequences lose, plus the decode phase. Of a whole
+A cost is the time to the first decode step, plus the time lost by other sequences, plus the decode phase. Of a whole
 item on worker w:
 
     wait_w + adapter_w + C_w * (1 + decoding_w) + decode_w          C = uncached tokens * prefill
 
-A prompt delays each sequence that decodes on the worker by its computation, since chunks of it are in their steps
+The computation of a prompt delays each decoding sequence of the worker, since the steps have chunks of the prompt
 (Sarathi-Serve, Agrawal et al., 2024). With the prefill on worker p and the decode phase on worker d:
 
     start = wait_p + adapter_p
@@ -15,11 +15,11 @@ A prompt delays each sequence that decodes on the worker by its computation, sin
     delayed = decoding_p + FOLLOWERS * waiting_p
     ready + delayed * C_p + pressure_p + tail + max(0, wait_d - ready - tail) + decode_d
 
-A prompt in the queue of a prefill worker delays those that come behind it. Without their cost, every prompt would wait
-there for as long as it would delay all chats of a decode worker.
+A prompt in the queue of a prefill worker delays all later prompts. Without this cost, every prompt would wait there for
+as long as the prompt would delay all chats of a decode worker.
 
-The transfer overlaps the computation except for its last part (layer-wise transfer as in Splitwise, Patel et al., 2024,
-and Mooncake, Qin et al., 2024), transfers to a worker share its link, and d works off its queue meanwhile. Choosing the
+The transfer overlaps the computation except for the last part (layer-wise transfer as in Splitwise, Patel et al., 2024,
+and Mooncake, Qin et al., 2024), transfers to a worker share the link, and d works off the queue meanwhile. Choosing the
 pair together, by load and prefix on both sides, is Mooncake's; NVIDIA Dynamo's conditional disaggregation compares the
 uncached length and the prefill queue with thresholds, where this compares times. Prefill, step, transfer and
 handoff times are learned (`rates.py`).
@@ -53,13 +53,13 @@ LAST_PART = 1 / 32
 """Part of a transfer that cannot overlap the computation: the last layers of the last chunk."""
 
 FOLLOWERS = 2.0
-"""Prompts that come behind a prompt on a prefill worker, for each that waits there already. While it waits as many come
-as wait now (Little, 1961), and all until the queue is empty wait for it: twice as many on a worker that is half
-busy."""
+"""Later prompts on a prefill worker, for each prompt waiting there already. During the wait of a prompt as many arrive
+as wait now (Little, 1961), and all arrivals until the queue is empty wait longer: twice as many on a half busy
+worker."""
 
 MIN_PROMPT_TOKENS = 16
 """Fewest prompt tokens to compute for `auto` to compare two workers with one: a handoff takes longer than so few.
-Reused ones do not count."""
+Reused tokens do not count."""
 
 FASTER = "two workers are predicted to be faster"
 SLOWER = "one worker is predicted to be faster"
@@ -164,7 +164,7 @@ def _uncached(worker: WorkerSnapshot, query: PlacementQuery) -> int:
 
 
 def _stall(worker: WorkerSnapshot, query: PlacementQuery) -> float:
-    """Time that the worker's sequences lose together while it computes the prompt."""
+    """Time lost by all sequences of the worker together during the computation of the prompt."""
     return worker.decoding_sequences * _uncached(worker, query) * worker.prefill_seconds
 
 
@@ -201,10 +201,10 @@ def best_pair(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuer
 def _sides(
     fleet: Sequence[WorkerSnapshot], of_prefill: PlacementQuery, of_decode: PlacementQuery
 ) -> tuple[list[int], list[int]] | str:
-    """The eligible workers of both legs, or why there are none.
+    """Returns the eligible workers of both legs, or the reason for none.
 
-    A mixed worker computes prompts for others only without a prefill worker, and then for decode workers: its own
-    sequences would lose what those of the other worker gain.
+    A mixed worker computes prompts for others only without a prefill worker, and then for decode workers: the mixed
+    worker's sequences would lose as much as the others gain.
     """
     prefills, decodes = legs(fleet, of_prefill), legs(fleet, of_decode)
     meant = [index for index in prefills if fleet[index].role is Role.PREFILL]
@@ -268,7 +268,7 @@ def _each_by_rule(
     second: Sequence[WorkerSnapshot],
     query: PlacementQuery,
 ) -> Pair:
-    """The pick among the prefill workers, and the pick among those decode workers that fit it."""
+    """Returns the pick among the prefill workers, and the pick among the decode workers that fit the first pick."""
     able = [p for p in first if any(_compatible(p, d) for d in second)]
     prefill = able[rules_of.pick(able, rules_of.costs(able, query), query)]
     fitting = [d for d in second if _compatible(prefill, d)]

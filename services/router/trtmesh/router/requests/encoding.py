@@ -51,8 +51,8 @@ HUGE_TEXT = 2**18
 """Characters of a text that takes milliseconds to copy."""
 
 BEGINNINGS = 3
-"""A beginning is encoded on its own only of a text so many times as long: six characters for each token that a worker
-takes, where English has four or five."""
+"""Only a text so many times as long as a worker's limit has a beginning encoded first: six characters for each token
+taken by a worker. English has four or five."""
 
 MOST_NAMES = 8
 """Most registered adapters that an error lists."""
@@ -118,10 +118,10 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
 
 
 async def _check_beginnings(context: RequestContext, text: str, most: int) -> None:
-    """Raises PromptTooLong for a text of which a beginning has twice the `most` tokens that a worker takes: the whole
-    text, which may have a few tokens fewer, is not copied and sent. 0 is no limit.
+    """Raises PromptTooLong if a beginning of the text has twice the `most` tokens of a worker. The whole text may have
+    a few tokens fewer, and is not copied or sent. 0 is no limit.
 
-    A text of an ordinary length for its tokens is not looked at: its tokenizer would encode it twice.
+    A text of ordinary length is not looked at: the tokenizer would encode the text twice.
     """
     # Four ids for a character, as those that are none's word have, are more than twice as many as a worker takes.
     size = most * 5 // 8
@@ -138,7 +138,7 @@ async def _check_beginnings(context: RequestContext, text: str, most: int) -> No
 async def with_adapter_of_now(
     context: RequestContext, config: GenerationConfig, encoded: EncodedItem
 ) -> EncodedItem:
-    """The item with the version of its adapter that requests get now. Raises AdapterNotFound or InvalidField."""
+    """Returns the item with the present version of its adapter. Raises AdapterNotFound or InvalidField."""
     assert config.lora is not None
     adapter = await _adapter_of(context, config.lora)
     blocks = PromptBlocks(prefix_root(config, adapter.identity), encoded.token_ids)

@@ -3,8 +3,8 @@
 * The item holds a permit from start to end.
 * Every item ends with exactly one terminal event, independently of the other items.
 * Placing books a plan on the fleet. A worker without the item's adapter loads it before the dispatch.
-* A split plan is a handoff from its first leg to its second. Handoffs, those of paused and moved sequences too, are led
-  by `handoffs/item_handoffs.py`.
+* A split plan is a handoff from the first leg to the second. `handoffs/item_handoffs.py` leads all handoffs, of paused
+  and moved sequences too.
 * A sequence without a worker, lost or left, is placed again with all tokens.
 * Decoding runs beside generation: worker → sequence → tokenizer → client, without this task.
 * When a tokenizer finds a stop text, the worker stops the sequence.
@@ -205,7 +205,7 @@ class ItemRun:
             raise _NotLoadedError from error
 
     async def _takes_another(self, adapter: ItemAdapter) -> bool:
-        """Whether another version replaces that of an item, which has not begun and did not ask for one."""
+        """Whether another version replaces the version of an item that has not begun and asked for no version."""
         asked = self._item.config.lora
         if self._runs or asked is None or asked.version is not None:
             return False
@@ -502,7 +502,7 @@ class ItemRun:
     def hand_over(
         self, runs: Sequence[SequenceRun], address: str, cause: str
     ) -> Sequence[SequenceRun]:
-        """Begins to move sequences with their KV; returns those that cannot move so."""
+        """Begins to move sequences with the KV. Returns the sequences that cannot move so."""
         if self._stop_asked or self._over:
             return ()
         return self._begun_handoffs().hand_over(runs, address, cause)
@@ -512,7 +512,7 @@ class ItemRun:
         return not self._is_half
 
     def on_handed_over(self, run: SequenceRun, end: End) -> None:
-        """Passes a sequence on to the receiver, or keeps it for its client's return."""
+        """Passes a sequence on to the receiver, or keeps the sequence for the return of the client."""
         if self._stop_asked:
             run.end(pb.FINISH_REASON_STOPPED, deliver=Delivery.ALL)
         elif self._handoffs is not None:

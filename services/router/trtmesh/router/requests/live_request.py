@@ -32,7 +32,7 @@ class Admitted:
 
     model: str
     items: Sequence[ItemRequest]
-    """Those that its client has not received to the end."""
+    """Requests not yet received to the end by the client."""
     permits: Sequence[Permit]
     owner: Identity
     account: Account
@@ -171,7 +171,7 @@ class ItemTasks:
         self._live = live
         self._account = account
         self._running: dict[asyncio.Task[None], None] = {}
-        """Those that were not cancelled."""
+        """The items that were not cancelled."""
         self._left = len(live.waiting)
         self._ending = False
         self._over = asyncio.Event()
@@ -184,7 +184,7 @@ class ItemTasks:
             self._live.context.starting.add(self)
 
     async def end(self) -> None:
-        """Ends all items, even if this wait is cancelled. Those that have not started never do."""
+        """Ends all items, even if this wait is cancelled. An item without a start never starts."""
         self._ending = True
         context = self._live.context
         context.starting.remove(self)

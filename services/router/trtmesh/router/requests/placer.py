@@ -40,7 +40,7 @@ MAX_LOST_WORKERS = 4
 """Workers lost in a row with an item without a new token; then WORKER_LOST."""
 
 EXACTLY = frozenset({Capability.EXACT_RESUMPTION})
-"""Wanted of a worker that continues a sequence. Without such a worker another one continues, and rounding may change
+"""Wanted of the next worker of a sequence. Without such a worker another worker continues, and rounding may change
 tokens."""
 
 Failures: TypeAlias = dict[str, TrtmeshError]
@@ -208,8 +208,8 @@ class Placer:
     def place_receiver(
         self, encoded: EncodedItem, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool
     ) -> Leg:
-        """Books a leg for the rest of sequences, or of a fresh item, whose KV `sender` has, preferably there if it may
-        stay. Raises as `placement.place`."""
+        """Books a leg for the rest of sequences, or of a fresh item, with the KV at `sender`; preferably there, if the
+        sequences may stay. Raises as `placement.place`."""
         assert sender.capabilities.kv
         query = self._query(encoded, runs, self.attempts.failures)
         left = {} if stays else {sender.address: "it hands the sequence over"}
@@ -263,7 +263,7 @@ class Placer:
         return not known
 
     def _waiting(self, tokens: int) -> _Wait:
-        """The present wait of the item, which has `tokens` tokens; a new one after progress."""
+        """Returns the present wait of the item, with `tokens` tokens; a new wait after progress."""
         if self._wait is None or tokens > self._wait.tokens:
             now = asyncio.get_running_loop().time()
             seconds = self._context.mesh.retries.worker_wait_seconds
@@ -271,8 +271,8 @@ class Placer:
         return self._wait
 
     def refused(self, address: str, error: TrtmeshError) -> None:
-        """Leaves out the worker at `address`, which is full, as a receiver; also as the next worker of sequences that
-        began, since a migration would wait in its queue."""
+        """Leaves out the full worker at `address` as a receiver, and as the next worker of sequences that began: a
+        migration would wait in the queue."""
         self._refusals[address] = error.message
 
     def dispatch(
@@ -440,7 +440,7 @@ def dispatch(
 
 
 def _end_after_first_token(config: pb.GenerationConfig, *, is_handed_over: bool) -> None:
-    """Makes the item end with its handoff, whatever its limit; or after a token, where nothing can be handed over."""
+    """Ends the item with the handoff, whatever the limit, or after a token if no handoff is possible."""
     if is_handed_over:
         config.handoff.phase = pb.GENERATION_PHASE_CONTEXT_ONLY
         if config.stopping.HasField("max_tokens"):

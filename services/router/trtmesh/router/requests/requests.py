@@ -79,7 +79,7 @@ class Requests:
         self._empty.set()
         self.live: dict[RequestKey, LiveRequest] = {}
         self.paused: set[LiveRequest] = set()
-        """Those that wait until their clients read."""
+        """The requests waiting for their clients to read."""
         self._none_unread_until = 0.0
 
     def open(
@@ -199,7 +199,7 @@ class Requests:
         )
 
     def metrics_of(self, name: str) -> ModelMetrics:
-        """The metrics of a model by the name that a request gives; names that are not served count together."""
+        """Returns the metrics of a model by the name in a request. Unserved names count together."""
         models = self._mesh.fleet.models()
         name = name or next(iter(self._mesh.fleet.configured), "")
         if not name and len(models) == 1:
@@ -214,8 +214,8 @@ class Requests:
             await self._empty.wait()
 
     def end_slow_clients(self) -> None:
-        """Ends requests of clients past their limits. Looks only at those that wait for clients, but at all once a
-        message may be unread for too long."""
+        """Ends requests of clients past their limits. Looks only at requests waiting for clients, or at all requests
+        once a message may be unread for too long."""
         now = asyncio.get_running_loop().time()
         looked_at: Collection[LiveRequest] = self.paused
         if now > self._none_unread_until:

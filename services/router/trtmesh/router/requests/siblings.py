@@ -18,7 +18,7 @@ LEAST_SHARED_BLOCKS = 2
 
 
 MAX_TOGETHER = 8
-"""Most siblings that go to one worker together."""
+"""Most siblings sent to a worker together."""
 
 WAIT_SECONDS = 1.0
 """Longest wait of a follower for its leader."""

@@ -25,14 +25,14 @@ ANNOUNCED_SECONDS = 0.02
 """Longest wait of an announcement for the first tokens. These take longer for a long prompt or in a queue."""
 
 OPENING_SECONDS = 0.5
-"""Longest wait of the opening event for another: without it a client cannot stop a request in a queue. Longer than a
-burst of starts takes, which would cost as many messages more."""
+"""Longest wait of the opening event for another: without the opening event a client cannot stop a queued request.
+Longer than a burst of starts, since a shorter wait would cost as many more messages."""
 
 TOKEN_BYTES = 4
 """Bytes counted for an id beside text and data."""
 
 OBJECT_BYTES = 96
-"""Memory of a waiting token beside what is counted for it: id and text are objects."""
+"""Memory of a waiting token beyond the counted bytes: id and text are objects."""
 
 LOOK_BYTES = 2**10
 """Growth of the waiting bytes between two reports: a client that keeps up causes none."""
@@ -201,7 +201,7 @@ class ClientStream:
         self._append(WaitingEvent(event, event.ByteSize()))
 
     def announce(self, event: router_pb.GenerateEvent) -> None:
-        """Queues an event of which the client need not know before the next; soon it is sent without."""
+        """Queues an event to be sent with the next, or alone after a short time."""
         if self._followed:
             self.put(event)
             return
@@ -281,7 +281,7 @@ class ClientStream:
             self._look()
 
     def _look(self) -> None:
-        """Tells the watcher what waits, and once that it is too much."""
+        """Tells the watcher the waiting amount, and once the excess."""
         credit, watcher = self._credit, self.watcher
         if watcher is None:
             return
@@ -359,8 +359,8 @@ class ClientLimits(Settings):
     """Limits on the output waiting for a client."""
 
     total_bytes: Annotated[int, Field(ge=1)] = 512 * 2**20
-    """Most memory of the output that waits for all clients together; beyond it the request with the largest part ends
-    with SLOW_CLIENT."""
+    """Most memory of the output waiting for all clients together; beyond, the request with the largest part ends with
+    SLOW_CLIENT."""
     at_limit: Literal["pause", "cancel"] = "pause"
     """Action once 65,536 tokens or 64 MiB wait for a client: `pause` takes the request's sequences off their workers
     and continues them, on any worker, once the client has read; `cancel` ends the request with SLOW_CLIENT."""

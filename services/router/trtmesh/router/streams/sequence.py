@@ -129,14 +129,14 @@ class SequenceWriter:
 
 
 COMPLETE = frozenset({pb.FINISH_REASON_END_ID, pb.FINISH_REASON_STOP_WORD, pb.FINISH_REASON_LENGTH})
-"""Reasons with which a worker ends a sequence that nobody stopped."""
+"""A worker's reasons for the end of a sequence, if nobody stopped the sequence."""
 
 PROMPT_END = 8
-"""Tokens of the prompt that a tokenizer needs, so that text continues the prompt's."""
+"""Tokens of the prompt needed by a tokenizer to continue the prompt's text."""
 
 
 class Delivery(Enum):
-    """What a client still gets of a sequence that ends."""
+    """The output that a client still gets after the end of a sequence."""
 
     ALL = "all"
     """All tokens and their text: a worker reports the end first, and a tokenizer answers."""
@@ -177,7 +177,7 @@ class Assignment(Protocol):
         """Stops the sequence on the worker and drops later output; `error` names the worker's fault, if any."""
 
     def hand_over(self, lease_id: str, seconds: float) -> None:
-        """Asks the worker to stop the sequence at its next token, and to keep its KV under a lease."""
+        """Asks the worker to stop the sequence at the next token, and to keep the KV under a lease."""
 
 
 class Owner(Protocol):
@@ -201,7 +201,7 @@ class Owner(Protocol):
     def hand_over(
         self, runs: Sequence[SequenceRun], address: str, cause: str
     ) -> Sequence[SequenceRun]:
-        """Moves sequences with their KV off the worker at `address`; returns those that cannot move so."""
+        """Moves sequences with the KV off the worker at `address`. Returns the sequences that cannot move so."""
 
 
 @dataclass(slots=True)
@@ -326,7 +326,7 @@ class SequenceRun(DecodedSequence):
         self.prefill_end: End | None = None
         """The first end with a handoff: its figures concern the prompt."""
         self.ending: End | None = None
-        """The end, as the last worker reported it or this router made it."""
+        """The end, as reported by the last worker or made by this router."""
         self.ended_ns = 0
         """Monotonic time of the end; 0 before."""
         self.stop_text: str | None = None
@@ -479,7 +479,7 @@ class SequenceRun(DecodedSequence):
         self.times.on_assigned()
 
     def leave_worker(self, error: TrtmeshError | None = None) -> None:
-        """Takes the sequence off its worker, whose fault is `error` if any. Settles a complete sequence."""
+        """Takes the sequence off the worker; `error` is the worker's fault, if any. Settles a complete sequence."""
         if self.assignment is not None:
             self.assignment.release(error)
             self._detach()
@@ -491,7 +491,7 @@ class SequenceRun(DecodedSequence):
         *,
         deliver: Delivery,
     ) -> None:
-        """Ends the sequence early, at its worker and for its client. With an `error` its item fails."""
+        """Ends the sequence early, on the worker and for the client. With an `error` the item fails."""
         if self.over:
             return
         if deliver is Delivery.ALL:

@@ -54,7 +54,7 @@ class WaitingRoom(Generic[W]):
         self._timers[thing] = loop.call_later(self._seconds, self._time_out, thing)
 
     def dismiss(self, thing: W) -> None:
-        """Removes one thing, if it is here."""
+        """Removes an entry, if present."""
         if (timer := self._timers.pop(thing, None)) is not None:
             timer.cancel()
 
@@ -148,7 +148,7 @@ class TokenizerPool:
         return self._fingerprints.get(self._tokenizer_model(model), "")
 
     def end_ids_of(self, model: str) -> tuple[int, ...]:
-        """The end id of the tokenizers of `model`, if they have one; none before the first one was ready."""
+        """The end id of the tokenizers of `model`, if any; None before the first tokenizer was ready."""
         return self._end_ids.get(self._tokenizer_model(model), ())
 
     def problem(self, tokenizer: Tokenizer) -> str:
@@ -177,7 +177,7 @@ class TokenizerPool:
         )
 
     def twin_of(self, tokenizer: Tokenizer) -> Tokenizer | None:
-        """Another tokenizer of this router in the same process; one that is not ready does not count."""
+        """Another tokenizer of this router in the same process; an unready tokenizer does not count."""
         instance, others = tokenizer.description.instance, self.tokenizers.values()
         same = (t for t in others if t is not tokenizer and t.description.instance == instance)
         return next((each for each in same if each.works), None) if instance else None
@@ -305,7 +305,7 @@ class TokenizerPool:
         return len(self._waiting_jobs) + sum(map(len, self._queues.values()))
 
     def _place_job(self, job: EncodeJob) -> None:
-        """Gives a job to a tokenizer with room, or queues it behind the others."""
+        """Gives a job to a tokenizer with room, or queues the job."""
         queue = self._queue_of(job.model)
         try:
             tokenizer = None if queue else self._roomy(job.model, job.tokenizer)
@@ -346,7 +346,7 @@ class TokenizerPool:
         return queue
 
     def _able(self, model: str) -> list[Tokenizer]:
-        """The tokenizers that serve `model`, at least one. Raises NoTokenizer."""
+        """Returns the tokenizers of `model`, at least one. Raises NoTokenizer."""
         if (known := self._able_of.get(model)) is not None:
             return known
         able = [each for each in self._of(model) if not self.problem(each)]

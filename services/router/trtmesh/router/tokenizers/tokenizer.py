@@ -47,16 +47,16 @@ LONG_BYTES = 2**16
 """Size of texts that may take longer than ENCODE_SECONDS, on a busy machine."""
 
 MOST_PATIENCE = 6
-"""How many times ENCODE_SECONDS a long text, or one while others are answered, may wait for its answer."""
+"""How many times ENCODE_SECONDS a long text may wait for the answer, or any text while others are answered."""
 
 MOST_TOKEN_CHARACTERS = 4096
 """Most characters of a token."""
 
 MOST_IDS_OF_CHARACTER, MOST_ADDED_IDS = 64, 1024
-"""Most ids of a character, which a normalizer may make longer, and most that begin and end a text."""
+"""Most ids of a character, made longer by a normalizer, and most ids before and after a text."""
 
 TRIAL_TEXT = "a"
-"""Encoded and decoded by a tokenizer that left a command unanswered, before it gets work again."""
+"""A tokenizer that left a command unanswered must encode and decode this text before further work."""
 
 GET_TOKENIZER: Method[pb.GetTokenizerRequest, pb.GetTokenizerResponse] = Method(
     "/trtmesh.v1.TokenizerService/GetTokenizer",
@@ -136,7 +136,7 @@ class EncodeJob:
     tokenizer: Tokenizer | None = None
     """The current tokenizer; None in the first queue."""
     losses: int = 0
-    """Tokenizers lost with the job, or that left it unanswered."""
+    """Tokenizers lost with the job, or without an answer to the job."""
     looks: int = 0
     """Looks at the job on the current tokenizer."""
     is_long: bool = False
@@ -391,7 +391,7 @@ class Tokenizer(Replica):
         self._pool.on_ready(self)
 
     async def _prove(self) -> None:
-        """Gets work again once it has encoded and decoded a text: until then no client waits for it."""
+        """Gives the tokenizer work again once a text was encoded and decoded. No client waits until then."""
         model = self.description.model
         job = EncodeJob(
             model, pb.EncodeCommand(text=TRIAL_TEXT), asyncio.get_running_loop().create_future()
@@ -418,7 +418,7 @@ class Tokenizer(Replica):
 
     async def _watch(self) -> None:
         """Raises Unavailable if commands stay unanswered while another tokenizer answers: slow together is not frozen.
-        Time is counted in looks, so that a router that stood still blames no tokenizer."""
+        Time is counted in looks, so a router that stood still blames no tokenizer."""
         while True:
             await asyncio.sleep(self._decode_seconds / LOOKS)
             self._unanswered.look()
@@ -438,8 +438,8 @@ class Tokenizer(Replica):
             raise Unavailable(f"it left {unanswered} unanswered for {seconds:g} s")
 
     def _look_at_jobs(self, most: float) -> None:
-        """Leaves a tokenizer that answers no text within `most` looks; takes a text back that it does not answer in
-        many times as many."""
+        """Leaves a tokenizer without an answer to any text within `most` looks. Takes back a text without an answer for
+        many times as many looks."""
         waits = any(not job.is_long for job in self._jobs.values())
         self._without_encoded = self._without_encoded + 1 if waits else 0
         if self._without_encoded >= most:

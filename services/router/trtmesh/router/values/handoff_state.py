@@ -1,8 +1,8 @@
 """The state of a context_only item, for the client to bring back with generation_only.
 
-A client may change it, so it names the worker and the lease, and nothing that a worker would dial or map: address,
-shapes and transports come from the fleet. The lease id is 128 random bits, so that no client finds the KV of another.
-The state is not signed: a client that changes its first token changes its own output alone.
+A client may change the state, so the state names the worker and the lease, and nothing to be dialled or mapped by a
+worker: address, shapes and transports come from the fleet. The lease id is 128 random bits, so no client finds the KV
+of another. The state is not signed: a client with another first token changes only this client's output.
 """
 
 from __future__ import annotations

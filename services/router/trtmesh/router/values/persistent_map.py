@@ -1,4 +1,4 @@
-"""A map as a value: a change makes a new one that shares nearly all of the old one's memory."""
+"""A map as a value: a change makes a new map that shares nearly all memory with the old map."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D = TypeVar("D")
 
 
 class PersistentMap(Mapping[K, V]):
-    """An immutable map, in the order in which its keys came."""
+    """An immutable map, in the order of insertion."""
 
     __slots__ = ("_arrivals", "_buckets", "_size")
 
@@ -75,7 +75,8 @@ class PersistentMap(Mapping[K, V]):
         return later
 
     def difference(self, later: PersistentMap[K, V]) -> Iterator[K]:
-        """The keys with another value in a later map, or in one of the two alone; what both share is passed over."""
+        """Returns the keys with another value in a later map, or in only one of the maps. Shared parts are passed
+        over."""
         for before, after in zip(self._buckets, later._buckets, strict=True):
             if before is not after:
                 for key in before.keys() | after.keys():

@@ -157,9 +157,9 @@ def parse_request(
     *,
     is_large: bool = False,
 ) -> GenerationRequest:
-    """Parses a request; items of `refused` are known to be invalid. To measure the configs of one that `is_large` would
-    hold the interpreter as long as to serialise them. Raises InvalidRequest with the field and, without
-    any valid item, the first batch_index."""
+    """Parses a request. Items of `refused` are known to be invalid. With `is_large`, the configs are not measured,
+    because measuring would hold the interpreter as long as serialising. Raises InvalidRequest with the field and,
+    without any valid item, the first batch_index."""
     request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
     if len(message.model) > MAX_MODEL_CHARACTERS:
         limit = f"the name of a model, with at most {MAX_MODEL_CHARACTERS} characters"
@@ -275,7 +275,7 @@ def worker_config(
 
 
 def _copy(message: pb.GenerationConfig, adapter: Adapter | None) -> pb.GenerationConfig:
-    """A copy that names the adapter, without its weights, which may be large."""
+    """Returns a copy with the name of the adapter, without the weights, which may be large."""
     config = pb.GenerationConfig()
     if adapter is None:
         config.CopyFrom(message)

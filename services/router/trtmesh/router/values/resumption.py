@@ -39,8 +39,8 @@ class Received:
         return any(index == batch_index for index, _ in self.sequences)
 
     def longest(self, batch_index: int) -> int:
-        """Most received tokens of a sequence of an item that is to continue. The last token of a finished one does not
-        count: no other follows it."""
+        """Most received tokens of a sequence of an item to continue. The last token of a finished sequence does not
+        count, because no token follows."""
         lengths = (
             len(sequence.token_ids) - (sequence.reason is not None)
             for (index, _), sequence in self.sequences.items()
@@ -55,7 +55,7 @@ NOTHING = Received()
 def parse_resumption(
     message: router_pb.ResumeRequest, *, is_large: bool = False
 ) -> tuple[GenerationRequest, Received]:
-    """The request to resume, and what was received of it. Raises InvalidRequest."""
+    """Returns the request to resume, and the output received by the client. Raises InvalidRequest."""
     request = parse_request(message.request, "", is_large=is_large)
     return request, parse_received(message, request)
 

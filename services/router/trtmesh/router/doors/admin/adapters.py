@@ -89,7 +89,7 @@ def items_of_adapter(entry: Entry, workers: int) -> int:
 
 
 class Holder(NamedTuple):
-    """A worker and what it holds at one moment, the same for all adapters of a list."""
+    """A worker with all adapters and loads at one moment, for all adapters of a list."""
 
     name: str
     model: str

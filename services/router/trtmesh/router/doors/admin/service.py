@@ -308,7 +308,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
 
 
 def _only_owner(request_id: str, owner: str, owners: Collection[str]) -> str:
-    """The owner meant: the given or the only one. Raises InvalidField if it must be given."""
+    """Returns the given or the only owner. Raises InvalidField if an owner must be given."""
     if not owner and len(owners) > 1:
         known = ", ".join(sorted(owners))
         raise InvalidField(

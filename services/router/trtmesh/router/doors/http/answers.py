@@ -21,8 +21,8 @@ COMPRESSIONS = {
 def to_json(value: Any, cost: int = 0) -> bytes:
     """Returns compact JSON, with NaN and infinities as Triton writes them.
 
-    The encoder holds the interpreter for a whole value. One that takes as long as to parse a large message, of `cost`
-    bytes, is encoded in pieces: other threads run in between.
+    The encoder holds the interpreter for a whole value. A value as long to encode as a large message to parse, of
+    `cost` bytes, is encoded in pieces: other threads run in between.
     """
     if cost < LARGE_BYTES:
         return _compact(value).encode()
@@ -59,7 +59,7 @@ def json_response(value: Any, status: int = HTTPStatus.OK) -> web.Response:
 
 
 def compressed(request: web.Request, response: web.Response) -> web.Response:
-    """The response, compressed if the client takes that and it is worth it."""
+    """Returns the response, compressed if the client accepts compression and the size falls enough."""
     coding = coding_of(request)
     if coding is not None and (response.content_length or 0) >= LEAST_COMPRESSED_BYTES:
         response.enable_compression(coding)

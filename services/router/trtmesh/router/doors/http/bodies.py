@@ -24,7 +24,7 @@ UNFINISHED = "of all requests that are received"
 MOST_SETTINGS_BYTES = 2**16
 """Largest body of a request about the server's settings."""
 COMPRESSED_PIECE, INFLATED_PIECE = 2**18, 2**20
-"""Bytes that are decompressed at once, and most bytes that come of it at once."""
+"""Most bytes decompressed at once, and most bytes of the result."""
 MAPPED_BYTES = 2**18
 """Least size of a body in a mapping of its own."""
 
@@ -57,8 +57,8 @@ class Bodies:
     async def admitted(
         self, request: web.Request, read: Callable[[ReceivedMessage, Body], Awaitable[T]]
     ) -> AsyncIterator[T]:
-        """The block of the request that `read` makes of a body, which is needed no longer then. Raises TrtmeshError or
-        an HTTPException."""
+        """The block of the request made by `read` from a body, which is freed before. Raises TrtmeshError or an
+        HTTPException."""
         async with self.of(request, self.limits.most_bytes) as body:
             message = ReceivedMessage(self._admission, len(body))
             made = await read(message, body)
@@ -72,7 +72,7 @@ class Bodies:
 
     @asynccontextmanager
     async def of(self, request: web.Request, most_bytes: int) -> AsyncIterator[Body]:
-        """A body, decompressed. It counts as unfinished inside, and gives way there if it is the largest. Raises
+        """A body, decompressed. Inside the block the body counts as unfinished, and is shed if the largest. Raises
         TrtmeshError or an HTTPException."""
         encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").lower()
         if encoding not in (*COMPRESSED, "", "identity"):
@@ -143,9 +143,8 @@ class Bodies:
 
 
 class _Received:
-    """A body as it comes. What is large lies in a mapping of its own, which takes memory only where it is written and
-    gives it back at once: an object that grew would be moved again and again, and pieces would be there twice once
-    they are joined."""
+    """An arriving body. A large body lies in a separate mapping, with memory only for written pages, freed at once: a
+    growing object would be moved again and again, and joined pieces would exist twice."""
 
     def __init__(self, most_bytes: int, setting: str, account: Account) -> None:
         self._most_bytes = most_bytes
@@ -179,7 +178,7 @@ class _Received:
 
 @asynccontextmanager
 async def _account(budget: Budget) -> AsyncIterator[Account]:
-    """The account of one body. Raises Exhausted if it has to give way."""
+    """The account of a body. Raises Exhausted if the body must be shed."""
 
     def shed() -> None:
         account.close()

@@ -17,11 +17,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def only_from(allowed: Collection[str]) -> Middleware:
-    """Refuses requests of web pages whose origin is neither this server nor in `allowed`.
+    """Refuses requests of web pages with an origin other than this server and the origins in `allowed`.
 
-    Browsers name the origin with every POST, and ask nobody before they send plain text or a form, which is all that a
-    request here needs. What is not a browser sends no origin. That the origin is the host of the request shows little:
-    whoever owns a name can have it point here (DNS rebinding). Nobody can do so with an address, or with localhost.
+    Browsers name the origin with every POST, and ask nobody before sending plain text or a form, which suffices for a
+    request here. Other clients send no origin. An origin equal to the host of the request shows little: the owner of a
+    name can have the name point here (DNS rebinding). Nobody can do so with an address, or with localhost.
     """
 
     @web.middleware

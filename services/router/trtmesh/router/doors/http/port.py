@@ -1,4 +1,4 @@
-"""The port for HTTP, with what is common to all requests on it."""
+"""The port for HTTP, and everything common to all requests there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MAX_UNFINISHED_BYTES = 128 * 2**20
 """Most bytes of requests that are not parsed yet, of all connections together: twice the largest message."""
 MAX_JSON_BYTES = 2**24
-"""Largest JSON in a body; binary tensors behind it count for the whole body alone."""
+"""Largest JSON in a body. Binary tensors after the JSON count for the whole body alone."""
 RECEIVE_SECONDS = 60.0
 """Time for a client to send the body of a request."""
 IDLE_SECONDS = 75.0
@@ -38,8 +38,8 @@ class PortSettings(Settings):
     port: OptionalPort = 8000
     """Port to listen on; `none` serves no HTTP."""
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
-    """Origins of web pages, such as `https://chat.example`, whose browsers may send requests; `*` allows all. Pages of
-    this port itself are allowed under `localhost` and under an IP address."""
+    """Origins of web pages, such as `https://chat.example`, with permission for browsers to send requests; `*` allows
+    all. Pages of this port are allowed under `localhost` and under an IP address."""
 
 
 class HttpPort:

@@ -23,7 +23,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 
 class Answer(NamedTuple):
-    """One response. `only_end` marks one that only ends its request."""
+    """A response; `only_end` marks a mere end of the request."""
 
     outputs: Sequence[Output] = ()
     error: TrtmeshError | None = None
@@ -36,10 +36,10 @@ ItemError = Callable[[router_pb.ItemFailed], TrtmeshError]
 
 
 def cut_off_error(reasons: Iterable[int]) -> TrtmeshError | None:
-    """The error of an item by the finish reasons of its sequences, None for natural ends.
+    """Returns the error of an item by the finish reasons of the sequences, None for natural ends.
 
-    Its client still reads, so a worker cancelled the item at the deadline of the call. No output of these models has a
-    word for that, and a truncated text must not look complete.
+    The client still reads, so a worker cancelled the item at the deadline of the call. No output of these models has a
+    word for a deadline, and a truncated text must not look complete.
     """
     if pb.FINISH_REASON_CANCELLED not in reasons:
         return None
@@ -213,8 +213,8 @@ class Answers:
 
 
 class PlainText:
-    """The responses of Answers at less cost, for a single sequence that streams its new text and nothing else: the most
-    common request."""
+    """The responses of Answers at less cost, for a single sequence with new text as the only output: the most common
+    request."""
 
     def __init__(self, item_error: ItemError, *, final_alone: bool) -> None:
         self._item_error = item_error

@@ -42,7 +42,7 @@ MOST_OUTPUTS = 256
 PIECE_BYTES = 2**20
 """Bytes that are copied at once: other threads run between the pieces."""
 MOST_TYPED_ELEMENTS = 2**20
-"""Most elements of typed contents, which are converted one by one; raw contents are copied."""
+"""Most elements of typed contents. Typed contents are converted one by one, raw contents are copied."""
 
 BATCH_DIMENSION_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each"
@@ -69,8 +69,8 @@ def read_call(
     unary: bool = False,
     is_large: bool = False,
 ) -> Call:
-    """Reads a ModelInferRequest; `raw` are its raw contents where they lie apart, and `unary` limits it to one
-    response. Raises InvalidRequest."""
+    """Reads a ModelInferRequest. `raw` are separate raw contents, and `unary` limits the request to a single response.
+    Raises InvalidRequest."""
     arrived_ns = time.monotonic_ns()
     if raw is None:
         raw = request.raw_input_contents

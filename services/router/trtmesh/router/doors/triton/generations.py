@@ -42,7 +42,7 @@ T = TypeVar("T")
 def _read(
     template: GenerationTemplate, call: Call, vocabulary_size: int, bias_size: int
 ) -> tuple[Call, GenerationRequest]:
-    """The call with its prompt wrapped and its bias fitted, and its request."""
+    """Returns the call with the prompt wrapped and the bias fitted, and the request."""
     fitted = with_fitted_bias(with_wrapped_prompt(call, vocabulary_size), bias_size)
     return fitted, template.request(fitted, "")
 

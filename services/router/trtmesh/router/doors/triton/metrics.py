@@ -191,7 +191,7 @@ def _in_context(worker: Worker) -> int:
 
 
 Figure = tuple[str, str, Callable[[EngineFigures], Number]]
-"""One sample: its label, its name in the backend's verbose log, '' for none, and its value."""
+"""A sample: the label, the name in the backend's verbose log or '', and the value."""
 
 
 class EngineFamily(NamedTuple):
@@ -203,7 +203,7 @@ class EngineFamily(NamedTuple):
     figures: Sequence[Figure]
     kind: Literal["gauge", "counter"] = "gauge"
     static_batching: bool | None = None
-    """The way of batching that it is about, None for both."""
+    """The way of batching counted by the sample, None for both."""
 
     def is_about(self, figures: EngineFigures) -> bool:
         return self.static_batching in (None, figures.static_batching)

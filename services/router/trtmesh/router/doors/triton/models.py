@@ -33,7 +33,7 @@ def triton_models(settings: TritonSettings, mesh_models: Sequence[str] = ()) -> 
 
 
 def _of_template(mesh_model: str = "") -> Mapping[str, TritonModelSettings]:
-    """The models of the template: the default ones, or those of a model of the mesh."""
+    """Returns the models of the template: the default models, or the models of a model of the mesh."""
     prefix = f"{mesh_model}_" if mesh_model else ""
     return {
         f"{prefix}{template.name}": TritonModelSettings(

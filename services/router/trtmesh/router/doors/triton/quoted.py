@@ -1,4 +1,4 @@
-"""Errors that Triton answers with its own status and in its own words."""
+"""Errors with Triton's status and words."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from trtmesh.chassis.errors import ErrorRow, TrtmeshError
 
 
 class Quoted(TrtmeshError):
-    """An error in Triton's words and under its status, INTERNAL; reason and blame are those of `own`, the error of the
-    mesh."""
+    """An error in Triton's words and under Triton's status, INTERNAL, with the reason and blame of `own`, the error of
+    the mesh."""
 
     def __init__(self, words: str, own: TrtmeshError) -> None:
         super().__init__(words, worker=own.worker, retry_after_ms=own.retry_after_ms)

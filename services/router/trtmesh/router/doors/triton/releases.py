@@ -1,4 +1,4 @@
-"""Releases of TensorRT-LLM's Triton models, and what each declares of a tensor.
+"""Releases of TensorRT-LLM's Triton models, with the declaration of each tensor.
 
 A history is text of the form `v0.5 UINT32 -1 required; v0.7 INT32 required; 2025-05 absent`: at each release that
 changes a declaration its data type, its dims (left out: one value) and whether the tensor is required. A first entry

@@ -75,7 +75,7 @@ class TritonServer:
         self.is_ready = is_ready
 
     def metrics(self, figures_of: Callable[[Model], EngineFigures]) -> TritonMetrics:
-        """The metrics of these models; those of the settings are listed before their first request."""
+        """The metrics of these models; models of the settings are listed before their first request."""
         return TritonMetrics(self._models, self._statistics, figures_of, self._configured)
 
     @property

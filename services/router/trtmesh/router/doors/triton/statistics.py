@@ -29,7 +29,7 @@ LENGTH_BOUNDS = (10, 50, 100, 500, 1000)
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of one model. A request is one execution."""
+    """Counts of a model. A request is an execution."""
 
     succeeded: int = 0
     failed: Counter[str] = field(default_factory=Counter)
@@ -66,7 +66,7 @@ class TokenLengths:
 
 
 class Counting:
-    """One request while it is served."""
+    """A request being served."""
 
     def __init__(self, call: Call, steps: Sequence[Model]) -> None:
         self.call = call
@@ -123,7 +123,7 @@ class Counting:
 
     @property
     def core(self) -> Model | None:
-        """The generating model: its own, or that of a step."""
+        """The generating model: the model of the call, or a step."""
         models = (self.call.model, *self.steps)
         return next((model for model in models if model.template.is_core), None)
 
@@ -192,7 +192,7 @@ class Statistics:
         return answer
 
     def _steps_of(self, model: Model) -> Sequence[Model]:
-        """The steps of a model, and the models behind a step that is a BLS."""
+        """Returns the steps of a model, and the models of a BLS among the steps."""
         names = dict.fromkeys(model.steps)
         for step in (self._models[name] for name in model.steps if name in self._models):
             names |= dict.fromkeys(step.steps)

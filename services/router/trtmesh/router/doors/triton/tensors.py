@@ -16,7 +16,8 @@ Shape = tuple[int, ...]
 Elements: TypeAlias = "array[Any] | Sequence[bytes]"
 """Elements of a tensor, row-major; of BYTES as separate strings."""
 Contents: TypeAlias = "bytes | memoryview | array[Any] | list[bytes]"
-"""Raw contents of a tensor, which may be part of a body since to copy the largest takes 50 ms; or its elements."""
+"""Raw contents of a tensor, or the elements. Raw contents may be a part of the body: to copy the largest takes 50
+ms."""
 
 ELEMENT_CODES = {
     "BOOL": "b",
@@ -148,7 +149,7 @@ class Output(NamedTuple):
 
 
 def pad_rows(rows: Sequence[Sequence[float]], pads: Iterable[float]) -> tuple[int, list[float]]:
-    """The longest length, and all rows filled up to it, each with its own padding."""
+    """Returns the longest length, and all rows padded to this length, each row with a padding of the row."""
     longest = max(map(len, rows))
     elements: list[float] = []
     for row, pad in zip(rows, pads, strict=False):

@@ -30,7 +30,7 @@ def wrap_size(call: Call, engines: Engines) -> int:
 
 
 def with_wrapped_prompt(call: Call, vocabulary_size: int) -> Call:
-    """The call with its prompt's ids modulo the size, unless that is 0."""
+    """Returns the call with the prompt's ids modulo the size, or unchanged for a size of 0."""
     if not vocabulary_size:
         return call
     ids = wrapped(call.inputs["input_ids"], vocabulary_size)
@@ -45,7 +45,7 @@ def bias_size(call: Call, engines: Engines, texts: Texts) -> int:
 
 
 def with_fitted_bias(call: Call, size: int) -> Call:
-    """The call with its bias filled up with zeros, or without the zeros of ids that the model lacks."""
+    """Returns the call with the bias padded with zeros, or without the zeros of ids missing in the model."""
     bias = call.inputs.get(BIAS)
     if bias is None or size in (0, bias.row_length):
         return call

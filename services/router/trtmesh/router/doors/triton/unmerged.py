@@ -1,4 +1,4 @@
-"""Tokens that were merged on their way, taken apart: for clients that count one response a token."""
+"""Takes merged tokens apart, for clients that count a response for each token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from trtmesh.router.streams.details import TokenDetailBuffer
 
 
 class Unmerged:
-    """Takes the entries of one request apart, without a beam search, which rewrites its tokens."""
+    """Takes the entries of a request apart, except for beam searches, which rewrite tokens."""
 
     def __init__(self) -> None:
         self._details: dict[tuple[int, int], TokenDetailBuffer] = {}
         """By sequence: the sum of log-probabilities goes on from message to message."""
 
     def parts(self, waiting: Sequence[Waiting]) -> Iterator[Sequence[Waiting]]:
-        """The entries in groups with one token each, and with the events that follow it."""
+        """Yields the entries in groups, with a token and the following events each."""
         part: list[Waiting] = []
         has_tokens = False
         for entry in waiting:
@@ -33,7 +33,8 @@ class Unmerged:
             yield part
 
     def _apart(self, entry: WaitingTokens) -> Iterator[WaitingTokens]:
-        """An entry for each token. The text of all comes with the first: nobody knows which token has what part."""
+        """Returns an entry for each token. The whole text comes with the first entry: nobody knows the parts of the
+        tokens."""
         details = entry.details
         buffer = None
         if details is not None:

@@ -186,8 +186,8 @@ def _only_value(setting: Any) -> Any:
 
 
 def as_json(message: Any) -> dict[str, Any]:
-    """A KServe message as Triton writes it: fields at their default included, and 64-bit numbers as numbers, which
-    protobuf's own JSON writes as texts."""
+    """Returns a KServe message as written by Triton: with fields at the default, and with 64-bit numbers as numbers.
+    Protobuf's JSON writes these as texts."""
     return {
         field.name: _field(message, field)
         for field in message.DESCRIPTOR.fields

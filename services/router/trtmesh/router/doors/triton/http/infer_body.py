@@ -41,7 +41,7 @@ class BinaryOutputs:
 
 @dataclass(slots=True)
 class Asked:
-    """What a body asks for: a ModelInferRequest whose raw contents lie apart, since parts of the body need no copy."""
+    """The request of a body: a ModelInferRequest with separate raw contents, since parts of the body need no copy."""
 
     request: Any
     raw: list[Contents] = field(default_factory=list)

@@ -39,7 +39,7 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A call, the message it came in, and the outputs that it wants as binary data."""
+    """A call, the received message, and the outputs wanted as binary data."""
 
     call: Call
     message: ReceivedMessage

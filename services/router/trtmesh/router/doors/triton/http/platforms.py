@@ -1,5 +1,4 @@
-"""The paths by which SageMaker and Vertex AI call a container, as Triton serves them: readiness and inference of one
-model."""
+"""The paths of SageMaker and Vertex AI for a container, as served by Triton: readiness and inference of a model."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class VertexAiSettings(Settings):
 
 
 class SageMaker:
-    """Answers SageMaker, as its variables say. Raises SettingsError for one with a wrong value."""
+    """Answers SageMaker, as set by SageMaker's variables. Raises SettingsError for a variable with a wrong value."""
 
     def __init__(
         self, environment: Environment, server: TritonServer, inference: Inference
@@ -66,7 +65,8 @@ class SageMaker:
 
 
 class VertexAi:
-    """Answers Vertex AI, as its variables say. Raises SettingsError for one with a wrong value, or an unknown model."""
+    """Answers Vertex AI, as set by Vertex AI's variables. Raises SettingsError for a wrong value or an unknown
+    model."""
 
     def __init__(
         self,

@@ -201,7 +201,7 @@ class DetailedOutputs:
 
 
 def metrics_of(row: RowOutput, sequences: Sequence[SequenceOutput]) -> pb.PerfMetrics:
-    """The metrics of a response for `sequences`: of the one, or of the row once it is over."""
+    """Returns the metrics of a response for `sequences`: of a single sequence, or of the row after the end."""
     if len(sequences) > 1 and row.perf_metrics.arrival_time_ns:
         return row.perf_metrics
     return sequences[0].perf_metrics
@@ -230,7 +230,7 @@ def _log_probs(block: Block) -> Output:
 
 
 def _zeros(name: str, block: Block) -> Output:
-    """Stands for a detail that was not asked for: no log-probabilities of the tokens, and logits of one element."""
+    """Stands for a detail not asked for: no log-probabilities of the tokens, and logits of one element."""
     rows, beams = len(block), len(block[0][1])
     longest = max(len(s.token_ids) for _, row in block for s in row)
     shape = {

@@ -81,7 +81,7 @@ def positive(message: Any, name: str, tensor: InputTensor, row: int) -> None:
 
 @_of_field
 def unless_negative(message: Any, name: str, tensor: InputTensor, row: int) -> None:
-    """A number that clients set below 0 to switch it off."""
+    """A number, switched off by clients with a value below 0."""
     if tensor.scalar(row) >= 0:
         _set(message, name, tensor.scalar(row), tensor)
 

@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """One of TensorRT-LLM's Triton models. Its subclasses are GenerationTemplate and TokenizerTemplate."""
+    """A Triton model of TensorRT-LLM. Subclasses are GenerationTemplate and TokenizerTemplate."""
 
     name: TemplateName
     backend: str
@@ -57,7 +57,7 @@ class Template:
     decoupled: bool = True
     """Whether a model may answer with a stream of responses."""
     is_core: bool = False
-    """Whether it generates itself: ensembles and BLS ask another model."""
+    """Whether this model generates. Ensembles and BLS ask another model."""
     batched: bool = True
     """Whether tensors have a batch dimension."""
     dated: bool = True
@@ -121,7 +121,7 @@ class Model:
     wrap_token_ids: bool
     """Whether prompt ids are taken modulo the size of the vocabulary."""
     steps: tuple[str, ...]
-    """Models for which its requests count too."""
+    """Models that count this model's requests too."""
 
     @property
     def refuses_unary_calls(self) -> bool:

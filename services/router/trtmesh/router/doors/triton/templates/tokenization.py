@@ -30,7 +30,7 @@ IdRows = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A row: ids of its texts and words, without words that have no ids."""
+    """A row: ids of all texts and words, without words that have no ids."""
 
     query: Sequence[int]
     decoder_query: Sequence[int]
