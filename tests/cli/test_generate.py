@@ -5,9 +5,12 @@ import os
 import pty
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from cli.commands import TRTMESH, read_until_closed, running, trtmesh
+from trtmesh.cli.guides import GuideOptions
+from trtmesh.client import GuideType
 
 
 def live_requests(admin: str) -> int:
@@ -82,6 +85,34 @@ def test_sampling_and_log_probs_are_options(router: str) -> None:
         assert field in refused.stderr
     refused = trtmesh("generate", "--router", router, "--log-probs", "one")
     assert "output.log_probs" in refused.stderr
+
+
+def test_guide_is_an_option(router: str, tmp_path: Path) -> None:
+    """It reaches the worker, which has no model and refuses it."""
+    file = tmp_path / "grammar"
+    file.write_text('root ::= "a"')
+    refused = trtmesh("generate", "--router", router, "--grammar", f"@{file}", "one")
+    assert (refused.returncode, refused.stdout.strip()) == (1, "")
+    assert "guided_decoding.guide" in refused.stderr
+    wrong = trtmesh("generate", "--router", router, "--regex", "a", "--json-object", "one")
+    assert wrong.returncode == 2
+    assert "give one of --json-object" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "guide"),
+    [
+        (GuideOptions(json_object=True), "JSON", ""),
+        (GuideOptions(json_schema="{}"), "JSON_SCHEMA", "{}"),
+        (GuideOptions(regex="@a+"), "REGEX", "@a+"),
+        (GuideOptions(grammar="start: /a/"), "EBNF_GRAMMAR", "start: /a/"),
+        (GuideOptions(choice=["a", "b"]), "CHOICE", '["a", "b"]'),
+    ],
+)
+def test_guides_of_options(options: GuideOptions, kind: str, guide: str) -> None:
+    message = options.message()
+    assert message
+    assert (message.guide_type, message.guide) == (GuideType.Value(f"GUIDE_TYPE_{kind}"), guide)
 
 
 def test_router_address_comes_from_the_environment(router: str) -> None:

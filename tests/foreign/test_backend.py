@@ -346,12 +346,20 @@ async def test_fields_arrive(contract: str) -> None:
 @pytest.mark.parametrize("contract", CONTRACTS)
 @pytest.mark.parametrize(
     ("guide_type", "field"),
-    [("json_schema", "json_schema"), ("regex", "regex"), ("ebnf_grammar", "grammar")],
+    [
+        ("json_schema", "json_schema"),
+        ("regex", "regex"),
+        ("ebnf_grammar", "grammar"),
+        ("choice", "regex"),
+    ],
 )
 async def test_guides_arrive(contract: str, guide_type: str, field: str) -> None:
+    given, text = "text of the guide", "text of the guide"
     config = config_of({"max_tokens": 2, "seed": 7})
     kind = pb.GuideType.Value(f"GUIDE_TYPE_{guide_type.upper()}")
-    guided = replace(config, guided_decoding=GuidedDecoding(kind, "text of the guide"))
+    if guide_type == "choice":
+        given, text = '["yes", "no?"]', r"yes|no\?"
+    guided = replace(config, guided_decoding=GuidedDecoding(kind, given))
     async with foreign(contract) as lab:
         lab.backend.submit(Submission((0,), "a", 0, 0, PROMPT, 0, guided))
         lab.outcomes[0] = Outcome()
@@ -360,12 +368,14 @@ async def test_guides_arrive(contract: str, guide_type: str, field: str) -> None
         with pytest.raises(UnsupportedField, match="grammar anew"):
             lab.backend.submit(Submission((1,), "a", 0, 0, PROMPT, 1, guided))
     if contract == "trtllm":
-        assert request.guided_decoding.guide == "text of the guide"
-        assert request.guided_decoding.guide_type == kind
+        assert request.guided_decoding.guide == text
+        assert request.guided_decoding.guide_type == pb.GuideType.Value(
+            f"GUIDE_TYPE_{'EBNF_GRAMMAR' if field == 'grammar' else field.upper()}"
+        )
     else:
         name = "ebnf_grammar" if (contract, field) == ("sglang", "grammar") else field
         assert request.sampling_params.WhichOneof("constraint") == name
-        assert getattr(request.sampling_params, name) == "text of the guide"
+        assert getattr(request.sampling_params, name) == text
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)

@@ -16,6 +16,7 @@ from trtmesh.chassis.parsing import parse_config
 from trtmesh.cli.adapters import adapter_key
 from trtmesh.cli.completion import complete_adapter
 from trtmesh.cli.config_options import takes_config_options
+from trtmesh.cli.guides import GuideOptions
 from trtmesh.cli.output import say_equal, say_error
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import FAILED, OK, RouterOptions, run
@@ -31,6 +32,7 @@ def generate(
     *,
     model: Annotated[str, typer.Option(help="Model; unset means the only one.")] = "",
     config_fields: Mapping[str, object],
+    guide: GuideOptions,
     adapter: Annotated[
         str | None,
         typer.Option(
@@ -66,6 +68,8 @@ def generate(
         given["log_probs"] = True
     if adapter is not None:
         given["adapter"] = adapter_key(adapter)
+    if (asked_guide := guide.message()) is not None:
+        given["guided_decoding"] = asked_guide
     texts = read_prompts(prompts, lines=lines)
     asked = _build_config(generation_config, given)
     if _are_equal(asked):

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.json_text import load_json
+from trtmesh.chassis.vocabulary import GuidedDecoding
+from trtmesh.v1 import generation_pb2 as pb
 
 FIELD = "guided_decoding.guide"
 SPECIAL = re.compile(r"([\\.^$|?*+()\[\]{}])")
 """Characters with a meaning in a regular expression."""
+
+
+def plain(asked: GuidedDecoding) -> GuidedDecoding:
+    """The guide for engines without choices: a regular expression in their place. Raises InvalidField without a guide
+    that the type needs."""
+    if asked.guide_type == pb.GUIDE_TYPE_JSON:
+        return asked
+    if not asked.guide_type or not asked.guide:
+        missing = "guide" if asked.guide_type else "guide_type"
+        field = f"guided_decoding.{missing}"
+        raise InvalidField("is not set, but the grammar needs it", field=field)
+    if asked.guide_type == pb.GUIDE_TYPE_CHOICE:
+        regex = regex_of_choices(asked.guide)
+        return replace(asked, guide_type=int(pb.GUIDE_TYPE_REGEX), guide=regex)
+    return asked
 
 
 def regex_of_choices(guide: str) -> str:

@@ -48,6 +48,7 @@ from trtmesh.engine.backends.foreign.settings import ForeignSettings
 from trtmesh.engine.backends.foreign.sglang import SglangContract
 from trtmesh.engine.backends.foreign.trtllm import TrtllmContract
 from trtmesh.engine.backends.foreign.vllm import VllmContract
+from trtmesh.engine.guides import plain
 from trtmesh.engine.ledger import Ledger
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -247,12 +248,14 @@ class ForeignBackend:
         self._contract.check(item)
         if item.handoff_state:
             _check_state(item.handoff_state)
-        if item.config.guided_decoding is not None and item.emitted_tokens:
-            raise UnsupportedField(
-                "is set for a sequence that began elsewhere, but the engine would begin its grammar anew; send the item"
-                " again",
-                field="guided_decoding",
-            )
+        if item.config.guided_decoding is not None:
+            plain(item.config.guided_decoding)
+            if item.emitted_tokens:
+                raise UnsupportedField(
+                    "is set for a sequence that began elsewhere, but the engine would begin its grammar anew; send the"
+                    " item again",
+                    field="guided_decoding",
+                )
 
     async def _generate(self, sequence: ForeignSequence) -> None:
         """Reads a sequence's call to any end."""

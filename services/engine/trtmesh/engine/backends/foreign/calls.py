@@ -121,5 +121,4 @@ def guide_of(
         pb.GUIDE_TYPE_EBNF_GRAMMAR: grammar,
         pb.GUIDE_TYPE_STRUCTURAL_TAG: "structural_tag",
     }
-    name = names.get(pb.GuideType.ValueType(guided.guide_type))
-    return {name: guided.guide or ""} if name else {}
+    return {names[pb.GuideType.ValueType(guided.guide_type)]: guided.guide}

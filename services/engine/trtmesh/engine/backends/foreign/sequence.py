@@ -21,6 +21,7 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.backends.foreign.contract import Ask, News
 from trtmesh.engine.backends.foreign.sampling import bad_ids_of, bias_of, seed_of
+from trtmesh.engine.guides import plain
 from trtmesh.engine.ledger import SequenceTimes
 from trtmesh.engine.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
@@ -122,7 +123,7 @@ class ForeignSequence:
             bias=bias_of(item.config),
             bad_ids=bad_ids_of(item.config),
             output=self._output,
-            guided=item.config.guided_decoding,
+            guided=item.config.guided_decoding and plain(item.config.guided_decoding),
             transfer=asks_transfer if item.sender_lease_id else item.handoff_state.decode(),
         )
 

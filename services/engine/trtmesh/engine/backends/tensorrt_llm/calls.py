@@ -23,6 +23,7 @@ from trtmesh.engine.backends.tensorrt_llm.fields import PLAIN
 from trtmesh.engine.backends.tensorrt_llm.handoff import context_params, generation_params
 from trtmesh.engine.backends.tensorrt_llm.library import Library
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
+from trtmesh.engine.guides import plain
 from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1.generation_fields import FILTERS
@@ -248,15 +249,10 @@ class Translator:
         return bias
 
     def _guide(self, asked: GuidedDecoding) -> Any:
+        asked = plain(asked)
         if asked.guide_type == pb.GUIDE_TYPE_JSON:
             return self._library.guide(json_object=True)
-        name = _GUIDES.get(asked.guide_type)
-        if name is None or not asked.guide:
-            missing = "guide_type" if name is None else "guide"
-            raise InvalidField(
-                "is not set, but the grammar needs it", field=f"guided_decoding.{missing}"
-            )
-        return self._library.guide(**{name: asked.guide})
+        return self._library.guide(**{_GUIDES[asked.guide_type]: asked.guide})
 
     def _retention(self, config: GenerationConfig) -> Any:
         wishes = config.kv_cache

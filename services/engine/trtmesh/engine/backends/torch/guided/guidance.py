@@ -14,7 +14,7 @@ from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.guided.grammars import FIELD, Row
 from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
-from trtmesh.engine.guides import regex_of_choices
+from trtmesh.engine.guides import plain
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class GuidanceCompiler:
 
     def __call__(self, asked: GuidedDecoding) -> GuidanceMatcher:
         """Implements Compile."""
+        asked = plain(asked)
         guide = asked.guide or ""
         if len(guide.encode()) > MOST_BYTES:
             raise InvalidField.of(FIELD, f"{len(guide.encode())} bytes", f"at most {MOST_BYTES}")
@@ -71,15 +72,11 @@ class GuidanceCompiler:
             raise InvalidField("is set, but only guides of JSON have white space", field=field)
         if asked.guide_type == pb.GUIDE_TYPE_JSON:
             return self._of_schema({"type": "object"}, asked.max_whitespace)
-        if not guide:
-            raise InvalidField("is not set, but the grammar needs it", field=FIELD)
         match asked.guide_type:
             case pb.GUIDE_TYPE_JSON_SCHEMA:
                 return self._of_schema(read_schema(guide), asked.max_whitespace)
             case pb.GUIDE_TYPE_REGEX:
                 return self._of_regex(guide)
-            case pb.GUIDE_TYPE_CHOICE:
-                return self._of_regex(regex_of_choices(guide))
             case pb.GUIDE_TYPE_EBNF_GRAMMAR:
                 return self._compiled(_lark(guide))
         kinds = "JSON, JSON_SCHEMA, REGEX, CHOICE or EBNF_GRAMMAR"
