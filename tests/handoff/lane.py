@@ -170,7 +170,7 @@ class LaneRun:
         self._machines = machines
         self._bounds = bounds
         self._up = up
-        self.__dict__.update(lane._asdict())
+        self.__dict__.update(zip(Lane._fields, lane, strict=True))
         self.effects: list[Effect] = []
 
     item: str
@@ -189,8 +189,8 @@ class LaneRun:
         """The lane after the step, without what has no effect any more."""
         if self.item != "live":
             # The router ignores everything about an item that has ended.
-            self.to_sender = self.to_sender._replace(to_left=())
-            self.to_receiver = self.to_receiver._replace(to_left=())
+            self.to_sender = queued(self.to_sender, "to_left", ())
+            self.to_receiver = queued(self.to_receiver, "to_left", ())
             self.handoff = None
         if self.receiver is None:
             self.parts = ()
@@ -557,8 +557,8 @@ class LaneRun:
 def queued(stream: Stream, side: str, messages: tuple[Message, ...]) -> Stream:
     """The stream with other messages under way to one end."""
     if side == "to_left":
-        return stream._replace(to_left=messages)
-    return stream._replace(to_right=messages)
+        return Stream(stream.up, messages, stream.to_right)
+    return Stream(stream.up, stream.to_left, messages)
 
 
 def cut(messages: tuple[Message, ...] | None, up: bool, late: bool) -> tuple[Message, ...]:

@@ -99,8 +99,10 @@ class Model:
         """Every step that can happen."""
         for place, number in enumerate(world.lanes):
             for step in self._steps(number, world.up):
-                if counted := self._count(world, step.kind):
-                    yield from self._apply(counted, place, step)
+                if (counted := self._count(world, step.kind)) and (
+                    edge := self._apply(counted, place, step)
+                ):
+                    yield edge
         yield from self._read_steps(world)
         if self.bounds.local and "D" in world.up:
             yield from self._local_steps(world)
@@ -194,7 +196,8 @@ class Model:
         for stream, ends in STREAMS.items():
             now: Stream = getattr(lane, stream)
             if now.up and set(ends) <= set(up):
-                for late in (False, True):
+                # Without messages under way, early and late are the same.
+                for late in (False, True) if now.to_left or now.to_right else (False,):
                     yield self._step(
                         f"{stream} breaks{' late' if late else ''}",
                         here,
@@ -306,15 +309,16 @@ class Model:
 
     # Steps of the world.
 
-    def _apply(self, world: World, place: int, step: Step) -> Iterator[Edge]:
+    def _apply(self, world: World, place: int, step: Step) -> Edge | None:
+        """The step of the world; None where a sequence waits for a free block."""
         lanes = (*world.lanes[:place], step.lane, *world.lanes[place + 1 :])
-        after = world._replace(lanes=lanes)
+        after = World(lanes, *world[1:])
         for effect in step.effects:
             changed = self._effect(after, place, effect)
             if changed is None:
-                return
+                return None
             after = changed
-        yield Edge(f"{place}: {step.label}", after, step.kind)
+        return Edge(f"{place}: {step.label}", after, step.kind)
 
     def _effect(self, world: World, place: int, effect: Effect) -> World | None:
         """The world after an effect; None where a sequence waits for a free block."""
@@ -361,7 +365,8 @@ class Model:
             FAULT if problem and "P" in world.up else "",
         )
         before = world._replace(reads=world.reads - {read})
-        (edge,) = self._apply(before, read.lane, step)
+        edge = self._apply(before, read.lane, step)
+        assert edge is not None
         return edge
 
     def _local_steps(self, world: World) -> Iterator[Edge]:

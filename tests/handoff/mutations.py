@@ -26,8 +26,9 @@ TWICE = "used twice"
 UNUSED = "from which nothing continued"
 
 
-WIDE = Bounds(faults=1)
-LOSSES = Bounds(faults=0, losses=1)
+WIDE = Bounds(faults=1, parts=1)
+TWO_PARTS = Bounds(faults=1)
+LOSSES = Bounds(faults=0, losses=1, parts=1)
 STATE = replace(WIDE, kind="state")
 STATE_LOSSES = replace(LOSSES, kind="state")
 
@@ -197,6 +198,7 @@ MUTATIONS = [
         "quarantined blocks wait for the end of all reads",
         Machines(receiver=frees_after_first_read),
         READ_WRITES,
+        TWO_PARTS,
     ),
     Mutation(
         "a repeated commit mark is no confirmation",
@@ -266,7 +268,12 @@ MUTATIONS = [
         Machines(sender=frees_before_received),
         BLOCKS,
     ),
-    Mutation("a part is announced when it is final", Machines(sender=announces_early), COMPUTES),
+    Mutation(
+        "a part is announced when it is final",
+        Machines(sender=announces_early),
+        COMPUTES,
+        TWO_PARTS,
+    ),
     Mutation(
         "a sender's lease ends with its fetch, or by its router",
         Machines(

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.slow
 
 KINDS = [
     *(
-        Bounds(kind=kind, one_sided=one_sided)
-        for kind in ("prefill", "move", "park")
+        Bounds(kind=kind, one_sided=one_sided, parts=parts)
+        for kind, parts in (("prefill", 2), ("move", 1), ("park", 1))
         for one_sided in (True, False)
     ),
     Bounds(kind="state"),
@@ -48,6 +48,21 @@ def test_a_lost_or_repeated_message_ends_by_timers(bounds: Bounds) -> None:
     prove(Model(replace(bounds, faults=0, losses=1)), by_timers=True)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("one_sided", [True, False])
+@pytest.mark.parametrize("kind", ["move", "park"])
+def test_running_sequences_with_several_parts(kind: str, one_sided: bool) -> None:
+    """The receiver reads them as those of a prefill, which every run explores."""
+    bounds = Bounds(kind=kind, one_sided=one_sided)
+    prove(Model(bounds), by_timers=False)
+    prove(Model(replace(bounds, faults=0, losses=1)), by_timers=True)
+
+
+@pytest.mark.soak
+def test_halves_with_several_parts() -> None:
+    prove(Model(Bounds(kind="halves")), by_timers=True)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("prefill", marks=pytest.mark.soak), "state"])
 def test_a_lost_or_repeated_message_beside_another_fault(kind: str) -> None:
     prove(Model(Bounds(kind=kind, faults=1, losses=1)), by_timers=True)
@@ -55,9 +70,9 @@ def test_a_lost_or_repeated_message_beside_another_fault(kind: str) -> None:
 
 def test_halves_that_a_client_brings_together_end_by_expiry() -> None:
     """The client owns the sender's lease between the halves, and may never return."""
-    prove(Model(Bounds(kind="halves")), by_timers=True)
+    prove(Model(Bounds(kind="halves", parts=1)), by_timers=True)
     with pytest.raises(Found) as found:
-        prove(Model(Bounds(kind="halves", faults=0)), by_timers=False)
+        prove(Model(Bounds(kind="halves", faults=0, parts=1)), by_timers=False)
     assert "the client takes the state" in str(found.value)
 
 
@@ -74,7 +89,7 @@ def test_two_handoffs_at_once() -> None:
 
 
 def test_search_visits_every_phase_and_result() -> None:
-    graph = prove(Model(Bounds(faults=1)), by_timers=False)
+    graph = prove(Model(Bounds(faults=1, parts=1)), by_timers=False)
     assert seen(graph, "receiver") == set(receiving.ReceiverPhase) - {
         receiving.ReceiverPhase.CONSUMED,
         receiving.ReceiverPhase.CLOSED,
