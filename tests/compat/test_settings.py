@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,11 @@ from e2e.mesh import Mesh, router_before
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOKENS = 30
-SETTINGS = ("--triton-accumulate-tokens", "true", "--triton-exclude-input-in-output", "true")
+MODELS: dict[str, dict[str, Any]] = {
+    name: {"template": name} for name in ("ensemble", "tensorrt_llm", "tensorrt_llm_bls")
+}
+MODELS["tensorrt_llm_bls"]["accumulate_tokens"] = True
+SETTINGS = ("--triton-models", json.dumps(MODELS), "--triton-exclude-input-in-output", "true")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

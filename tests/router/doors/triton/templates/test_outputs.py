@@ -15,7 +15,11 @@ VOCABULARY = 3
 
 def builder() -> OutputBuilder:
     """For a streamed request with generation logits in FP16."""
-    model = triton_models(TritonSettings(logits_data_type="FP16"))["ensemble"]
+    model = triton_models(
+        TritonSettings.model_validate(
+            {"models": {"ensemble": {"template": "ensemble", "logits_data_type": "FP16"}}}
+        )
+    )["ensemble"]
     sent = kserve.ModelInferRequest(model_name=model.name)
     for name, data_type, data in (
         ("text_input", "BYTES", b"\1\0\0\0x"),

@@ -143,7 +143,8 @@ def test_model_declares_the_tensors_of_the_contract(model: str) -> None:
 
 @pytest.mark.parametrize("data_type", ["FP32", "FP16", "BF16"])
 def test_logits_outputs_have_the_configured_type(data_type: str) -> None:
-    settings = TritonSettings.model_validate({"logits_data_type": data_type})
+    own = {"template": "ensemble", "logits_data_type": data_type}
+    settings = TritonSettings.model_validate({"models": {"ensemble": own}})
     model = triton_models(settings)["ensemble"]
     assert model.outputs["context_logits"].data_type == data_type
     assert model.outputs["generation_logits"].data_type == data_type

@@ -48,12 +48,11 @@ def _of_template(mesh_model: str = "") -> Mapping[str, TritonModelSettings]:
 def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
     """A model with its own settings, completed by the door's."""
     template = TEMPLATES[own.template]
-    logits_data_type = _own(own.logits_data_type, door.logits_data_type)
     return Model(
         name=name,
         template=template,
         inputs={spec.name: spec for spec in template.inputs},
-        outputs={spec.name: spec for spec in template.all_outputs(logits_data_type)},
+        outputs={spec.name: spec for spec in template.all_outputs(own.logits_data_type)},
         required=frozenset(spec.name for spec in template.inputs if spec.required),
         mesh_model=_own(own.model, door.model),
         decoupled=template.decoupled and _own(own.decoupled, own.template in door.decoupled),
@@ -64,13 +63,11 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         max_batch_size=_own(own.max_batch_size, door.max_batch_size) if template.batched else 0,
         max_beam_width=own.max_beam_width,
         exclude_input_in_output=_own(own.exclude_input_in_output, door.exclude_input_in_output),
-        accumulate_tokens=_own(
-            own.accumulate_tokens, _own(template.accumulates, door.accumulate_tokens)
-        ),
+        accumulate_tokens=_own(own.accumulate_tokens, template.accumulates),
         merge_tokens=_own(own.merge_tokens, door.merge_tokens),
-        logits_data_type=logits_data_type,
-        add_special_tokens=_own(own.add_special_tokens, door.add_special_tokens),
-        skip_special_tokens=_own(own.skip_special_tokens, door.skip_special_tokens),
+        logits_data_type=own.logits_data_type,
+        add_special_tokens=own.add_special_tokens,
+        skip_special_tokens=own.skip_special_tokens,
         default_seed=door.default_seed,
         normalize_log_probs=own.normalize_log_probs,
         wrap_token_ids=_own(own.wrap_token_ids, door.wrap_token_ids),

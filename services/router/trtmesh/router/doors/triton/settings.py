@@ -84,11 +84,11 @@ class TritonModelSettings(Settings):
     """Whether each response of a stream holds the whole text so far; default true for `llmapi`."""
     merge_tokens: bool | None = None
     """Whether a response of a stream may hold the tokens of several steps; false sends one for each token."""
-    logits_data_type: LogitsDataType | None = None
+    logits_data_type: LogitsDataType = "FP32"
     """Element type of logits outputs."""
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool = True
     """Whether prompts are encoded with the tokenizer's special tokens."""
-    skip_special_tokens: bool | None = None
+    skip_special_tokens: bool = True
     """Whether texts leave special tokens out."""
     normalize_log_probs: bool | None = None
     """Whether log-probabilities count only the tokens that could be chosen; unset leaves it to the engine."""
@@ -145,18 +145,10 @@ class TritonSettings(Settings):
     """Most rows of a request."""
     exclude_input_in_output: bool = False
     """Whether the output leaves the prompt out, unless a request says otherwise."""
-    accumulate_tokens: bool = False
-    """Whether each response of a tensorrt_llm_bls stream holds the whole text so far."""
     merge_tokens: bool = True
     """Whether a response of a stream may hold the tokens of several steps; false sends one for each token, as Triton
     does, for clients that count responses. Beams always come whole."""
-    logits_data_type: LogitsDataType = "FP32"
-    """Element type of logits outputs."""
-    add_special_tokens: bool = True
-    """Whether prompts are encoded with the special tokens that the tokenizer adds."""
     default_seed: Annotated[int | None, Field(ge=0, lt=2**64), BeforeValidator(none_word)] = 0
     """Seed of requests without one, as in TensorRT-LLM; `none` draws one for each request. `llmapi` always draws."""
     wrap_token_ids: bool = False
     """Whether prompt ids outside of the vocabulary are taken modulo its size, for benchmarks with random ids."""
-    skip_special_tokens: bool = True
-    """Whether texts leave special tokens out."""

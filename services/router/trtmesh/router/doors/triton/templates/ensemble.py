@@ -60,6 +60,5 @@ TENSORRT_LLM_BLS = BlsTemplate(
     outputs=(TEXT_OUTPUT,),
     text=True,
     final_alone=True,
-    accumulates=None,
     parameters=("accumulate_tokens",),
 )

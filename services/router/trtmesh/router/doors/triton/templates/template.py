@@ -66,8 +66,8 @@ class Template:
     """Whether ModelConfig drops the last dimension of scalar inputs."""
     final_alone: bool = False
     """Whether a stream ends with a separate, empty response."""
-    accumulates: bool | None = False
-    """Whether texts accumulate where a model does not say; None takes the door's setting."""
+    accumulates: bool = False
+    """Whether texts accumulate unless a model's settings say otherwise."""
     needs_roles: bool = False
     """Whether a model that no setting names is served only by workers for prefill and for decode."""
     parameters: tuple[str, ...] = ()
