@@ -18,13 +18,20 @@ from chaos.fragile import (
     undisturbed,
 )
 from e2e.mesh import DEMO, StreamReader
-from trtmesh.client import FinishReason
+from trtmesh.client import FinishReason, GuidedDecodingConfig, GuideType
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPTS = ["def fibonacci(n):", "class Stack:"]
 TOKENS = 24
 BEAMS: dict[str, Any] = {"beam_width": 3}
+SCHEMA = """{"type": "object", "required": ["a", "b"], "additionalProperties": false, "properties":
+ {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "string"}}}"""
+GUIDED = SAMPLED | {
+    "guided_decoding": GuidedDecodingConfig(
+        guide_type=GuideType.GUIDE_TYPE_JSON_SCHEMA, guide=SCHEMA
+    )
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -34,7 +41,7 @@ async def torch() -> AsyncIterator[Fragile]:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "held"])
-@pytest.mark.parametrize("options", [BEAMS, SAMPLED], ids=["beams", "sampled"])
+@pytest.mark.parametrize("options", [BEAMS, SAMPLED, GUIDED], ids=["beams", "sampled", "guided"])
 async def test_cut_off_engine_moves_beams_and_samples(
     torch: Fragile, options: dict[str, Any], stream: bool
 ) -> None:

@@ -30,7 +30,7 @@ from engine.torch.harness import Harness, Stream, configure, running
 from oracle.adapters import ON, Adapted, load_all
 from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.errors import HandoffFailed, QueueFull
-from trtmesh.chassis.vocabulary import GenerationConfig, PromptTuning, Tensor
+from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding, PromptTuning, Tensor
 from trtmesh.engine.backend import (
     Awaiting,
     BlocksStored,
@@ -172,7 +172,9 @@ async def test_head_splits_and_block_sizes(
 # PEFT reads a name that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("shards", [(1, 2), (2, 1)])
-@pytest.mark.parametrize("kind", ["sampled", "several", "beams", "adapter", "prompt_table"])
+@pytest.mark.parametrize(
+    "kind", ["sampled", "several", "beams", "guided", "adapter", "prompt_table"]
+)
 async def test_any_item_over_a_head_split(
     kind: str, shards: tuple[int, int], model_dir: ModelDir, tmp_path: Path
 ) -> None:
@@ -187,7 +189,11 @@ async def test_any_item_over_a_head_split(
     )
     folder, adapted = model_dir("llama"), None
     item = Item(PROMPT, CONFIGS.get(kind, GREEDY), 1)
-    if kind == "prompt_table":
+    if kind == "guided":
+        config = CONFIGS["sampled" if shards[0] == 1 else "several"]
+        guide = GuidedDecoding(pb.GUIDE_TYPE_REGEX, "([a-z]{3} )*")
+        item = Item(PROMPT, replace(config, guided_decoding=guide), 1)
+    elif kind == "prompt_table":
         item = tuned("greedy")
     elif kind == "adapter":
         adapted = Adapted(folder, "llama", tmp_path)

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,24 @@ async def test_other_text_than_that_of_the_guide_cannot_go_on(engine: Harness, m
         (stream,) = await engine.ended(engine.submit(PROMPT, config, emitted=emitted))
         assert stream.end
         assert isinstance(stream.end.error, InvalidField) != fits
+
+
+async def test_sequence_goes_on_from_any_of_its_tokens(engine: Harness, model: Path) -> None:
+    """As on another worker after the loss of the first: a grammar and tokens are the whole state."""
+    properties = '{"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}}'
+    schema = f'{{"type": "object", "properties": {properties}, "required": ["a", "b"]}}'
+    several = guided("JSON_SCHEMA", schema, max_tokens=48, num_return_sequences=3, **DRAWN)
+    alone = replace(several, sampling=replace(several.sampling, num_return_sequences=1))
+    whole = [each.token_ids for each in await engine.ended(engine.submit(PROMPT, several))]
+    assert len({*map(tuple, whole)}) == 3
+    for index, tokens in enumerate(whole):
+        places = range(1, len(tokens))
+        keys = [
+            engine.submit(PROMPT, alone, emitted=tokens[:place], sequence_index=index)[0]
+            for place in places
+        ]
+        for place, stream in zip(places, await engine.ended(keys), strict=True):
+            assert stream.token_ids == tokens[place:], place
 
 
 async def test_guides_wait_in_a_bounded_queue_unless_their_items_leave(
