@@ -85,6 +85,7 @@ ROOMS = {
         "progress",
         "panics",
         "outbox",
+        "forwarding",
         "number_lists",
         "metrics",
         "log_prob_sums",

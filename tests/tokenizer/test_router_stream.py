@@ -460,13 +460,17 @@ async def test_unread_events_pause_reading_commands(model_dir: Path) -> None:
             yield pb.TokenizerServiceConnectRequest(commands=[decode({handle: []})])
             await asyncio.sleep(0)
 
-    async def write(response: pb.TokenizerServiceConnectResponse) -> None:
-        await may_write.wait()
-        written.extend(event.decoded.handles[0] for event in response.events)
+    class Sink:
+        def write_now(self, response: pb.TokenizerServiceConnectResponse) -> bool:
+            return False
+
+        async def write(self, response: pb.TokenizerServiceConnectResponse) -> None:
+            await may_write.wait()
+            written.extend(event.decoded.handles[0] for event in response.events)
 
     async with served(model_dir, StreamLimits(max_unsent_events=4)) as server:
         serving = asyncio.create_task(
-            RouterStream(server.service._ready()).serve(requests(), write)
+            RouterStream(server.service._ready()).serve(requests(), Sink())
         )
         for _ in range(500):
             await asyncio.sleep(0)

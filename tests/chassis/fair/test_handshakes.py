@@ -27,7 +27,7 @@ async def test_addresses_take_turns() -> None:
     await asyncio.gather(begin("b"), begin("c"))
     assert order.count("flood") <= 3
     await asyncio.gather(*flood)
-    assert not handshakes._waiting
+    assert not handshakes._waiting.entries
 
 
 async def test_clients_that_left_take_no_turn() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from engine.torch.harness import configure
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.adapter_store import StoredAdapter
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool
 from trtmesh.engine.scheduling.leases import LeasedBlocks
 from trtmesh.engine.scheduling.rules import SchedulingRules

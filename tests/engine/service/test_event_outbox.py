@@ -88,7 +88,7 @@ def test_tokens_arrive_once_under_any_acknowledgements(
         for handle, ids in tokens.items():
             expected.setdefault(handle, []).extend(ids)
         if data.draw(st.booleans()):
-            reader.read(outbox.take(number))
+            reader.read(outbox.take())
             assert outbox.unacknowledged_steps <= credit
         if data.draw(st.booleans()):
             outbox.acknowledge(data.draw(st.integers(0, reader.steps)))
@@ -96,7 +96,7 @@ def test_tokens_arrive_once_under_any_acknowledgements(
         outbox.put_end(epb.SequenceEnd(handle=handle))
     while outbox.holds_steps:
         outbox.acknowledge(reader.steps)
-        reader.read(outbox.take(len(history)))
+        reader.read(outbox.take())
     assert reader.tokens == expected
     assert reader.ended == set(expected)
 
@@ -152,7 +152,7 @@ def test_stalled_router_keeps_rewritten_sequence_about_once() -> None:
         ids = list(range(step, step + 10_000))
         outbox.put_step(StepPart(step, [7], [0], [len(ids)], ids))
         assert sum(len(part.token_ids) for part in outbox._parts) <= MERGED_TOKENS + 10_000
-    response = outbox.take(500)
+    response = outbox.take()
     assert response
     (event,) = response.events
     assert list(event.step.token_ids) == list(range(499, 10_499))
@@ -190,23 +190,23 @@ def test_merged_steps_are_counted() -> None:
     total = 3 * MAX_PARTS
     for step in range(total):
         outbox.put_step(part(step, {1: [step]}, offsets))
-    assert outbox.take(total)
+    assert outbox.take()
     assert metrics.merged_steps == total - 1
 
 
 def test_only_steps_need_credit() -> None:
     outbox = EventOutbox(1, EngineMetrics())
     outbox.put_end(epb.SequenceEnd(handle=1))
-    assert outbox.take(0)
+    assert outbox.take()
     outbox.put_end(epb.SequenceEnd(handle=2))
-    assert outbox.take(0) is None
+    assert outbox.take() is None
     outbox.put_load(epb.Load(step_count=1))
     outbox.put_load(epb.Load(step_count=2))
-    response = outbox.take(0)
+    response = outbox.take()
     assert response
     assert [event.load.step_count for event in response.events] == [2]
     outbox.finish(FAREWELL)
-    response = outbox.take(0)
+    response = outbox.take()
     assert response
     assert response.events[0].step.ends[0].handle == 2
     with pytest.raises(Draining):
@@ -226,7 +226,7 @@ def test_lost_kv_events_leave_a_gap() -> None:
     event = epb.KvEvent(cleared=epb.KvBlocksCleared())
     outbox.put_kv_events(9, 0, [event] * MAX_KV_EVENTS)
     outbox.put_kv_events(9, MAX_KV_EVENTS, [event, event])
-    response = outbox.take(0)
+    response = outbox.take()
     assert response
     assert response.events[0].kv_events.first_sequence == MAX_KV_EVENTS
     assert len(response.events[0].kv_events.events) == 2
@@ -238,7 +238,7 @@ def test_kv_snapshot_replaces_waiting_events() -> None:
     outbox.put_kv_events(9, 0, [event])
     outbox.put_kv_snapshot(epb.KvEvents(epoch=9, first_sequence=1, snapshot=True))
     outbox.put_kv_events(9, 1, [event])
-    response = outbox.take(0)
+    response = outbox.take()
     assert response
     assert [e.kv_events.snapshot for e in response.events] == [True, False]
     assert response.events[1].kv_events.first_sequence == 1
@@ -308,13 +308,13 @@ def test_logits_are_split_without_loss(
     for number, tokens in enumerate(history):
         outbox.put_step(with_logits(part(number, tokens, offsets)))
         if data.draw(st.booleans()):
-            read(outbox.take(number))
+            read(outbox.take())
         if data.draw(st.booleans()):
             outbox.acknowledge(reader.steps)
     for handle in offsets:
         outbox.put_end(epb.SequenceEnd(handle=handle))
     outbox.finish(FAREWELL)
-    while response := outbox.take(len(history)):
+    while response := outbox.take():
         assert len(reader.ended) in (0, len(offsets))
         read(response)
     assert found == reader.tokens
@@ -333,7 +333,7 @@ def test_message_has_as_many_states_as_fit() -> None:
     for handle in range(5):
         outbox.put_end(epb.SequenceEnd(handle=handle, handoff=descriptor))
     sent = []
-    while response := outbox.take(1):
+    while response := outbox.take():
         (event,) = response.events
         sent.append([end.handle for end in event.step.ends])
         assert outbox.ending == set(range(sum(map(len, sent)), 5))

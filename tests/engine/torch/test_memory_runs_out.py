@@ -30,8 +30,7 @@ from trtmesh.engine.backends.torch.compute.memory_probe import StepSize, probe
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cpu.device import ORDERING, Cpu, fused_is_faster
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.model import Model, load_model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation

@@ -18,6 +18,7 @@ from trtmesh.router.placement import (
     WorkerAdapters,
     WorkerSnapshot,
     check_length,
+    longest_sequence,
     place,
 )
 from trtmesh.router.placement.filters import ADAPTER_ABSENT, BREAKER_OPEN, SIBLINGS_ELSEWHERE
@@ -117,12 +118,13 @@ def test_length_that_no_usable_worker_takes_is_refused_without_blocks() -> None:
         worker("other", max_sequence_tokens=9999, model="other"),
     ]
     model = fleet[0].model
-    check_length(fleet, model, 999)
+    longest = longest_sequence(fleet, model)
+    check_length(longest, model, 999)
     with pytest.raises(PromptTooLong) as refused:
-        check_length(fleet, model, 1000)
+        check_length(longest, model, 1000)
     assert (refused.value.value, refused.value.limit) == ("1000", "below 1000")
     # The wait for a worker decides.
-    check_length(fleet[2:], model, 1000)
+    check_length(longest_sequence(fleet[2:], model), model, 1000)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

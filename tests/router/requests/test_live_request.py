@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,9 @@ from router.scripted import (
     serving_router,
     until_states,
 )
-from trtmesh.router.doors.native import MeshService
+from trtmesh.router.doors.native import Responses
 from trtmesh.router.requests.placer import REPEAT_SECONDS
+from trtmesh.router.streams.client_stream import Waiting, as_response
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import router_pb2_grpc
@@ -50,19 +51,22 @@ class LastWrite:
 
 @pytest.fixture
 def last_write(monkeypatch: pytest.MonkeyPatch) -> LastWrite:
-    held = LastWrite()
-    forward = MeshService._forward
+    held, now, later = LastWrite(), Responses.write_now, Responses.write
 
-    async def holding(self: MeshService, live: Any, write: Callable[..., Awaitable[None]]) -> None:
-        async def hold(response: router_pb.GenerateResponse) -> None:
-            if any(map(terminal, response.events)):
-                held.begun.set()
-                await held.may_end.wait()
-            await write(response)
+    def is_last(message: Sequence[Waiting]) -> bool:
+        return any(map(terminal, as_response(message).events))
 
-        await forward(self, live, hold)
+    def write_now(responses: Responses, message: Sequence[Waiting]) -> bool:
+        return not is_last(message) and now(responses, message)
 
-    monkeypatch.setattr(MeshService, "_forward", holding)
+    async def write(responses: Responses, message: Sequence[Waiting]) -> None:
+        if is_last(message):
+            held.begun.set()
+            await held.may_end.wait()
+        await later(responses, message)
+
+    monkeypatch.setattr(Responses, "write_now", write_now)
+    monkeypatch.setattr(Responses, "write", write)
     return held
 
 

@@ -49,6 +49,14 @@ class Pipe(Generic[Message]):
         self._change: asyncio.Future[None] | None = None
         """For the waiting end. Sender and reader never wait together."""
 
+    def put_now(self, message: Message) -> bool:
+        """Queues the message, and returns whether: not without room, nor into a closed pipe."""
+        if self._closed or len(self._messages) >= UNREAD_MESSAGES:
+            return False
+        self._messages.append(message)
+        self._wake()
+        return True
+
     async def put(self, message: Message) -> None:
         """Waits for room, then queues the message, or drops the message if the pipe is closed."""
         while len(self._messages) >= UNREAD_MESSAGES and not self._closed:
@@ -97,6 +105,9 @@ class InMemoryCall(Call[Request, Response]):
         self._status: Status | None = None
         self._context = _Context(self._requests, self._responses, timeout_seconds)
         self._task = asyncio.create_task(self._run(handler))
+
+    def write_now(self, request: Request) -> bool:
+        return self._open and self._requests.put_now(request)
 
     async def write(self, request: Request) -> None:
         if not self._open:
@@ -182,6 +193,9 @@ class _Context:
     async def read(self) -> Any:
         request = await self._requests.get()
         return grpc.aio.EOF if request is None else request
+
+    def write_now(self, message: Any) -> bool:
+        return self._responses.put_now(message)
 
     async def write(self, message: Any) -> None:
         await self._responses.put(message)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from trtmesh.chassis.forwarding import Forwarder
+
 MAX_ITEMS = 256
 MAX_BYTES = 2**20
 """Limits of a message. A larger item gets a message alone."""
@@ -35,8 +37,8 @@ class _Batch(Generic[Message]):
     bytes: int = 0
 
 
-class Outbox(Generic[Message, Item]):
-    """Merges items into messages, in order, for a single consumer.
+class Outbox(Forwarder[Message], Generic[Message, Item]):
+    """Merges items into messages, in order, for a single sink.
 
     Items are built inside their message: protobuf copies a message into another by serializing and parsing, which takes
     milliseconds for the ids of a long text.
@@ -49,6 +51,7 @@ class Outbox(Generic[Message, Item]):
         max_waiting: int | None = None,
     ) -> None:
         """`items_of` is the repeated field with the items, such as `attrgetter("events")`."""
+        super().__init__()
         self._new_message = new_message
         self._items_of = items_of
         self._max_waiting = max_waiting
@@ -57,8 +60,6 @@ class Outbox(Generic[Message, Item]):
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._burst_until = 0.0
-        self._changed: asyncio.Future[None] | None = None
-        """Of the consumer that waits."""
         self._room = asyncio.Event()
         self._room.set()
 
@@ -73,7 +74,7 @@ class Outbox(Generic[Message, Item]):
         self._waiting += 1
         if self._waiting == self._max_waiting:
             self._room.clear()
-        self._wake()
+        self.wake()
         item: Item = self._items_of(batch.message).add()
         return item
 
@@ -84,22 +85,13 @@ class Outbox(Generic[Message, Item]):
     def close(self) -> None:
         """Nothing more will be added."""
         self._closed = True
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
-    async def next_message(self) -> Message | None:
-        """The next message; None when the outbox is closed and empty."""
-        while not self._batches and not self._closed:
-            self._changed = self._loop.create_future()
-            try:
-                await self._changed
-            finally:
-                self._changed = None
-        if self._loop.time() < self._burst_until:
-            await self._gather()
+    def take(self) -> Message | None:
         if not self._batches:
             return None
         self._burst_until = self._loop.time() + BURST_SECONDS
@@ -110,11 +102,16 @@ class Outbox(Generic[Message, Item]):
             self._room.set()
         return batch.message
 
-    async def _gather(self) -> None:
+    def plan(self, write: Callable[[], None]) -> None:
+        if self._loop.time() < self._burst_until:
+            self._loop.call_soon(self._gather, write, MAX_PASSES, 0)
+        else:
+            self._loop.call_soon(write)
+
+    def _gather(self, write: Callable[[], None], passes: int, before: int) -> None:
         """Waits for the next pass of the event loop while each adds items, a few times. A burst adds a few in each
         pass, and every message costs a write, and a pass of the peer."""
-        for _ in range(MAX_PASSES):
-            waiting = self._waiting
-            await asyncio.sleep(0)
-            if self._waiting == waiting or self._waiting >= ENOUGH_ITEMS:
-                break
+        if passes and before != self._waiting < ENOUGH_ITEMS:
+            self._loop.call_soon(self._gather, write, passes - 1, self._waiting)
+        else:
+            write()

@@ -56,6 +56,9 @@ class ServedContext(RpcContext, Protocol):
     def message(self) -> ReceivedMessage:
         """The latest message of the handler."""
 
+    def write_now(self, message: Any) -> bool:
+        """Sends a message, and returns whether: a message that must wait, or the end of the call, needs `write`."""
+
     async def send_initial_metadata(self, initial_metadata: Any) -> None:
         """Sends metadata before the first message."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, UnsupportedCall
+from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.tokenizer.decoding.states import DecodeStates, Stop
 from trtmesh.tokenizer.encoding import (
@@ -27,8 +28,6 @@ from trtmesh.v1 import tokenizer_pb2 as pb
 
 TOKEN_BYTES = 4
 """About the size of a token's id or text in an event."""
-
-Write = Callable[[pb.TokenizerServiceConnectResponse], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,9 @@ class RouterStream:
         self._final_error: TrtmeshError | None = None
 
     async def serve(
-        self, requests: AsyncIterable[pb.TokenizerServiceConnectRequest], write: Write
+        self,
+        requests: AsyncIterable[pb.TokenizerServiceConnectRequest],
+        sink: Sink[pb.TokenizerServiceConnectResponse],
     ) -> None:
         """Answers commands until the router half-closes the stream and every command is answered.
 
@@ -84,8 +85,7 @@ class RouterStream:
         """
         reader = asyncio.create_task(self._read(requests))
         try:
-            while (message := await self._outbox.next_message()) is not None:
-                await write(message)
+            await self._outbox.forward(sink)
             if self._final_error is not None:
                 raise self._final_error
             await reader

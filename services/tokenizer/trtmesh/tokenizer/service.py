@@ -10,7 +10,7 @@ from collections.abc import AsyncIterable, Sequence
 import grpc
 from trtmesh.chassis.errors import Draining, NoTokenizer
 from trtmesh.chassis.progress import tell_progress
-from trtmesh.chassis.rpc import RpcContext, answering
+from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.tokenizer_loading import for_words
@@ -90,7 +90,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     async def Connect(  # type: ignore[override]
         self,
         request_iterator: AsyncIterable[pb.TokenizerServiceConnectRequest],
-        context: RpcContext,
+        context: ServedContext,
     ) -> None:
         async with answering(context):
             stream = RouterStream(self._ready())
@@ -98,7 +98,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
             assert task is not None
             self._streams[task] = stream
             try:
-                await stream.serve(request_iterator, context.write)
+                await stream.serve(request_iterator, context)
             finally:
                 del self._streams[task]
 

@@ -10,8 +10,7 @@ import torch
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from trtmesh.engine.backends.torch.compute.grouping import ROOM_TOKENS, DecodeCopies
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache, KvShape
 
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=4)
 SIZE = 4

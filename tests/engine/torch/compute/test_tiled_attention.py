@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.tiled_attention import TiledAttention
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache, KvShape
 from trtmesh.engine.backends.torch.model.attention import Attention, Rule, StepTokens
 
 KV_HEADS, HEADS, SIZE, LONGEST = 2, 6, 16, 400

@@ -35,8 +35,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.attention import Rule
 from trtmesh.engine.backends.torch.model.model import load_model
 

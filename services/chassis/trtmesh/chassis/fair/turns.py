@@ -45,26 +45,23 @@ class Rotation(Generic[T]):
     """A queue with an order for each owner. Owners take turns, an entry at a time."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[Hashable, deque[T]] = OrderedDict()
-        """The next owner is in front."""
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
+        self.entries: OrderedDict[Hashable, deque[T]] = OrderedDict()
+        """Entries by owner, the next one in front. Read to see whether there are any: a start asks a dozen times."""
 
     def add(self, owner: Hashable, entry: T) -> None:
-        entries = self._entries.get(owner)
+        entries = self.entries.get(owner)
         if entries is None:
-            entries = self._entries[owner] = deque()
+            entries = self.entries[owner] = deque()
         entries.append(entry)
 
     def take(self) -> tuple[Hashable, T]:
         """Removes and returns the next entry with its owner. There must be an entry."""
-        owner, entries = next(iter(self._entries.items()))
+        owner, entries = next(iter(self.entries.items()))
         entry = entries.popleft()
         if entries:
-            self._entries.move_to_end(owner)
+            self.entries.move_to_end(owner)
         else:
-            del self._entries[owner]
+            del self.entries[owner]
         return owner, entry
 
 
@@ -103,7 +100,7 @@ class ParseScheduler:
 
         All work of an `origin`, the address of a client, shares its turns.
         """
-        if self._spent < PARSE_SLICE_SECONDS and not self._fresh:
+        if self._spent < PARSE_SLICE_SECONDS and not self._fresh.entries:
             waits = self._turn(work)
             if waits:
                 self._waiting.add(origin, work)
@@ -133,7 +130,8 @@ class ParseScheduler:
         first, second = self._fresh, self._waiting
         if not self._fresh_is_next:
             first, second = second, first
-        if not (queue := first or second):
+        queue = first if first.entries else second
+        if not queue.entries:
             return None
         self._fresh_is_next = queue is self._waiting
         return queue.take()
@@ -155,7 +153,7 @@ class ParseScheduler:
                 else:
                     work.completed()
         finally:
-            if self._fresh or self._waiting or self._spent >= TURN_SECONDS:
+            if self._fresh.entries or self._waiting.entries or self._spent >= TURN_SECONDS:
                 self._plan()
 
 
@@ -336,7 +334,7 @@ class StartScheduler:
 
     def enter(self) -> bool:
         """Returns whether a call may proceed now, and counts the call if so."""
-        if self._queues:
+        if self._queues.entries:
             return False
         if self._is_another_pass and not self._planned:
             # Within a pass, slow calls must not have slice after slice.
@@ -382,14 +380,14 @@ class StartScheduler:
 
     def _slice(self) -> None:
         self._proceeding = 0
-        self._planned = bool(self._queues)
-        if not self._queues:
+        self._planned = bool(self._queues.entries)
+        if not self._planned:
             return
         loop, room = asyncio.get_running_loop(), self._room
         # The next pass runs these callbacks in a row: begin, the tasks, end.
         loop.call_soon(self._begin)
         try:
-            while self._queues and self._proceeding < room:
+            while self._queues.entries and self._proceeding < room:
                 self._proceed()
         finally:
             # If a call raises, the others still get their turns.
@@ -443,13 +441,13 @@ class Handshakes:
         await turn
 
     def _plan(self) -> None:
-        if self._waiting and self._timer is None:
+        if self._waiting.entries and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(loop.time(), self._next_at), self._admit)
 
     def _admit(self) -> None:
         self._timer = None
-        while self._waiting:
+        while self._waiting.entries:
             _, turn = self._waiting.take()
             # Cancelled if the client has left.
             if not turn.done():

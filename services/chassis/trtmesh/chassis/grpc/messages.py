@@ -324,7 +324,10 @@ class ReceivedMessages:
     def drop(self) -> None:
         """Frees everything, since nobody will read."""
         self._dropped = True
-        self._reader.clear()
+        reader = self._reader
+        if not (reader.size or reader.missing or self._ready or self._inflation):
+            return
+        reader.clear()
         self._ready.clear()
         if self._inflation is not None:
             self._inflation.clear()
@@ -332,9 +335,9 @@ class ReceivedMessages:
 
     def _count(self) -> None:
         """Counts the bytes in memory. The account may end this call to make room."""
-        change = self.held - self._counted
-        self._counted += change
-        self._account.add(change)
+        if change := self.held - self._counted:
+            self._counted += change
+            self._account.add(change)
 
     @property
     def waiting(self) -> bool:

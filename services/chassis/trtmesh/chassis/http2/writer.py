@@ -143,6 +143,11 @@ class FrameWriter:
 
     def send_data(self, stream: SendStream, prefix: bytes, data: bytes) -> None:
         """Sends `prefix + data`. The part beyond the windows stays in `stream.unsent`."""
+        if not self.send_whole(stream, prefix, data):
+            self.send_pieces(stream, (prefix, data))
+
+    def send_whole(self, stream: SendStream, prefix: bytes, data: bytes) -> bool:
+        """Sends `prefix + data` in a frame, and returns whether: not beyond the windows, nor before other data."""
         size = len(prefix) + len(data)
         if (
             size <= stream.window
@@ -160,8 +165,8 @@ class FrameWriter:
             if not self._flush_planned:
                 self._flush_planned = True
                 self._loop.call_soon(self.flush)
-            return
-        self.send_pieces(stream, (prefix, data))
+            return True
+        return False
 
     def send_pieces(self, stream: SendStream, pieces: Sequence[Buffer]) -> None:
         """Sends joined pieces of data. Their memory must not change until the transport has written everything."""

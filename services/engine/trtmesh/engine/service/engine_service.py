@@ -24,7 +24,7 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
     WorkerLost,
 )
-from trtmesh.chassis.rpc import RpcContext, answering
+from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
 from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import (
     Backend,
@@ -220,7 +220,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
     # Not a generator, unlike the stub: a cancelled generator leaves cleanup to the garbage collector.
     async def Connect(  # type: ignore[override]
-        self, request_iterator: object, context: RpcContext
+        self, request_iterator: object, context: ServedContext
     ) -> None:
         session = asyncio.current_task()
         assert session is not None
@@ -231,7 +231,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         finally:
             self._sessions.discard(session)
 
-    async def _serve_counting_errors(self, context: RpcContext) -> None:
+    async def _serve_counting_errors(self, context: ServedContext) -> None:
         try:
             await serve_stream(self._loaded, context)
         except TrtmeshError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain
@@ -10,6 +9,7 @@ from typing import TypeVar
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InvalidField, SlowClient, TrtmeshError
+from trtmesh.chassis.forwarding import Forwarder
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import (
     PerfMetrics,
@@ -257,7 +257,7 @@ MAX_ANSWERS = 4096
 """A router with more unread answers is cut off."""
 
 
-class EventOutbox:
+class EventOutbox(Forwarder[epb.EngineServiceConnectResponse]):
     """Merges waiting output; `take` returns everything that may be sent now.
 
     Steps need credit: at most `unacknowledged_steps` are unacknowledged. Other events need none, so a slow router still
@@ -270,11 +270,14 @@ class EventOutbox:
         unacknowledged_steps: int,
         metrics: EngineMetrics,
         most_tensor_bytes: int = MOST_TENSOR_BYTES,
+        step_count: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.filled = asyncio.Event()
+        """`step_count` is that of the engine, for ends without a step."""
+        super().__init__()
         self.ending: set[int] = set()
         """Handles with a waiting end; they are not free yet."""
         self._metrics = metrics
+        self._step_count = step_count
         self._credit = unacknowledged_steps
         self._most_tensor_bytes = most_tensor_bytes
         self._sent_steps = 0
@@ -313,16 +316,16 @@ class EventOutbox:
             parts[:] = [merge(parts)]
             self._part_tokens = len(parts[0].token_ids)
             self._most_part_tokens = max(MERGED_TOKENS, 2 * self._part_tokens)
-        self.filled.set()
+        self.wake()
 
     def put_end(self, end: epb.SequenceEnd) -> None:
         self._ends.append(end)
         self.ending.add(end.handle)
-        self.filled.set()
+        self.wake()
 
     def put_load(self, load: epb.Load) -> None:
         self._load = load
-        self.filled.set()
+        self.wake()
 
     def put_answer(self, event: epb.EngineEvent) -> None:
         """Raises SlowClient when too many answers wait."""
@@ -331,7 +334,7 @@ class EventOutbox:
                 f"{MAX_ANSWERS} answers wait to be read; read them before sending more commands"
             )
         self._answers.append(event)
-        self.filled.set()
+        self.wake()
 
     def put_kv_events(self, epoch: int, first_sequence: int, events: Sequence[epb.KvEvent]) -> None:
         if len(self._kv_events) >= MAX_KV_EVENTS:
@@ -339,7 +342,7 @@ class EventOutbox:
         if not self._kv_events:
             self._kv_epoch, self._kv_first_sequence = epoch, first_sequence
         self._kv_events += events
-        self.filled.set()
+        self.wake()
 
     def put_kv_snapshot(self, snapshot: epb.KvEvents) -> None:
         """Replaces the waiting events: the snapshot covers them."""
@@ -354,12 +357,17 @@ class EventOutbox:
         if received_steps > self._acknowledged_steps:
             self._acknowledged_steps = received_steps
             if self.holds_steps:
-                self.filled.set()
+                self.wake()
 
     def finish(self, farewell: TrtmeshError) -> None:
         """Sends the rest without credit, then ends the stream with `farewell`."""
         self._farewell = farewell
-        self.filled.set()
+        self.wake()
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is a farewell."""
+        return self._farewell is not None
 
     def check_open(self) -> None:
         """Raises the farewell. Call once everything was taken."""
@@ -370,7 +378,7 @@ class EventOutbox:
                 # The error holds this frame, and so this outbox: the two must not be a cycle.
                 self._farewell = None
 
-    def take(self, step_count: int) -> epb.EngineServiceConnectResponse | None:
+    def take(self) -> epb.EngineServiceConnectResponse | None:
         """Returns the next message with all sendable events, or None."""
         may_step = self._farewell is not None or self.unacknowledged_steps < self._credit
         steps = may_step and self.holds_steps
@@ -384,18 +392,18 @@ class EventOutbox:
             events.events.extend(self._kv_events)
             self._kv_events.clear()
         if steps:
-            self._take_step(response.events.add().step, step_count)
+            self._take_step(response.events.add().step)
         if self._load:
             response.events.add().load.CopyFrom(self._load)
             self._load = None
         return response
 
-    def _take_step(self, step: epb.Step, step_count: int) -> None:
+    def _take_step(self, step: epb.Step) -> None:
         count = self._fitting(self._parts)
         parts, self._parts = self._parts[:count], self._parts[count:]
         self._part_tokens = sum(len(part.token_ids) for part in self._parts)
         self._most_part_tokens = MERGED_TOKENS
-        part = merge(parts) if parts else StepPart(step_count)
+        part = merge(parts) if parts else StepPart(self._step_count())
         self._metrics.merged_steps += max(0, len(parts) - 1)
         # An end follows all tokens of the sequence.
         ends = [] if self._parts else self._ends[: self._fitting_ends()]

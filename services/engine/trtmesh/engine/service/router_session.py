@@ -22,7 +22,7 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.fingerprint import tokenizer_fits
 from trtmesh.chassis.logs import request_id_bound
-from trtmesh.chassis.rpc import RpcContext
+from trtmesh.chassis.rpc import ServedContext
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.vocabulary import Adapter
@@ -82,6 +82,7 @@ class RouterSession:
             hello.unacknowledged_steps,
             engine.metrics,
             min(MOST_TENSOR_BYTES, engine.settings.max_message_bytes // 4),
+            lambda: engine.streams.step_count,
         )
         self._engine = engine
         self._live: dict[int, _Item] = {}
@@ -376,7 +377,7 @@ def _end_handoff(handoff: Lease, end: SequenceEnd) -> transfer.HandoffDescriptor
         return None
 
 
-async def serve_stream(loaded: Callable[[], LoadedEngine], context: RpcContext) -> None:
+async def serve_stream(loaded: Callable[[], LoadedEngine], context: ServedContext) -> None:
     """Serves one router until it half-closes or disconnects. Raises the error of the stream."""
     # Read before any refusal: a failed write would hide the status from the router.
     opening = await context.read()
@@ -388,7 +389,7 @@ async def serve_stream(loaded: Callable[[], LoadedEngine], context: RpcContext) 
     try:
         for command in opening.commands[1:]:
             session.execute(command)
-        await until_first_ends(_read(session, context), _write(session, engine, context))
+        await until_first_ends(_read(session, context), _write(session, context))
     finally:
         # Before any await: the blocks are free within a step.
         session.close()
@@ -418,7 +419,7 @@ def _hello(engine: LoadedEngine, opening: epb.EngineServiceConnectRequest) -> ep
     return hello
 
 
-async def _read(session: RouterSession, context: RpcContext) -> None:
+async def _read(session: RouterSession, context: ServedContext) -> None:
     while True:
         request = await context.read()
         if not isinstance(request, epb.EngineServiceConnectRequest):
@@ -427,12 +428,6 @@ async def _read(session: RouterSession, context: RpcContext) -> None:
             session.execute(command)
 
 
-async def _write(session: RouterSession, engine: LoadedEngine, context: RpcContext) -> None:
-    outbox = session.outbox
-    while True:
-        await outbox.filled.wait()
-        outbox.filled.clear()
-        while response := outbox.take(engine.streams.step_count):
-            await context.write(response)
-            session.sent()
-        outbox.check_open()
+async def _write(session: RouterSession, context: ServedContext) -> None:
+    await session.outbox.forward(context, session.sent)
+    session.outbox.check_open()

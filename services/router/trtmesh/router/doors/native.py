@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering, request_id_of
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import GenerationCall, caller_of, identity_of
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
-from trtmesh.router.streams.client_stream import as_response
+from trtmesh.router.streams.client_stream import Waiting, as_response
 from trtmesh.router.values.request import parse_request, parse_stopped
 from trtmesh.router.values.resumption import parse_resumption
 from trtmesh.v1 import router_pb2 as pb
@@ -46,13 +47,10 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                         valid, caller.remaining_seconds, caller.identity, caller.origin
                     )
                     async with call.running(opening) as live:
-                        await self._forward(live, context.write)
+                        await live.client.forward(Responses(context), self._count)
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Resume(self, request: pb.ResumeRequest, context: ServedContext) -> None:  # type: ignore[override]
-        async def write(response: pb.GenerateResponse) -> None:
-            await context.write(pb.ResumeResponse(events=response.events))
-
         with GenerationCall(self._requests.metrics_of(request.request.model)) as call:
             async with answering(context, request.request.request_id):
                 caller = caller_of(self._callers, context)
@@ -64,15 +62,10 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     )
                     async with call.running(opening) as live:
                         self._metrics.resumed += 1
-                        await self._forward(live, write)
+                        await live.client.forward(Responses(context, _resumed), self._count)
 
-    async def _forward(
-        self, live: LiveRequest, write: Callable[[pb.GenerateResponse], Awaitable[None]]
-    ) -> None:
-        """Writes one response for each batch of events until all items are over."""
-        while (waiting := await live.client.next_entries()) is not None:
-            await write(as_response(waiting))
-            self._metrics.client_messages += 1
+    def _count(self) -> None:
+        self._metrics.client_messages += 1
 
     async def Stop(self, request: pb.StopRequest, context: RpcContext) -> pb.StopResponse:
         async with answering(context, request.request_id):
@@ -80,3 +73,24 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
             items = parse_stopped(request)
             stopped = self._requests.stop(owner, request.request_id, items)
             return pb.StopResponse(stopped_items=stopped)
+
+
+class Responses(Sink[Sequence[Waiting]]):
+    """Writes one response for each batch of events, in the form of a method."""
+
+    def __init__(
+        self,
+        context: ServedContext,
+        form: Callable[[pb.GenerateResponse], Any] = lambda response: response,
+    ) -> None:
+        self._context, self._form = context, form
+
+    def write_now(self, message: Sequence[Waiting]) -> bool:
+        return self._context.write_now(self._form(as_response(message)))
+
+    async def write(self, message: Sequence[Waiting]) -> None:
+        await self._context.write(self._form(as_response(message)))
+
+
+def _resumed(response: pb.GenerateResponse) -> pb.ResumeResponse:
+    return pb.ResumeResponse(events=response.events)

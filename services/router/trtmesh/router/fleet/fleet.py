@@ -76,6 +76,8 @@ class Fleet:
         """Models of the snapshots."""
         self._block_sizes: dict[str, frozenset[int]] = {}
         """Block sizes of a model's workers with KV events."""
+        self._longest: dict[str, int] = {}
+        """Most tokens of a sequence of a model, since a worker changed."""
         self._with_roles: frozenset[str] = frozenset()
         """Models with workers that are not mixed."""
         self.touched: set[str] = set()
@@ -148,7 +150,9 @@ class Fleet:
         if self.loaded or self.touched:
             served = [self._read(address) for address in self.loaded | self.touched]
             self.loaded.clear()
-            self.touched.clear()
+            if self.touched:
+                self.touched.clear()
+                self._longest.clear()
             self._snapshot = tuple(self._snapshots.values())
             if not all(served):
                 self._note_served()
@@ -185,11 +189,19 @@ class Fleet:
 
     def check_length(self, model: str, tokens: int, *, or_more: bool = False) -> None:
         """Raises PromptTooLong if the model has usable workers and none takes so many tokens, `or_more`."""
-        check_length(self._with_former_loads(), model, tokens, or_more=or_more)
+        check_length(self._longest_sequence(model), model, tokens, or_more=or_more)
 
     def most_prompt_tokens(self, model: str) -> int:
         """Most tokens of a prompt that `check_length` allows; 0 without a limit."""
-        return max(0, longest_sequence(self._with_former_loads(), model) - 1)
+        return max(0, self._longest_sequence(model) - 1)
+
+    def _longest_sequence(self, model: str) -> int:
+        """Most tokens of a sequence on any usable worker of the model; 0 without one."""
+        fleet = self._with_former_loads()
+        longest = self._longest.get(model)
+        if longest is None:
+            longest = self._longest[model] = longest_sequence(fleet, model)
+        return longest
 
     def place(self, query: PlacementQuery, blocks: PromptBlocks) -> Plan:
         """Books a worker for an item, or two. Raises as `placement.place`."""

@@ -149,7 +149,7 @@ class Booking:
 
     def started(self, now: float) -> None:
         """Counts the prompt as computed at the first token. Later calls do nothing."""
-        if self.waiting:
+        if self._waiting and self.sequences:
             self._waiting = False
             seconds = now - self._booked_at if self._idle_before else None
             self._guard._on_started(self, seconds)
@@ -164,7 +164,7 @@ class Booking:
     def leave(self, now: float, error: TrtmeshError | None = None) -> None:
         """Releases a sequence that ended or moved, because of `error` if given."""
         if self.sequences:
-            waiting = self.waiting
+            waiting = self._waiting
             self.sequences -= 1
             last = not self.sequences
             self._guard._on_left(self, waiting=waiting, last=last)
@@ -174,9 +174,10 @@ class Booking:
                 self._tell_computed()
 
     def _tell_computed(self) -> None:
-        told, self.when_computed = self.when_computed, []
-        for tell in told:
-            tell()
+        if self.when_computed:
+            told, self.when_computed = self.when_computed, []
+            for tell in told:
+                tell()
 
     def release(self, now: float, error: TrtmeshError | None = None) -> None:
         """Releases all remaining sequences. Later calls do nothing."""
@@ -337,18 +338,19 @@ class LoadGuard:
         self, typical: Typical, max_batch_size: int, kv_token_bytes: int, now: float
     ) -> dict[str, Any]:
         """The fields of a worker's snapshot known to this guard, in one call: a placement reads every worker."""
+        sequences = self.booked_sequences + self._foreign_sequences
         return {
             "adapters": self.adapters,
-            "sequences": self.sequences,
+            "sequences": sequences,
             "wait_seconds": self.wait_seconds(typical, max_batch_size),
             "prefill_seconds": self.prefill_seconds(typical),
             "step_seconds": self.step_seconds(typical),
             "pressure_seconds": self.pressure_seconds,
             "warmth": self.warmth(now),
             "breaker_open": self.breaker.is_open(now),
-            "decoding_sequences": self.decoding_sequences,
+            "decoding_sequences": sequences - self._waiting_sequences,
             "transfer_seconds": kv_token_bytes * self.byte_seconds(typical),
-            "receiving_tokens": self.receiving_tokens,
+            "receiving_tokens": self._booked_tokens + self._foreign_tokens,
         }
 
     def warmth(self, now: float) -> float:

@@ -182,11 +182,8 @@ def check_fields(fleet: Sequence[WorkerSnapshot], model: str, fields: frozenset[
         raise _unsupported(lacking, model, fields)
 
 
-def check_length(
-    fleet: Sequence[WorkerSnapshot], model: str, tokens: int, *, or_more: bool = False
-) -> None:
-    """Raises PromptTooLong if the model has usable workers and none of them takes so many tokens, `or_more`."""
-    longest = longest_sequence(fleet, model)
+def check_length(longest: int, model: str, tokens: int, *, or_more: bool = False) -> None:
+    """Raises PromptTooLong for so many tokens, `or_more`, where a sequence has at most `longest`; 0 is no limit."""
     if longest and tokens >= longest:
         raise _too_long(model, tokens, longest, " or more" if or_more else "")
 

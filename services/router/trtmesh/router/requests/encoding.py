@@ -96,13 +96,15 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             context.mesh.fleet.check_length(context.model, count, or_more=True)
             # A worker that takes more has joined meanwhile.
             return await encode_item(context, item)
-        word_ids = [tuple(word.ids) for word in encoded.words]
+        if words:
+            word_ids = [tuple(word.ids) for word in encoded.words]
         if len(encoded.spelled_words) != len(spelled_words):
             # What is forbidden must not be generated after all.
             raise SchemaMismatch("the tokenizer cannot spell bad_texts; run the same release")
-        spelled_ids = [
-            tuple(ids.ids) for spelled in encoded.spelled_words for ids in spelled.spellings
-        ]
+        if spelled_words:
+            spelled_ids = [
+                tuple(ids.ids) for spelled in encoded.spelled_words for ids in spelled.spellings
+            ]
         if prompt.text is not None:
             token_ids = list(encoded.token_ids)
         if stop_texts:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 
 from trtmesh.chassis.errors import AdapterNotFound, HandoffFailed, NoWorker, TrtmeshError
+from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.tasks import until_all_end, until_first_ends
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.admission import Permit
@@ -79,6 +80,7 @@ class ItemRun:
     async def run(self) -> None:
         """Runs the item from admission to the terminal event."""
         self._task = asyncio.current_task()
+        rebind_request_id(self._context.request_id)
         try:
             await self._admit()
             await self._encode()
@@ -312,7 +314,10 @@ class ItemRun:
 
     @property
     def generated_tokens(self) -> int:
-        return sum(len(run.token_ids) for run in self._runs)
+        count = 0
+        for run in self._runs:
+            count += len(run.token_ids)
+        return count
 
     @property
     def generated_ns(self) -> int:
@@ -329,11 +334,16 @@ class ItemRun:
 
     @property
     def _settled(self) -> bool:
-        return bool(self._runs) and all(run.over for run in self._runs)
+        for run in self._runs:
+            if not run.over:
+                return False
+        return bool(self._runs)
 
     @property
     def _waiting(self) -> list[SequenceRun]:
         """Sequences to place."""
+        if not self._runs:
+            return []
         runs = [run for run in self._runs if run.assignment is None and run.waits_for_worker]
         return runs if self._handoffs is None else self._handoffs.without_worker(runs)
 

@@ -12,7 +12,6 @@ from functools import partial
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.limits import Budget
 from trtmesh.chassis.fair.turns import StartQueue
-from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.admission import Account, Permit
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.requests.context import Mesh, RequestContext
@@ -87,7 +86,8 @@ class LiveRequest:
         )
         self.ended: TrtmeshError | None = None
         """The error, if this router ended the call."""
-        self.gone = asyncio.Event()
+        self.gone: asyncio.Event | None = None
+        """Set at the end of the call, once anybody waits for it."""
         self._handler = asyncio.current_task()
         self.waiting = deque(zip(admitted.items, self.permits, strict=True))
         """Items that have not begun."""
@@ -105,7 +105,7 @@ class LiveRequest:
             self.client.close()
 
     def begin_next(self) -> ItemRun:
-        """The next item, for `run`."""
+        """The next item, to be run."""
         requested, permit = self.waiting.popleft()
         item = ItemRun(self.context, requested, permit)
         self.items.append(item)
@@ -113,15 +113,11 @@ class LiveRequest:
             item.stop()
         return item
 
-    async def run(self, item: ItemRun) -> None:
-        """Runs an item, in a task of its own; the end of the last item closes the client's stream."""
-        rebind_request_id(self.context.request_id)
-        try:
-            await item.run()
-        finally:
-            self._live_items -= 1
-            if not self._live_items:
-                self.client.close()
+    def item_ended(self) -> None:
+        """The end of the last item closes the client's stream."""
+        self._live_items -= 1
+        if not self._live_items:
+            self.client.close()
 
     @property
     def failed(self) -> bool:
@@ -174,7 +170,8 @@ class ItemTasks:
         """The items that were not cancelled."""
         self._left = len(live.waiting)
         self._ending = False
-        self._over = asyncio.Event()
+        self._over: asyncio.Future[None] | None = None
+        """Of `end`, which waits for the last item."""
 
     def start(self) -> None:
         """Starts the first item at once, as part of the request's own turn, and the others in turns."""
@@ -192,8 +189,11 @@ class ItemTasks:
             self._leave(self._live.waiting.popleft()[1])
         if self._running:
             context.running.add(self)
-        self._end_with_last()
-        await self._over.wait()
+        if self._left:
+            self._over = asyncio.get_running_loop().create_future()
+            await self._over
+        else:
+            self._live.dissolve()
 
     def proceed(self) -> None:
         """Starts or cancels the next item."""
@@ -212,22 +212,21 @@ class ItemTasks:
 
     def _start_next(self) -> None:
         permit = self._live.waiting[0][1]
-        task = asyncio.create_task(self._live.run(self._live.begin_next()))
+        task = asyncio.create_task(self._live.begin_next().run())
         self._running[task] = None
         # A callback, because a task cancelled before the first step runs no code.
         task.add_done_callback(partial(self._ended, permit))
 
     def _ended(self, permit: Permit, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
+        self._live.item_ended()
         self._leave(permit)
-        self._end_with_last()
+        if self._ending and not self._left:
+            self._live.dissolve()
+            if self._over is not None and not self._over.done():
+                self._over.set_result(None)
 
     def _leave(self, permit: Permit) -> None:
         permit.give_back()
         self._account.item_ended()
         self._left -= 1
-
-    def _end_with_last(self) -> None:
-        if self._ending and not self._left:
-            self._live.dissolve()
-            self._over.set()

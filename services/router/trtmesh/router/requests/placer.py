@@ -360,7 +360,7 @@ class Placer:
         self, encoded: EncodedItem, waiting: Sequence[SequenceRun], failures: Failures
     ) -> PlacementQuery:
         config = self._item.config
-        generated = max((len(run.token_ids) for run in waiting), default=0)
+        generated = max(len(run.token_ids) for run in waiting) if waiting else 0
         beams = config.beam_search.beam_width
         together = not waiting or starts(self._item, waiting)
         return PlacementQuery(

@@ -154,7 +154,8 @@ class Requests:
         """Forgets a live request."""
         del self.live[live.owner.name, live.context.request_id]
         self.paused.discard(live)
-        live.gone.set()
+        if live.gone is not None:
+            live.gone.set()
         if not self.live:
             self._empty.set()
 
@@ -233,6 +234,7 @@ class Requests:
     async def _end_former_calls(self, request_id: str, owner: Identity) -> None:
         while (former := self.find(owner, request_id)) is not None:
             former.end(Unavailable(f"request {request_id!r} continues in another call"))
+            former.gone = former.gone or asyncio.Event()
             await former.gone.wait()
 
     def _admit(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Literal
 
 from pydantic import Field
 from trtmesh.chassis.errors import SlowClient
 from trtmesh.chassis.fair.limits import Account, Budget
+from trtmesh.chassis.forwarding import Forwarder
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.v1 import generation_pb2 as pb
@@ -21,8 +24,9 @@ from trtmesh.v1 import router_pb2 as router_pb
 MOST_MESSAGE_BYTES = 2 * 2**20
 """Most bytes of a message with several tokens, below the default limit of gRPC clients, 4 MiB."""
 
-ANNOUNCED_SECONDS = 0.02
-"""Longest wait of an announcement for the first tokens. These take longer for a long prompt or in a queue."""
+ANNOUNCED_SECONDS = 0.1
+"""Longest wait of an announcement for the first tokens. Longer than those of 64 requests take that begin together, each
+of which would get a message more."""
 
 OPENING_SECONDS = 0.5
 """Longest wait of the opening event for another: without the opening event a client cannot stop a queued request.
@@ -96,20 +100,58 @@ class WaitingEvent:
 Waiting = WaitingTokens | WaitingEvent
 
 
+class Reminders:
+    """Sends what streams hold back, a fixed time after each asked. One timer serves all: most streams send something
+    before, and to make and cancel a timer costs as much as fifty calls."""
+
+    def __init__(self, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
+        self._due: dict[ClientStream, float] = {}
+        """The first asked first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, stream: ClientStream) -> float:
+        """Reminds a stream, which has to be dropped before. Returns when."""
+        due = self._due[stream] = self._loop.time() + self._seconds
+        if self._timer is None:
+            self._timer = self._loop.call_at(due, self._look)
+        return due
+
+    def drop(self, stream: ClientStream) -> None:
+        """The stream needs no reminder any more."""
+        del self._due[stream]
+        if not self._due and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        while self._due:
+            stream, due = next(iter(self._due.items()))
+            if due > now:
+                self._timer = self._loop.call_at(due, self._look)
+                return
+            stream.send_held()
+
+
 class WriteScheduler:
-    """Wakes waiters in order, a few in each pass of the event loop.
+    """Has waiting messages written in order, a few in each pass of the event loop.
 
     A step readies a message for every client at once. If a single pass wrote all messages, a new request would advance
     by a stage per step, and a thousand streams would delay the request by seconds.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
         self._planned = False
+        self.openings = Reminders(OPENING_SECONDS)
+        self.announcements = Reminders(ANNOUNCED_SECONDS)
 
-    def ask(self, waiter: asyncio.Future[None]) -> None:
-        """Queues `waiter`, whose result is set in turn."""
-        self._waiting.append(waiter)
+    def ask(self, write: Callable[[], None]) -> None:
+        """Has `write` called in turn."""
+        self._waiting.append(write)
         if not self._planned:
             self._planned = True
             asyncio.get_running_loop().call_soon(self._grant)
@@ -117,15 +159,13 @@ class WriteScheduler:
     def _grant(self) -> None:
         waiting = self._waiting
         for _ in range(min(WRITES_PER_PASS, len(waiting))):
-            waiter = waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
+            waiting.popleft()()
         self._planned = bool(waiting)
         if waiting:
             asyncio.get_running_loop().call_soon(self._grant)
 
 
-class ClientStream:
+class ClientStream(Forwarder[Sequence[Waiting]]):
     """The queue from the data path, the producer, to the RPC handler, the consumer.
 
     Merging uses no timer: a fast client gets a message per step, and a slow client gets everything queued during the
@@ -136,6 +176,7 @@ class ClientStream:
     def __init__(
         self, opening: router_pb.GenerateEvent, writes: WriteScheduler, credit: Credit = UNLIMITED
     ) -> None:
+        super().__init__()
         # Asking for it costs a system call, and every message needs it.
         self._loop = asyncio.get_running_loop()
         self._writes = writes
@@ -143,7 +184,9 @@ class ClientStream:
         self._entries: list[Waiting] = [WaitingEvent(opening, 0)]
         self._followed = False
         """Whether anything waits that is worth a message."""
-        self._telling: asyncio.TimerHandle | None = None
+        self._reminders: Reminders | None = writes.openings
+        """Those that will remind this stream, if any."""
+        self._remind_at = writes.openings.add(self)
         self._growing: dict[tuple[int, int], WaitingTokens] = {}
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
@@ -156,7 +199,6 @@ class ClientStream:
         """Waiting bytes at which the watcher hears of them."""
         self.merged_tokens = 0
         self._taken_at: float | None = None
-        self._tell_within(OPENING_SECONDS)
 
     def put_tokens(
         self,
@@ -208,20 +250,21 @@ class ClientStream:
         entry = WaitingEvent(event, event.ByteSize())
         self._entries.append(entry)
         self._count(entry.size)
-        self._tell_within(ANNOUNCED_SECONDS)
+        if self._loop.time() + ANNOUNCED_SECONDS < self._remind_at:
+            self._forget_reminder()
+            self._reminders = self._writes.announcements
+            self._remind_at = self._reminders.add(self)
 
-    def _tell_within(self, seconds: float) -> None:
-        due = self._loop.time() + seconds
-        if self._telling is not None:
-            if self._telling.when() <= due:
-                return
-            self._telling.cancel()
-        self._telling = self._loop.call_at(due, self._tell)
-
-    def _tell(self) -> None:
+    def send_held(self) -> None:
         """Sends the opening event and what was announced without anything else."""
         self._followed = True
         self._wake()
+
+    def _forget_reminder(self) -> None:
+        if self._reminders is not None:
+            self._reminders.drop(self)
+            self._reminders = None
+            self._remind_at = math.inf
 
     def close(self) -> None:
         """Ends the queue: `next_entries` returns the rest, even the opening event alone, then None."""
@@ -229,19 +272,31 @@ class ClientStream:
         self._followed = bool(self._entries)
         self._wake()
 
-    async def next_entries(self) -> Sequence[Waiting] | None:
-        """Waits for the entries of the next message; None at the end. The only consumer calls again after its write."""
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def plan(self, write: Callable[[], None]) -> None:
+        self._writes.ask(write)
+
+    def take(self) -> Sequence[Waiting] | None:
+        """The entries of the next message, if any is worth one. Called again after the write."""
         self._taken_at = None
-        self._tell_room()
-        while not self._followed:
-            if self._closed:
-                return None
-            self._taker = self._loop.create_future()
-            await self._taker
+        if self.full:
+            self._tell_room()
+        if not self._followed:
+            return None
         entries = self._take_entries()
         if self._reported:
             self._report()
         self._taken_at = self._loop.time()
+        return entries
+
+    async def next_entries(self) -> Sequence[Waiting] | None:
+        """Waits for the entries of the next message; None at the end. The only consumer calls again after its write."""
+        while (entries := self.take()) is None and not self._closed:
+            self._taker = self._loop.create_future()
+            await self._taker
         return entries
 
     def unread_seconds(self, now: float) -> float:
@@ -303,22 +358,23 @@ class ClientStream:
 
     def _tell_room(self) -> None:
         credit = self._credit
-        if (
-            self.full
-            and self.waiting_tokens <= credit.tokens // 2
-            and self.waiting_bytes <= credit.bytes // 2
-        ):
+        if self.waiting_tokens <= credit.tokens // 2 and self.waiting_bytes <= credit.bytes // 2:
             self.full = False
             assert self.watcher is not None
             self.watcher.on_read()
 
     def _wake(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
+        if self._reminders is not None:
+            self._forget_reminder()
+        self.wake()
         if self._taker is not None:
-            self._writes.ask(self._taker)
+            self._writes.ask(partial(_set, self._taker))
             self._taker = None
+
+
+def _set(taker: asyncio.Future[None]) -> None:
+    if not taker.done():
+        taker.set_result(None)
 
 
 def as_response(waiting: Sequence[Waiting]) -> router_pb.GenerateResponse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -214,11 +214,13 @@ class TokenizerPool:
         self._place_job(job)
         try:
             return await job.done
-        finally:
+        except BaseException:
+            # An answered or failed one is nowhere any more.
             waiting.dismiss(job)
             queue.dismiss(job)
             if job.tokenizer is not None:
                 job.tokenizer.withdraw(job)
+            raise
 
     async def decode(self, model: str, token_ids: Sequence[int], options: TextOptions) -> str:
         """Text of ids. Raises TokenizerLost, or the tokenizer's own error."""
@@ -334,9 +336,11 @@ class TokenizerPool:
     def _roomy(self, model: str, last: Tokenizer | None = None) -> Tokenizer | None:
         """The least busy tokenizer with room for a job, if possible not its `last`; None if all are full. Raises
         NoTokenizer."""
-        most = MAX_PER_TOKENIZER
-        roomy = [t for t in self._able(model) if t.encodes < most]
-        return _least_busy([t for t in roomy if t is not last] or roomy) if roomy else None
+        able = self._able(model)
+        roomy = [each for each in able if each.encodes < MAX_PER_TOKENIZER]
+        if len(roomy) > 1:
+            return _least_busy([each for each in roomy if each is not last])
+        return roomy[0] if roomy else None
 
     def _queue_of(self, model: str) -> WaitingRoom[EncodeJob]:
         """The queue of a model; bounded in number by the models of the workers."""
@@ -425,7 +429,9 @@ def _least_bytes(texts: Sequence[str], most: int) -> int:
     return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
-def _least_busy(tokenizers: Iterable[Tokenizer]) -> Tokenizer:
+def _least_busy(tokenizers: Sequence[Tokenizer]) -> Tokenizer:
+    if len(tokenizers) == 1:
+        return tokenizers[0]
     return min(tokenizers, key=lambda tokenizer: tokenizer.load)
 
 

@@ -376,7 +376,7 @@ class Tokenizer(Replica):
         if (twin := self._pool.twin_of(self)) is not None:
             raise Mismatch(TWIN.format(address=twin.address))
         call = connection.open(CONNECT)
-        halves = [self._read(call), self._write(call), self._watch()]
+        halves = [self._read(call), self._outbox.forward(call), self._watch()]
         try:
             if self._on_trial:
                 halves.append(self._prove())
@@ -411,10 +411,6 @@ class Tokenizer(Replica):
         self._on_trial = False
         self._begin()
         await asyncio.get_running_loop().create_future()
-
-    async def _write(self, call: _Call) -> None:
-        while (request := await self._outbox.next_message()) is not None:
-            await call.write(request)
 
     async def _watch(self) -> None:
         """Raises Unavailable if commands stay unanswered while another tokenizer answers: slow together is not frozen.

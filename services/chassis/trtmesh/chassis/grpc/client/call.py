@@ -58,6 +58,10 @@ class Call(ABC, Generic[Request, Response]):
     """A call to a service. The caller ends the call by `cancel`."""
 
     @abstractmethod
+    def write_now(self, request: Request) -> bool:
+        """Sends a message, and returns whether: a message that must wait, or the end of the call, needs `write`."""
+
+    @abstractmethod
     async def write(self, request: Request) -> None:
         """Sends a message. Returns once flow control has admitted all bytes. Raises AioRpcError, or CallEnded if the
         call has ended with OK."""
@@ -145,6 +149,14 @@ class ClientCall(Call[Request, Response]):
         self._half_closed = False
         self._status: Status | None = None
         self.stream = stream
+
+    def write_now(self, request: Request) -> bool:
+        if self._status is not None or self._half_closed or self.stream.unsent.size:
+            return False
+        data = self._method.serialize(request)
+        if len(data) > self._max_message_bytes:
+            return False
+        return self._writer.send_whole(self.stream, pack_prefix(0, len(data)), data)
 
     async def write(self, request: Request) -> None:
         data = self._method.serialize(request)

@@ -164,6 +164,8 @@ class ServerCall:
         self._reset_by_peer = False
         self._task: asyncio.Task[None] | None = None
         self._task_runs = False
+        self._asked = handler.request_streaming
+        """Whether the call waits for its first turn, or had it."""
         self._turn: asyncio.Future[None] | None = None
         """Done when the handler may read on."""
         self._reads_since = 0.0
@@ -199,6 +201,9 @@ class ServerCall:
             if self.ended_by_peer:
                 raise Http2StreamError(ErrorCode.STREAM_CLOSED, "DATA after the stream's end")
             return
+        if not flow_size and not self._requests.ended:
+            # Most clients end the request with an empty frame.
+            return
         if self._content_missing is not None:
             self._content_missing -= len(data)
             if self._content_missing < 0:
@@ -212,7 +217,7 @@ class ServerCall:
                 self.end_with(
                     grpc.StatusCode.INTERNAL, "the call has more than one request message"
                 )
-            if self._task is None:
+            if not self._asked:
                 self._start_when_complete()
 
     def wait_for_client(self) -> None:
@@ -252,7 +257,8 @@ class ServerCall:
         is_complete = requests.ended or (requests.waiting and not self._handler.request_streaming)
         if is_complete and not self._only_listens:
             self._be_busy()
-        if self._task is None and not self._ended and requests.waiting:
+        if not self._asked and not self._ended and requests.waiting:
+            self._asked = True
             self._connection.starts.add(self)
 
     def end_if_overdue(self) -> None:
@@ -316,6 +322,18 @@ class ServerCall:
             return grpc.aio.EOF if size is None else await self._message(size)
         except BadMessage as error:
             await self.abort(error.status, str(error))
+
+    def write_now(self, message: Any) -> bool:
+        """Sends a message, and returns whether: a message that must wait, or the end of the call, needs `write`."""
+        if self._ended or self.stream.unsent.size:
+            return False
+        serialize = self._handler.response_serializer
+        data: bytes = message if serialize is None else serialize(message)
+        if len(data) > self._max_plain_bytes:
+            return False
+        if not self._headers_sent:
+            self._send_headers()
+        return self._writer.send_whole(self.stream, pack_prefix(0, len(data)), data)
 
     async def write(self, message: Any) -> None:
         """Sends a message. Returns once flow control has admitted all bytes. The rest of a cancelled write is sent
@@ -496,9 +514,9 @@ class ServerCall:
 
     def _count_unread(self) -> None:
         """Counts the unsent bytes. The account may end this call to make room."""
-        change = self.unread - self._unread_counted
-        self._unread_counted += change
-        self._connection.unread.add(change)
+        if change := self.unread - self._unread_counted:
+            self._unread_counted += change
+            self._connection.unread.add(change)
 
     def _over(self, task: asyncio.Task[None] | None = None) -> None:
         """Neither the client nor a handler is left."""

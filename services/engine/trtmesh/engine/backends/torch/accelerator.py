@@ -14,8 +14,7 @@ from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize, probe
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.runner import Runner
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP
 from trtmesh.engine.backends.torch.model.lora_layers import (
     AdaptedPart,

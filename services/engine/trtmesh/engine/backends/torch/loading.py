@@ -31,9 +31,8 @@ from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.guided.grammars import Grammars
 from trtmesh.engine.backends.torch.guided.guidance import compiler_for
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterTargets
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.handoff_memory import kv_memory_of
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, fitting
 from trtmesh.engine.backends.torch.memory.tensors import DATA_TYPES
 from trtmesh.engine.backends.torch.model.lora_layers import Room

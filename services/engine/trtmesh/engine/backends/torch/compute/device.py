@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import CopiesBlocks, KvCache, copy_blocks
+from trtmesh.engine.backends.torch.memory.kvcache import (
+    BlockTables,
+    CopiesBlocks,
+    KvCache,
+    copy_blocks,
+)
 from trtmesh.engine.backends.torch.model.attention import StepTokens
 from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted, Model

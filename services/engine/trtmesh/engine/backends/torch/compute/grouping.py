@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache, Rows
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache, Rows
 from trtmesh.engine.backends.torch.model.attention import StepTokens
 
 GROUP_BYTES = 4 * 2**20

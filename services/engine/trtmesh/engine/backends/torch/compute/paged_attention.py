@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from trtmesh.engine.backends.torch.compute.grouping import DecodeCopies, Group, Grouping
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
 
 

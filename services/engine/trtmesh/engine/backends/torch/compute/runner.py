@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.compute.device import Batch, Forward
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens, attach
 from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows
 from trtmesh.engine.backends.torch.model.model import Model

@@ -15,8 +15,7 @@ from torch import Tensor
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
 from trtmesh.engine.backends.torch.compute.device import Device
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model import attention
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules

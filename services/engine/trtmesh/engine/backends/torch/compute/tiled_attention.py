@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 from trtmesh.engine.backends.torch.compute.paged_attention import CachedAttention
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache, Rows
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache, Rows
 from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK
 

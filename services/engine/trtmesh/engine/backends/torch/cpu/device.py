@@ -19,8 +19,7 @@ from trtmesh.engine.backends.torch.compute.tiled_attention import TiledAttention
 from trtmesh.engine.backends.torch.cpu.grouped_products import GroupedProducts
 from trtmesh.engine.backends.torch.cpu.invariance import TiledProducts, make_invariant
 from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention
 from trtmesh.engine.backends.torch.model.fused_layers import FusedNorm, Rotation
 from trtmesh.engine.backends.torch.model.fusing import fuse_layers, fuse_norms, is_plain

@@ -20,8 +20,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import (
 )
 from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import ChunkInputs, GraphAttention, StepInputs
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.attention import Angles, Rule, StepTokens
 
 

@@ -39,8 +39,7 @@ from trtmesh.engine.backends.torch.cuda.step_inputs import (
     GraphAttention,
     StepInputs,
 )
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import CopiesBlocks, KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, CopiesBlocks, KvCache
 from trtmesh.engine.backends.torch.memory.shortage import shortage
 from trtmesh.engine.backends.torch.model.fusing import (
     fuse_layers,

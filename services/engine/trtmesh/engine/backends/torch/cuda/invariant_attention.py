@@ -19,8 +19,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
 from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages, TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import ChunkInputs, GraphAttention, StepInputs
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
 
 ROWS_AT_ONCE = 256

@@ -18,8 +18,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
 )
 from trtmesh.engine.backends.torch.cuda.layers import KernelMlp, KernelNorm, KernelRotation
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.fusing import fuse_layers, fuse_norms
 from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted

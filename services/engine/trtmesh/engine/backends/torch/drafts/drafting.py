@@ -53,7 +53,7 @@ class Speculation:
     """With drafts, to be verified."""
     rows: int
     """Sequences of the step; 0 where its time says nothing about drafts."""
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.thread_time)
 
 
 @dataclass(slots=True)
@@ -121,10 +121,10 @@ class Drafting:
         times.accepted_draft_tokens += accepted
 
     def finished(self, step: Speculation) -> None:
-        """Learns from the time of a collected step."""
+        """Learns from the time of a collected step, of this thread alone: other processes must not count."""
         if step.rows:
             drafts = sum(len(chunk.drafts) for chunk in step.chunks)
-            self.lengths.measured(step.rows, drafts, time.perf_counter() - step.started)
+            self.lengths.measured(step.rows, drafts, time.thread_time() - step.started)
 
     def _takes(self, chunk: Chunk) -> bool:
         sequence = chunk.sequence

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables
 from trtmesh.engine.backends.torch.parallel import rank_commands
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
 from trtmesh.engine.backends.torch.sequence import Chunk

@@ -13,8 +13,7 @@ from torch import Tensor
 from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
 from trtmesh.engine.backend import PromptDetails
 from trtmesh.engine.backends.torch.compute.device import Compute
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.kvcache import Rows
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, Rows
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling import sequence as scheduled

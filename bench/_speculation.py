@@ -1,0 +1,174 @@
+"""Tokens a second of the torch engine with drafts, over those without, by batch, number of drafts and text.
+
+The engine runs in this process, without the service. Modes take turns with the same prompts, and only steps in which
+every sequence decodes count. Seconds are CPU time of this process, with one thread: other processes do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from inspect import getsource
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tokenizers import Tokenizer
+from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
+from trtmesh.engine.admission import admit
+from trtmesh.engine.backend import Submission
+from trtmesh.engine.backends.torch.drafts.lengths import AdaptiveLengths, FixedLengths, Lengths
+from trtmesh.engine.backends.torch.loading import Loaded, load_engine
+from trtmesh.engine.backends.torch.model.weights import weight_files
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.sequence import sequences_of
+from trtmesh.engine.backends.torch.settings import TorchSettings
+
+MODELS = Path(__file__).parents[1] / "models"
+CODE: tuple[ModuleType, ...] = (argparse, statistics, sys.modules["inspect"])
+PROMPT_TOKENS = 256
+NEW_TOKENS = 96
+LEAST_PROMPTS = 8
+OFF, ADAPTIVE = "off", "adaptive"
+
+
+@dataclass(slots=True)
+class Measured:
+    """A run of a batch."""
+
+    rate: float
+    """Tokens a second while all decode."""
+    drafts: float
+    """Draft tokens for each emitted token."""
+    accepted: float
+    """Share of the draft tokens."""
+
+
+class Lab:
+    """A loaded engine that drafts in a given number."""
+
+    def __init__(self, drafts: str, threads: int) -> None:
+        model = MODELS / "demo"
+        settings = TorchSettings.model_validate(
+            {
+                "drafts": drafts,
+                "threads": threads,
+                "kv_cache": {"prefix_reuse": False},
+                "limits": {"max_batch_size": 64},
+            }
+        )
+        self.loaded: Loaded = load_engine(model, weight_files(model), settings)
+        assert self.loaded.engine.drafting
+        self.drafting = self.loaded.engine.drafting
+        self.keys = count()
+
+    def run(
+        self, batches: list[list[list[int]]], lengths: Lengths | None, temperature: float
+    ) -> Measured:
+        """Without `lengths` as a worker without drafts."""
+        self.loaded.engine.drafting = self.drafting if lengths else None
+        if lengths:
+            self.drafting.lengths = lengths
+        counts = self.drafting.counts
+        before = counts.draft_tokens, counts.accepted_tokens
+        seconds, tokens = 0.0, 0
+        for prompts in batches:
+            for batch_index, prompt in enumerate(prompts):
+                self._add(prompt, batch_index, temperature)
+            took, came = self._decode(len(prompts))
+            seconds, tokens = seconds + took, tokens + came
+        drafts = counts.draft_tokens - before[0]
+        accepted = counts.accepted_tokens - before[1]
+        return Measured(tokens / seconds, drafts / tokens, accepted / (drafts or 1))
+
+    def _decode(self, batch: int) -> tuple[float, int]:
+        """Seconds and tokens of the steps in which all decode."""
+        engine = self.loaded.engine
+        seconds, tokens = 0.0, 0
+        while engine.scheduler.has_work:
+            running = engine.scheduler.running
+            decodes = len(running) == batch and all(
+                len(each.tokens) == each.num_computed + 1 for each in running
+            )
+            started = time.process_time()
+            output = engine.collect(engine.launch())
+            if decodes:
+                seconds += time.process_time() - started
+                tokens += len(output.token_ids)
+        return seconds, tokens
+
+    def _add(self, prompt: list[int], batch_index: int, temperature: float) -> None:
+        config = GenerationConfig(
+            stopping=Stopping(max_tokens=NEW_TOKENS, ignore_end_id=True),
+            sampling=Sampling(temperature=temperature, seed=1) if temperature else Sampling(),
+        )
+        item = Submission((next(self.keys),), "", batch_index, 0, prompt, 0, config)
+        rule = admit(item, self.loaded.info)
+        sequences = sequences_of(item, item.keys, rule, TokenRules(config))
+        self.loaded.engine.add(item.keys, sequences)
+
+
+def texts(kind: str) -> str:
+    if kind == "code":
+        return "\n".join(map(getsource, CODE))
+    pages = (MODELS.parent / "docs").glob("*.md")
+    return "\n".join(page.read_text(encoding="utf-8") for page in sorted(pages))
+
+
+def prompts_of(kind: str, batch: int) -> list[list[list[int]]]:
+    """Batches of windows of a text, evenly spread; small batches are several."""
+    ids = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json")).encode(texts(kind)).ids
+    step = (len(ids) - PROMPT_TOKENS) // 64
+    count = max(batch, LEAST_PROMPTS)
+    windows = [ids[at * step : at * step + PROMPT_TOKENS] for at in range(0, 64, 64 // count)]
+    return [windows[first : first + batch] for first in range(0, count, batch)]
+
+
+def modes(numbers: list[int]) -> dict[str, Lengths | None]:
+    fixed: dict[str, Lengths | None] = {str(each): FixedLengths(each) for each in numbers}
+    # The adaptive rule learns over all rounds, as in a worker.
+    return {OFF: None} | fixed | {ADAPTIVE: AdaptiveLengths()}
+
+
+def main(arguments: list[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--drafts", default="ngram", help="the source")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--numbers", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--texts", nargs="+", default=["code", "chat"])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(arguments)
+    lab = Lab(options.drafts, options.threads)
+    results = []
+    for kind in options.texts:
+        for batch in options.batches:
+            batches = prompts_of(kind, batch)
+            runs: dict[str, list[Measured]] = {}
+            compared = modes(options.numbers)
+            for _ in range(options.rounds + 1):
+                for name, lengths in compared.items():
+                    found = lab.run(batches, lengths, options.temperature)
+                    runs.setdefault(name, []).append(found)
+            # The first round warms up.
+            kept = {name: found[1:] for name, found in runs.items()}
+            for name, rounds in kept.items():
+                pairs = zip(rounds, kept[OFF], strict=True)
+                results.append(
+                    {
+                        "text": kind,
+                        "batch": batch,
+                        "drafts": name,
+                        "tokens_s": round(statistics.median(each.rate for each in rounds), 1),
+                        "over_off": round(statistics.median(a.rate / b.rate for a, b in pairs), 3),
+                        "draft_tokens": round(rounds[-1].drafts, 2),
+                        "accepted": round(rounds[-1].accepted, 3),
+                    }
+                )
+                print(results[-1], file=sys.stderr)
+    return {"drafts": options.drafts, "temperature": options.temperature, "results": results}
