@@ -338,6 +338,12 @@ async def separates_prefixes(asker: Asker, name: str) -> None:
     assert [await reused(extra) > 0 for extra in (seed, seed, seed + 1000)] == [False, True, False]
 
 
+async def changes_nothing_but_time(asker: Asker, name: str) -> None:
+    ids = await generated_ids(asker)
+    assert await asker.said({name: [*ids[:3], 5, 6]}) == await asker.said({})
+    assert name in await asker.refusal({name: [VOCABULARY_SIZE]})
+
+
 SAMPLED: Values = {"top_k": 50, "temperature": 100.0}
 SEEDED: Values = {**SAMPLED, "seed": 7}
 DECAYING: Values = {"top_p": 0.9, "temperature": 100.0, "seed": 3, "runtime_top_p_decay": 0.3}
@@ -423,7 +429,7 @@ OBSERVED: Mapping[str, Check] = {
     "video_bytes_input": Refused(PICTURES),
     "num_draft_tokens": Refused(4),
     "use_draft_logits": Refused(True),
-    "draft_input_ids": Refused([5, 6]),
+    "draft_input_ids": changes_nothing_but_time,
     "draft_logits": Refused(ONES),
     "draft_acceptance_threshold": Refused(0.5),
     "decoder_input_lengths": Refused(3, {"decoder_input_ids": [4, 5]}),

@@ -862,7 +862,9 @@ class DraftConfig(google.protobuf.message.Message):
     """Whether acceptance uses the draft model's logits."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Proposed token ids."""
+        """The output as the caller expects it. Leading tokens that the model chooses too cost less time; the output is that
+        without drafts. Beam search has no use for it.
+        """
 
     @property
     def logits(self) -> Global___Tensor:

@@ -173,7 +173,9 @@ class Harness:
         for start in output.starts:
             stream = self.streams[start.key]
             assert start.key in output.keys, "not with a token"
-            assert len(stream.token_ids) == 1 or start.key in self.beams, "not with the first token"
+            run = output.token_counts[output.keys.index(start.key)]
+            first = len(stream.token_ids) == run
+            assert first or start.key in self.beams, "not with the first token"
             assert stream.start is None, "a second start"
             stream.start = start.perf_metrics
         for details in output.details:

@@ -59,6 +59,15 @@ def guided(kind: str, guide: str | None = None, **values: Any) -> Options:
     return {"guided_decoding": asked}
 
 
+async def drafted(on: Lab, options: Options) -> object:
+    """The drafts computed, and those accepted."""
+    (outcome,) = await on.run(PROMPT, config_of(options))
+    assert outcome.end
+    metrics = outcome.end.perf_metrics
+    assert metrics
+    return metrics.total_draft_tokens, metrics.total_accepted_draft_tokens
+
+
 def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
     """By field; `plain` are the prompt's tokens without any field."""
     often = {"embedding_bias_token_ids": [[5]], "embedding_bias_weights": [9.0]}
@@ -126,6 +135,9 @@ def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
         "prompt_tuning.vocabulary_size": Case(table(1), table(1, vocabulary_size=1), accepted),
         "prompt_tuning.extra_ids": Case(
             ONE, {"prompt_tuning": pb.PromptTuningConfig(extra_ids=[7] * len(PROMPT))}, reused
+        ),
+        "draft.token_ids": Case(
+            {**NEW, "perf_metrics": True}, {"draft": pb.DraftConfig(token_ids=plain[:3])}, drafted
         ),
         "output.log_probs": Case(NEW, {"log_probs": True}),
         "output.top_log_probs": Case({**NEW, "log_probs": True}, {"top_log_probs": 2}),

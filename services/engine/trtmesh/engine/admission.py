@@ -149,6 +149,8 @@ def _ids_of(config: GenerationConfig) -> Iterator[tuple[str, Iterable[int]]]:
         yield "sampling.top_p_reset_id", (sampling.top_p_reset_id,)
     yield "stopping.stop_token_ids", chain.from_iterable(stopping.stop_token_ids)
     yield "stopping.bad_token_ids", chain.from_iterable(stopping.bad_token_ids)
+    if config.draft is not None:
+        yield "draft.token_ids", config.draft.token_ids
     bias_ids = chain.from_iterable(sampling.embedding_bias_token_ids)
     yield "sampling.embedding_bias_token_ids", bias_ids
 

@@ -22,6 +22,7 @@ from engine.torch.combinations import (
 from engine.torch.conftest import ModelDir
 from engine.torch.drafts.drafters import SOURCES, AnyLengths, draft
 from engine.torch.harness import Harness
+from trtmesh.chassis.vocabulary import Draft
 from trtmesh.engine.backends.torch.drafts import drafting
 from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
 
@@ -34,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("number", range(rounds or 3))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", [*SOURCES, "client"])
 async def test_any_drafts_change_nothing(
     source: str, number: int, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,7 +43,7 @@ async def test_any_drafts_change_nothing(
     model = model_dir(FAMILIES[number % len(FAMILIES)])
     async with lonely(model) as engine:
         maker = Maker(1000 + number, await frequent(engine))
-        settings = maker.settings() | {"drafts": "ngram"}
+        settings = maker.settings() | {"drafts": "off" if source == "client" else "ngram"}
         made: Iterator[Item] = (maker.item(index) for index in repeat(0))
         # Room for drafts.
         settings["max_step_tokens"] = 64
@@ -57,13 +58,19 @@ async def test_any_drafts_change_nothing(
                 for item, results in zip(items, alone, strict=True)
                 for index, result in enumerate(results)
             }
+            if source == "client":
+                for item, results in zip(items, alone, strict=True):
+                    right = results[0].token_ids[: maker.dice.randrange(20)]
+                    ids = (*right, *(maker.dice.randrange(300) for _ in range(5)))
+                    item.config = replace(item.config, draft=Draft(ids))
+                return
             fixed = FIXED.get(source)
             lengths = FixedLengths(fixed) if fixed else AnyLengths(number)
             draft(engine, SOURCES[source](known, number), lengths)
 
         stats = await check(items, settings, model, engine, prepare)
     assert stats.draft_tokens >= stats.drafts >= 0
-    if source == "perfect":
+    if source in ("perfect", "client"):
         assert stats.accepted_draft_tokens
     if source == "failing":
         assert stats.draft_failures

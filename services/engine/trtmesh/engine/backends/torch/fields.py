@@ -11,6 +11,7 @@ FILTERING = frozenset(f"sampling.{name}" for name in FILTERS)
 TOP_K = frozenset({"sampling.top_k"})
 TOP_P = frozenset(field for field in FILTERING if field.startswith("sampling.top_p"))
 BEAMS = frozenset(field for field in SUPPORTED_FIELDS if field.startswith("beam_search."))
+DRAFTS = frozenset(field for field in SUPPORTED_FIELDS if field.startswith("draft."))
 GUIDES = frozenset(field for field in SUPPORTED_FIELDS if field.startswith("guided_decoding."))
 PROMPT_TABLES = frozenset(field for field in SUPPORTED_FIELDS if field.startswith("prompt_tuning."))
 
@@ -25,13 +26,19 @@ _REFUSED = {
 
 
 def supported_fields(
-    decoding_mode: str, *, adapters: bool, prompt_tables: bool = True, guides: bool = True
+    decoding_mode: str,
+    *,
+    adapters: bool,
+    prompt_tables: bool = True,
+    guides: bool = True,
+    drafts: bool = True,
 ) -> frozenset[str]:
-    """The fields supported in a mode of Triton's parameter `decoding_mode`, with or without adapters, tables and
-    guides."""
+    """The fields supported in a mode of Triton's parameter `decoding_mode`, with or without the named parts."""
     fields = SUPPORTED_FIELDS - _REFUSED[decoding_mode]
     if not prompt_tables:
         fields -= PROMPT_TABLES
     if not guides:
         fields -= GUIDES
+    if not drafts:
+        fields -= DRAFTS
     return fields | ADAPTERS if adapters else fields

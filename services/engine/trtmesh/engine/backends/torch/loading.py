@@ -213,8 +213,9 @@ def _engine(
             adapters=bool(model.targets),
             prompt_tables=ranks is None,
             guides=compile_guide is not None,
+            drafts=_may_draft(settings, device),
         ),
-        capabilities=_capabilities(settings, model, hands_over=hands_over),
+        capabilities=_capabilities(settings, model, device, hands_over=hands_over),
         end_ids=model.end_ids,
         data_type=DATA_TYPES[model.dtype],
         static_batching=batching.is_static,
@@ -245,20 +246,25 @@ def _engine(
 
 
 def _drafting(settings: TorchSettings, model: Model, device: Device) -> Drafting | None:
-    if settings.drafts == "off":
-        return None
-    if device.name.type != "cpu" or len(settings.device.names) > 1:
+    if not _may_draft(settings, device):
+        if settings.drafts == "off":
+            return None
         raise SettingsError(
             f"is {settings.drafts!r} but drafts need a single device cpu, and engine.torch.device is"
             f" {settings.device.text!r}",
             setting="engine.torch.drafts",
         )
     return Drafting(
-        PromptLookup(),
+        PromptLookup() if settings.drafts == "ngram" else None,
         AdaptiveLengths(),
         most_step_tokens=settings.batching.max_step_tokens,
         vocabulary_size=model.vocabulary_size,
     )
+
+
+def _may_draft(settings: TorchSettings, device: Device) -> bool:
+    """Elsewhere steps are launched before the tokens of the last step are known."""
+    return device.name.type == "cpu" and len(settings.device.names) == 1
 
 
 def _room(settings: TorchSettings, device: Device) -> Room | None:
@@ -401,7 +407,11 @@ def _with_kernels(
     return InvariantCuda(name) if settings.batch_invariant else Cuda(name, group)
 
 
-def _capabilities(settings: TorchSettings, model: Model, *, hands_over: bool) -> Capabilities:
+def _capabilities(
+    settings: TorchSettings, model: Model, device: Device, *, hands_over: bool
+) -> Capabilities:
+    drafts = ["draft_tokens"] if _may_draft(settings, device) else []
+    drafts += [] if settings.drafts == "off" else [settings.drafts]
     # Otherwise rounding depends on the batch, and decides between nearly tied tokens.
     exact = settings.batch_invariant
     return Capabilities(
@@ -410,7 +420,7 @@ def _capabilities(settings: TorchSettings, model: Model, *, hands_over: bool) ->
         stops_single_sequences=True,
         roles=ALL_ROLES if hands_over else (epb.WORKER_ROLE_MIXED,),
         max_adapters=model.adapters.slots if model.adapters else 0,
-        draft_methods=() if settings.drafts == "off" else (settings.drafts,),
+        draft_methods=tuple(drafts),
     )
 
 

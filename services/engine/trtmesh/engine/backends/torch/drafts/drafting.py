@@ -19,6 +19,8 @@ FIRST_RATE = 0.6
 RATE_WEIGHT = 1 / 12
 """Weight of a draft in the share of its sequence."""
 LOWEST_RATE, HIGHEST_RATE = 0.02, 0.98
+MOST_GIVEN = 64
+"""Most drafts of a client in a step."""
 PAUSE_STEPS = 256
 """Steps without drafts after an error of the drafter."""
 
@@ -32,6 +34,20 @@ class Followed:
     guess: SequenceOf[int] = ()
     guessed_at: int = 0
     """The number of tokens before the guess."""
+    given: SequenceOf[int] = ()
+    """The output as the client guesses it; empty once it differs."""
+    given_right: int = 0
+    """Leading tokens of `given` that came."""
+
+    def given_rest(self, sequence: Sequence) -> SequenceOf[int]:
+        """What is left of the client's guess."""
+        first = sequence.prompt_tokens
+        for token in sequence.tokens[first + self.given_right :]:
+            if self.given_right >= len(self.given) or self.given[self.given_right] != token:
+                self.given = ()
+                break
+            self.given_right += 1
+        return self.given[self.given_right : self.given_right + MOST_GIVEN]
 
     def observe(self, tokens: SequenceOf[int]) -> None:
         """Compares the last guess with the tokens that came; verified or not, they are those of the model."""
@@ -40,9 +56,6 @@ class Followed:
             if guess != token:
                 break
         self.rate = min(max(self.rate, LOWEST_RATE), HIGHEST_RATE)
-
-    def remember(self, guess: SequenceOf[int], tokens: int) -> None:
-        self.guess, self.guessed_at = guess, tokens
 
 
 @dataclass(slots=True)
@@ -70,12 +83,19 @@ class DraftCounts:
 
 
 class Drafting:
-    """Follows the sequences of an engine that may have drafts: all but beams. A sequence has none before its first
-    token, while logits of earlier tokens are read, and in the step after which it is handed over."""
+    """Follows the sequences of an engine that may have drafts: all but beams. A sequence has none while logits of
+    earlier tokens are read, in the step after which it is handed over and, except for those of a client, before its
+    first token. Those of a client are verified whatever the rule of lengths says."""
 
     def __init__(
-        self, drafter: Drafter, lengths: Lengths, *, most_step_tokens: int, vocabulary_size: int
+        self,
+        drafter: Drafter | None,
+        lengths: Lengths,
+        *,
+        most_step_tokens: int,
+        vocabulary_size: int,
     ) -> None:
+        """Without a `drafter` the only drafts are those of clients."""
         self.counts = DraftCounts()
         self.drafter = drafter
         self.lengths = lengths
@@ -85,20 +105,26 @@ class Drafting:
         self._paused_steps = 0
 
     def follow(self, sequence: Sequence) -> None:
-        self._followed[sequence.key] = Followed()
+        draft = sequence.config.draft
+        given = draft.token_ids if draft else ()
+        if self.drafter or given:
+            self._followed[sequence.key] = Followed(given=given)
 
     def forget(self, key: int) -> None:
-        if self._followed.pop(key, None):
+        if self._followed.pop(key, None) and self.drafter:
             self.drafter.forget(key)
 
-    def extend(self, chunks: SequenceOf[Chunk], scheduler: Scheduler[Sequence]) -> Speculation:
-        """Adds drafts to scheduled chunks, within what is left of the step's tokens."""
+    def extend(
+        self, chunks: SequenceOf[Chunk], scheduler: Scheduler[Sequence]
+    ) -> Speculation | None:
+        """Adds drafts to scheduled chunks, within what is left of the step's tokens. Returns None where no sequence may
+        have any."""
+        if not self._followed:
+            return None
         taken = [chunk for chunk in chunks if self._takes(chunk)]
-        step = Speculation([], len(chunks) if len(taken) == len(chunks) else 0)
+        decodes = len(taken) == len(chunks) and all(chunk.count == 1 for chunk in taken)
+        step = Speculation([], len(chunks) if decodes else 0)
         if not taken:
-            return step
-        if self._paused_steps:
-            self._paused_steps -= 1
             return step
         left = self._most_step_tokens - sum(chunk.count for chunk in chunks)
         for chunk, drafts in zip(taken, self._drafts(taken, len(chunks)), strict=True):
@@ -115,7 +141,7 @@ class Drafting:
         counts.drafts += 1
         counts.draft_tokens += len(chunk.drafts)
         counts.accepted_tokens += accepted
-        for position in range(accepted):
+        for position in range(min(accepted, MOST_DRAFTS)):
             counts.accepted_by_position[position] += 1
         times.draft_tokens += len(chunk.drafts)
         times.accepted_draft_tokens += accepted
@@ -128,44 +154,66 @@ class Drafting:
 
     def _takes(self, chunk: Chunk) -> bool:
         sequence = chunk.sequence
+        followed = self._followed.get(sequence.key)
         return (
-            chunk.count == 1
+            followed is not None
             and chunk.completes
-            and sequence.key in self._followed
-            and sequence.times.first_token_ns > 0
+            and ((chunk.count == 1 and sequence.times.first_token_ns > 0) or bool(followed.given))
             and sequence.reader is None
             and sequence.outgoing is None
         )
 
     def _drafts(self, chunks: SequenceOf[Chunk], rows: int) -> SequenceOf[SequenceOf[int]]:
-        sequences = [chunk.sequence for chunk in chunks]
-        followed = [self._followed[sequence.key] for sequence in sequences]
-        for each, sequence in zip(followed, sequences, strict=True):
-            each.observe(sequence.tokens)
-        # The step emits a token more than drafts that hold.
-        most = [
-            min(MOST_DRAFTS, sequence.rule.limit - len(sequence.tokens) - 1)
-            for sequence in sequences
-        ]
+        drafts: list[SequenceOf[int]] = []
+        asking = []
+        for place, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            followed = self._followed[sequence.key]
+            # The step emits a token more than drafts that hold.
+            most = sequence.rule.limit - len(sequence.tokens) - 1
+            drafts.append(
+                followed.given_rest(sequence)[:most] if followed.given and most > 0 else ()
+            )
+            if not drafts[-1] and chunk.count == 1:
+                followed.observe(sequence.tokens)
+                asking.append((place, followed, sequence, min(MOST_DRAFTS, most)))
+        if self._paused_steps:
+            self._paused_steps -= 1
+        elif asking and self.drafter:
+            places, followings, sequences, mosts = zip(*asking, strict=True)
+            found = self._found(self.drafter, followings, sequences, mosts, rows)
+            for place, guess in zip(places, found, strict=True):
+                drafts[place] = guess
+        return drafts
+
+    def _found(
+        self,
+        drafter: Drafter,
+        followed: SequenceOf[Followed],
+        sequences: SequenceOf[Sequence],
+        most: SequenceOf[int],
+        rows: int,
+    ) -> list[SequenceOf[int]]:
+        """The drafter's guesses, cut to lengths that pay."""
         rates = [each.rate for each in followed]
-        if self.drafter.is_free:
-            guesses = self._guesses(list(zip(sequences, most, strict=True)))
+        if drafter.is_free:
+            guesses = self._guesses(drafter, list(zip(sequences, most, strict=True)))
             lengths = self.lengths.choose(rows, rates, list(map(len, guesses)))
         else:
             lengths = self.lengths.choose(rows, rates, most)
-            guesses = self._guesses(list(zip(sequences, lengths, strict=True)))
+            guesses = self._guesses(drafter, list(zip(sequences, lengths, strict=True)))
         for each, sequence, guess in zip(followed, sequences, guesses, strict=True):
-            each.remember(guess, len(sequence.tokens))
+            each.guess, each.guessed_at = guess, len(sequence.tokens)
         return [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
 
-    def _guesses(self, wishes: list[Wish]) -> SequenceOf[SequenceOf[int]]:
+    def _guesses(self, drafter: Drafter, wishes: list[Wish]) -> SequenceOf[SequenceOf[int]]:
         """Guesses of known ids; none after an error."""
         guesses: list[SequenceOf[int]] = [()] * len(wishes)
         asked = [place for place, (_, most) in enumerate(wishes) if most > 0]
         if not asked:
             return guesses
         try:
-            found = self.drafter.propose([wishes[place] for place in asked])
+            found = drafter.propose([wishes[place] for place in asked])
             for place, guess in zip(asked, found, strict=True):
                 guesses[place] = self._known(guess[: wishes[place][1]])
         except Exception:
