@@ -64,6 +64,45 @@ async def test_messages_go_both_ways_in_order() -> None:
         call.cancel()
 
 
+async def test_messages_are_passed_on_at_once() -> None:
+    received: list[str] = []
+    writing = asyncio.Event()
+
+    async def count(requests: AsyncIterator[str], context: Any) -> None:
+        await context.write("0")
+        async for request in requests:
+            assert context.write_now(request)
+            assert received[-1] == request
+            writing.set()
+        if len(received) > 3:
+            raise QueueFull("enough")
+
+    call = connection(count).open(ECHO)
+    reading = asyncio.create_task(call.each(received.append))
+    for text in ("1", "2", "3"):
+        writing.clear()
+        await asyncio.sleep(0)
+        await call.write(text)
+        await writing.wait()
+    call.half_close()
+    with pytest.raises(grpc.aio.AioRpcError, match="enough"):
+        await reading
+    assert received == ["0", "1", "2", "3"]
+
+
+async def test_error_of_a_receiver_reaches_it_and_not_the_sender() -> None:
+    def receive(text: str) -> None:
+        raise ZeroDivisionError(text)
+
+    call = connection().open(ECHO)
+    reading = asyncio.create_task(call.each(receive))
+    await asyncio.sleep(0)
+    await call.write("a")
+    with pytest.raises(ZeroDivisionError, match="A"):
+        await reading
+    call.cancel()
+
+
 async def test_sender_waits_for_its_reader() -> None:
     written: list[str] = []
     call = connection().open(ECHO)

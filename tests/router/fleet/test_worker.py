@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any, cast
-
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters
@@ -40,23 +37,20 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
 
 
 async def test_reported_adapters_are_held_until_the_stream_is_lost() -> None:
-    async def responses() -> AsyncIterator[pb.EngineServiceConnectResponse]:
-        states = [
-            pb.AdapterState(
-                id=3, name="a", version="v1", place=pb.ADAPTER_PLACE_DEVICE, rank=8, pinned=True
-            ),
-            pb.AdapterState(id=4, version="v1", place=pb.ADAPTER_PLACE_HOST),
-            pb.AdapterState(id=5, version="v1"),
-        ]
-        load = pb.Load(adapter_slots=4, free_adapter_slots=2, evictable_adapter_slots=1)
-        for event in (
-            pb.EngineEvent(adapter_states=pb.AdapterStates(adapters=states)),
-            pb.EngineEvent(load=load),
-        ):
-            yield pb.EngineServiceConnectResponse(events=[event])
-
-    worker, call = link(), cast("Any", responses())
-    await worker._read(call)
+    states = [
+        pb.AdapterState(
+            id=3, name="a", version="v1", place=pb.ADAPTER_PLACE_DEVICE, rank=8, pinned=True
+        ),
+        pb.AdapterState(id=4, version="v1", place=pb.ADAPTER_PLACE_HOST),
+        pb.AdapterState(id=5, version="v1"),
+    ]
+    load = pb.Load(adapter_slots=4, free_adapter_slots=2, evictable_adapter_slots=1)
+    worker = link()
+    for event in (
+        pb.EngineEvent(adapter_states=pb.AdapterStates(adapters=states)),
+        pb.EngineEvent(load=load),
+    ):
+        worker._receive(pb.EngineServiceConnectResponse(events=[event]))
     assert worker.adapters.held == {
         (3, "v1"): Residency(Adapter(3, "a", "v1"), Place.DEVICE, rank=8, pinned=True),
         (4, "v1"): Residency(Adapter(4, "", "v1"), Place.HOST),

@@ -91,15 +91,12 @@ class Forwarder(ABC, Generic[Message]):
         message = None
         try:
             # The task writes the last message: the end of the call then leaves in the same pass.
-            while not self.closed:
-                message = self.take()
+            if not self.closed:
+                while (message := self.take()) is not None and sink.write_now(message):
+                    if self._after is not None:
+                        self._after()
                 if message is None:
                     return
-                if not sink.write_now(message):
-                    break
-                message = None
-                if self._after is not None:
-                    self._after()
         except Exception as error:  # noqa: BLE001 - `forward` raises it
             handed.set_exception(error)
         else:

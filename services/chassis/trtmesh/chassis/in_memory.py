@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Generic, NoReturn, TypeVar
 
 import grpc
@@ -48,13 +48,23 @@ class Pipe(Generic[Message]):
         self._loop = asyncio.get_running_loop()
         self._change: asyncio.Future[None] | None = None
         """For the waiting end. Sender and reader never wait together."""
+        self._receive: Callable[[Message], None] | None = None
+        """Takes messages at once."""
 
     def put_now(self, message: Message) -> bool:
-        """Queues the message, and returns whether: not without room, nor into a closed pipe."""
+        """Passes the message on or queues it, and returns whether: not without room, nor into a closed pipe."""
         if self._closed or len(self._messages) >= UNREAD_MESSAGES:
             return False
-        self._messages.append(message)
-        self._wake()
+        change, receive = self._change, self._receive
+        if receive is None or self._messages or change is None or change.done():
+            self._messages.append(message)
+            self._wake()
+            return True
+        try:
+            receive(message)
+        except Exception as error:  # noqa: BLE001 - `each` raises it
+            if not change.done():
+                change.set_exception(error)
         return True
 
     async def put(self, message: Message) -> None:
@@ -77,6 +87,15 @@ class Pipe(Generic[Message]):
         if self._change is not None:
             self._wake()
         return message
+
+    async def each(self, receive: Callable[[Message], None]) -> None:
+        """Passes every message to `receive`, most at once. Raises the error of `receive`."""
+        self._receive = receive
+        try:
+            while (message := await self.get()) is not None:
+                receive(message)
+        finally:
+            self._receive = None
 
     def close(self) -> None:
         """Ends the messages. Unread messages can still be read."""
@@ -124,6 +143,10 @@ class InMemoryCall(Call[Request, Response]):
         if (response := await self._responses.get()) is None:
             self._check_status()
         return response
+
+    async def each(self, receive: Callable[[Response], None]) -> None:
+        await self._responses.each(receive)
+        self._check_status()
 
     def cancel(self) -> None:
         if self._status is None:

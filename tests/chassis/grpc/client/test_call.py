@@ -72,6 +72,34 @@ async def test_messages_beyond_the_window_arrive_in_order(connection: ClientConn
     assert received == [bytes((number % 251,)) * 100_000 for number in range(300)]
 
 
+@pytest.mark.parametrize("size", [0, 10, 3_000, 100_000])
+async def test_each_message_is_passed_on_in_order(connection: ClientConnection, size: int) -> None:
+    call = connection.open(method("Many"))
+    await call.write(b"300,%d" % size)
+    call.half_close()
+    received = list[bytes]()
+    await call.each(lambda message: received.append(bytes(message)))
+    assert received == [bytes((number % 251,)) * size for number in range(300)]
+
+
+async def test_error_of_a_receiver_is_raised(connection: ClientConnection) -> None:
+    call, received = connection.open(method("Chat")), list[bytes]()
+
+    def receive(message: bytes) -> None:
+        received.append(message)
+        if len(received) == 3:
+            raise ZeroDivisionError("enough")
+
+    reading = asyncio.create_task(call.each(receive))
+    while not reading.done():
+        await call.write(b"message")
+        await asyncio.sleep(0.001)
+    with pytest.raises(ZeroDivisionError, match="enough"):
+        await reading
+    call.cancel()
+    assert len(received) == 3
+
+
 async def test_cancel_ends_the_handler(connection: ClientConnection, example: Example) -> None:
     call = connection.open(method("Wait"))
     await call.write(b"")

@@ -198,6 +198,25 @@ async def test_messages_before_a_failure_are_read_first(peer: Peer) -> None:
         assert code_of(caught) is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_messages_of_a_read_are_passed_on_before_a_failure(peer: Peer) -> None:
+    """Whether they come whole or in parts, and whether their reader waits already."""
+    async with called(peer, "Echo") as (connection, wire, call):
+        received = list[bytes]()
+        reading = asyncio.create_task(call.each(lambda message: received.append(bytes(message))))
+        await asyncio.sleep(0)
+        connection.data_received(headers(wire, 1, HEAD) + wire.data(1, b"0", 0))
+        assert received == [b"0"]
+        connection.data_received(wire.data(1, b"1", 0))
+        assert received == [b"0", b"1"]
+        parts = b"".join(wire.data(1, b"%d" % number, 0) for number in (2, 3, 4, 5))
+        connection.data_received(parts[:30])
+        failed = headers(wire, 1, {"grpc-status": "14", "grpc-message": "gone"}, END_STREAM)
+        connection.data_received(parts[30:] + failed)
+        with pytest.raises(grpc.aio.AioRpcError, match="gone"):
+            await reading
+        assert received == [b"%d" % number for number in range(6)]
+
+
 async def test_ask_sends_its_timeout_and_cancels_after_it(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()

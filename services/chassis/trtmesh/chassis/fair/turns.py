@@ -189,6 +189,9 @@ class ConnectionQueue:
     def __init__(self, turns: ParseScheduler, origin: Hashable = "") -> None:
         self._turns, self._origin = turns, origin
         self._works: deque[Work] = deque()
+        self.arrivals: list[Callable[[], None]] = []
+        """Take the messages that arrived in a turn of parsing, once it is over: what is done with messages is none of
+        it."""
 
     async def run(self, steps: Generator[None, None, T]) -> T:
         """Runs a generator, which yields between steps. Returns the result, or raises the error."""
@@ -223,6 +226,12 @@ class ConnectionQueue:
 
     def completed(self) -> None:
         """Each work was notified on its own."""
+
+    def hand_over(self) -> None:
+        """Has the messages taken."""
+        arrivals, self.arrivals = self.arrivals, []
+        for take in arrivals:
+            take()
 
 
 START_SLICE_SECONDS = 0.003

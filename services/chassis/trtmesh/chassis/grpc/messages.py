@@ -271,6 +271,8 @@ class ReceivedMessages:
         self._taken = 0
         self._loop = asyncio.get_running_loop()
         self._changed: asyncio.Future[None] | None = None
+        self._receive: Callable[[Message], None] | None = None
+        """Takes messages in the pass in which they arrive."""
         self.ended = False
         """Whether the peer has half-closed the stream."""
 
@@ -287,6 +289,10 @@ class ReceivedMessages:
         # One at a time: objects for a window of the smallest messages would take many times the memory.
         if not self._ready and (message := reader.whole(data)) is not None:
             self._ready.append((False, message))
+            if self._receive is not None and self._changed is not None:
+                # It is not held: the reader takes it in this pass.
+                self._queue.arrivals.append(self._hand_over)
+                return
             self._counted += len(message)
             self._account.add(len(message))
             self._wake()
@@ -383,6 +389,41 @@ class ReceivedMessages:
         self._update_window()
         return body
 
+    async def each(self, receive: Callable[[Message], None]) -> None:
+        """Passes every message to `receive`, mostly in the pass of the event loop in which it arrives. Raises
+        BadMessage, and the error of `receive`."""
+        self._receive = receive
+        try:
+            while await self.arrived() is not None:
+                receive(self.take())
+        finally:
+            self._receive = None
+
+    def _hand_over(self) -> None:
+        """Passes on what needs no wait, and wakes the reader for anything else."""
+        changed, receive = self._changed, self._receive
+        if changed is None or receive is None or changed.done():
+            return
+        ready, reader = self._ready, self._reader
+        try:
+            while ready or reader.complete:
+                if not ready:
+                    ready.append(reader.take())
+                if ready[0][0]:
+                    # Its reader decompresses it.
+                    changed.set_result(None)
+                    break
+                _, message = ready.popleft()
+                self._taken += 1
+                receive(message)
+        except Exception as error:  # noqa: BLE001 - `each` raises it
+            if not changed.done():
+                changed.set_exception(error)
+        if self._counted or reader.size:
+            self._count()
+        if self._window < self._window_size // 2:
+            self._update_window()
+
     async def _inflated(self, body: Message) -> bytearray:
         reader = self._reader
         self._inflation = Inflation(body, reader.encoding, reader.max_bytes, self._count)
@@ -396,7 +437,10 @@ class ReceivedMessages:
     def _wake(self) -> None:
         changed = self._changed
         if changed is not None and not changed.done():
-            changed.set_result(None)
+            if self._receive is None or self.ended:
+                changed.set_result(None)
+            else:
+                self._queue.arrivals.append(self._hand_over)
 
     def _update_window(self) -> None:
         """Sends a WINDOW_UPDATE, but only for at least half a window."""

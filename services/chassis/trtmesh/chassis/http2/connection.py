@@ -19,6 +19,7 @@ from trtmesh.chassis.http2.frames import (
     END_STREAM,
     INITIAL_HEADER_TABLE_SIZE,
     INITIAL_WINDOW_SIZE,
+    PADDED,
     STREAM_ID_MASK,
     Buffer,
     Data,
@@ -227,7 +228,10 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         # TLS may deliver buffered bytes after reading was paused.
         self._received = bytes(self._received) + data if self._received else data
         if not self._waits_for_turn:
-            if not self._turns.take(self, self._origin):
+            waits = self._turns.take(self, self._origin)
+            if self.queue.arrivals:
+                self.queue.hand_over()
+            if not waits:
                 return
             self._waits_for_turn = True
             if not self._transport.is_closing():
@@ -237,6 +241,8 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     def go_on(self, until: float) -> bool:
         """Acts on received frames, during a turn of the connection."""
         data, self._received = self._received, b""
+        if self._waits_for_turn:
+            self._loop.call_soon(self.queue.hand_over)
         if self._closed:
             return False
         self._heard = True
@@ -438,10 +444,12 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         if self._receive_window < CONNECTION_WINDOW_SIZE // 2:
             self.writer.send(window_update(0, CONNECTION_WINDOW_SIZE - self._receive_window))
             self._receive_window = CONNECTION_WINDOW_SIZE
-        data = without_padding(received)
+        data = without_padding(received) if received.flags & PADDED else received.payload
         if not data and not received.flags & END_STREAM:
             self.rates.count(rates.EMPTY_DATA)
-        if (stream := self._stream_of(received)) is not None:
+        if (stream := self._streams.get(received.stream_id)) is None:
+            stream = self._stream_of(received)
+        if stream is not None:
             stream.receive_data(data, size)
             if received.flags & END_STREAM:
                 stream.receive_end_stream()

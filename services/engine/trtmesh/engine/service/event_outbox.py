@@ -380,8 +380,9 @@ class EventOutbox(Forwarder[epb.EngineServiceConnectResponse]):
 
     def take(self) -> epb.EngineServiceConnectResponse | None:
         """Returns the next message with all sendable events, or None."""
-        may_step = self._farewell is not None or self.unacknowledged_steps < self._credit
-        steps = may_step and self.holds_steps
+        steps = bool(self._parts or self._ends) and (
+            self._farewell is not None or self.unacknowledged_steps < self._credit
+        )
         if not (steps or self._answers or self._kv_events or self._load):
             return None
         response = epb.EngineServiceConnectResponse(events=self._answers)
@@ -399,19 +400,27 @@ class EventOutbox(Forwarder[epb.EngineServiceConnectResponse]):
         return response
 
     def _take_step(self, step: epb.Step) -> None:
-        count = self._fitting(self._parts)
-        parts, self._parts = self._parts[:count], self._parts[count:]
-        self._part_tokens = sum(len(part.token_ids) for part in self._parts)
-        self._most_part_tokens = MERGED_TOKENS
-        part = merge(parts) if parts else StepPart(self._step_count())
-        self._metrics.merged_steps += max(0, len(parts) - 1)
+        part = self._take_parts()
         # An end follows all tokens of the sequence.
-        ends = [] if self._parts else self._ends[: self._fitting_ends()]
+        ends = [] if self._parts or not self._ends else self._ends[: self._fitting_ends()]
         _fill_step(step, part, ends)
         if ends:
             del self._ends[: len(ends)]
             self.ending.difference_update(end.handle for end in ends)
         self._sent_steps += 1
+
+    def _take_parts(self) -> StepPart:
+        """The tokens for one message."""
+        self._most_part_tokens = MERGED_TOKENS
+        if len(self._parts) == 1:
+            # The usual case, of a router that keeps up.
+            self._part_tokens = 0
+            return self._parts.pop()
+        count = self._fitting(self._parts)
+        parts, self._parts = self._parts[:count], self._parts[count:]
+        self._part_tokens = sum(len(part.token_ids) for part in self._parts)
+        self._metrics.merged_steps += max(0, len(parts) - 1)
+        return merge(parts) if parts else StepPart(self._step_count())
 
     def _fitting_ends(self) -> int:
         """Number of leading ends for one message, by the states in them; at least 1 if there are ends."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
@@ -47,7 +46,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                         valid, caller.remaining_seconds, caller.identity, caller.origin
                     )
                     async with call.running(opening) as live:
-                        await live.client.forward(Responses(context), self._count)
+                        await live.client.forward(Responses(context, self._metrics))
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Resume(self, request: pb.ResumeRequest, context: ServedContext) -> None:  # type: ignore[override]
@@ -62,10 +61,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     )
                     async with call.running(opening) as live:
                         self._metrics.resumed += 1
-                        await live.client.forward(Responses(context, _resumed), self._count)
-
-    def _count(self) -> None:
-        self._metrics.client_messages += 1
+                        await live.client.forward(ResumeResponses(context, self._metrics))
 
     async def Stop(self, request: pb.StopRequest, context: RpcContext) -> pb.StopResponse:
         async with answering(context, request.request_id):
@@ -76,21 +72,28 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
 
 class Responses(Sink[Sequence[Waiting]]):
-    """Writes one response for each batch of events, in the form of a method."""
+    """Writes one response for each batch of events."""
 
-    def __init__(
-        self,
-        context: ServedContext,
-        form: Callable[[pb.GenerateResponse], Any] = lambda response: response,
-    ) -> None:
-        self._context, self._form = context, form
+    def __init__(self, context: ServedContext, metrics: RouterMetrics) -> None:
+        self._context, self._metrics = context, metrics
 
     def write_now(self, message: Sequence[Waiting]) -> bool:
-        return self._context.write_now(self._form(as_response(message)))
+        if not self._context.write_now(as_response(message)):
+            return False
+        self._metrics.client_messages += 1
+        return True
 
     async def write(self, message: Sequence[Waiting]) -> None:
-        await self._context.write(self._form(as_response(message)))
+        await self._context.write(as_response(message))
+        self._metrics.client_messages += 1
 
 
-def _resumed(response: pb.GenerateResponse) -> pb.ResumeResponse:
-    return pb.ResumeResponse(events=response.events)
+class ResumeResponses(Responses):
+    """The same in the form of `Resume`. It is always waited for: clients resume rarely."""
+
+    def write_now(self, message: Sequence[Waiting]) -> bool:
+        return False
+
+    async def write(self, message: Sequence[Waiting]) -> None:
+        await self._context.write(pb.ResumeResponse(events=as_response(message).events))
+        self._metrics.client_messages += 1

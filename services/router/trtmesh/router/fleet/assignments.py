@@ -167,8 +167,9 @@ class Handle:
 UNACKNOWLEDGED_STEPS = 4
 """Most steps in flight. Few, because held-back tokens merge at the worker, while each step in flight adds latency."""
 
-ACKNOWLEDGE_EVERY = 2
-"""Steps per acknowledgement, since a write costs as much as several tokens."""
+ACKNOWLEDGE_EVERY = 3
+"""Steps per acknowledgement, since a write costs as much as several tokens, and wakes a worker that sleeps between its
+steps. Fewer than are in flight, so that a router that keeps up leaves credit."""
 
 LARGE_STEP_TOKENS = 2**14
 """Beyond so many tokens of a step, the counts are added up before reading."""
@@ -184,7 +185,7 @@ class Steps:
     _assignments: Assignments
     _guard: LoadGuard
     _metrics: RouterMetrics
-    _send: Callable[[pb.EngineCommand], None]
+    _new_command: Callable[[int], pb.EngineCommand]
     _received: int = 0
     most_tokens: int = sys.maxsize
     """Most tokens of a sequence of the worker."""
@@ -235,8 +236,7 @@ class Steps:
     def _acknowledge(self) -> None:
         self._received += 1
         if self._received % ACKNOWLEDGE_EVERY == 0:
-            acknowledge = pb.AcknowledgeCommand(received_steps=self._received)
-            self._send(pb.EngineCommand(acknowledge=acknowledge))
+            self._new_command(0).acknowledge.received_steps = self._received
 
 
 def _end_of(end: pb.SequenceEnd) -> End:

@@ -148,7 +148,7 @@ class Worker(Replica):
         """Number of the last placement on the worker."""
         self.guard = LoadGuard(partial(on_load, address))
         self._assignments = Assignments(address, self.guard, self._send, deadlines.queue_seconds)
-        self._steps = Steps(self._assignments, self.guard, metrics, self._send)
+        self._steps = Steps(self._assignments, self.guard, metrics, self._new_command)
         self.leases = Leases(address, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
         self._adapters = adapters
@@ -348,7 +348,9 @@ class Worker(Replica):
         self._steps.opened()
         call = connection.open(CONNECT)
         try:
-            await self._serve_unless_silent(self._read(call), self._write(call), self._watch())
+            await self._serve_unless_silent(
+                call.each(self._receive), self._write(call), self._watch()
+            )
         finally:
             call.cancel()
 
@@ -362,30 +364,29 @@ class Worker(Replica):
         await call.write(pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
         await self._outbox.forward(call, self.deliveries.written.set)
 
-    async def _read(self, call: _Call) -> None:
-        async for response in call:
-            self._heard()
-            self._liveness.heard()
-            for event in response.events:
-                match event.WhichOneof("event"):
-                    case "step":
-                        self._steps.distribute(event.step)
-                    case "load":
-                        check_load(event.load)
-                        self._on_load(event.load)
-                    case "kv_events":
-                        self._kv_feed.apply(event.kv_events)
-                    case "adapter_states":
-                        check_states(event.adapter_states)
-                        self._on_adapter_states(event.adapter_states)
-                    case "blocks_reserved":
-                        self.leases.on_reserved(event.blocks_reserved)
-                    case "handoff_offered":
-                        self.leases.on_offered(event.handoff_offered)
-                    case "handoff_failed":
-                        self.leases.on_failed(event.handoff_failed)
-                    case "welcome":
-                        self._on_welcome(event.welcome.engine)
+    def _receive(self, response: pb.EngineServiceConnectResponse) -> None:
+        self._heard()
+        self._liveness.heard()
+        for event in response.events:
+            match event.WhichOneof("event"):
+                case "step":
+                    self._steps.distribute(event.step)
+                case "load":
+                    check_load(event.load)
+                    self._on_load(event.load)
+                case "kv_events":
+                    self._kv_feed.apply(event.kv_events)
+                case "adapter_states":
+                    check_states(event.adapter_states)
+                    self._on_adapter_states(event.adapter_states)
+                case "blocks_reserved":
+                    self.leases.on_reserved(event.blocks_reserved)
+                case "handoff_offered":
+                    self.leases.on_offered(event.handoff_offered)
+                case "handoff_failed":
+                    self.leases.on_failed(event.handoff_failed)
+                case "welcome":
+                    self._on_welcome(event.welcome.engine)
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
         check_engine(engine)

@@ -376,7 +376,7 @@ class Tokenizer(Replica):
         if (twin := self._pool.twin_of(self)) is not None:
             raise Mismatch(TWIN.format(address=twin.address))
         call = connection.open(CONNECT)
-        halves = [self._read(call), self._outbox.forward(call), self._watch()]
+        halves = [call.each(self._receive), self._outbox.forward(call), self._watch()]
         try:
             if self._on_trial:
                 halves.append(self._prove())
@@ -450,15 +450,14 @@ class Tokenizer(Replica):
             self.withdraw(job)
             self._pool.on_lost([job], [])
 
-    async def _read(self, call: _Call) -> None:
-        async for response in call:
-            self._heard()
-            for event in response.events:
-                match event.WhichOneof("event"):
-                    case "decoded":
-                        self._on_decoded(event.decoded)
-                    case "encoded":
-                        self._on_encoded(event.encoded)
+    def _receive(self, response: pb.TokenizerServiceConnectResponse) -> None:
+        self._heard()
+        for event in response.events:
+            match event.WhichOneof("event"):
+                case "decoded":
+                    self._on_decoded(event.decoded)
+                case "encoded":
+                    self._on_encoded(event.encoded)
 
     def _on_decoded(self, decoded: pb.Decoded) -> None:
         """Gives each sequence its text. Runs for every token: no per-token objects, no logging."""

@@ -22,6 +22,7 @@ from trtmesh.chassis.grpc.client.headers import (
 from trtmesh.chassis.grpc.messages import (
     BadMessage,
     Memory,
+    Message,
     MessageReader,
     ReceivedMessages,
     pack_prefix,
@@ -73,6 +74,11 @@ class Call(ABC, Generic[Request, Response]):
     @abstractmethod
     async def read(self) -> Response | None:
         """The next message; None if the call ended with OK. Raises AioRpcError for any other status."""
+
+    @abstractmethod
+    async def each(self, receive: Callable[[Response], None]) -> None:
+        """Passes every message to `receive`, mostly in the pass of the event loop in which it arrives. Returns when the
+        call has ended with OK. Raises AioRpcError for any other status, and the error of `receive`."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -187,21 +193,38 @@ class ClientCall(Call[Request, Response]):
         try:
             data = None if await responses.arrived() is None else responses.take()
         except BadMessage as error:
-            self._check_status()
-            bad = Status(error.status, str(error))
-            if self._status is None:
-                self._reset(ErrorCode.CANCEL, bad)
-            raise as_error(bad) from error
+            raise self._broken(error) from error
         if data is None:
             self._check_status()
             return None
         try:
             return self._method.parse(data)
         except Exception as error:
-            # Parsers raise anything.
-            raise as_error(
-                Status(grpc.StatusCode.INTERNAL, f"a message cannot be parsed: {error}")
-            ) from error
+            raise _unreadable(error) from error
+
+    async def each(self, receive: Callable[[Response], None]) -> None:
+        parse = self._method.parse
+
+        def take(data: Message) -> None:
+            try:
+                response = parse(data)
+            except Exception as error:
+                raise _unreadable(error) from error
+            receive(response)
+
+        try:
+            await self._responses.each(take)
+        except BadMessage as error:
+            raise self._broken(error) from error
+        self._check_status()
+
+    def _broken(self, error: BadMessage) -> grpc.aio.AioRpcError:
+        """Ends the call after a bad message. Returns the error, unless the call has ended with another: raises that."""
+        self._check_status()
+        bad = Status(error.status, str(error))
+        if self._status is None:
+            self._reset(ErrorCode.CANCEL, bad)
+        return as_error(bad)
 
     def cancel(self) -> None:
         if self._status is None:
@@ -307,6 +330,11 @@ class ClientCall(Call[Request, Response]):
         """Raises the status of the call unless OK or still missing."""
         if self._status is not None and self._status.code is not grpc.StatusCode.OK:
             raise as_error(self._status)
+
+
+def _unreadable(error: Exception) -> grpc.aio.AioRpcError:
+    """What a message is that its parser takes for broken. Parsers raise anything."""
+    return as_error(Status(grpc.StatusCode.INTERNAL, f"a message cannot be parsed: {error}"))
 
 
 def as_error(status: Status) -> grpc.aio.AioRpcError:

@@ -233,7 +233,8 @@ class SimulatedEngine:
 
     def begin(self) -> int:
         """Starts sequences and computes prompts; returns the number of prompt tokens in the step."""
-        self._adopt_pulled()
+        if self._pulled:
+            self._adopt_pulled()
         if not self.changed:
             self.scheduler.adapters.step()
             return 0
@@ -276,7 +277,8 @@ class SimulatedEngine:
         if self._sending:
             self.handoffs.announce(self._sending)
             self._sending, self._layer = [], 0
-        self._see_first_tokens()
+        if self._joined:
+            self._see_first_tokens()
         for sequence in self.batch.finished(self.step_count):
             if sequence.ending:
                 self._end(sequence, *sequence.ending)
