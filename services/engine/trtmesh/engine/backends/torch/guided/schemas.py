@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any, NoReturn
@@ -16,8 +17,8 @@ MOST_DEPTH = 64
 MOST_ENUM_VALUES = 5_000
 MOST_MULTIPLE = 10_000
 """Largest common multiple of all `multipleOf`, without trailing zeros: the automaton has a state for each remainder."""
-MOST_TRIALS = 256
-"""Parts of a schema tried for the place of a problem."""
+MOST_SECONDS = 0.1
+"""Time of the trials for the place of a problem."""
 
 Schema = dict[str, Any]
 
@@ -75,8 +76,9 @@ def place_of(problem: str, schema: Schema, problem_of: Callable[[Schema], str]) 
     """The path of the smallest part with the problem of the whole, as far as trials show; `problem_of` compiles."""
     found = ""
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    for trial, (path, part) in enumerate(parts_of(schema)):
-        if trial > MOST_TRIALS:
+    last = time.monotonic() + MOST_SECONDS
+    for path, part in parts_of(schema):
+        if time.monotonic() > last:
             break
         if path.startswith(f"{found}/") and problem_of(definitions | part) == problem:
             found = path

@@ -1,0 +1,213 @@
+"""Random answers under JSON schemas are valid by two validators, and nothing invalid is accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import jsonschema
+import jsonschema_rs
+import numpy as np
+import pytest
+from e2e.mesh import DEMO
+from engine.torch.conftest import ModelDir
+from engine.torch.guided.guides import guided, text_of
+from engine.torch.harness import running
+from public_data import public_json
+from tokenizers import Tokenizer
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.vocabulary import GuidedDecoding
+from trtmesh.engine.backends.torch.guided.grammars import Grammar, Guide
+from trtmesh.engine.backends.torch.guided.guidance import GuidanceCompiler, compiler_for
+from trtmesh.v1 import generation_pb2 as pb
+
+VOCABULARY = 6144
+END_ID = 0
+MOST_TOKENS = 120
+CLOSING = '"}],:'
+"""Characters that are likely, so that answers come to an end."""
+
+Schema = dict[str, Any]
+
+
+class Maker:
+    """Makes schemas from a number."""
+
+    def __init__(self, number: int) -> None:
+        self._dice = Random(number)
+
+    def schema(self, depth: int = 2) -> Schema:
+        kinds = [self._number, self._text, self._choice]
+        return self._dice.choice(
+            [*kinds, self._array, self._object, self._any] if depth else kinds
+        )(depth)
+
+    def _number(self, _depth: int) -> Schema:
+        dice, low = self._dice, self._dice.randint(-50, 50)
+        bounds = {"minimum": low, "exclusiveMaximum": low + dice.randint(5, 500)}
+        kept = {name: value for name, value in bounds.items() if dice.random() < 0.6}
+        if dice.random() < 0.3:
+            return {"type": "integer", "multipleOf": dice.randint(2, 9), **kept}
+        return {"type": dice.choice(["integer", "number"]), **kept}
+
+    def _text(self, _depth: int) -> Schema:
+        lengths = {"minLength": self._dice.randint(0, 3), "maxLength": self._dice.randint(4, 8)}
+        others: list[Schema] = [
+            {"format": self._dice.choice(["date", "uuid", "ipv4", "time"])},
+            {"pattern": self._dice.choice(["^[a-f]{2,5}$", r"^\d+-[xyz]$", "ab?c"])},
+        ]
+        return {"type": "string", **self._dice.choice([lengths, *others])}
+
+    def _choice(self, _depth: int) -> Schema:
+        values = [1, -2.5, "a", 'quoted "b"', None, True, ["x", 1], {"k": "v"}]
+        chosen = self._dice.sample(values, self._dice.randint(1, 4))
+        return {"enum": chosen} if len(chosen) > 1 else {"const": chosen[0]}
+
+    def _array(self, depth: int) -> Schema:
+        least = self._dice.randint(0, 2)
+        array = {"type": "array", "minItems": least, "maxItems": least + 2}
+        if self._dice.random() < 0.3:
+            array["prefixItems"] = [self.schema(depth - 1) for _ in range(2)]
+        return {**array, "items": self.schema(depth - 1)}
+
+    def _object(self, depth: int) -> Schema:
+        names = self._dice.sample(["a", "b c", "ü", "d/e", "f"], self._dice.randint(1, 3))
+        required = [name for name in names if self._dice.random() < 0.6]
+        more: Any = self._dice.choice([False, False, {"type": "integer"}])
+        properties = {name: self.schema(depth - 1) for name in names}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": required,
+            "additionalProperties": more,
+        }
+
+    def _any(self, depth: int) -> Schema:
+        return {"anyOf": [self.schema(depth - 1) for _ in range(2)]}
+
+
+def assert_valid(text: str, schema: Schema) -> None:
+    value = json.loads(text)
+    judge = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    assert not list(judge(schema).iter_errors(value)), (schema, text)
+    jsonschema_rs.validate(schema, value)
+
+
+async def test_random_answers_under_made_schemas_are_valid(model_dir: ModelDir) -> None:
+    model, complete = model_dir("llama"), 0
+    bias = [0.0] * 320
+    for token in range(1, 320):
+        if set(text_of(model, [token])) <= set(CLOSING):
+            bias[token] = 6.0
+    bias[END_ID] = 9.0
+    async with running(model, max_batch_size=32, kv_cache_tokens=8192) as engine:
+        schemas = [Maker(number).schema() for number in range(40)]
+        fields: dict[str, Any] = {"embedding_bias": tuple(bias), "max_tokens": MOST_TOKENS}
+        keys = [
+            engine.submit(
+                [9, 40, 41],
+                guided("JSON_SCHEMA", json.dumps(schema), temperature=1.5, seed=seed, **fields),
+            )[0]
+            for seed, schema in enumerate(schemas)
+        ]
+        for schema, stream in zip(schemas, await engine.ended(keys), strict=True):
+            assert stream.end
+            assert stream.end.error is None, (schema, stream.end.error)
+            if stream.end.reason == pb.FINISH_REASON_END_ID:
+                assert_valid(text_of(model, stream.token_ids), schema)
+                complete += 1
+    assert complete > 30
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GuidanceCompiler:
+    found = compiler_for(DEMO, VOCABULARY, [END_ID], max_whitespace=8)
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+def compiled(compiler: GuidanceCompiler, schema: object) -> Grammar | None:
+    """None for a schema that is refused."""
+    asked = GuidedDecoding(pb.GUIDE_TYPE_JSON_SCHEMA, json.dumps(schema))
+    try:
+        return Grammar(compiler(asked))
+    except InvalidField:
+        return None
+
+
+def accepts(grammar: Grammar, tokenizer: Tokenizer, value: object) -> bool:
+    """Whether a value in either usual notation is a whole text of the grammar."""
+    for separators in ((",", ":"), (", ", ": ")):
+        text = json.dumps(value, ensure_ascii=False, separators=separators)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        matcher = grammar.start.copy()
+        if matcher.accept(ids) == len(ids) and matcher.may_end:
+            return True
+    return False
+
+
+def answers(grammar: Grammar, tokenizer: Tokenizer, seed: int) -> Iterator[str]:
+    """A text of random tokens that the grammar allows, if it ends in time."""
+    dice = np.random.default_rng(seed)
+    bias = np.zeros(VOCABULARY)
+    for token in CLOSING + "01":
+        bias[tokenizer.token_to_id(token)] = 6.0
+    bias[END_ID] = 20.0
+    guide, tokens, row = Guide(grammar, 0), list[int](), np.zeros(VOCABULARY // 8, np.uint8)
+    while len(tokens) < MOST_TOKENS:
+        guide.catch_up(tokens)
+        guide.fill(row, [END_ID])
+        allowed = np.flatnonzero(np.unpackbits(row, bitorder="little"))
+        assert len(allowed), guide.problem
+        race = dice.gumbel(size=len(allowed)) + bias[allowed]
+        tokens.append(int(allowed[race.argmax()]))
+        if tokens[-1] == END_ID:
+            yield str(tokenizer.decode(tokens))
+            return
+
+
+def test_random_answers_under_public_schemas_are_valid(
+    compiler: GuidanceCompiler, tokenizer: Tokenizer
+) -> None:
+    kept = complete = rejected = 0
+    cases = public_json("maskbench_300.json")
+    for seed, case in enumerate(cases):
+        grammar = compiled(compiler, case["schema"])
+        if grammar is None:
+            continue
+        kept += 1
+        for text in answers(grammar, tokenizer, seed):
+            assert_valid(text, case["schema"])
+            complete += 1
+        for test in case["tests"]:
+            accepted = accepts(grammar, tokenizer, test["data"])
+            assert test["valid"] or not accepted, (case["name"], test)
+            rejected += test["valid"] and not accepted
+    print(f"{len(cases)} schemas, {kept} kept, {complete} answers, {rejected} valid rejected")
+    assert kept > 240
+    assert complete > 150
+    assert rejected <= 3
+
+
+def test_nothing_invalid_is_accepted(compiler: GuidanceCompiler, tokenizer: Tokenizer) -> None:
+    files = public_json("json_schema_test_suite_2020_12.json")
+    # Formats are optional there, and followed by their shape: a 30th of February passes.
+    groups = [group for name in files if not name.startswith("optional/") for group in files[name]]
+    found = [(group, compiled(compiler, group["schema"])) for group in groups]
+    kept = [(group, grammar) for group, grammar in found if grammar]
+    wrong = [
+        (group["description"], test["data"])
+        for group, grammar in kept
+        for test in group["tests"]
+        if not test["valid"] and accepts(grammar, tokenizer, test["data"])
+    ]
+    print(f"{len(groups)} groups, {len(kept)} kept")
+    assert wrong == []
+    assert len(kept) > 100
