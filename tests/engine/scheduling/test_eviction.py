@@ -274,9 +274,9 @@ def test_part_of_a_block_on_the_host_is_copied_and_stays_there() -> None:
 
 
 def test_only_priorities_that_are_worth_it_go_to_the_host() -> None:
-    for least, kept in ((35, 12), (36, 0)):
-        engine = PaperEngine(blocks=6, host_blocks=6, offload_min_priority=least)
-        retained(engine, FIRST)
+    for priority, kept in ((35, 12), (34, 0)):
+        engine = PaperEngine(blocks=6, host_blocks=6)
+        retained(engine, FIRST, token_ranges=(TokenRangeRetention(0, None, priority),))
         fill(engine, 6, 50)
         assert cached(engine, FIRST) == kept
 

@@ -154,13 +154,11 @@ class BlockPool:
         total_blocks: int,
         *,
         host_blocks: int = 0,
-        offload_min_priority: int = DEFAULT_PRIORITY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_blocks = total_blocks
         self.host_blocks = host_blocks
         self.published = Published()
-        self._offload_min_priority = offload_min_priority
         # Of held blocks.
         self._references: dict[int, int] = {}
         # Those from `_unused` on were never allocated.
@@ -320,7 +318,7 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, retention = self._idle.pop()
-        offloads = retention.priority >= self._offload_min_priority
+        offloads = retention.priority >= DEFAULT_PRIORITY
         place = self._host_place() if offloads else NULL_BLOCK
         if place:
             self._moves.append(Move(block, place))

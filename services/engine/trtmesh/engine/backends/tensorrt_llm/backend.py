@@ -105,7 +105,7 @@ class TensorRtLlmBackend:
             await asyncio.to_thread(self._adapters.open)
         except OSError as error:
             raise SettingsError(
-                f"cannot hold adapters: {error}", setting="engine.tensorrt_llm.adapters.directory"
+                f"cannot hold adapters: {error}", setting="engine.tensorrt_llm.adapters.disk_bytes"
             ) from error
         self._loading = _in_thread("tensorrt-llm-load", partial(self._construct, longest))
         self._library, self._llm = await asyncio.wrap_future(self._loading)
