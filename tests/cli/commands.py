@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 import psutil
 from fork_server import MARK
 from forks import ForkServer, fork_server, start_module
-from processes import ONE_PROCESS, server_of
+from processes import ON_ONE_HOST, ONE_PROCESS, server_of
 from trtmesh.cli.app import COMMANDS
 from trtmesh.cli.lazy import LazyCommand
 
@@ -223,7 +223,7 @@ def _start(
     mark = uuid.uuid4().hex
     # Stacks of other tests are not those of this user.
     apart = str(Path(os.environ["XDG_RUNTIME_DIR"]) / mark)
-    given = {**os.environ, "XDG_RUNTIME_DIR": apart, **(env or {}), MARK: mark}
+    given = {**os.environ, **ON_ONE_HOST, "XDG_RUNTIME_DIR": apart, **(env or {}), MARK: mark}
     return start_command(*arguments, env=given), mark
 
 
