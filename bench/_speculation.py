@@ -52,10 +52,12 @@ class Lab:
     """A loaded engine that drafts in a given number."""
 
     def __init__(self, drafts: str, threads: int) -> None:
+        """`drafts` as in the settings."""
         model = MODELS / "demo"
         settings = TorchSettings.model_validate(
             {
                 "drafts": drafts,
+                "draft_model": MODELS / "demo-draft" if drafts == "model" else None,
                 "threads": threads,
                 "kv_cache": {"prefix_reuse": False},
                 "limits": {"max_batch_size": 64},

@@ -33,7 +33,8 @@ PATHS = frozenset(
         *("router.admin.token_file", "router.api_keys.file", "router.record.file"),
         *("router.adapters.directory", "router.adapters.follow_token_file"),
         *("tokenizer.model_dir", "engine.model_dir"),
-        *("engine.torch.adapters.prefetch_directory", "engine.tensorrt_llm.engine_dir"),
+        *("engine.torch.adapters.prefetch_directory", "engine.torch.draft_model"),
+        "engine.tensorrt_llm.engine_dir",
         *(
             f"{service}.tls.{name}"
             for service in ("router", "tokenizer", "engine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,8 @@ from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.compute.self_check import check_invariance, check_model
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
 from trtmesh.engine.backends.torch.devices import present
+from trtmesh.engine.backends.torch.drafts.draft_model import DraftModel
+from trtmesh.engine.backends.torch.drafts.drafter import Drafter
 from trtmesh.engine.backends.torch.drafts.drafting import Drafting
 from trtmesh.engine.backends.torch.drafts.lengths import AdaptiveLengths
 from trtmesh.engine.backends.torch.drafts.prompt_lookup import PromptLookup
@@ -238,14 +240,15 @@ def _engine(
         ranks.group.wait()
         tokens_per_block = settings.kv_cache.tokens_per_block
         compute = LeadingCompute(compute, block_tables, tokens_per_block, ranks)
-    engine = Engine(compute, scheduler, adapters, handoffs, _drafting(settings, model, device))
+    engine = Engine(compute, scheduler, adapters, handoffs, _drafting(settings, installed, info))
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     kv_memory = kv_memory_of(cache) if hands_over else None
     grammars = Grammars(compile_guide) if compile_guide else None
     return Loaded(engine, info, device, cache, tables, grammars, adapters, kv_memory, ranks)
 
 
-def _drafting(settings: TorchSettings, model: Model, device: Device) -> Drafting | None:
+def _drafting(settings: TorchSettings, installed: _Installed, info: BackendInfo) -> Drafting | None:
+    device = installed.device
     if not _may_draft(settings, device):
         if settings.drafts == "off":
             return None
@@ -254,11 +257,43 @@ def _drafting(settings: TorchSettings, model: Model, device: Device) -> Drafting
             f" {settings.device.text!r}",
             setting="engine.torch.drafts",
         )
+    drafter: Drafter | None = PromptLookup() if settings.drafts == "ngram" else None
+    if settings.draft_model is not None:
+        drafter = _draft_model(settings.draft_model, settings, installed, info)
     return Drafting(
-        PromptLookup() if settings.drafts == "ngram" else None,
+        drafter,
         AdaptiveLengths(),
         most_step_tokens=settings.batching.max_step_tokens,
-        vocabulary_size=model.vocabulary_size,
+        vocabulary_size=info.vocabulary_size,
+    )
+
+
+def _draft_model(
+    model_dir: Path, settings: TorchSettings, installed: _Installed, info: BackendInfo
+) -> DraftModel:
+    """A second model beside the other, with as many blocks for its KV."""
+    name, device = model_dir.resolve().name, installed.device
+    tell_progress(f"reads the weights of {name}, {weight_bytes(model_dir) / 1e6:.0f} MB")
+    if _tokenizer_fingerprint(model_dir) != info.tokenizer_fingerprint:
+        raise ModelUnusable(
+            f"is {name}, which has another tokenizer than {info.model}",
+            setting="engine.torch.draft_model",
+        )
+    dtype = device.default_dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    with fitting("the model for drafts", "engine.torch.draft_model, or take a smaller one"):
+        model = load_model(model_dir, dtype, device.name, device.fit)
+        most = min(info.max_sequence_tokens, model.max_positions)
+        freeze_rope(model.module, most)
+        check_model(model, device)
+        cache = _cache(settings.kv_cache, model, replace(installed.sizes, host_blocks=0), device)
+        tables = _tables(settings, installed.sizes)
+        compute = device.compute(model, cache, tables, _most_step_tokens(settings))
+    return DraftModel(
+        compute,
+        tables,
+        blocks=info.total_blocks,
+        tokens_per_block=info.tokens_per_block,
+        most_tokens=most,
     )
 
 

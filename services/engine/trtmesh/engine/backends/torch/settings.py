@@ -123,10 +123,12 @@ class TorchSettings(Settings):
     decoding_mode: Literal["auto", "top_k", "top_p", "top_k_top_p", "beam_search"] = "auto"
     """Decoding allowed to requests; other fields are refused. auto allows everything, top_k and top_p one filter,
     top_k_top_p both, beam_search only beams."""
-    drafts: Literal["off", "ngram"] = "off"
+    drafts: Literal["off", "ngram", "model"] = "off"
     """Source of draft tokens, which the model verifies several at a time: ngram repeats what followed the last tokens
-    earlier in the same sequence. Tokens stay the same; how many drafts pay is measured, down to none. Needs a single
-    device cpu."""
+    earlier in the same sequence, model is the smaller model of draft_model. Tokens stay the same; how many drafts pay
+    is measured, down to none. Needs a single device cpu."""
+    draft_model: Path | None = None
+    """Directory of the model for drafts, with the tokenizer of the other."""
     normalize_log_probs: bool = False
     """Default of output.normalize_log_probs: whether log-probabilities count only choosable tokens."""
     kv_cache: TorchKvCacheSettings = TorchKvCacheSettings()
@@ -134,4 +136,11 @@ class TorchSettings(Settings):
     batching: TorchBatchingSettings = TorchBatchingSettings()
     limits: TorchLimitSettings = TorchLimitSettings()
     adapters: TorchAdapterSettings = TorchAdapterSettings()
+
+    @model_validator(mode="after")
+    def _has_its_draft_model(self) -> Self:
+        if (self.drafts == "model") != (self.draft_model is not None):
+            raise ValueError("drafts is model exactly where draft_model is set")
+        return self
+
     guided: TorchGuidedSettings = TorchGuidedSettings()

@@ -127,7 +127,7 @@ class Drafting:
         if not taken:
             return step
         left = self._most_step_tokens - sum(chunk.count for chunk in chunks)
-        for chunk, drafts in zip(taken, self._drafts(taken, len(chunks)), strict=True):
+        for chunk, drafts in zip(taken, self._drafts(taken, step, len(chunks)), strict=True):
             if drafts and left > 0:
                 scheduler.add_drafts(chunk, drafts[:left])
                 if chunk.drafts:
@@ -163,7 +163,9 @@ class Drafting:
             and sequence.outgoing is None
         )
 
-    def _drafts(self, chunks: SequenceOf[Chunk], rows: int) -> SequenceOf[SequenceOf[int]]:
+    def _drafts(
+        self, chunks: SequenceOf[Chunk], step: Speculation, rows: int
+    ) -> SequenceOf[SequenceOf[int]]:
         drafts: list[SequenceOf[int]] = []
         asking = []
         for place, chunk in enumerate(chunks):
@@ -181,7 +183,9 @@ class Drafting:
             self._paused_steps -= 1
         elif asking and self.drafter:
             places, followings, sequences, mosts = zip(*asking, strict=True)
-            found = self._found(self.drafter, followings, sequences, mosts, rows)
+            found, is_typical = self._found(self.drafter, followings, sequences, mosts, rows)
+            if not is_typical:
+                step.rows = 0
             for place, guess in zip(places, found, strict=True):
                 drafts[place] = guess
         return drafts
@@ -193,8 +197,9 @@ class Drafting:
         sequences: SequenceOf[Sequence],
         most: SequenceOf[int],
         rows: int,
-    ) -> list[SequenceOf[int]]:
-        """The drafter's guesses, cut to lengths that pay."""
+    ) -> tuple[list[SequenceOf[int]], bool]:
+        """The drafter's guesses, cut to lengths that pay, and whether their time is typical: a sequence without the
+        guess that was worth its time costs something else, such as reading its prompt."""
         rates = [each.rate for each in followed]
         if drafter.is_free:
             guesses = self._guesses(drafter, list(zip(sequences, most, strict=True)))
@@ -204,7 +209,8 @@ class Drafting:
             guesses = self._guesses(drafter, list(zip(sequences, lengths, strict=True)))
         for each, sequence, guess in zip(followed, sequences, guesses, strict=True):
             each.guess, each.guessed_at = guess, len(sequence.tokens)
-        return [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
+        cut = [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
+        return cut, all(guess or not length for guess, length in zip(cut, lengths, strict=True))
 
     def _guesses(self, drafter: Drafter, wishes: list[Wish]) -> SequenceOf[SequenceOf[int]]:
         """Guesses of known ids; none after an error."""

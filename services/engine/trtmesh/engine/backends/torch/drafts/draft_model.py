@@ -1,0 +1,154 @@
+"""Drafts by a smaller model with the same tokenizer.
+
+The small model follows each sequence in KV blocks of its own, and draws with the noise of the sequence: the largest of
+logit / temperature + noise is often the same token in both models, more often than two draws of their own would be.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
+from trtmesh.engine.backends.torch.compute.device import Compute
+from trtmesh.engine.backends.torch.drafts.drafter import Wish
+from trtmesh.engine.backends.torch.memory.kvcache import BlockTables
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
+
+FEW_TOKENS = 16
+"""A sequence further behind gets no drafts in the step in which the small model catches up."""
+TOKENS_AT_ONCE = 512
+"""Most tokens of a sequence computed to catch up in a step."""
+
+
+class DraftModel:
+    """Implements Drafter."""
+
+    is_free = False
+
+    def __init__(
+        self,
+        compute: Compute,
+        tables: BlockTables,
+        *,
+        blocks: int,
+        tokens_per_block: int,
+        most_tokens: int,
+    ) -> None:
+        """`compute` is the small model over its own `blocks` blocks, for sequences of up to `most_tokens`."""
+        self._compute = compute
+        self._tables = tables
+        self._tokens_per_block = tokens_per_block
+        self._most_tokens = most_tokens
+        self._free = list(range(blocks, 0, -1))
+        # The longest unused first.
+        self._shadows: OrderedDict[int, Sequence] = OrderedDict()
+
+    def propose(self, wishes: SequenceOf[Wish]) -> list[SequenceOf[int]]:
+        wanted = {sequence.key for sequence, _ in wishes}
+        going: list[tuple[int, Sequence, int]] = []
+        for place, (sequence, most) in enumerate(wishes):
+            shadow = self._shadow(sequence)
+            if shadow and self._has_room(shadow, len(sequence.tokens) + most, wanted):
+                if _lacking(shadow) > FEW_TOKENS:
+                    self._catch_up(shadow)
+                else:
+                    going.append((place, shadow, most))
+        for count in range(max((most for _, _, most in going), default=0)):
+            self._draw([shadow for _, shadow, most in going if most > count])
+        proposals: list[SequenceOf[int]] = [()] * len(wishes)
+        for place, shadow, _ in going:
+            # `submitted_tokens` are those of the sequence.
+            proposals[place] = shadow.tokens[shadow.submitted_tokens :]
+        return proposals
+
+    def forget(self, key: int) -> None:
+        shadow = self._shadows.pop(key, None)
+        if shadow and shadow.slot >= 0:
+            self._free += shadow.blocks
+            self._tables.give_back(shadow.slot)
+
+    def _shadow(self, sequence: Sequence) -> Sequence | None:
+        """The sequence as the small model follows it, with the same tokens; None for a prompt that it cannot read."""
+        if sequence.prompt_table:
+            return None
+        shadow = self._shadows.get(sequence.key)
+        if shadow is None:
+            shadow = self._shadows[sequence.key] = _shadow_of(sequence)
+        self._shadows.move_to_end(sequence.key)
+        # Drafts that did not hold are dropped.
+        first = shadow.submitted_tokens
+        for guess, token in zip(shadow.tokens[first:], sequence.tokens[first:], strict=False):
+            if guess != token:
+                break
+            first += 1
+        del shadow.tokens[first:]
+        shadow.tokens += sequence.tokens[first:]
+        shadow.submitted_tokens = len(shadow.tokens)
+        shadow.num_computed = min(shadow.num_computed, first)
+        return shadow
+
+    def _has_room(self, shadow: Sequence, tokens: int, wanted: AbstractSet[int]) -> bool:
+        """Gives a shadow blocks for so many tokens, where need be those of the longest unused that is not `wanted`."""
+        missing = -(-tokens // self._tokens_per_block) - len(shadow.blocks)
+        if tokens > self._most_tokens:
+            return False
+        while missing > len(self._free) or (shadow.slot < 0 and not self._tables.free_slots):
+            unused = next((key for key in self._shadows if key not in wanted), None)
+            if unused is None:
+                return False
+            self.forget(unused)
+        if shadow.slot < 0:
+            shadow.slot = self._tables.take()
+        if missing > 0:
+            blocks = [self._free.pop() for _ in range(missing)]
+            self._tables.put(shadow.slot, len(shadow.blocks), blocks)
+            shadow.blocks += blocks
+        return True
+
+    def _catch_up(self, shadow: Sequence) -> None:
+        count = min(_lacking(shadow) - 1, TOKENS_AT_ONCE)
+        self._compute.forward(self._compute.prepare([Chunk(shadow, shadow.num_computed, count)]))
+        shadow.num_computed += count
+
+    def _draw(self, shadows: list[Sequence]) -> None:
+        """Adds the next draft to each."""
+        chunks = [Chunk(each, each.num_computed, _lacking(each)) for each in shadows]
+        forward = self._compute.forward(self._compute.prepare(chunks))
+        sequences = [chunk.sequence for chunk in forward.completing]
+        choice = self._compute.choose(sequences, forward.logits)
+        choice.read()
+        for shadow, token in zip(sequences, choice.token_ids, strict=True):
+            shadow.num_computed = len(shadow.tokens)
+            shadow.tokens.append(token)
+
+
+def _lacking(shadow: Sequence) -> int:
+    return len(shadow.tokens) - shadow.num_computed
+
+
+def _shadow_of(sequence: Sequence) -> Sequence:
+    sampling = sequence.config.sampling
+    plain = Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )
+    # Penalties and bans would need a memory that can go back.
+    config = replace(GenerationConfig(), sampling=plain)
+    return Sequence(
+        key=sequence.key,
+        config=config,
+        batch_index=sequence.batch_index,
+        sequence_index=sequence.sequence_index,
+        tokens=list(sequence.tokens),
+        submitted_tokens=len(sequence.tokens),
+        rule=sequence.rule,
+        token_rules=TokenRules(config),
+        request_id=sequence.request_id,
+    )
