@@ -15,11 +15,6 @@ class Numbers(Forwarder[int]):
     def __init__(self) -> None:
         super().__init__()
         self.waiting = deque[int]()
-        self.is_closed = False
-
-    @property
-    def closed(self) -> bool:
-        return self.is_closed
 
     def take(self) -> int | None:
         return self.waiting.popleft() if self.waiting else None
@@ -29,7 +24,7 @@ class Numbers(Forwarder[int]):
         self.wake()
 
     def close(self) -> None:
-        self.is_closed = True
+        self.closed = True
         self.wake()
 
 

@@ -32,30 +32,27 @@ class Forwarder(ABC, Generic[Message]):
     """Since the first `forward`."""
 
     def __init__(self) -> None:
+        self.closed = False
+        """Whether nothing more will be added."""
         self._sink: Sink[Message] | None = None
         self._after: Callable[[], None] | None = None
         self._handed: asyncio.Future[Message | None] | None = None
         """A message for the waiting task, or None to look again."""
         self._planned = False
 
-    @property
-    @abstractmethod
-    def closed(self) -> bool:
-        """Whether nothing more will be added."""
-
     @abstractmethod
     def take(self) -> Message | None:
         """Removes and returns the next message, if one is ready."""
 
-    def plan(self, write: Callable[[], None]) -> None:
-        """Has `write` called soon."""
-        self._loop.call_soon(write)
+    def plan(self) -> None:
+        """Has `write_ready` called soon."""
+        self._loop.call_soon(self.write_ready)
 
     def wake(self) -> None:
         """A message may be ready, or the queue is closed."""
         if self._handed is not None and not self._planned:
             self._planned = True
-            self.plan(self._write)
+            self.plan()
 
     async def forward(self, sink: Sink[Message], after: Callable[[], None] | None = None) -> None:
         """Writes until the queue is closed and empty. Calls `after` each message. Raises the error of a write."""
@@ -82,7 +79,7 @@ class Forwarder(ABC, Generic[Message]):
         finally:
             self._handed = None
 
-    def _write(self) -> None:
+    def write_ready(self) -> None:
         """Writes what is ready, up to what must wait."""
         self._planned = False
         handed, sink = self._handed, self._sink

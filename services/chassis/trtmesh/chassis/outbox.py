@@ -57,7 +57,6 @@ class Outbox(Forwarder[Message], Generic[Message, Item]):
         self._max_waiting = max_waiting
         self._batches: deque[_Batch[Message]] = deque()
         self._waiting = 0
-        self._closed = False
         self._loop = asyncio.get_running_loop()
         self._burst_until = 0.0
         self._room = asyncio.Event()
@@ -84,12 +83,8 @@ class Outbox(Forwarder[Message], Generic[Message, Item]):
 
     def close(self) -> None:
         """Nothing more will be added."""
-        self._closed = True
+        self.closed = True
         self.wake()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def take(self) -> Message | None:
         if not self._batches:
@@ -102,16 +97,16 @@ class Outbox(Forwarder[Message], Generic[Message, Item]):
             self._room.set()
         return batch.message
 
-    def plan(self, write: Callable[[], None]) -> None:
+    def plan(self) -> None:
         if self._loop.time() < self._burst_until:
-            self._loop.call_soon(self._gather, write, MAX_PASSES, 0)
+            self._loop.call_soon(self._gather, MAX_PASSES, 0)
         else:
-            self._loop.call_soon(write)
+            self._loop.call_soon(self.write_ready)
 
-    def _gather(self, write: Callable[[], None], passes: int, before: int) -> None:
+    def _gather(self, passes: int, before: int) -> None:
         """Waits for the next pass of the event loop while each adds items, a few times. A burst adds a few in each
         pass, and every message costs a write, and a pass of the peer."""
         if passes and before != self._waiting < ENOUGH_ITEMS:
-            self._loop.call_soon(self._gather, write, passes - 1, self._waiting)
+            self._loop.call_soon(self._gather, passes - 1, self._waiting)
         else:
-            write()
+            self.write_ready()

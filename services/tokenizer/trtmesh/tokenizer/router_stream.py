@@ -13,7 +13,7 @@ from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.outbox import Outbox
-from trtmesh.tokenizer.decoding.states import DecodeStates, Stop
+from trtmesh.tokenizer.decoding.states import DecodeStates
 from trtmesh.tokenizer.encoding import (
     EncodedTexts,
     Encoder,
@@ -193,6 +193,7 @@ class DirectTexts:
         self._states = DecodeStates(
             shared.vocabulary, shared.workload, shared.metrics, shared.limits.max_decode_states
         )
+        self.decode = self._states.decode_one
 
     def encode(self, command: pb.EncodeCommand) -> pb.Encoded | None:
         """Encodes a lone short text; None for any other text, which the stream takes. Raises the error of the text."""
@@ -221,12 +222,6 @@ class DirectTexts:
         """Opens a sequence with few delivered tokens. The first `decode` raises the failure, if any."""
         for _ in self._states.open(command):
             pass
-
-    def decode(
-        self, handle: int, token_ids: list[int], *, finished: bool
-    ) -> tuple[str, Stop | None]:
-        """Decodes new tokens of a sequence, the last ones if `finished`. Raises the failure of the sequence."""
-        return self._states.decode_one(handle, token_ids, finished=finished)
 
     def close(self, handle: int) -> None:
         """Drops a sequence."""

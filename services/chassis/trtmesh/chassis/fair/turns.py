@@ -20,8 +20,9 @@ from typing import Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 REST_PASSES = 3
-"""Passes of a rest. A token needs about ten passes to cross the router, since every hop (reader, sequence, outbox,
-writer) is a callback. With a slice in each pass, the token would wait for ten slices; with rests, for three."""
+"""Passes of a rest. A token needs two to five passes to cross the router: commands to a tokenizer, writes to clients
+and the flush of a connection wait for what else comes in their pass. With a slice in each pass, the token would wait
+for as many slices; with rests, for one or two."""
 
 MAX_REST_SECONDS = 0.005
 """Longest rest: passes full of running streams must not delay new work."""

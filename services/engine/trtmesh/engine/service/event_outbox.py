@@ -362,12 +362,8 @@ class EventOutbox(Forwarder[epb.EngineServiceConnectResponse]):
     def finish(self, farewell: TrtmeshError) -> None:
         """Sends the rest without credit, then ends the stream with `farewell`."""
         self._farewell = farewell
+        self.closed = True
         self.wake()
-
-    @property
-    def closed(self) -> bool:
-        """Whether there is a farewell."""
-        return self._farewell is not None
 
     def check_open(self) -> None:
         """Raises the farewell. Call once everything was taken."""

@@ -231,9 +231,6 @@ class Steps:
             ended = _end_of(end)
             if (run := self._assignments.ended(end.handle, ended.error, now)) is not None:
                 run.on_end(ended)
-        self._acknowledge()
-
-    def _acknowledge(self) -> None:
         self._received += 1
         if self._received % ACKNOWLEDGE_EVERY == 0:
             self._new_command(0).acknowledge.received_steps = self._received

@@ -189,7 +189,6 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
         self._remind_at = writes.openings.add(self)
         self._growing: dict[tuple[int, int], WaitingTokens] = {}
         self._taker: asyncio.Future[None] | None = None
-        self._closed = False
         self.watcher: Pace | None = None
         self.full = False
         self.waiting_tokens = 0
@@ -268,16 +267,12 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
 
     def close(self) -> None:
         """Ends the queue: `next_entries` returns the rest, even the opening event alone, then None."""
-        self._closed = True
+        self.closed = True
         self._followed = bool(self._entries)
         self._wake()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def plan(self, write: Callable[[], None]) -> None:
-        self._writes.ask(write)
+    def plan(self) -> None:
+        self._writes.ask(self.write_ready)
 
     def take(self) -> Sequence[Waiting] | None:
         """The entries of the next message, if any is worth one. Called again after the write."""
@@ -294,7 +289,7 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
 
     async def next_entries(self) -> Sequence[Waiting] | None:
         """Waits for the entries of the next message; None at the end. The only consumer calls again after its write."""
-        while (entries := self.take()) is None and not self._closed:
+        while (entries := self.take()) is None and not self.closed:
             self._taker = self._loop.create_future()
             await self._taker
         return entries

@@ -91,7 +91,13 @@ class SequenceWriter:
             # Decoded only for stop texts.
             text = ""
         if self._held_texts is None:
-            self._put(token_ids, start, end, text)
+            if self._details is None:
+                # The usual case, of every token.
+                self._client.put_tokens(
+                    self._batch_index, self._sequence_index, start, token_ids[start:end], text, None
+                )
+            else:
+                self._put(token_ids, start, end, text)
         else:
             self._held_texts.append(text)
 
@@ -384,7 +390,7 @@ class SequenceRun(DecodedSequence):
         """
         if self.over:
             return
-        if self.is_beam and not token_offset and self.token_ids:
+        if not token_offset and self.token_ids and self.is_beam:
             self._restart()
         if self.stop_text is not None:
             return
