@@ -71,6 +71,10 @@ class PaperScheduler:
             if not sequence.steps:
                 self.running.remove(sequence)
                 self.slots.leave(sequence.adapter, sequence.order)
+        used = {id(each.adapter) for each in self.running}
+        on_device = [a for a in self.occupied.values() if a.place == epb.ADAPTER_PLACE_DEVICE]
+        idle = [a for a in on_device if not a.pinned and id(a) not in used]
+        assert self.slots.evictable == len(idle)
 
 
 def adapters(count: int) -> list[StoredAdapter]:

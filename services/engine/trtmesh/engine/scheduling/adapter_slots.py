@@ -49,6 +49,10 @@ class AdapterSlots(Generic[A, S]):
         self._unused = list(range(slots))
         # On the device or under way there, with the slot; the longest unused first.
         self._residents: OrderedDict[A, int] = OrderedDict()
+        self._under_way: set[A] = set()
+        """Residents that have not arrived."""
+        self._pinned: set[A] = set()
+        """Those that were pinned when they were offered."""
         self._in_use: Counter[A] = Counter()
         """Adapters, with the number of started sequences."""
         self.parked: list[tuple[Order, int, A, S]] = []
@@ -65,8 +69,10 @@ class AdapterSlots(Generic[A, S]):
 
     @property
     def evictable(self) -> int:
+        """Idle adapters, counted from the others: a device may hold ten thousand."""
         # A list, because another thread may ask.
-        return sum(map(self._is_idle, list(self._residents)))
+        kept = sum(map(self._is_kept, list(self._pinned)))
+        return max(0, len(self._residents) - len(self._under_way) - len(self._in_use) - kept)
 
     def enter(self, adapter: A, order: Order, sequence: S) -> None:
         """Starts a sequence or parks it."""
@@ -103,6 +109,8 @@ class AdapterSlots(Generic[A, S]):
 
     def offer(self, adapter: A) -> None:
         """Brings a loaded adapter to the device ahead of its sequences: to a free slot, a pinned one to any."""
+        if adapter.pinned:
+            self._pinned.add(adapter)
         if self.free or adapter.pinned:
             self._claim(adapter)
             self._settle()
@@ -110,6 +118,7 @@ class AdapterSlots(Generic[A, S]):
     def arrived(self, adapter: A) -> None:
         """Starts the parked sequences of an adapter newly on the device."""
         if adapter in self._residents:
+            self._under_way.discard(adapter)
             self._place(adapter, epb.ADAPTER_PLACE_DEVICE)
             self._settle(adapter)
 
@@ -119,7 +128,9 @@ class AdapterSlots(Generic[A, S]):
 
     def drop(self, adapter: A) -> None:
         """Frees the slot of an adapter without started sequences."""
+        self._pinned.discard(adapter)
         if adapter in self._residents:
+            self._under_way.discard(adapter)
             self._unused.append(self._residents.pop(adapter))
             self._settle()
 
@@ -195,7 +206,14 @@ class AdapterSlots(Generic[A, S]):
         slot = self._residents[adapter] = self._unused.pop()
         if self._device.bring(adapter, slot):
             self._place(adapter, epb.ADAPTER_PLACE_DEVICE)
+        else:
+            self._under_way.add(adapter)
         return True
+
+    def _is_kept(self, adapter: A) -> bool:
+        """Whether only its pin keeps an adapter on the device."""
+        there = adapter in self._residents and adapter not in self._under_way
+        return there and adapter.pinned and adapter not in self._in_use
 
     def _is_idle(self, adapter: A) -> bool:
         """Whether an adapter may be evicted: on the device, without sequences, not pinned."""

@@ -51,6 +51,9 @@ NO_SIZES: frozenset[int] = frozenset()
 EXPLAINED_DECISIONS = 4096
 """Latest decisions kept for `trtmesh explain`."""
 
+SETTLE_SECONDS = 1.0
+"""Between two looks at the homes of adapters, of which there may be a thousand; their loads fade in 30 s."""
+
 LONG_TOKENS = 2**14
 """Tokens of a prompt that is hashed only if a worker takes it."""
 
@@ -91,6 +94,7 @@ class Fleet:
         self._typical: dict[str, Typical] = {}
         self._new_tokens: dict[str, Ewma] = {}
         self._shares: dict[str, AdapterShares] = {}
+        self._settle_at = 0.0
         self._change = asyncio.Event()
         self.lookup_problem = ""
         """Why workers may be missing that are configured, or ''."""
@@ -394,8 +398,10 @@ class Fleet:
         for gone in self._shares.keys() - models:
             del self._shares[gone]
         self._typical = {model: self._typical_of(model) for model in models}
-        for model, shares in self._shares.items():
-            shares.settle(takers_of(self.snapshot(), model), self._typical[model])
+        if (now := asyncio.get_running_loop().time()) >= self._settle_at:
+            self._settle_at = now + SETTLE_SECONDS
+            for model, shares in self._shares.items():
+                shares.settle(takers_of(self.snapshot(), model), self._typical[model])
         self.loaded.update(self.workers)
 
     def _typical_of(self, model: str) -> Typical:

@@ -117,6 +117,10 @@ class AdapterShares:
         if not takers or self._settled == (takers, typical):
             return
         self._settled = takers, typical
+        if len(takers) == 1:
+            # Every order has this worker alone.
+            self._homes = {}
+            return
         self._settle_stretches(len(takers), typical)
         most = min(MOST_HOMED, sum(slots for _, slots in takers))
         if most != self._hottest.most:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.parsing import parse_config, parse_prompt
-from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Prompt
+from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Lora, Prompt
 from trtmesh.router.values.handoff_state import HandoffState, read_state
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -23,6 +23,8 @@ MAX_REQUEST_TOKENS = 2**21
 """Limit for the token ids of all prompts of a request together."""
 MEMO_ENTRIES, MEMO_BYTES = 256, 256
 """Parsed configs kept, and the size of the largest: most requests of a client have the options of the one before."""
+ADAPTER_ENTRIES = 2**14
+"""Parsed names of adapters kept, of half a kilobyte each: clients have few options, and may ask for many adapters."""
 NONE_REFUSED: Mapping[int, TrtmeshError] = MappingProxyType({})
 
 PHASE, STATE = "handoff.phase", "handoff.state"
@@ -197,12 +199,30 @@ def _config_of(message: pb.GenerationConfig) -> GenerationConfig:
     """Parses a config: once for all requests of a client with one set of options."""
     if message.ByteSize() > MEMO_BYTES:
         return parse_config(message)
-    return _parsed(message.SerializeToString())
+    if not message.HasField("lora"):
+        return _parsed(message.SerializeToString())
+    rest = pb.GenerationConfig()
+    rest.CopyFrom(message)
+    rest.ClearField("lora")
+    try:
+        config = _parsed(rest.SerializeToString())
+        lora, fields = _parsed_lora(message.lora.SerializeToString())
+    except TrtmeshError:
+        # Of several errors the first field's is told.
+        return parse_config(message)
+    return replace(config, lora=lora, fields_set=config.fields_set | fields)
 
 
 @lru_cache(maxsize=MEMO_ENTRIES)
 def _parsed(serialized: bytes) -> GenerationConfig:
     return parse_config(pb.GenerationConfig.FromString(serialized))
+
+
+@lru_cache(maxsize=ADAPTER_ENTRIES)
+def _parsed_lora(serialized: bytes) -> tuple[Lora | None, frozenset[str]]:
+    lora = pb.LoraConfig.FromString(serialized)
+    config = parse_config(pb.GenerationConfig(lora=lora))
+    return config.lora, config.fields_set
 
 
 def _check_tokens(items: Sequence[router_pb.GenerateItem]) -> None:
