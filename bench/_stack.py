@@ -36,10 +36,10 @@ class Stack:
 
     def cpu_seconds(self) -> dict[str, float]:
         """User and system CPU time of each service, by the operating system's accounting."""
-        return {name: _cpu_seconds(pid) for name, pid in self.pids.items()}
+        return {name: cpu_seconds(pid) for name, pid in self.pids.items()}
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """The time of all threads: /proc/PID/stat has it in ticks of 10 ms, and this in nanoseconds."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
@@ -81,6 +81,17 @@ def stack(
             pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
         wait_until_serving(router["address"], tls.client if tls else None)
         yield Stack(router["address"], pids, engine["metrics_port"], engine["address"])
+    finally:
+        _end(children)
+
+
+@contextmanager
+def lone_engine(*flags: str) -> Iterator[tuple[str, int]]:
+    """Runs a simulated engine until the block ends: its address and process id."""
+    children: list[subprocess.Popen[str]] = []
+    try:
+        engine = _start(children, "engine", "--port", "0", "--backend", "simulated", *flags)
+        yield engine["address"], engine["pid"]
     finally:
         _end(children)
 

@@ -54,6 +54,7 @@ class Gateway:
     metrics_url: str
     session: aiohttp.ClientSession
     log: list[str]
+    pid: int
 
     async def complete(self, prompt: str | Sequence[str], **fields: Any) -> Any:
         """The answer to a completion as a whole."""
@@ -89,13 +90,13 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def running(*flags: str) -> AsyncIterator[Gateway]:
+async def running(*flags: str, log_level: str = "debug") -> AsyncIterator[Gateway]:
     """Runs the gateway until it is ready; kills it on exit."""
     command = await asyncio.to_thread(program)
     port, metrics_port = _free_ports(2)
     process = await asyncio.create_subprocess_exec(
         *(command, "launch", "--host", "127.0.0.1", "--port", str(port)),
-        *("--prometheus-port", str(metrics_port), "--log-level", "debug", *flags),
+        *("--prometheus-port", str(metrics_port), "--log-level", log_level, *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -108,7 +109,9 @@ async def running(*flags: str) -> AsyncIterator[Gateway]:
                 await _ready(session, url, process)
             except TimeoutError:
                 raise AssertionError("the gateway is not ready:\n" + "".join(log[-100:])) from None
-            yield Gateway(url, f"http://127.0.0.1:{metrics_port}/metrics", session, log)
+            yield Gateway(
+                url, f"http://127.0.0.1:{metrics_port}/metrics", session, log, process.pid
+            )
     finally:
         if process.returncode is None:
             process.kill()
