@@ -384,9 +384,15 @@ class ReceivedMessages:
     def take(self) -> Message:
         """Removes and returns the message that `arrived` has waited for."""
         _, body = self._ready.popleft()
-        self._count()
         self._taken += 1
-        self._update_window()
+        if self._ready or self._reader.size:
+            self._count()
+        elif self._counted:
+            # Nothing is left.
+            self._account.add(-self._counted)
+            self._counted = 0
+        if not self.ended:
+            self._update_window()
         return body
 
     async def each(self, receive: Callable[[Message], None]) -> None:

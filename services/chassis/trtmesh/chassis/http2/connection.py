@@ -17,6 +17,7 @@ from trtmesh.chassis.http2 import rates
 from trtmesh.chassis.http2.frames import (
     ACK,
     END_STREAM,
+    FRAME_HEADER,
     INITIAL_HEADER_TABLE_SIZE,
     INITIAL_WINDOW_SIZE,
     PADDED,
@@ -184,6 +185,8 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._received: Buffer = b""
         """Bytes waiting for a turn."""
         self._waits_for_turn = False
+        self._awaits_frame = False
+        """Whether the next byte begins a frame other than CONTINUATION, after the peer's SETTINGS."""
         self._unfinished_since: float | None = None
         """When the incomplete frame or header block began."""
         self._counted = 0
@@ -248,6 +251,9 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         self._heard = True
         received = None
         try:
+            if self._awaits_frame and self._receive_lone(data):
+                return False
+            self._awaits_frame = False
             for received in self._reader.feed(data):
                 self._receive(received)
                 if self._closed:
@@ -261,6 +267,9 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             log.exception("frames of %s could not be processed", self.peer)
             self._transport.abort()
         held, in_block = self._reader.held, self._header_decoder.expects_continuation
+        self._awaits_frame = self._settings_received and not (
+            held or in_block or self._reader.data_missing
+        )
         if held or in_block or self._unfinished_since is not None:
             self._note_unfinished(held, in_block=in_block, progress=received is not None)
         return False
@@ -433,6 +442,26 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
             stream.fail(error.code)
         else:
             self.writer.send(rst_stream(stream_id, error.code))
+
+    def _receive_lone(self, data: Buffer) -> bool:
+        """Acts on a DATA frame of an open stream without flags and with nothing behind, as a message between services
+        arrives; returns whether `data` is one, and the window needs no update."""
+        size = len(data) - FRAME_HEADER.size
+        window = self._receive_window - size
+        if not 0 < size <= MAX_FRAME_SIZE or window < CONNECTION_WINDOW_SIZE // 2:
+            return False
+        length_and_type, flags, stream_id = FRAME_HEADER.unpack_from(data)
+        # The type DATA is 0.
+        if flags or length_and_type != size << 8:
+            return False
+        if (stream := self._streams.get(stream_id)) is None:
+            return False
+        self._receive_window = window
+        try:
+            stream.receive_data(data[FRAME_HEADER.size :], size)
+        except Http2StreamError as error:
+            self._fail_stream(stream_id, error)
+        return True
 
     def _receive_data(self, received: Data) -> None:
         size = len(received.payload)
