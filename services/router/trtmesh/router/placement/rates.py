@@ -261,7 +261,7 @@ class Moments(NamedTuple):
     def towards(self, sample: Self) -> Self:
         """The exponentially weighted means after a further step."""
         pairs = zip(self, sample, strict=True)
-        return self._make([old + SMOOTHING * (new - old) for old, new in pairs])
+        return type(self)(*[old + SMOOTHING * (new - old) for old, new in pairs])
 
 
 @dataclass(frozen=True, slots=True)
