@@ -8,6 +8,7 @@ forked ends with it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -18,7 +19,8 @@ import select
 import signal
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,9 @@ _START_OF_ENVIRONMENT = 47
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_NAME = 15
 LONGEST_NAME = 15
+SERVICES = ("trtmesh.router", "trtmesh.tokenizer", "trtmesh.engine", "trtmesh.cli.one_process")
+"""Modules whose processes end as executed ones do: their libraries have threads and pools to take apart."""
+
 _HELD_BACK = (signal.SIGINT, signal.SIGCHLD)
 
 
@@ -60,6 +65,7 @@ class Job:
 
 def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
+    ending = Ending()
     # While the environment is that of the server.
     from forked_children import fork_children
 
@@ -81,7 +87,40 @@ def main() -> None:
         set_constants(job.constants)
         if job.forks:
             fork_children()
-        runpy.run_module(job.module, run_name="__main__", alter_sys=True)
+        with nullcontext() if job.module in SERVICES else ending.noted():
+            runpy.run_module(job.module, run_name="__main__", alter_sys=True)
+
+
+class Ending:
+    """The end of a forked process, after its module and what that has registered for the exit. The interpreter would
+    take apart all that was imported, and so copy every page that forked processes share."""
+
+    def __init__(self) -> None:
+        """Before imports: what is registered first runs last."""
+        self._status: int | None = None
+        atexit.register(self._end)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes the exit status of the block."""
+        try:
+            yield
+            self._status = 0
+        except SystemExit as end:
+            has_status = end.code is None or isinstance(end.code, int)
+            self._status = int(end.code or 0) & 0xFF if has_status else 1
+            raise
+        except Exception:
+            self._status = 1
+            raise
+
+    def _end(self) -> None:
+        if self._status is not None:
+            # The interpreter tries again, and tells what it cannot write.
+            with suppress(OSError, ValueError):
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                os._exit(self._status)
 
 
 class Server:

@@ -26,6 +26,12 @@ PORT_FLAGS = ("--port", "--admin-port", "--http-port", "--metrics-port")
 ONE_PROCESS = "cli.one_process"
 """A router with a tokenizer and an engine inside."""
 
+CONVERTERS = (
+    "engine.backends.torch.model.pickles",
+    "engine.backends.torch.model.adapter_conversion",
+)
+"""Of weights and of adapters, for commands."""
+
 ON_ONE_HOST = {"TRTMESH_ENGINE_HANDOFF_TRANSPORTS": "shared_memory,grpc"}
 """For engines whose test names no transports: an agent of NIXL takes six times the CPU of the rest of a start."""
 
@@ -199,8 +205,9 @@ def imports_of(service: str, flags: Sequence[str]) -> tuple[str, ...]:
     """The modules that a process with these flags imports before it serves."""
     main = f"trtmesh.{service}.__main__"
     backend = dict(pairwise(flags)).get("--backend", "torch")
-    if service == ONE_PROCESS or (service == "engine" and backend == "torch"):
-        # One import of PyTorch for both.
+    runs_torch = service == "engine" and backend == "torch"
+    if runs_torch or service == ONE_PROCESS or service in CONVERTERS:
+        # One import of PyTorch for all.
         mains = (f"trtmesh.{each}.__main__" for each in ("router", "engine", "tokenizer"))
         return (*mains, *BACKENDS["torch"])
     return (main, *BACKENDS.get(backend, ())) if service == "engine" else (main,)

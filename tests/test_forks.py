@@ -152,6 +152,15 @@ def test_process_ends_with_its_status(start: Start, command: str, status: int, s
     assert bool(said) == bool(stderr)
 
 
+def test_process_that_cannot_write_its_last_words_says_so(tmp_path: Path, start: Start) -> None:
+    forked = start("import sys\nsys.stdout = open('/dev/full', 'w')\nprint('words')")
+    _, said = forked.communicate(timeout=PATIENCE_SECONDS)
+    command = [sys.executable, "-m", "program"]
+    executed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (forked.returncode, said) == (executed.returncode, executed.stderr)
+    assert executed.returncode == 120
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_process_ends_by_a_signal(start: Start, number: signal.Signals) -> None:
     process = start(TALK)

@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 import psutil
 from fork_server import MARK
 from forks import ForkServer, fork_server, start_module
-from processes import ON_ONE_HOST, ONE_PROCESS, server_of
+from processes import CONVERTERS, ON_ONE_HOST, ONE_PROCESS, server_of
 from trtmesh.cli.app import COMMANDS
 from trtmesh.cli.lazy import LazyCommand
 
@@ -28,9 +28,8 @@ IMPORTS = ("trtmesh.cli.__main__", *dict.fromkeys(each.module for each in COMMAN
 STOP_SECONDS = 60.0
 """Upper bound of a wait for an end; no test depends on the actual time."""
 
-STACKS = (("up",), ("demo",))
 EXECUTED = "TESTED_AS_EXECUTED"
-"""Variable with which a stack's services are executed."""
+"""Variable with which a command executes what it starts."""
 
 FREE_PORTS = (
     *("--port", "0", "--admin-port", "0"),
@@ -65,27 +64,26 @@ def trtmesh(
 def start_command(
     *arguments: str, env: Mapping[str, str], directory: Path | None = None
 ) -> subprocess.Popen[str]:
-    """Starts a command in a process forked from one that has the imports, and so the services of a stack."""
-    has_services = arguments[:1] in STACKS and not env.get(EXECUTED)
-    if has_services:
-        for each in _servers(arguments):
-            each.wait_ready()
+    """Starts a command in a process forked from one that has the imports, and so what it starts."""
+    forks = not env.get(EXECUTED)
+    for each in _servers(arguments) if forks else ():
+        each.wait_ready()
+    server = fork_server(IMPORTS)
     return start_module(
-        fork_server(IMPORTS),
-        "trtmesh.cli",
-        arguments,
-        env,
-        forks=has_services,
-        cwd=directory,
-        text=True,
+        server, "trtmesh.cli", arguments, env, forks=forks, cwd=directory, text=True
     )
 
 
 def _servers(arguments: Sequence[str]) -> list[ForkServer]:
-    """The servers of a stack's services; the command starts none."""
-    if "--one-process" in arguments:
-        return [server_of(ONE_PROCESS, arguments)]
-    return [server_of(each, arguments) for each in ("router", "tokenizer", "engine")]
+    """The servers of what a command starts; it starts none of them itself."""
+    match arguments:
+        case ["up" | "demo", *_] if "--one-process" in arguments:
+            return [server_of(ONE_PROCESS, ())]
+        case ["up" | "demo", *_]:
+            return [server_of(each, arguments) for each in ("router", "tokenizer", "engine")]
+        case ["convert", *_] | ["adapters", "convert", *_]:
+            return [server_of(each, ()) for each in CONVERTERS]
+    return []
 
 
 @dataclass
