@@ -1,4 +1,5 @@
-"""Engines with a real model are killed while streams with an adapter run: no bit differs from an undisturbed run."""
+"""Engines with a real model are killed while streams with an adapter and drafts run: no bit differs from an undisturbed
+run."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ BEFORE_THE_LOSS = 12
 async def exact() -> AsyncIterator[Fragile]:
     flags = (
         *("--backend", "torch", "--model-dir", str(DEMO), "--torch-batch-invariant", "true"),
-        *("--torch-adapters-host-bytes", str(1 << 28)),
+        *("--torch-adapters-host-bytes", str(1 << 28), "--torch-drafts", "suffix"),
     )
     async with fragile_mesh(flags) as fragile:
         content = AdapterContent.read(ADAPTER_DIRECTORY, 1 << 28)

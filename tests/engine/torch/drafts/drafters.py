@@ -41,7 +41,7 @@ class Knowing:
     def _told(self, token: int) -> int:
         return token if self.dice.random() < self.right else self.dice.randrange(-5, 400)
 
-    def forget(self, key: int) -> None:
+    def forget(self, sequence: Any) -> None:
         """Nothing is kept."""
 
 

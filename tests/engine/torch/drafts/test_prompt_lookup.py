@@ -29,18 +29,27 @@ from trtmesh.engine.backends.torch.drafts.prompt_lookup import SuffixIndex
 def test_what_followed_the_longest_suffix(
     tokens: list[int], most: int, expected: list[int]
 ) -> None:
-    assert SuffixIndex().propose(tokens, most) == expected
+    assert proposed(tokens, most) == expected
+
+
+def proposed(tokens: list[int], most: int = 8) -> list[int]:
+    index = SuffixIndex(tokens)
+    assert index.catch_up()
+    return list(index.find(tokens, most)[1])
 
 
 def test_an_index_grows_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = Random(1)
     tokens = [dice.randrange(6) for _ in range(300)]
-    grown = SuffixIndex()
+    text: list[int] = []
+    grown = SuffixIndex(text)
     for length in range(1, len(tokens), dice.randint(1, 3)):
-        assert grown.propose(tokens[:length], 8) == SuffixIndex().propose(tokens[:length], 8)
-    expected = SuffixIndex().propose(tokens, 8)
+        text += tokens[len(text) : length]
+        assert grown.catch_up()
+        assert list(grown.find(text, 8)[1]) == proposed(text)
+    expected = proposed(tokens)
     monkeypatch.setattr(prompt_lookup, "TOKENS_AT_ONCE", 100)
-    late = SuffixIndex()
+    late = SuffixIndex(tokens)
     # A long prompt is taken in over several steps.
-    found = [late.propose(tokens, 8) for _ in range(3)]
-    assert found == [[], [], expected]
+    assert [late.catch_up() for _ in range(3)] == [False, False, True]
+    assert list(late.find(tokens, 8)[1]) == expected

@@ -481,7 +481,7 @@ class Engine:
         for sequence in decoding.sequences:
             del self._decodings[sequence.key]
             if self.drafting:
-                self.drafting.forget(sequence.key)
+                self.drafting.forget(sequence)
             if sequence.outgoing:
                 self._handoffs.leave(sequence, with_kv=with_kv)
             self.scheduler.remove(sequence, content_is_good=content_is_good)

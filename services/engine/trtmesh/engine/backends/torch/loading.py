@@ -26,6 +26,7 @@ from trtmesh.engine.backends.torch.devices import present
 from trtmesh.engine.backends.torch.drafts.draft_model import DraftModel
 from trtmesh.engine.backends.torch.drafts.drafter import Drafter
 from trtmesh.engine.backends.torch.drafts.drafting import Drafting
+from trtmesh.engine.backends.torch.drafts.finished_texts import FinishedTexts
 from trtmesh.engine.backends.torch.drafts.lengths import AdaptiveLengths
 from trtmesh.engine.backends.torch.drafts.prompt_lookup import PromptLookup
 from trtmesh.engine.backends.torch.engine import Engine
@@ -257,8 +258,12 @@ def _drafting(settings: TorchSettings, installed: _Installed, info: BackendInfo)
             f" {settings.device.text!r}",
             setting="engine.torch.drafts",
         )
-    drafter: Drafter | None = PromptLookup() if settings.drafts == "ngram" else None
-    if settings.draft_model is not None:
+    drafter: Drafter | None = None
+    if settings.drafts == "ngram":
+        drafter = PromptLookup()
+    elif settings.drafts == "suffix":
+        drafter = FinishedTexts()
+    elif settings.draft_model is not None:
         drafter = _draft_model(settings.draft_model, settings, installed, info)
     return Drafting(
         drafter,

@@ -123,10 +123,11 @@ class TorchSettings(Settings):
     decoding_mode: Literal["auto", "top_k", "top_p", "top_k_top_p", "beam_search"] = "auto"
     """Decoding allowed to requests; other fields are refused. auto allows everything, top_k and top_p one filter,
     top_k_top_p both, beam_search only beams."""
-    drafts: Literal["off", "ngram", "model"] = "off"
+    drafts: Literal["off", "ngram", "suffix", "model"] = "off"
     """Source of draft tokens, which the model verifies several at a time: ngram repeats what followed the last tokens
-    earlier in the same sequence, model is the smaller model of draft_model. Tokens stay the same; how many drafts pay
-    is measured, down to none. Needs a single device cpu."""
+    earlier in the same sequence, suffix also in finished sequences of the same salt and adapter, model is the smaller
+    model of draft_model. Tokens stay the same; how many drafts pay is measured, down to none. Needs a single device
+    cpu."""
     draft_model: Path | None = None
     """Directory of the model for drafts, with the tokenizer of the other."""
     normalize_log_probs: bool = False

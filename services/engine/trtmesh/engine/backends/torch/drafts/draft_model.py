@@ -65,7 +65,10 @@ class DraftModel:
             proposals[place] = shadow.tokens[shadow.submitted_tokens :]
         return proposals
 
-    def forget(self, key: int) -> None:
+    def forget(self, sequence: Sequence) -> None:
+        self._drop(sequence.key)
+
+    def _drop(self, key: int) -> None:
         shadow = self._shadows.pop(key, None)
         if shadow and shadow.slot >= 0:
             self._free += shadow.blocks
@@ -100,7 +103,7 @@ class DraftModel:
             unused = next((key for key in self._shadows if key not in wanted), None)
             if unused is None:
                 return False
-            self.forget(unused)
+            self._drop(unused)
         if shadow.slot < 0:
             shadow.slot = self._tables.take()
         if missing > 0:

@@ -20,5 +20,5 @@ class Drafter(Protocol):
     def propose(self, wishes: SequenceOf[Wish]) -> SequenceOf[SequenceOf[int]]:
         """Returns the drafts of each sequence, none where it has no guess. An exception is no drafts for a while."""
 
-    def forget(self, key: int) -> None:
-        """Drops what is kept for a sequence; unknown keys are ignored."""
+    def forget(self, sequence: Sequence) -> None:
+        """Takes the end of a sequence, and drops what is kept for it."""

@@ -110,9 +110,13 @@ class Drafting:
         if self.drafter or given:
             self._followed[sequence.key] = Followed(given=given)
 
-    def forget(self, key: int) -> None:
-        if self._followed.pop(key, None) and self.drafter:
-            self.drafter.forget(key)
+    def forget(self, sequence: Sequence) -> None:
+        if self._followed.pop(sequence.key, None) and self.drafter:
+            try:
+                self.drafter.forget(sequence)
+            except Exception:
+                log.exception("the drafter failed at the end of a sequence")
+                self.counts.failures += 1
 
     def extend(
         self, chunks: SequenceOf[Chunk], scheduler: Scheduler[Sequence]

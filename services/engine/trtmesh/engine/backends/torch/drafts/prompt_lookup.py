@@ -1,4 +1,4 @@
-"""Drafts from the sequence's own text: what followed the longest suffix that occurred before."""
+"""Drafts from known text: what followed the longest suffix of a sequence that occurred before."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 
 from trtmesh.engine.backends.torch.drafts.drafter import Wish
+from trtmesh.engine.backends.torch.sequence import Sequence
 
 SHORTEST = 2
 """Tokens of the shortest suffix to look up."""
@@ -17,82 +18,86 @@ TOKENS_AT_ONCE = 8192
 """Most tokens indexed in a step, so that a long prompt delays no other sequence."""
 ID_BITS = 32
 
+Found = tuple[int, SequenceOf[int]]
+"""The length of a match, and what followed it: at most as many tokens."""
+NOTHING: Found = (0, ())
+
 
 class PromptLookup:
-    """Implements Drafter."""
+    """Implements Drafter by the sequence itself."""
 
     is_free = True
 
     def __init__(self) -> None:
         self._indexes: dict[int, SuffixIndex] = {}
 
-    def propose(self, wishes: SequenceOf[Wish]) -> list[list[int]]:
-        indexes = self._indexes
-        proposals = []
-        for sequence, most in wishes:
-            index = indexes.get(sequence.key)
-            if index is None:
-                index = indexes[sequence.key] = SuffixIndex()
-            proposals.append(index.propose(sequence.tokens, most))
-        return proposals
+    def propose(self, wishes: SequenceOf[Wish]) -> list[SequenceOf[int]]:
+        return [self.find(sequence, most)[1] for sequence, most in wishes]
 
-    def forget(self, key: int) -> None:
-        self._indexes.pop(key, None)
+    def find(self, sequence: Sequence, most: int) -> Found:
+        index = self._indexes.get(sequence.key)
+        if index is None:
+            index = self._indexes[sequence.key] = SuffixIndex(sequence.tokens)
+        return index.find(sequence.tokens, most) if index.catch_up() else NOTHING
+
+    def forget(self, sequence: Sequence) -> None:
+        self._indexes.pop(sequence.key, None)
 
 
 class SuffixIndex:
-    """The places of every pair of tokens, each linked to the place before."""
+    """The places of every pair of tokens in a text, each linked to the place before."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: list[int]) -> None:
+        """Tokens may be added to `text`, then `catch_up`."""
+        self.text = text
         # The index after the last occurrence, by pair.
         self._last: dict[int, int] = {}
         # The index after the occurrence before, by index; 0 without any.
         self._before = array("q", [0] * SHORTEST)
 
-    def propose(self, tokens: SequenceOf[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow `tokens`, to which tokens were only added since the last call."""
-        if len(tokens) < SHORTEST or not self._catch_up(tokens):
-            return []
+    def find(self, tokens: SequenceOf[int], most: int) -> Found:
+        """Up to `most` tokens that may follow `tokens`, which may be the text itself."""
+        if len(tokens) < SHORTEST:
+            return NOTHING
         place = self._last.get(_pair(tokens, len(tokens)), 0)
         best = longest = 0
         for _ in range(CANDIDATES):
             if not place:
                 break
-            length = _match(tokens, place)
+            length = self._match(tokens, place)
             if length > longest:
                 best, longest = place, length
             place = self._before[place]
         # The longer the match, the longer the guess holds.
-        return _continuation(tokens, best, min(most, longest)) if best else []
+        return (longest, self._continuation(best, min(most, longest))) if best else NOTHING
 
-    def _catch_up(self, tokens: SequenceOf[int]) -> bool:
+    def catch_up(self) -> bool:
         """Takes in tokens with a follower; returns whether all are in."""
-        before, last = self._before, self._last
+        before, last, text = self._before, self._last, self.text
         first = len(before)
-        end = min(len(tokens), first + TOKENS_AT_ONCE)
+        end = min(len(text), first + TOKENS_AT_ONCE)
         for place in range(first, end):
-            pair = _pair(tokens, place)
+            pair = _pair(text, place)
             before.append(last.get(pair, 0))
             last[pair] = place
-        return end >= len(tokens)
+        return end >= len(text)
+
+    def _match(self, tokens: SequenceOf[int], place: int) -> int:
+        """Tokens that the end of `tokens` and the text before `place` have in common."""
+        text, length, end = self.text, SHORTEST, len(tokens)
+        most = min(LONGEST, place, end)
+        while length < most and text[place - 1 - length] == tokens[end - 1 - length]:
+            length += 1
+        return length
+
+    def _continuation(self, place: int, most: int) -> list[int]:
+        """The text from `place` on. Beyond the end it goes on as it did from `place`: it may be a repetition."""
+        found = self.text[place : place + most]
+        period = len(self.text) - place
+        while len(found) < most:
+            found.append(found[len(found) - period])
+        return found
 
 
 def _pair(tokens: SequenceOf[int], end: int) -> int:
     return tokens[end - 2] << ID_BITS | tokens[end - 1]
-
-
-def _match(tokens: SequenceOf[int], place: int) -> int:
-    """Tokens that the end of `tokens` and the tokens before `place` have in common."""
-    length, end, most = SHORTEST, len(tokens), min(LONGEST, place)
-    while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
-        length += 1
-    return length
-
-
-def _continuation(tokens: SequenceOf[int], place: int, most: int) -> list[int]:
-    """The tokens from `place` on. Beyond the end they go on as they did from `place`: the text may be a repetition."""
-    found = list(tokens[place : place + most])
-    period = len(tokens) - place
-    while len(found) < most:
-        found.append(found[len(found) - period])
-    return found

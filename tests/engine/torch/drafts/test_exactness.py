@@ -1,0 +1,74 @@
+"""Drafts change no bit of tokens and log-probabilities, and a sequence continues at any token with other drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from engine.torch.conftest import ModelDir
+from engine.torch.drafts.drafters import AnyLengths, Knowing, draft, drafting_of
+from engine.torch.harness import configure, running
+from engine.torch.test_batch_invariant import CPU, alone, in_traffic, prompts
+from oracle import tiny_models
+from oracle.adapters import ON, Adapted
+from trtmesh.engine.backends.torch import loading
+
+
+@pytest.fixture
+def any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "AdaptiveLengths", AnyLengths)
+
+
+# PEFT reads a name that transformers has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.usefixtures("any_lengths")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_no_bit_changes_with_adapters(
+    dtype: str, model_dir: ModelDir, tmp_path: Path
+) -> None:
+    """Of adapters, batch mates, chunks, pauses and migrations; the drafts are those of the model without adapters."""
+    adapted = Adapted(model_dir("llama"), "llama", tmp_path)
+    given = prompts(Random("drafts"))
+    settings: dict[str, Any] = {**CPU, **ON, "dtype": dtype}
+    expected = await alone(adapted.model_dir, given, adapted, **settings)
+    sources: list[dict[str, Any]] = [
+        {"drafts": "suffix"},
+        {"drafts": "model", "draft_model": adapted.model_dir},
+    ]
+    for seed, source in enumerate(sources):
+        found = await in_traffic(
+            adapted.model_dir, given, expected, Random(seed), adapted, **settings, **source
+        )
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"temperature": 0.3, "seed": 1},
+        {"temperature": 1.5, "top_p": 0.9, "seed": 2, "frequency_penalty": 0.7},
+    ],
+    ids=["greedy", "cold", "hot and penalised"],
+)
+async def test_a_sequence_killed_at_every_token_continues_with_other_drafts(
+    values: dict[str, Any], llama: Path
+) -> None:
+    config = configure(max_tokens=30, ignore_end_id=True, log_probs=True, **values)
+    prompt = tiny_models.prompts(2)[1]
+    async with running(llama) as engine:
+        (whole,) = await engine.ended(engine.submit(prompt, config))
+    tokens = whole.token_ids
+    sums = whole.end and whole.end.cumulative_log_prob
+    async with running(llama, drafts="ngram", max_batch_size=32) as engine:
+        draft(engine, Knowing({(0, 0): tokens}, 0.7), AnyLengths(3))
+        keys = [engine.submit(prompt, config, emitted=tokens[:cut])[0] for cut in range(30)]
+        for cut, stream in enumerate(await engine.ended(keys)):
+            assert tokens[:cut] + stream.token_ids == tokens
+            assert stream.end
+            assert stream.end.cumulative_log_prob == pytest.approx(sums, abs=1e-3)
+        counts = drafting_of(engine).counts
+        assert 0 < counts.accepted_tokens < counts.draft_tokens
+        assert sum(counts.accepted_by_position) == counts.accepted_tokens
