@@ -8,7 +8,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import Annotated, Literal
 
@@ -257,7 +256,7 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
     def send_held(self) -> None:
         """Sends the opening event and what was announced without anything else."""
         self._followed = True
-        self._wake()
+        self.wake()
 
     def _forget_reminder(self) -> None:
         if self._reminders is not None:
@@ -269,10 +268,7 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
         """Ends the queue: `next_entries` returns the rest, even the opening event alone, then None."""
         self.closed = True
         self._followed = bool(self._entries)
-        self._wake()
-
-    def plan(self) -> None:
-        self._writes.ask(self.write_ready)
+        self.wake()
 
     def take(self) -> Sequence[Waiting] | None:
         """The entries of the next message, if any is worth one. Called again after the write."""
@@ -323,7 +319,7 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
         self._entries.append(entry)
         self._followed = True
         self._count(entry.size)
-        self._wake()
+        self.wake()
 
     def _count(self, size: int) -> None:
         self.waiting_bytes += size
@@ -358,18 +354,23 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
             assert self.watcher is not None
             self.watcher.on_read()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._reminders is not None:
             self._forget_reminder()
-        self.wake()
-        if self._taker is not None:
-            self._writes.ask(partial(_set, self._taker))
-            self._taker = None
+        if self._planned:
+            return
+        if self._handed is not None:
+            self._planned = True
+            self._writes.ask(self.write_ready)
+        elif self._taker is not None:
+            self._planned = True
+            self._writes.ask(self._let_take)
 
-
-def _set(taker: asyncio.Future[None]) -> None:
-    if not taker.done():
-        taker.set_result(None)
+    def _let_take(self) -> None:
+        self._planned = False
+        taker, self._taker = self._taker, None
+        if taker is not None and not taker.done():
+            taker.set_result(None)
 
 
 def as_response(waiting: Sequence[Waiting]) -> router_pb.GenerateResponse:
