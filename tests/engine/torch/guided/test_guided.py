@@ -135,6 +135,12 @@ async def test_item_without_a_token_to_choose_ends_with_the_fields_to_blame(
         ("JSON_SCHEMA", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 0.9967}]}',
          "at /allOf/1/multipleOf brings the least common multiple"),
         ("JSON_SCHEMA", '{"x-guidance": {"lenient": true}, "not": {}}', "at x-guidance is not taken"),
+        ("JSON_SCHEMA", '{"multipleOf": 1e400}', "cannot be read"),
+        ("JSON_SCHEMA", '{"minimum": NaN}', "cannot be read"),
+        ("JSON_SCHEMA", '{"minimum": ' + "1" * 5000 + "}", "cannot be read"),
+        ("JSON_SCHEMA", '{"const": "\\ud800"}', "cannot be read"),
+        ("CHOICE", '["\\ud800"]', "cannot be read"),
+        ("REGEX", "((a{1000}){1000})", "too many expressions"),
         ("JSON_SCHEMA", '"' + "a" * 65_536, "65537 bytes"),
         ("JSON_SCHEMA", '{"type": "string", "pattern": "(?!a)b"}', "look-around"),
         ("REGEX", "(a", "unclosed group"),
@@ -154,6 +160,18 @@ async def test_guide_that_cannot_be_kept_is_refused(
     assert isinstance(error, InvalidField)
     assert error.field == "guided_decoding.guide"
     assert words in f"{error.problem} {error.value}"
+
+
+async def test_automaton_at_its_limit_is_made_anew(engine: Harness, model: Path) -> None:
+    x, y = tokens_of(model, "x"), tokens_of(model, "y")
+    hidden = "y|x((a{1000}){1000})"
+    for word, fits in ((y, True), (x, False), (y, True)):
+        bans: dict[str, Any] = {"bad_token_ids": (tuple(x if word == y else y),)}
+        (stream,) = await engine.ended(engine.submit(PROMPT, guided("REGEX", hidden, **bans)))
+        assert stream.token_ids[0] == word[0]
+        assert stream.end
+        assert isinstance(stream.end.error, InvalidField) != fits
+        assert fits or "lexer error: too many" in str(stream.end.error)
 
 
 async def test_other_text_than_that_of_the_guide_cannot_go_on(engine: Harness, model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -211,3 +212,11 @@ def test_nothing_invalid_is_accepted(compiler: GuidanceCompiler, tokenizer: Toke
     print(f"{len(groups)} groups, {len(kept)} kept")
     assert wrong == []
     assert len(kept) > 100
+
+
+def test_expression_that_explodes_is_refused_soon(compiler: GuidanceCompiler) -> None:
+    """The library's own limits let it take a step several seconds."""
+    began = time.process_time()
+    with pytest.raises(InvalidField, match="too many expressions"):
+        compiler(GuidedDecoding(pb.GUIDE_TYPE_REGEX, "x((a{1000}){1000})"))
+    assert time.process_time() - began < 1.5

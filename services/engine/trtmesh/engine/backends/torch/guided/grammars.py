@@ -43,29 +43,35 @@ class Matcher(Protocol):
         """Follows tokens as far as the grammar allows. Returns how many."""
 
     def fill(self, row: Row) -> str:
-        """Sets the bits of the ids allowed next, and clears all others and those of end ids. Returns why the grammar
-        cannot be followed any further, or ''."""
+        """Sets the bits of the ids allowed next, and clears all others and those of end ids. Returns the problem."""
 
     @property
     def may_end(self) -> bool:
         """Whether the text so far is complete."""
+
+    @property
+    def problem(self) -> str:
+        """Why the grammar cannot be followed any further, or ''."""
 
 
 Compile = Callable[[GuidedDecoding], Matcher]
 """The place before the first token. Raises InvalidField for a guide that cannot be kept."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Grammar:
     """A compiled guide."""
 
     start: Matcher
+    is_spoilt: bool = False
+    """Whether its automaton, which all its sequences share, is at the limit of its size."""
 
 
 class Guide:
     """The generated tokens of a sequence in its grammar."""
 
     def __init__(self, grammar: Grammar, prompt_tokens: int) -> None:
+        self._grammar = grammar
         self._matcher = grammar.start.copy()
         self._next = prompt_tokens
         self.problem = ""
@@ -74,13 +80,15 @@ class Guide:
     def catch_up(self, tokens: SequenceOf[int]) -> None:
         """Takes in the tokens added since the last call."""
         if self._matcher.accept(tokens[self._next :]) < len(tokens) - self._next:
-            self.problem = self.problem or "a generated token does not follow the grammar"
+            refused = self._matcher.problem or "a generated token does not follow the grammar"
+            self.problem = self.problem or refused
         self._next = len(tokens)
 
     def fill(self, row: Row, end_ids: Iterable[int]) -> None:
         """Sets the bits of the tokens allowed next; of end ids only where the text may end."""
         self.problem = self.problem or self._matcher.fill(row)
         if self.problem:
+            self._grammar.is_spoilt = True
             row[:] = 0
             return
         may_end = self._matcher.may_end
@@ -127,7 +135,7 @@ class Grammars:
         name = digest_of(asked)
         with self._lock:
             grammar = self._kept.get(name)
-        if grammar is None:
+        if grammar is None or grammar.is_spoilt:
             grammar = Grammar(self._compile_guide(asked))
         with self._lock:
             self._kept[name] = grammar

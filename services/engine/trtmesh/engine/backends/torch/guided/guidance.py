@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 65_536
 MAX_LEXER_STATES = 16_384
 """Of a kilobyte or two each."""
+INITIAL_LEXER_FUEL = 30_000
+"""Bounds the largest expression. With the library's million, `x((a{1000}){1000})` takes a step several seconds."""
 JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
 
 
@@ -46,11 +48,15 @@ class GuidanceMatcher:
         self._own.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         for token in self._end_ids:
             row[token >> 3] &= 0xFF ^ (1 << (token & 7))
-        return _sentence(self._own.get_error()) if self._own.is_error() else ""
+        return self.problem
 
     @property
     def may_end(self) -> bool:
         return self._own.is_accepting()
+
+    @property
+    def problem(self) -> str:
+        return _sentence(self._own.get_error()) if self._own.is_error() else ""
 
 
 class GuidanceCompiler:
@@ -63,7 +69,13 @@ class GuidanceCompiler:
 
     def __call__(self, asked: GuidedDecoding) -> GuidanceMatcher:
         """Implements Compile."""
-        asked = plain(asked)
+        try:
+            return self._of(plain(asked))
+        except (ValueError, ArithmeticError) as error:
+            # Numbers of thousands of digits, NaN, halves of surrogate pairs.
+            raise InvalidField(f"cannot be read: {_sentence(str(error))}", field=FIELD) from None
+
+    def _of(self, asked: GuidedDecoding) -> GuidanceMatcher:
         guide = asked.guide or ""
         if len(guide.encode()) > MOST_BYTES:
             raise InvalidField.of(FIELD, f"{len(guide.encode())} bytes", f"at most {MOST_BYTES}")
@@ -101,19 +113,34 @@ class GuidanceCompiler:
         if problem:
             place = place_of(problem, schema, problem_of)
             raise InvalidField(f"at {place} cannot be followed: {problem}", field=FIELD)
-        return GuidanceMatcher(own, self._tokenizer.eos_tokens)
+        return self._begun(own)
 
     def _compiled(self, grammar: str) -> GuidanceMatcher:
         own, problem = self._try(grammar)
         if problem:
             raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
+        return self._begun(own)
+
+    def _begun(self, own: LLMatcher) -> GuidanceMatcher:
+        """The first mask may take as long as a thousand others, and copies share what was made for it. A second one
+        fails where the first met a limit."""
+        for _ in range(2):
+            first = own.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                problem = _sentence(first.get_error())
+                raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
         return GuidanceMatcher(own, self._tokenizer.eos_tokens)
 
     def _try(self, grammar: str) -> tuple[LLMatcher, str]:
         """A grammar at its start, and why it cannot be followed or would be followed in part only."""
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES,
+            initial_lexer_fuel=INITIAL_LEXER_FUEL,
+            verbose_errors=False,
+        )
         own = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         problem = own.get_error() or "; ".join(own.get_grammar_warnings())
         return own, _sentence(problem)
