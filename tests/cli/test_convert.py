@@ -91,10 +91,10 @@ def test_worker_names_the_command(directory: Path, weights: dict[str, Tensor]) -
 def test_existing_safetensors_are_replaced_by_force_alone(
     directory: Path, weights: dict[str, Tensor]
 ) -> None:
-    sharded(directory, weights)
-    assert trtmesh("convert", str(directory)).returncode == 0
-    (directory / "pytorch_model.bin.index.json").unlink()
     torch.save(weights, directory / GPT2)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name in (*shards, "model.safetensors.index.json"):
+        (directory / name).touch()
     refused = trtmesh("convert", str(directory))
     assert refused.returncode == 2
     assert "--force replaces it" in refused.stderr

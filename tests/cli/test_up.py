@@ -189,7 +189,7 @@ def test_one_process_serves_and_is_restarted() -> None:
         assert result.returncode == 0, result.stderr
         told = trtmesh("status", "--admin", stack.admin, "--json")
         assert [each["worker"] for each in json.loads(told.stdout)["workers"]] == ["engine-0"]
-        long = ("--router", router, "--max-tokens", "3000", "--json", "hi")
+        long = ("--router", router, "--max-tokens", "500", "--json", "hi")
         with running("generate", *long) as request:
             request.wait_for('"tokens"')
             stack.signal(signal.SIGTERM)

@@ -102,7 +102,7 @@ def settings_of(root: Path) -> dict[str, int]:
     return counts
 
 
-def _static(root: Path) -> Iterator[str]:
+def static(root: Path) -> Iterator[str]:
     yield f"{'lines by room':40}{'lines':>8}{'code':>8}{'docs':>8}"
     whole, tools = Size(), Size()
     for room, size in rooms(root).items():
@@ -161,7 +161,7 @@ def main() -> None:
     if os.environ.get("PYTHONPATH") != path:
         # The processes, and the stubs of this one, are those of the measured tree.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONPATH": path})
-    for line in _static(root):
+    for line in static(root):
         print(line)
     if not arguments.without_way:
         for line in _ways(root, arguments.repeats, files=arguments.files):

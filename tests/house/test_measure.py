@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from house.measure import ROOT, Size, class_names_twice, settings_of, size_of
+from house.measure import ROOT, Size, class_names_twice, settings_of, size_of, static
 from house.profiled import CountedLoop, Crossings
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -97,9 +97,17 @@ def double(number: int) -> int:
     return 2 * number
 
 
-@pytest.fixture(scope="module")
-def printed() -> list[str]:
-    """The lines of the script for this tree, with the files of the ways."""
+def test_every_room_of_the_product_is_measured() -> None:
+    _, *table = itertools.takewhile(bool, static(ROOT))
+    sizes = {line[:40].strip(): [int(each) for each in line[40:].split()] for line in table}
+    assert {"router/requests", "engine/backends/torch", "tokenizer", "cli", "client"} <= set(sizes)
+    assert all(
+        lines > code > 0 for room, (lines, code, *_) in sizes.items() if room != "engine/backends"
+    )
+
+
+@pytest.mark.soak
+def test_script_follows_a_prompt_through_three_processes() -> None:
     script = Path(__file__).with_name("measure.py")
     environment = {**os.environ, "PYTHONPATH": ""}
     result = subprocess.run(
@@ -109,19 +117,7 @@ def printed() -> list[str]:
         check=True,
         env=environment,
     )
-    return result.stdout.splitlines()
-
-
-def test_script_measures_every_room_of_the_product(printed: list[str]) -> None:
-    _, *table = itertools.takewhile(bool, printed)
-    sizes = {line[:40].strip(): [int(each) for each in line[40:].split()] for line in table}
-    assert {"router/requests", "engine/backends/torch", "tokenizer", "cli", "client"} <= set(sizes)
-    assert all(
-        lines > code > 0 for room, (lines, code, *_) in sizes.items() if room != "engine/backends"
-    )
-
-
-def test_script_follows_a_prompt_through_three_processes(printed: list[str]) -> None:
+    printed = result.stdout.splitlines()
     assert any(line.startswith("native prompt of 3 tokens:") for line in printed)
     assert any(line.startswith("ensemble stream of 3 tokens:") for line in printed)
     for file in (

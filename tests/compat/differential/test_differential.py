@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from compat.differential.cases import Case
 from compat.differential.clients import Clients
-from compat.differential.drawing import REQUESTS, draw
+from compat.differential.drawing import REQUESTS, SEED, draw
 from compat.differential.reference import Reference
 from compat.differential.relations import Relations
 from compat.differential.results import Disagreement
@@ -21,7 +21,7 @@ from compat.plain_http import PlainHttp
 from compat.triton import Triton
 from e2e.mesh import DEMO, running_mesh
 
-SEED, FIRST, COUNT = map(int, os.environ.get("DIFFERENTIAL", f"1:0:{REQUESTS}").split(":"))
+DRAWN, FIRST, COUNT = map(int, os.environ.get("DIFFERENTIAL", f"{SEED}:0:{REQUESTS}").split(":"))
 AT_ONCE = 48
 ENGINE = (
     *("--model-dir", str(DEMO), "--torch-dtype", "float32", "--torch-threads", "1"),
@@ -48,7 +48,7 @@ async def test_answers_agree_in_every_way_to_ask() -> None:
                     return f"{wrong}\n{shown(case)}"
                 return None
 
-        found = await asyncio.gather(*(fault(draw(SEED, FIRST + n)) for n in range(COUNT)))
+        found = await asyncio.gather(*(fault(draw(DRAWN, FIRST + n)) for n in range(COUNT)))
         faults = [each for each in found if each]
         assert not faults, f"{len(faults)} of {COUNT} requests:\n\n" + "\n\n".join(faults)
         await mesh.idle()

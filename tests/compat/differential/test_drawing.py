@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from compat.differential.drawing import REQUESTS, draw
+from compat.differential.drawing import REQUESTS, SEED, draw
 from compat.differential.tensors import CORE_NAMES, OLD_NAMES, tensors
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
 
 MODELS = triton_models(TritonSettings())
-CASES = [draw(1, number) for number in range(REQUESTS)]
+CASES = [draw(SEED, number) for number in range(REQUESTS)]
 NOT_DRAWN = {
     # Read by the template, or without an effect to compare.
     *("stop", "pad_id", "input_ids", "input_lengths", "text_input", "prompt_vocab_size"),
@@ -29,8 +29,8 @@ REFUSED = (
 
 
 def test_seed_and_number_repeat_a_case() -> None:
-    assert [draw(1, number) for number in range(REQUESTS)] == CASES
-    assert draw(2, 0) != CASES[0]
+    assert [draw(SEED, number) for number in range(REQUESTS)] == CASES
+    assert draw(SEED + 1, 0) != CASES[0]
 
 
 def test_cases_have_every_input_of_the_models() -> None:

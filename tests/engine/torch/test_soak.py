@@ -11,7 +11,7 @@ import pytest
 from engine.torch.conftest import Device
 
 SOAK = Path(__file__).parents[3] / "bench" / "soak.py"
-REQUESTS, SECONDS = 1000, 90.0
+REQUESTS, SECONDS = 600, 90.0
 GPU_REQUESTS, GPU_MINUTES = 10_000, 5.0
 
 
@@ -44,4 +44,4 @@ async def test_soak_leaves_no_blocks_and_no_memory(
     assert figures["preemptions"] > 0
     assert figures["used_host_blocks"] > 0
     given = {"prompt_log_probs", "context_logits", "generation_logits", "bad_table"}
-    assert given <= {name for name, count in figures["given"].items() if count > 20}
+    assert given <= {name for name, count in figures["given"].items() if count > 10}
