@@ -96,5 +96,7 @@ class Forwarder(ABC, Generic[Message]):
                     return
         except Exception as error:  # noqa: BLE001 - `forward` raises it
             handed.set_exception(error)
+            # The error's frames have this one: in a cycle they would keep what they hold.
+            del handed
         else:
             handed.set_result(message)

@@ -65,6 +65,8 @@ class Pipe(Generic[Message]):
         except Exception as error:  # noqa: BLE001 - `each` raises it
             if not change.done():
                 change.set_exception(error)
+            # The error's frames have this one: in a cycle they would keep what they hold.
+            del change
         return True
 
     async def put(self, message: Message) -> None:

@@ -425,6 +425,8 @@ class ReceivedMessages:
         except Exception as error:  # noqa: BLE001 - `each` raises it
             if not changed.done():
                 changed.set_exception(error)
+            # The error's frames have this one: in a cycle they would keep what they hold.
+            del changed
         if self._counted or reader.size:
             self._count()
         if self._window < self._window_size // 2:
