@@ -209,7 +209,9 @@ class Drafting:
             guesses = self._guesses(drafter, list(zip(sequences, most, strict=True)))
             lengths = self.lengths.choose(rows, rates, list(map(len, guesses)))
         else:
-            lengths = self.lengths.choose(rows, rates, most)
+            # A further draft costs a step of the drafter, whether for one sequence or for all.
+            mean = sum(rates) / len(rates)
+            lengths = self.lengths.choose(rows, [mean] * len(rates), most)
             guesses = self._guesses(drafter, list(zip(sequences, lengths, strict=True)))
         for each, sequence, guess in zip(followed, sequences, guesses, strict=True):
             each.guess, each.guessed_at = guess, len(sequence.tokens)

@@ -24,8 +24,9 @@ PRIOR = 0.3
 """Weight of the assumed cost, in steps of four drafts."""
 ASSUMED_SHARE = 0.5
 """Assumed cost of a draft, as a share of that of a sequence in a batch of at least four."""
-RETRY_STEPS = 512
-"""Where drafts do not pay, a step in so many has some."""
+FIRST_RETRY, RETRY_STEPS = 16, 512
+"""Where drafts do not pay, some are tried again after so many steps: at first soon, since a single step may have been
+slow for another reason, then after twice as many each time, up to the second number."""
 PLAIN_EVERY = 64
 """Where they pay, a step in so many has none."""
 OUTLIER = 3.0
@@ -72,9 +73,10 @@ class AdaptiveLengths:
         lengths = [_paying(rate, cap, price) for rate, cap in zip(rates, most, strict=True)]
         worth = sum(map(_expected, rates, lengths)) - price * sum(lengths)
         if worth > fixed:
+            costs.retry_after = FIRST_RETRY
             return lengths
         # How many drafts come is up to the drafter: steps without any do not count.
-        if costs.plain_in_a_row >= RETRY_STEPS:
+        if costs.plain_in_a_row >= costs.retry_after:
             return [min(2, each) for each in most]
         return none
 
@@ -110,6 +112,7 @@ class StepCosts:
         self.fixed = self.each = 0.0
         """Further seconds of a step with drafts, and of each draft."""
         self.plain_in_a_row = self.drafted_in_a_row = 0
+        self.retry_after = FIRST_RETRY
         # Sums over steps with drafts: 1, drafts, drafts², seconds beyond the plain time, and these times drafts.
         self._sums = [0.0] * 5
 
@@ -136,6 +139,8 @@ class StepCosts:
         self._sums = [DECAY * old + new for old, new in zip(self._sums, news, strict=True)]
         self._fit(rows)
         self.drafted_in_a_row += 1
+        if self.plain_in_a_row >= self.retry_after:
+            self.retry_after = min(2 * self.retry_after, RETRY_STEPS)
         self.plain_in_a_row = 0
 
     def _fit(self, rows: int) -> None:
