@@ -98,6 +98,8 @@ soak: $(INSTALLED_DEV)  ## Run searches and rounds of faults with fresh examples
 	    $$(git grep -l 'hypothesis' -- 'tests/**/test_*.py')
 	$(BIN)/pytest -n 2 --timeout=0 -m soak
 	$(BIN)/pytest -s tests/oracle/test_handoffs.py --forms=$(SEED)
+	$(BIN)/pytest --timeout=0 --combinations=100 -k any_combination \
+	    tests/engine/torch/test_any_combination.py tests/engine/torch/test_handoffs.py
 	DIFFERENTIAL=$(SEED):0:300 $(BIN)/pytest -s --timeout=0 tests/compat/differential
 	$(MAKE) chaos SEEDS=$(SEED)-$$(($(SEED) + 19))
 

@@ -142,7 +142,9 @@ async def test_handed_over_item_equals_one_worker(llama: Path, name: str) -> Non
     await check(llama, Item(PROMPT, CONFIGS[name], 2))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(more, marks=pytest.mark.soak) for more in (2, 3))]
+)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 async def test_chunks_blocks_and_parts_of_any_size(
     family: str, seed: int, model_dir: ModelDir
@@ -475,7 +477,7 @@ def hashes_of(item: Item, receiver: Harness) -> list[int]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "number" in metafunc.fixturenames:
         rounds = metafunc.config.getoption("--combinations", default=None)
-        metafunc.parametrize("number", range(rounds or 9))
+        metafunc.parametrize("number", range(rounds or 6))
 
 
 async def test_any_combination_equals_each_item_alone(number: int, model_dir: ModelDir) -> None:
