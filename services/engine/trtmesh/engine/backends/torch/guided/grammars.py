@@ -7,6 +7,7 @@ worker like any sequence: the tokens are followed again from the first, at about
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -28,6 +29,10 @@ MOST_WAITING = 256
 """Guided items between their submission and their end, times sequences counted once."""
 MOST_KEPT = 32
 """Grammars kept after their last use; each takes up to 32 MiB while it is followed."""
+
+FREE_SECONDS, SECONDS_OF_TOKEN = 0.25, 0.002
+"""Most CPU time to follow a guide. Schemas take microseconds a token; a grammar with many readings of a text takes more
+with each token, in the steps of all sequences."""
 
 Row = NDArray[np.uint8]
 """A bit for each id, those of a byte from the lowest on."""
@@ -73,20 +78,25 @@ class Guide:
     def __init__(self, grammar: Grammar, prompt_tokens: int) -> None:
         self._grammar = grammar
         self._matcher = grammar.start.copy()
-        self._next = prompt_tokens
+        self._prompt_tokens = self._next = prompt_tokens
+        self._seconds = 0.0
         self.problem = ""
         """Why the grammar can be followed no further."""
 
     def catch_up(self, tokens: SequenceOf[int]) -> None:
         """Takes in the tokens added since the last call."""
+        began = time.thread_time()
         if self._matcher.accept(tokens[self._next :]) < len(tokens) - self._next:
             refused = self._matcher.problem or "a generated token does not follow the grammar"
             self.problem = self.problem or refused
         self._next = len(tokens)
+        self._count(began)
 
     def fill(self, row: Row, end_ids: Iterable[int]) -> None:
         """Sets the bits of the tokens allowed next; of end ids only where the text may end."""
+        began = time.thread_time()
         self.problem = self.problem or self._matcher.fill(row)
+        self._count(began)
         if self.problem:
             self._grammar.is_spoilt = True
             row[:] = 0
@@ -98,6 +108,13 @@ class Guide:
                 row[token >> 3] |= bit
             else:
                 row[token >> 3] &= 0xFF ^ bit
+
+    def _count(self, began: float) -> None:
+        self._seconds += time.thread_time() - began
+        tokens = self._next - self._prompt_tokens
+        if self._seconds > FREE_SECONDS + SECONDS_OF_TOKEN * tokens:
+            took = f"it took {self._seconds * 1000:.0f} ms for {tokens} tokens"
+            self.problem = self.problem or f"{took}, and may take 2 ms for each"
 
 
 class Grammars:

@@ -26,7 +26,7 @@ MOST_BYTES = 65_536
 MAX_LEXER_STATES = 16_384
 """Of a kilobyte or two each."""
 INITIAL_LEXER_FUEL = 30_000
-"""Bounds the largest expression. With the library's million, `x((a{1000}){1000})` takes a step several seconds."""
+"""Bounds the largest expression. With the library's million, `((a{1000}){1000})` takes a second of CPU time."""
 JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
 
 
