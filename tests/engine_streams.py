@@ -54,11 +54,12 @@ class RunningEngine:
 
 @asynccontextmanager
 async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEngine]:
-    """Serves `backend` inside the block, then stops as the chassis does."""
+    """Serves `backend` inside the block, then stops as the chassis does. Transports that no setting names are those of
+    one host: an agent of NIXL takes most of the CPU of a short test."""
     runtime, limits = Runtime(), settings.pop("handoff_limits", HANDOFF_LIMITS)
-    chosen = EngineSettings.model_validate(
-        {"backend": "simulated", "load_interval_seconds": 0.01} | settings
-    )
+    defaults = {"backend": "simulated", "load_interval_seconds": 0.01}
+    handoff = {"transports": ("shared_memory", "grpc")} | settings.pop("handoff", {})
+    chosen = EngineSettings.model_validate(defaults | settings | {"handoff": handoff})
     service = EngineService(chosen, runtime, backend, limits)
     open_gateways(service, chosen)
     runtime.health = Health(service.service_names)
