@@ -1,4 +1,4 @@
-"""Decoding beyond a token a step: `speculation`, drafts of several kinds against none."""
+"""Decoding beyond plain tokens: `speculation`, drafts of several kinds, and `guided`, grammars, each against none."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import json
 import sys
 from collections.abc import Callable
 
+import _guided
 import _speculation
 
-PARTS: dict[str, Callable[[list[str]], dict[str, object]]] = {"speculation": _speculation.main}
+PARTS: dict[str, Callable[[list[str]], dict[str, object]]] = {
+    "speculation": _speculation.main,
+    "guided": _guided.main,
+}
 
 
 def main() -> int:

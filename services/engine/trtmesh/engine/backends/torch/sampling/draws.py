@@ -55,6 +55,9 @@ STREAMS = 2**12
 FEW_BLOCKS = 0.3
 """Up to this share of blocks with tokens to keep, blocks are hashed without a bound on the noise."""
 
+LEAST = float(np.finfo(np.float32).min)
+"""The lowest logit of a token that may win."""
+
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
@@ -209,7 +212,8 @@ class _LikelyTokens:
 
     def winners(self) -> NDArray[np.int64]:
         """The winners [rows]."""
-        needed = self.lowest.repeat(self.maxima.shape[1], axis=1)
+        # Tokens that bans and grammars forbid have no chance, though they reach a bound of none.
+        needed = np.maximum(self.lowest, LEAST).repeat(self.maxima.shape[1], axis=1)
         likely = self.maxima >= needed
         if np.count_nonzero(likely) > FEW_BLOCKS * likely.size:
             needed = self._needed()
@@ -230,7 +234,7 @@ class _LikelyTokens:
         reached = sums.max(axis=1, keepdims=True)
         enough = reached * (1 - np.copysign(SLACK, reached)) - SLACK
         needed: NDArray[np.float64] = (enough - noise) * self.temperatures
-        return np.maximum(needed, self.lowest)
+        return np.maximum(needed, np.maximum(self.lowest, LEAST))
 
     def _best(self, indexes: NDArray[np.int64]) -> NDArray[np.int64]:
         """The winners [rows] among the logits at ascending indexes of the flat `blocks`."""

@@ -1,0 +1,222 @@
+"""Times of compiling schemas and of filling masks by vocabulary, and tokens a second of guided streams over plain ones.
+
+Everything runs in this process. The larger vocabulary is the demo model's with made up tokens, pairs of others. Streams
+take turns, plain and guided by one schema or by one each, with the same prompts; only steps in which all decode count.
+Their seconds are CPU time of this process, with one thread: other processes do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding, Sampling, Stopping
+from trtmesh.engine.admission import admit
+from trtmesh.engine.backend import Submission
+from trtmesh.engine.backends.torch.guided.grammars import Grammar, Guide
+from trtmesh.engine.backends.torch.guided.guidance import GuidanceCompiler, compiler_for
+from trtmesh.engine.backends.torch.loading import load_engine
+from trtmesh.engine.backends.torch.model.weights import weight_files
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.sequence import sequences_of
+from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.v1 import generation_pb2 as pb
+
+DEMO = Path(__file__).parents[1] / "models" / "demo"
+DEMO_IDS = 6144
+MOST_WALKED = 60
+"""Tokens of a random answer under a schema."""
+PROMPT = list(range(100, 356))
+NEW_TOKENS = 96
+TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+ENTRY = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "count": {"type": "integer", "minimum": 0, "maximum": 10_000},
+        "kind": {"enum": ["small", "large", "none"]},
+        "tags": {"type": "array", "items": TEXT, "maxItems": 5},
+    },
+    "required": ["name", "count", "kind"],
+    "additionalProperties": False,
+}
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {"type": "object"},
+    ENTRY,
+    {"type": "array", "items": ENTRY, "minItems": 2},
+    {"type": "object", "properties": {f"field_{n}": ENTRY for n in range(20)}},
+    {"enum": [f"value number {n}" for n in range(500)]},
+    {"type": "string", "pattern": "^[A-Z]{2}[0-9]{2}( [A-Z0-9]{4}){3,7}$"},
+    {"type": "string", "format": "date-time"},
+    {"anyOf": [ENTRY, TEXT, NUMBER, {"type": "array", "items": NUMBER}]},
+    {"$defs": {"t": {"type": "object", "properties": {"l": {"$ref": "#/$defs/t"}, "v": NUMBER},
+                     "additionalProperties": False}}, "$ref": "#/$defs/t"},
+    {"type": "string", "maxLength": 5000},
+)  # fmt: skip
+
+
+def main(arguments: list[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[DEMO_IDS, 129_280])
+    parser.add_argument("--schemas", type=Path, help="MaskBench's, in place of those built in")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args(arguments)
+    schemas = SCHEMAS
+    if options.schemas:
+        cases = json.loads(options.schemas.read_text(encoding="utf-8"))
+        schemas = tuple(case["schema"] for case in cases)
+    results: dict[str, Any] = {"grammars": [], "streams": []}
+    for size in options.vocabularies:
+        results["grammars"].append(grammars(size, schemas))
+        print(results["grammars"][-1], file=sys.stderr)
+    lab = Lab()
+    for rows in options.rows:
+        results["streams"].append(lab.compare(rows, options.rounds))
+        print(results["streams"][-1], file=sys.stderr)
+    return results
+
+
+def grammars(size: int, schemas: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """Milliseconds to compile the schemas, and microseconds to fill the masks of random answers."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "tokenizer.json").write_text(tokenizer_of(size), encoding="utf-8")
+        started = time.perf_counter()
+        compiler = compiler_for(Path(folder), size, [0], 8)
+        seconds = time.perf_counter() - started
+    assert compiler
+    compiles, masks, refused = list[float](), list[float](), 0
+    dice = np.random.default_rng(1)
+    for schema in schemas:
+        started = time.perf_counter()
+        grammar = compiled(compiler, schema)
+        compiles.append((time.perf_counter() - started) * 1e3)
+        if grammar is None:
+            refused += 1
+            continue
+        guide, tokens, row = Guide(grammar, 0), list[int](), np.zeros(-(-size // 8), np.uint8)
+        while len(tokens) < MOST_WALKED:
+            guide.catch_up(tokens)
+            started = time.perf_counter()
+            guide.fill(row, [0])
+            masks.append((time.perf_counter() - started) * 1e6)
+            allowed = np.flatnonzero(np.unpackbits(row, bitorder="little"))
+            tokens.append(int(dice.choice(allowed)))
+            if tokens[-1] == 0:
+                break
+    return {
+        "ids": size,
+        "tokenizer_s": round(seconds, 2),
+        "schemas": len(schemas),
+        "refused": refused,
+        "compile_ms": quantiles(compiles),
+        "mask_us": quantiles(masks),
+    }
+
+
+def compiled(compiler: GuidanceCompiler, schema: dict[str, Any]) -> Grammar | None:
+    try:
+        return Grammar(compiler(GuidedDecoding(pb.GUIDE_TYPE_JSON_SCHEMA, json.dumps(schema))))
+    except InvalidField:
+        return None
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(float(np.quantile(values, share)), 1) for name, share in shares.items()}
+
+
+def tokenizer_of(size: int) -> str:
+    """The demo model's tokenizer.json with made up merges."""
+    content = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    texts, dice = list(vocabulary)[300:], np.random.default_rng(1)
+    while len(vocabulary) < size:
+        one, other = (texts[at] for at in dice.integers(len(texts), size=2))
+        if one + other not in vocabulary:
+            vocabulary[one + other] = len(vocabulary)
+            content["model"]["merges"].append([one, other])
+    return json.dumps(content)
+
+
+class Lab:
+    """A loaded engine whose streams are guided or not."""
+
+    def __init__(self) -> None:
+        limits = {"max_batch_size": 64}
+        settings = TorchSettings.model_validate(
+            {"threads": 1, "kv_cache": {"prefix_reuse": False}, "limits": limits}
+        )
+        self._loaded = load_engine(DEMO, weight_files(DEMO), settings)
+        compiler = compiler_for(DEMO, DEMO_IDS, self._loaded.info.end_ids, 8)
+        assert compiler
+        # No answer ends before its last token.
+        entries: dict[str, Any] = {"type": "array", "items": ENTRY, "minItems": 1000}
+        self._grammars = [
+            compiled(compiler, {**entries, "title": str(number)}) for number in range(64)
+        ]
+        self._keys = count()
+
+    def compare(self, rows: int, rounds: int) -> dict[str, Any]:
+        modes = {"plain": 0, "one schema": 1, "a schema each": rows}
+        rates: dict[str, list[float]] = {mode: [] for mode in modes}
+        for _ in range(rounds + 1):
+            for mode, schemas in modes.items():
+                rates[mode].append(self._rate(rows, schemas))
+        # The first round warms up.
+        kept = {mode: found[1:] for mode, found in rates.items()}
+        over = {
+            mode: round(
+                statistics.median(a / b for a, b in zip(found, kept["plain"], strict=True)), 3
+            )
+            for mode, found in kept.items()
+            if mode != "plain"
+        }
+        return {
+            "rows": rows,
+            "plain_tokens_s": round(statistics.median(kept["plain"]), 1),
+            "over_plain": over,
+        }
+
+    def _rate(self, rows: int, schemas: int) -> float:
+        """Tokens a second of the steps in which all decode."""
+        engine = self._loaded.engine
+        for row in range(rows):
+            self._add(row, self._grammars[row % schemas] if schemas else None)
+        seconds, tokens = 0.0, 0
+        while engine.scheduler.has_work:
+            running = engine.scheduler.running
+            decodes = len(running) == rows and all(
+                len(each.tokens) == each.num_computed + 1 for each in running
+            )
+            started = time.process_time()
+            output = engine.collect(engine.launch())
+            if decodes:
+                seconds += time.process_time() - started
+                tokens += len(output.token_ids)
+            assert not any(end.error for end in output.ends)
+        return tokens / seconds
+
+    def _add(self, row: int, grammar: Grammar | None) -> None:
+        asked = GuidedDecoding(pb.GUIDE_TYPE_JSON) if grammar else None
+        config = GenerationConfig(
+            stopping=Stopping(max_tokens=NEW_TOKENS, ignore_end_id=True),
+            sampling=Sampling(temperature=1.0, seed=row),
+            guided_decoding=asked,
+        )
+        item = Submission((next(self._keys),), "", row, 0, PROMPT, 0, config)
+        sequences = sequences_of(
+            item, item.keys, admit(item, self._loaded.info), TokenRules(config)
+        )
+        for sequence in sequences:
+            sequence.grammar = grammar
+        self._loaded.engine.add(item.keys, sequences)
