@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -27,6 +28,8 @@ MAX_LEXER_STATES = 16_384
 """Of a kilobyte or two each."""
 INITIAL_LEXER_FUEL = 30_000
 """Bounds the largest expression. With the library's million, `((a{1000}){1000})` takes a second of CPU time."""
+TEMPERATURE = re.compile(r"^[ \t]*\w+\[[^\]\n]*\btemperature\s*=", re.MULTILINE)
+"""An attribute of a rule in Lark's notation."""
 JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
 
 
@@ -187,6 +190,9 @@ def _lark(text: str) -> str:
     if "%json" in text:
         # Beyond the limits of schemas.
         raise InvalidField("has %json, which a grammar must not contain", field=FIELD)
+    if TEMPERATURE.search(text):
+        # The library leaves it to the caller.
+        raise InvalidField("has a temperature, which is that of the item alone", field=FIELD)
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # noqa: BLE001 - a parser in Python, with errors of every kind
