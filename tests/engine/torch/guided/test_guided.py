@@ -132,6 +132,8 @@ async def test_item_without_a_token_to_choose_ends_with_the_fields_to_blame(
         ("JSON_SCHEMA", "[" * 5000, "is not JSON: "),
         ("JSON_SCHEMA", '{"items":' * 70 + "{}" + "}" * 70, "is nested deeper than 64 levels"),
         ("JSON_SCHEMA", json.dumps({"enum": list(range(10_000))}), "at /enum brings the values"),
+        ("JSON_SCHEMA", json.dumps({"items": {"properties": {f"p{n}": {} for n in range(501)}}}),
+         "at /items/properties has more than 500 properties"),
         ("JSON_SCHEMA", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 0.9967}]}',
          "at /allOf/1/multipleOf brings the least common multiple"),
         ("JSON_SCHEMA", '{"x-guidance": {"lenient": true}, "not": {}}', "at x-guidance is not taken"),

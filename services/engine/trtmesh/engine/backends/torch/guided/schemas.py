@@ -15,6 +15,8 @@ from trtmesh.chassis.json_text import load_json
 FIELD = "guided_decoding.guide"
 MOST_DEPTH = 64
 MOST_ENUM_VALUES = 5_000
+MOST_PROPERTIES = 500
+"""Of one object: the time to compile them grows with their square, to seconds for 2,000."""
 MOST_MULTIPLE = 10_000
 """Largest common multiple of all `multipleOf`, without trailing zeros: the automaton has a state for each remainder."""
 MOST_SECONDS = 0.1
@@ -41,6 +43,9 @@ def read_schema(text: str) -> Schema:
             values += len(part["enum"])
             if values > MOST_ENUM_VALUES:
                 _refuse(f"{path}/enum", f"brings the values of enums above {MOST_ENUM_VALUES}")
+        properties = part.get("properties")
+        if isinstance(properties, dict) and len(properties) > MOST_PROPERTIES:
+            _refuse(f"{path}/properties", f"has more than {MOST_PROPERTIES} properties")
         number = part.get("multipleOf")
         if isinstance(number, int | float) and number > 0:
             digits = int("".join(map(str, Decimal(repr(number)).as_tuple().digits)).rstrip("0"))
