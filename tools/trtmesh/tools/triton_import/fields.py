@@ -16,7 +16,7 @@ from trtmesh.tools.triton_import.parameters import (
     NO_ENCODER,
     NO_PATHS,
     NO_PICTURES,
-    NO_SPECULATION,
+    OTHER_DRAFTS,
     has_adapters,
 )
 from trtmesh.tools.triton_import.recipes import Recipe, RepositoryModel
@@ -72,7 +72,13 @@ REFUSED_INPUTS: Mapping[str, Sequence[str]] = {
     ),
     NO_PATHS: ("lora_path", "lora_ckpt_source"),
     NO_ADAPTERS: ("lora_",),
-    NO_SPECULATION: ("draft_", "num_draft_tokens", "use_draft_logits", "lookahead_"),
+    OTHER_DRAFTS: (
+        "draft_logits",
+        "draft_acceptance_threshold",
+        "num_draft_tokens",
+        "use_draft_logits",
+        "lookahead_",
+    ),
     NO_CODE: ("sampling_param_logits_post_processor_name",),
     NO_CANDIDATES: ("sampling_param_best_of",),
 }

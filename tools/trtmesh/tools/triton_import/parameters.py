@@ -67,8 +67,9 @@ NO_PATHS = (
 )
 BY_BYTES = "adapters in host memory are limited by bytes: engine.torch.adapters.host_bytes"
 NOT_AT_START = "adapters are loaded when a request names them; `trtmesh adapters add` registers one by its directory"
-NO_SPECULATION = (
-    "the embedded engine does not speculate; every other request is served the same, token by token"
+OTHER_DRAFTS = (
+    "the embedded engine finds drafts by engine.torch.drafts and verifies draft_input_ids; answers are those without"
+    " drafts"
 )
 NO_ENCODER = "the embedded engine runs decoder-only models"
 NO_SPEECH = "the mesh generates text from text and takes no speech"
@@ -178,7 +179,7 @@ def _chunked_context(subject: Subject, draft: Draft) -> None:
 
 def _decoding(subject: Subject, draft: Draft) -> None:
     if subject.value in SPECULATIVE:
-        draft.refuse(subject, NO_SPECULATION)
+        draft.refuse(subject, OTHER_DRAFTS)
     else:
         draft.carry(subject, (*TORCH, "decoding_mode"), DECODING(subject))
 
@@ -290,13 +291,13 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "lora_cache_max_adapter_size": with_adapters(engine("adapters.max_rank", positive)),
     "lora_cache_optimal_adapter_size": with_adapters(replaced(ADAPTER_PAGES)),
     "lora_prefetch_dir": _prefetch,
-    "lookahead_window_size": unsupported(NO_SPECULATION),
-    "lookahead_ngram_size": unsupported(NO_SPECULATION),
-    "lookahead_verification_set_size": unsupported(NO_SPECULATION),
-    "medusa_choices": unsupported(NO_SPECULATION),
-    "eagle_choices": unsupported(NO_SPECULATION),
+    "lookahead_window_size": unsupported(OTHER_DRAFTS),
+    "lookahead_ngram_size": unsupported(OTHER_DRAFTS),
+    "lookahead_verification_set_size": unsupported(OTHER_DRAFTS),
+    "medusa_choices": unsupported(OTHER_DRAFTS),
+    "eagle_choices": unsupported(OTHER_DRAFTS),
     "speculative_decoding_fast_logits": only(
-        truth, value=False, text="there are no drafts", reason=NO_SPECULATION
+        truth, value=False, text="there are no drafts", reason=OTHER_DRAFTS
     ),
     "gpu_weights_percent": only(share, value=1.0, text=RESIDENT),
     "enable_context_fmha_fp32_acc": replaced(KERNELS),
@@ -344,7 +345,7 @@ BLS_PARAMETERS: Mapping[str, Rule] = {
     "tensorrt_llm_model_name": replaced(
         "the mesh serves it itself; requests count for this model too"
     ),
-    "tensorrt_llm_draft_model_name": unsupported(NO_SPECULATION),
+    "tensorrt_llm_draft_model_name": unsupported(OTHER_DRAFTS),
     "multimodal_encoders_name": unsupported(NO_PICTURES),
 }
 
@@ -410,7 +411,7 @@ ARGUMENTS: Mapping[str, Rule] = {
         value="hf",
         text="adapters are directories of PEFT or of TensorRT-LLM's arrays",
     ),
-    "speculative_config": unsupported(NO_SPECULATION),
+    "speculative_config": unsupported(OTHER_DRAFTS),
     "guided_decoding_backend": replaced(GRAMMARS),
 }
 
