@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 
 def dialer_of(port: int, dialed: int) -> int | None:
-    """The process below this one whose connection leads from this local port to the `dialed` one; None for this
-    process, and for a connection that has ended. Connections to other ports may share the local port."""
+    """The process whose connection leads from this local port to the `dialed` one; None for this process, and for a
+    connection that has ended. Connections to other ports may share the local port."""
     inode = _inode_of(port, dialed)
-    if inode is None:
+    if inode is None or _has(os.getpid(), f"socket:[{inode}]"):
         return None
-    below = _below(str(os.getpid()))
-    return next((int(pid) for pid in below if _has(pid, f"socket:[{inode}]")), None)
-
-
-def _below(pid: str) -> Iterator[str]:
-    with suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            yield child
-            yield from _below(child)
+    # Not only processes below this one: another test's process may have forked the dialer.
+    pids = (int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit())
+    return next((pid for pid in pids if _has(pid, f"socket:[{inode}]")), None)
 
 
 def _inode_of(port: int, dialed: int) -> str | None:
@@ -35,7 +28,7 @@ def _inode_of(port: int, dialed: int) -> str | None:
     return None
 
 
-def _has(pid: str, file: str) -> bool:
+def _has(pid: int, file: str) -> bool:
     with suppress(OSError):
         for each in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):

@@ -130,6 +130,8 @@ def test_watch_prints_drain_resume_add_and_remove(router: str, admin: str) -> No
         )
         watch.wait_for("3 workers")
         assert trtmesh("workers", "remove", "127.0.0.1:1", "--admin", admin).returncode == 0
+        # The router forgets a worker soon after its removal.
+        watch.wait_until(lambda: "2 workers" in "".join(watch.out).rpartition("3 workers")[2], "2")
         again = trtmesh("workers", "remove", "127.0.0.1:1", "--admin", admin)
         assert again.returncode == 1
         assert "NOT_FOUND" in again.stderr

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from trtmesh.chassis.block_hashes import root_hash
 from trtmesh.engine.backend import SequenceStart, StepOutput, Submission, TokenDetails
 from trtmesh.engine.backends.torch.guided.grammars import Grammar
-from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.scheduling import sequence as scheduled
@@ -19,6 +18,7 @@ from trtmesh.engine.stopping import EndRule
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
+    from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
     from trtmesh.engine.backends.torch.preparation import PartLease
     from trtmesh.engine.backends.torch.sampling.readers import Reader
 
