@@ -19,9 +19,10 @@ def rank_server() -> ForkServer:
 
 def followers(pid: int | None = None) -> list[psutil.Process]:
     """The living ones of a process, by default those that this one has executed or had forked."""
+    # Below this process may be a server that forks for other tests too.
+    this = [*psutil.Process().children(), *rank_server().children()]
     found = []
-    forked = [] if pid else rank_server().children()
-    for child in {*psutil.Process(pid).children(recursive=True), *forked}:
+    for child in psutil.Process(pid).children(recursive=True) if pid else this:
         with suppress(psutil.NoSuchProcess):
             if PROGRAM in child.cmdline() or child.name() == name_of(PROGRAM):
                 found.append(child)
