@@ -1,4 +1,4 @@
-"""Public data that is not copied into the project: in TRTMESH_TEST_DATA, else in ../shared/data."""
+"""Public data that is not copied into the project: in the directory that TRTMESH_TEST_DATA names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-DIRECTORY = Path(os.environ.get("TRTMESH_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
+VARIABLE = "TRTMESH_TEST_DATA"
 
 
 def public_json(name: str) -> Any:
     """The content of a file; skips the test where it is absent."""
-    file = DIRECTORY / name
+    if VARIABLE not in os.environ:
+        pytest.skip(f"{VARIABLE} names no directory with {name}")
+    file = Path(os.environ[VARIABLE]) / name
     if not file.is_file():
-        pytest.skip(f"no {file}; TRTMESH_TEST_DATA names the directory with {name}")
+        pytest.skip(f"no {file}")
     return json.loads(file.read_text(encoding="utf-8"))
