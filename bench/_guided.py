@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _torch_steps import decode
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding, Sampling, Stopping
 from trtmesh.engine.admission import admit
@@ -189,21 +190,9 @@ class Lab:
 
     def _rate(self, rows: int, schemas: int) -> float:
         """Tokens a second of the steps in which all decode."""
-        engine = self._loaded.engine
         for row in range(rows):
             self._add(row, self._grammars[row % schemas] if schemas else None)
-        seconds, tokens = 0.0, 0
-        while engine.scheduler.has_work:
-            running = engine.scheduler.running
-            decodes = len(running) == rows and all(
-                len(each.tokens) == each.num_computed + 1 for each in running
-            )
-            started = time.process_time()
-            output = engine.collect(engine.launch())
-            if decodes:
-                seconds += time.process_time() - started
-                tokens += len(output.token_ids)
-            assert not any(end.error for end in output.ends)
+        seconds, tokens = decode(self._loaded.engine, rows)
         return tokens / seconds
 
     def _add(self, row: int, grammar: Grammar | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from inspect import getsource
 from itertools import count
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from _torch_steps import decode
 from tokenizers import Tokenizer
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
 from trtmesh.engine.admission import admit
@@ -81,27 +81,11 @@ class Lab:
         for prompts in batches:
             for batch_index, prompt in enumerate(prompts):
                 self._add(prompt, batch_index, temperature)
-            took, came = self._decode(len(prompts))
+            took, came = decode(self.loaded.engine, len(prompts))
             seconds, tokens = seconds + took, tokens + came
         drafts = counts.draft_tokens - before[0]
         accepted = counts.accepted_tokens - before[1]
         return Measured(tokens / seconds, drafts / tokens, accepted / (drafts or 1))
-
-    def _decode(self, batch: int) -> tuple[float, int]:
-        """Seconds and tokens of the steps in which all decode."""
-        engine = self.loaded.engine
-        seconds, tokens = 0.0, 0
-        while engine.scheduler.has_work:
-            running = engine.scheduler.running
-            decodes = len(running) == batch and all(
-                len(each.tokens) == each.num_computed + 1 for each in running
-            )
-            started = time.process_time()
-            output = engine.collect(engine.launch())
-            if decodes:
-                seconds += time.process_time() - started
-                tokens += len(output.token_ids)
-        return seconds, tokens
 
     def _add(self, prompt: list[int], batch_index: int, temperature: float) -> None:
         config = GenerationConfig(

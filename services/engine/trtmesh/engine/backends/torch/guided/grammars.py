@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from trtmesh.chassis.errors import InvalidField, QueueFull
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.preparation import Done, PartLease, Preparation
+from trtmesh.engine.guides import FIELD
 
-FIELD = "guided_decoding.guide"
 THREADS = 2
 """Grammars compiled at once."""
 MOST_WAITING = 256

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
-from trtmesh.engine.backends.torch.guided.grammars import FIELD, Row
+from trtmesh.engine.backends.torch.guided.grammars import Row
 from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
-from trtmesh.engine.guides import plain
+from trtmesh.engine.guides import FIELD, plain
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.json_text import load_json
+from trtmesh.engine.guides import FIELD
 
-FIELD = "guided_decoding.guide"
 MOST_DEPTH = 64
 MOST_ENUM_VALUES = 5_000
 MOST_PROPERTIES = 500
