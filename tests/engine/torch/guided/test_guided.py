@@ -150,6 +150,7 @@ async def test_item_without_a_token_to_choose_ends_with_the_fields_to_blame(
         ("EBNF_GRAMMAR", "start: other", "other"),
         ("EBNF_GRAMMAR", 'start: %json {"multipleOf": 62615533}', "%json"),
         ("EBNF_GRAMMAR", "start: x\nx[capture, temperature=0.7]: /a+/", "has a temperature"),
+        ("EBNF_GRAMMAR", "start: x\nx[capture]: /a+/", "has a capture"),
         ("CHOICE", "[]", "must be a JSON array of texts"),
         ("CHOICE", '["a", 1]', "must be a JSON array of texts"),
     ],

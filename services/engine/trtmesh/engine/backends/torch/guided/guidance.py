@@ -28,8 +28,10 @@ MAX_LEXER_STATES = 16_384
 """Of a kilobyte or two each."""
 INITIAL_LEXER_FUEL = 30_000
 """Bounds the largest expression. With the library's million, `((a{1000}){1000})` takes a second of CPU time."""
-TEMPERATURE = re.compile(r"^[ \t]*\w+\[[^\]\n]*\btemperature\s*=", re.MULTILINE)
-"""An attribute of a rule in Lark's notation."""
+RULE = r"^[ \t]*\w+\[[^\]\n]*\b"
+"""The beginning of a rule in Lark's notation, within its attributes."""
+TEMPERATURE = re.compile(RULE + r"temperature\s*=", re.MULTILINE)
+CAPTURE = re.compile(RULE + r"capture\b", re.MULTILINE)
 JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
 
 
@@ -193,6 +195,8 @@ def _lark(text: str) -> str:
     if TEMPERATURE.search(text):
         # The library leaves it to the caller.
         raise InvalidField("has a temperature, which is that of the item alone", field=FIELD)
+    if CAPTURE.search(text):
+        raise InvalidField("has a capture, which no answer would return", field=FIELD)
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # noqa: BLE001 - a parser in Python, with errors of every kind
