@@ -107,8 +107,9 @@ async def running(*flags: str, log_level: str = "debug") -> AsyncIterator[Gatewa
         async with aiohttp.ClientSession() as session:
             try:
                 await _ready(session, url, process)
-            except TimeoutError:
-                raise AssertionError("the gateway is not ready:\n" + "".join(log[-100:])) from None
+            except (TimeoutError, AssertionError) as error:
+                problem = str(error) or "the gateway is not ready"
+                raise AssertionError(f"{problem}:\n" + "".join(log[-100:])) from None
             yield Gateway(
                 url, f"http://127.0.0.1:{metrics_port}/metrics", session, log, process.pid
             )

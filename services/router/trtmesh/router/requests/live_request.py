@@ -31,7 +31,7 @@ class Admitted:
 
     model: str
     items: Sequence[ItemRequest]
-    """Requests not yet received to the end by the client."""
+    """The items that the client has not received to the end."""
     permits: Sequence[Permit]
     owner: Identity
     account: Account
@@ -181,7 +181,7 @@ class ItemTasks:
             self._live.context.starting.add(self)
 
     async def end(self) -> None:
-        """Ends all items, even if this wait is cancelled. An item without a start never starts."""
+        """Ends all items, even if this wait is cancelled. Items that have not started never do."""
         self._ending = True
         context = self._live.context
         context.starting.remove(self)

@@ -15,7 +15,7 @@ LONGEST = 32
 CANDIDATES = 8
 """Most earlier places compared, the latest first."""
 TOKENS_AT_ONCE = 8192
-"""Most tokens indexed in a step, so that a long prompt delays no other sequence."""
+"""Most tokens of a sequence indexed in a step, so that a long prompt delays the others for a few milliseconds."""
 ID_BITS = 32
 
 Found = tuple[int, SequenceOf[int]]
