@@ -61,7 +61,11 @@ class Decoded:
 
     @property
     def first_token_seconds(self) -> float:
-        return min(times[0] for times in self.arrivals) - self.started
+        return min(self.first_tokens_seconds)
+
+    @property
+    def first_tokens_seconds(self) -> list[float]:
+        return [times[0] - self.started for times in self.arrivals]
 
 
 class Remote:
@@ -83,8 +87,9 @@ class Remote:
     def call(self, method: str, *arguments: Any) -> Any:
         return self._ask("call", method, arguments, {})
 
-    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        decoded: Decoded = self.call("decode", prompts, new_tokens)
+    def decode(self, prompts: Prompts, new_tokens: int, *more: Any) -> Decoded:
+        """`more` are further arguments of the engine's own."""
+        decoded: Decoded = self.call("decode", prompts, new_tokens, *more)
         return decoded
 
     def close(self) -> None:
@@ -198,10 +203,14 @@ class Trtmesh:
             time.sleep(0.005)
 
     def decode(
-        self, prompts: Prompts, new_tokens: int, numbers: list[int] | None = None
+        self,
+        prompts: Prompts,
+        new_tokens: int,
+        numbers: list[int] | None = None,
+        configs: list[vocabulary.GenerationConfig] | None = None,
     ) -> Decoded:
-        """`numbers` are those of the adapters, 0 for none."""
-        self._begin(prompts, new_tokens, numbers or [0] * len(prompts))
+        """`numbers` are those of the adapters, 0 for none; `configs` are greedy without extras by default."""
+        self._begin(prompts, new_tokens, numbers or [0] * len(prompts), configs=configs)
         if not self._ended.wait(SECONDS):
             raise SystemExit("the engine did not finish")
         return self._decoded
@@ -232,6 +241,7 @@ class Trtmesh:
         numbers: list[int],
         joining: Sequence[list[int]] = (),
         every: int = 0,
+        configs: list[vocabulary.GenerationConfig] | None = None,
     ) -> None:
         self._ended.clear()
         first, self._next_key = self._next_key, self._next_key + len(prompts) + len(joining)
@@ -250,9 +260,10 @@ class Trtmesh:
             len(prompts),
             every,
         )
+        given = configs or [config] * len(prompts)
         for place, (prompt, number) in enumerate(zip(prompts, numbers, strict=True)):
             lora = vocabulary.Lora(number, version=self._versions[number]) if number else None
-            own = replace(config, lora=lora)
+            own = replace(given[place], stopping=stopping, lora=lora)
             self.backend.submit(Submission((first + place,), "", 0, 0, prompt, 0, own))
 
     def overhead(self, prompts: Prompts, new_tokens: int) -> float:

@@ -6,9 +6,12 @@ the KV of a step, at the rate of a copy, over the time of the step.
 `prefill`: seconds to the first token of a lone prompt. `share` is that of the rate of a bfloat16 product of 8192 cubed.
 `mixed`: a step of 32 sequences with a chunk of a prompt, over the same step alone plus the chunk alone.
 `uneven`: 31 sequences of 160 tokens beside one of 8,000, and 32 with as many tokens together.
+`traffic`: tokens a second of what people send over those of greedy text in the same run, by rows and mixture: sampling,
+penalties, log-probabilities, adapters; `batch_invariant` over the same without, also in milliseconds of lone prompts;
+and milliseconds to the first token (p50) of prompts of 128 tokens at once, through the Backend and a mesh.
 `peers`: transformers' `generate` with a static batch, and its continuous batching, without and with CUDA graphs.
-`mesh`, of the first shape: clients, router, tokenizer and engine as processes, over the Backend alone; and the time to
-the first token of a lone prompt of 128 tokens.
+`mesh`: clients, router, tokenizer and engine as processes, over the Backend alone; and the time to the first token of
+a lone prompt of 128 tokens. This and `traffic` are of the first shape.
 Copy and product are measured in the same run. A part begins no cell after its time or that of the run; `left_out`
 names these. `--device cpu --shapes tiny` shows that everything runs, and measures nothing.
 """
@@ -24,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +37,9 @@ from _engines import Prompts, Remote
 from _mesh_streams import Clients, clients
 from _models import LETTERS, SHAPES, build, quick_folder, save_tokenizer
 from _stack import stack
+from _traffic import ADAPTED, CHOICES, RANKS, SLOTS, Mixture
 
-PARTS = ("decode", "prefill", "mixed", "uneven", "mesh", "peers")
+PARTS = ("decode", "prefill", "mixed", "uneven", "traffic", "mesh", "peers")
 GRAPHS = "continuous_graphs"
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "generate": ("Generate", {}),
@@ -61,6 +66,13 @@ MESH_STREAMS = (32, 256)
 MESH_TOKENS = 512
 """The streams of a mesh begin one after another, so few tokens would leave no time in which all run."""
 LONE_PROMPTS = 41
+TRAFFIC_ROWS = (32, 1, 128, 8)
+"""The most telling first."""
+TRAFFIC_TOKENS = 48
+TRAFFIC_RUNS = 2
+TRAFFIC_PROMPTS = (512, 2048)
+AT_ONCE = (32, 128)
+AT_ONCE_RUNS = 5
 CLIENTS = 4
 COMMAND_SECONDS = 170.0
 
@@ -132,6 +144,8 @@ class Bench:
         }
         chosen = {part: measures[part] for part in measures if part in parts}
         figures = self._measured(name, name, chosen) if chosen else {}
+        if "traffic" in parts:
+            figures["traffic"] = self._traffic(name)
         costly = {part: chosen[part] for part in chosen if part in COSTLY}
         if costly and self.arguments.batch_invariant:
             title = f"{name} batch_invariant"
@@ -146,7 +160,7 @@ class Bench:
         title: str,
         name: str,
         parts: Mapping[str, Callable[[Remote, str], Cells]],
-        **settings: bool | str,
+        **settings: Any,
     ) -> Figures:
         """Parts of one engine with these settings."""
         engine = Remote(COMMAND_SECONDS)
@@ -158,7 +172,86 @@ class Bench:
             engine.end()
         return figures
 
-    def _load(self, engine: Remote, name: str, settings: Mapping[str, bool | str]) -> Cells:
+    def _traffic(self, name: str) -> Figures:
+        """Each over the greedy text of the first engine."""
+        greedy: Figures = {}
+        adapters = {"host_bytes": 2**35, "max_batch_adapters": SLOTS}
+        kinds: dict[str, tuple[Callable[[Remote, str], Cells], dict[str, Any]]] = {
+            "choices": (partial(self._choices, greedy), {}),
+            "adapters": (partial(self._adapted, greedy), {"adapters": adapters}),
+            "batch_invariant": (partial(self._invariant, greedy), {"batch_invariant": True}),
+        }
+        return {
+            kind: self._measured(f"{name} traffic {kind}", name, {"over_greedy": cells}, **settings)
+            for kind in self.parts_in_time(f"{name} traffic", kinds)
+            for cells, settings in [kinds[kind]]
+        } | {"greedy": greedy}
+
+    def _choices(self, greedy: Figures, engine: Remote, name: str) -> Cells:
+        what = f"{name} traffic choices"
+        for rows in self.cells_in_time(f"{what} at once", self._traffic_rows(AT_ONCE)):
+            seconds = self._at_once(engine, name, rows)
+            greedy[f"first_token_p50_ms_of_{rows}"] = round(1000 * seconds, 2)
+        for tokens in self.cells_in_time(f"{what} prompts", self._traffic_prompts()):
+            seconds = self._first_token_seconds(engine, name, tokens)
+            greedy[f"prompt_ms_of_{tokens}"] = round(1000 * seconds, 2)
+        for rows in self.cells_in_time(f"{what} greedy", self._traffic_rows()):
+            greedy[str(rows)] = self._mixed_rate(engine, name, rows, Mixture())
+        yield from self._over_greedy(greedy, what, engine, name, CHOICES)
+
+    def _adapted(self, greedy: Figures, engine: Remote, name: str) -> Cells:
+        what = f"{name} traffic adapters"
+        engine.call("load", RANKS)
+        yield from self._over_greedy(greedy, what, engine, name, ADAPTED)
+
+    def _invariant(self, greedy: Figures, engine: Remote, name: str) -> Cells:
+        what = f"{name} traffic batch_invariant"
+        yield from self._over_greedy(greedy, what, engine, name, {"decode": Mixture()})
+        for tokens in self.cells_in_time(f"{what} prompts", self._traffic_prompts()):
+            if plain := greedy.get(f"prompt_ms_of_{tokens}"):
+                seconds = self._first_token_seconds(engine, name, tokens)
+                yield f"prompt of {tokens}", round(plain / (1000 * seconds), 3)
+
+    def _over_greedy(
+        self,
+        greedy: Figures,
+        what: str,
+        engine: Remote,
+        name: str,
+        mixtures: Mapping[str, Mixture],
+    ) -> Cells:
+        rows_of_cells = [row for row in self._traffic_rows() if str(row) in greedy]
+        names = [(mixture, rows) for rows in rows_of_cells for mixture in mixtures]
+        for mixture, rows in self.cells_in_time(what, names):
+            rate = self._mixed_rate(engine, name, rows, mixtures[mixture])
+            yield f"{mixture} {rows}", round(rate / greedy[str(rows)], 3)
+
+    def _mixed_rate(self, engine: Remote, name: str, rows: int, mixture: Mixture) -> float:
+        """Tokens a second, the median after a run that warms up."""
+        rates = [
+            engine.decode(
+                self._prompts(name, [PROMPT_TOKENS] * rows, run), TRAFFIC_TOKENS,
+                mixture.numbers(rows), mixture.configs(rows),
+            ).steady_rate
+            for run in range(TRAFFIC_RUNS + 1)
+        ]  # fmt: skip
+        return round(statistics.median(rates[1:]), 1)
+
+    def _at_once(self, engine: Remote, name: str, prompts: int) -> float:
+        """Seconds to the first token, the median of all in some runs after one that warms up."""
+        runs = [
+            engine.decode(self._prompts(name, [PROMPT_TOKENS] * prompts, run), 1)
+            for run in range(AT_ONCE_RUNS + 1)
+        ]
+        return statistics.median(each for run in runs[1:] for each in run.first_tokens_seconds)
+
+    def _traffic_rows(self, rows: Sequence[int] = TRAFFIC_ROWS) -> list[int]:
+        return [each for each in rows if each <= max(self.arguments.batches)]
+
+    def _traffic_prompts(self) -> list[int]:
+        return [each for each in TRAFFIC_PROMPTS if each <= self.arguments.longest]
+
+    def _load(self, engine: Remote, name: str, settings: Mapping[str, Any]) -> Cells:
         started = time.monotonic()
         folder = self.model(name)
         built = time.monotonic()
@@ -302,6 +395,12 @@ class Bench:
             stack(*flags, backend="torch", model_dir=folder) as running,
             clients(running.address, CLIENTS) as asking,
         ):
+            if "traffic" in self.arguments.parts:
+                at_once = self._traffic_rows(AT_ONCE)
+                for prompts in self.cells_in_time(f"{name} mesh at once", at_once):
+                    yield f"first_token_p50_ms_of_{prompts}", _at_once_milliseconds(asking, prompts)
+            if "mesh" not in self.arguments.parts:
+                return
             yield "first_token_p50_ms", _lone_milliseconds(asking)
             for streams in self.cells_in_time(f"{name} mesh", self.arguments.streams):
                 figures = self._streamed(asking, streams)
@@ -354,6 +453,13 @@ def _lone_milliseconds(asking: Clients) -> float:
     return round(1000 * statistics.median(seconds[1:]), 2)
 
 
+def _at_once_milliseconds(asking: Clients, prompts: int) -> float:
+    """To the first token, the median of all in some runs after one that warms up."""
+    runs = [asking.ask(_texts(prompts, run), 1) for run in range(AT_ONCE_RUNS + 1)]
+    seconds = [each for run in runs[1:] for each in run.first_token_seconds]
+    return round(1000 * statistics.median(seconds), 2)
+
+
 def _texts(count: int, seed: int) -> list[str]:
     """Of one token a letter."""
     dice = random.Random(seed)
@@ -364,9 +470,9 @@ def run(bench: Bench) -> Figures:
     arguments, found = bench.arguments, Figures()
     first, parts = arguments.shapes[0], arguments.parts
     for name in bench.parts_in_time("shape", arguments.shapes):
-        own = [part for part in parts if part != "mesh" or name == first]
+        own = [part for part in parts if part not in ("mesh", "traffic") or name == first]
         found[name] = bench.shape(name, own)
-    if "mesh" in parts and first in found:
+    if {"mesh", "traffic"} & set(parts) and first in found:
         for name in bench.parts_in_time("mesh", [first]):
             backend = found[name].get("mesh", {})
             found[name]["mesh"] = bench.collect(f"{name} mesh", bench.mesh(name, backend))
@@ -421,7 +527,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="+", default=list(MESH_STREAMS))
     parser.add_argument("--stream-tokens", type=int, default=MESH_TOKENS)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=480, help="no cell begins later")
+    parser.add_argument("--seconds", type=float, default=600, help="no cell begins later")
     parser.add_argument("--part-seconds", type=float, default=45, help="the same of a part")
     parser.add_argument("--folder", type=Path, help="for models, in place of shared memory")
     return parser.parse_args()
