@@ -265,6 +265,7 @@ SMALL_IDEAS = {
     "engine.backends.torch.devices": "a device's name, before CUDA is used",
     "engine.backends.torch.fields": "what requests may set",
     "engine.backends.torch.model.rope": "what would couple the requests of a batch",
+    "engine.backends.torch.sampling.rejection": "a rule with the reasons why it is right",
     "engine.gateways.choice": "imports only the contracts that settings choose",
     "engine.gateways.trtllm.tokenizer_files": "what gateways may download",
     "router.__main__": "a program, of which a mesh in one process is another",

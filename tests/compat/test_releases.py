@@ -344,6 +344,18 @@ async def changes_nothing_but_time(asker: Asker, name: str) -> None:
     assert name in await asker.refusal({name: [VOCABULARY_SIZE]})
 
 
+async def verifies_by_logits(asker: Asker, name: str) -> None:
+    """Drafts that the source had as likely as the model hold, also against a threshold; those it was sure of do not."""
+    drafts = {**SEEDED, "top_k": VOCABULARY_SIZE, "draft_input_ids": [5, 6]}
+    flat, sure = np.zeros((2, VOCABULARY_SIZE)), np.eye(VOCABULARY_SIZE)[[5, 6]] * 10_000
+    for logits, threshold, held in ((flat, 0.01, True), (sure, 0.01, False), (sure, 1e-9, True)):
+        given = {"draft_logits": logits, "draft_acceptance_threshold": threshold}
+        ids = generated(asker, await asker.said(drafts | given))
+        assert (list(ids[:2]) == [5, 6]) == held
+    wrong = {"draft_logits": ONES, "draft_acceptance_threshold": 0.5}[name]
+    assert name in await asker.refusal({name: wrong})
+
+
 SAMPLED: Values = {"top_k": 50, "temperature": 100.0}
 SEEDED: Values = {**SAMPLED, "seed": 7}
 DECAYING: Values = {"top_p": 0.9, "temperature": 100.0, "seed": 3, "runtime_top_p_decay": 0.3}
@@ -430,8 +442,8 @@ OBSERVED: Mapping[str, Check] = {
     "num_draft_tokens": Refused(4),
     "use_draft_logits": Refused(True),
     "draft_input_ids": changes_nothing_but_time,
-    "draft_logits": Refused(ONES),
-    "draft_acceptance_threshold": Refused(0.5),
+    "draft_logits": verifies_by_logits,
+    "draft_acceptance_threshold": verifies_by_logits,
     "decoder_input_lengths": Refused(3, {"decoder_input_ids": [4, 5]}),
     "encoder_input_features": Refused(ONES),
     "encoder_output_lengths": Refused(2),

@@ -368,6 +368,8 @@ SUPPORTED_BY: Mapping[str, tuple[str, ...]] = {
     "prompt_tuning.vocabulary_size": ("torch",),
     "prompt_tuning.extra_ids": ("torch",),
     "draft.token_ids": ("torch",),
+    "draft.logits": ("torch",),
+    "draft.acceptance_threshold": ("torch",),
     "guided_decoding.guide_type": ("torch", "tensorrt_llm", "vllm", "sglang", "trtllm"),
     "guided_decoding.guide": ("torch", "tensorrt_llm", "vllm", "sglang", "trtllm"),
     "guided_decoding.max_whitespace": ("torch",),

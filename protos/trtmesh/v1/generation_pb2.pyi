@@ -855,7 +855,9 @@ class DraftConfig(google.protobuf.message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     USE_DRAFT_LOGITS_FIELD_NUMBER: builtins.int
     acceptance_threshold: builtins.float
-    """Minimal probability of an accepted draft token."""
+    """With logits: accepts a token if and only if the model's probability of it is at least so many times the
+    drafter's. Unset draws the number, and only so the output has the model's distribution.
+    """
     num_draft_tokens: builtins.int
     """Tokens proposed by a draft model of the mesh in each round."""
     use_draft_logits: builtins.bool
@@ -863,12 +865,15 @@ class DraftConfig(google.protobuf.message.Message):
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The output as the caller expects it. Leading tokens that the model chooses too cost less time; the output is that
-        without drafts. Beam search has no use for it.
+        without drafts, unless logits come with them. Beam search has no use for it.
         """
 
     @property
     def logits(self) -> Global___Tensor:
-        """Logits of the proposed tokens, [tokens, vocabulary]."""
+        """The logits that the proposed tokens were drawn from, [tokens, vocabulary]; FP32, FP16 or BF16. A proposed token is
+        accepted with the probability min(1, model's / drafter's), else replaced by a draw from what is left of the
+        model's distribution.
+        """
 
     def __init__(
         self,

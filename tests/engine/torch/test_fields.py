@@ -59,6 +59,13 @@ def guided(kind: str, guide: str | None = None, **values: Any) -> Options:
     return {"guided_decoding": asked}
 
 
+def drafts(*, logits: bool = True, **values: Any) -> pb.DraftConfig:
+    """Two drafts of which their source was sure."""
+    rows = torch.eye(320)[:2] * 9
+    tensor = pb.Tensor(data_type=pb.DATA_TYPE_FP32, shape=[2, 320], data=rows.numpy().tobytes())
+    return pb.DraftConfig(token_ids=[0, 1], logits=tensor if logits else None, **values)
+
+
 async def drafted(on: Lab, options: Options) -> object:
     """The drafts computed, and those accepted."""
     (outcome,) = await on.run(PROMPT, config_of(options))
@@ -138,6 +145,13 @@ def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
         ),
         "draft.token_ids": Case(
             {**NEW, "perf_metrics": True}, {"draft": pb.DraftConfig(token_ids=plain[:3])}, drafted
+        ),
+        "draft.logits": Case(
+            {**DRAWN, "draft": drafts(logits=False)}, {"draft": drafts(logits=True)}
+        ),
+        "draft.acceptance_threshold": Case(
+            {**DRAWN, "draft": drafts(acceptance_threshold=0.0)},
+            {"draft": drafts(acceptance_threshold=1.0)},
         ),
         "output.log_probs": Case(NEW, {"log_probs": True}),
         "output.top_log_probs": Case({**NEW, "log_probs": True}, {"top_log_probs": 2}),

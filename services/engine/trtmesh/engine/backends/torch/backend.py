@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter, Slots
     from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
     from trtmesh.engine.backends.torch.parallel.ranks import Ranks
+    from trtmesh.engine.backends.torch.sampling.continuation import GivenDrafts
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class TorchBackend:
         )
         if item.config.prompt_tuning:
             self._loaded.tables.embedding.check(item.config.prompt_tuning, rule.prompt_tokens)
+        self._loaded.draft_logits.check(item.config)
         with self._wake:
             if self._broken:
                 raise WorkerLost("the engine has failed and takes no more items")
@@ -118,18 +120,16 @@ class TorchBackend:
         """Begins to make the parts of the item that take long. The sequences must enter the inbox before `_wake` is
         released. Raises QueueFull or InvalidField."""
 
-        def done(part: PromptTable | Grammar | TrtmeshError) -> None:
+        def done(part: PromptTable | Grammar | GivenDrafts | TrtmeshError) -> None:
             self._send(lambda engine: engine.prepared(sequences, part))
 
-        tuning, guided, holders = (
-            item.config.prompt_tuning,
-            item.config.guided_decoding,
-            len(sequences),
-        )
-        leases = []
+        config, holders, leases = item.config, len(sequences), []
+        tuning, guided, draft = config.prompt_tuning, config.guided_decoding, config.draft
         try:
             if tuning:
                 leases.append(self._loaded.tables.read(item.request_id, tuning, holders, done))
+            if draft and draft.logits:
+                leases.append(self._loaded.draft_logits.read(item.request_id, draft, holders, done))
             if guided:
                 assert self._loaded.grammars
                 emitted = item.token_ids[item.prompt_tokens :]
@@ -245,6 +245,7 @@ class TorchBackend:
         loaded: Loaded | None = self.__dict__.pop("_loaded", None)
         if loaded is not None:
             await asyncio.to_thread(loaded.tables.close)
+            await asyncio.to_thread(loaded.draft_logits.close)
             if loaded.grammars:
                 await asyncio.to_thread(loaded.grammars.close)
             await asyncio.to_thread(loaded.adapters.close)

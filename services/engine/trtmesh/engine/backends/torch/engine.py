@@ -43,6 +43,7 @@ from trtmesh.engine.backends.torch.guided.grammars import Grammar
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
+from trtmesh.engine.backends.torch.sampling.continuation import GivenDrafts
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.ledger import Ledger
@@ -139,7 +140,9 @@ class Engine:
             self._lose_kv(sequences)
 
     def prepared(
-        self, sequences: Iterable[Sequence], part: PromptTable | Grammar | TrtmeshError
+        self,
+        sequences: Iterable[Sequence],
+        part: PromptTable | Grammar | GivenDrafts | TrtmeshError,
     ) -> None:
         """Gives the sequences of an item a part that they await, to start with the last, or ends all with an error."""
         for sequence in sequences:

@@ -27,6 +27,7 @@ from trtmesh.engine.backends.torch.drafts.draft_model import DraftModel
 from trtmesh.engine.backends.torch.drafts.drafter import Drafter
 from trtmesh.engine.backends.torch.drafts.drafting import Drafting
 from trtmesh.engine.backends.torch.drafts.finished_texts import FinishedTexts
+from trtmesh.engine.backends.torch.drafts.given_logits import DraftLogits
 from trtmesh.engine.backends.torch.drafts.lengths import AdaptiveLengths
 from trtmesh.engine.backends.torch.drafts.prompt_lookup import PromptLookup
 from trtmesh.engine.backends.torch.engine import Engine
@@ -81,6 +82,7 @@ class Loaded:
     device: Device
     cache: KvCache
     tables: PromptTables
+    draft_logits: DraftLogits
     grammars: Grammars | None
     """None where the model's tokenizer is unknown."""
     adapters: AdapterCache
@@ -243,9 +245,12 @@ def _engine(
         compute = LeadingCompute(compute, block_tables, tokens_per_block, ranks)
     engine = Engine(compute, scheduler, adapters, handoffs, _drafting(settings, installed, info))
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
+    draft_logits = DraftLogits(info.vocabulary_size, limits.max_logits_bytes)
     kv_memory = kv_memory_of(cache) if hands_over else None
     grammars = Grammars(compile_guide) if compile_guide else None
-    return Loaded(engine, info, device, cache, tables, grammars, adapters, kv_memory, ranks)
+    return Loaded(
+        engine, info, device, cache, tables, draft_logits, grammars, adapters, kv_memory, ranks
+    )
 
 
 def _drafting(settings: TorchSettings, installed: _Installed, info: BackendInfo) -> Drafting | None:

@@ -1,4 +1,4 @@
-"""The parts of an item that are made off the step loop, before its first step: its prompt table and its grammar.
+"""The parts of an item that are made off the step loop, before its first step: prompt table, grammar, logits of drafts.
 
 They take from microseconds to seconds, so threads make them: neither the event loop nor the steps wait. Meanwhile the
 sequences of the item wait in the queue, and can be stopped like all others.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trtmesh.chassis.block_hashes import root_hash
 from trtmesh.engine.backend import SequenceStart, StepOutput, Submission, TokenDetails
 from trtmesh.engine.backends.torch.guided.grammars import Grammar
-from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation, GivenDrafts
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.scheduling import sequence as scheduled
 from trtmesh.engine.scheduling.leases import Outgoing
@@ -47,11 +47,13 @@ class Sequence(ScheduledSequence, Continuation):
         self.leases.append(lease)
         self.unprepared += 1
 
-    def give_part(self, part: PromptTable | Grammar) -> None:
+    def give_part(self, part: PromptTable | Grammar | GivenDrafts) -> None:
         """Takes an awaited part."""
         self.unprepared -= 1
         if isinstance(part, Grammar):
             self.grammar = part
+        elif isinstance(part, GivenDrafts):
+            self.given_drafts = part
         else:
             self.prompt_table = part
             self._name_root()
@@ -70,6 +72,7 @@ class Sequence(ScheduledSequence, Continuation):
 
     def let_go(self) -> None:
         self.prompt_table = self.reader = self.history = self.grammar = None
+        self.given_drafts = None
         while self.leases:
             self.leases.pop().give_back()
         if self.adapter:
@@ -115,8 +118,9 @@ def sequences_of(
     sequences: list[Sequence] = []
     root = root_hash(item.config.kv_cache.salt)
     sent = len(item.token_ids) - is_shared(item)
-    # The table as received need not live as long as they do.
-    config = replace(item.config, prompt_tuning=None, lora=None)
+    # Table and logits as received need not live as long as they do.
+    draft = item.config.draft and replace(item.config.draft, logits=None)
+    config = replace(item.config, prompt_tuning=None, lora=None, draft=draft)
     for index, key in enumerate(keys):
         sequence = Sequence(
             key=key,

@@ -23,9 +23,10 @@ from trtmesh.chassis.errors import BackendFailed, InvalidField, InvalidRequest, 
 from trtmesh.engine.backend import TokenDetails, TopLogProbs
 from trtmesh.engine.backends.torch.memory.tensors import to_message
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.draws import draw
+from trtmesh.engine.backends.torch.sampling.draws import draw, places_of
 from trtmesh.engine.backends.torch.sampling.filters import Filters, column, given, indexes
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
+from trtmesh.engine.backends.torch.sampling.rejection import verified
 from trtmesh.engine.backends.torch.sampling.token_rules import BANS, GUIDES, Ids
 
 
@@ -94,8 +95,7 @@ def _among_choosable(sequence: Continuation, row: Tensor, filters: Filters) -> T
         only = torch.full_like(row[0], -torch.inf, dtype=torch.float64)
         only[row[0].argmax()] = 0.0
         return only
-    weights = filters.weights([rules.sampling], row, [sequence.top_p])[0]
-    return (weights / weights.sum()).log()
+    return filters.probabilities(rules.sampling, row, sequence.top_p).log()
 
 
 class Chooser:
@@ -117,6 +117,9 @@ class Chooser:
             rows = indexes(drawing, changed)
             drawn = self._drawn([sequences[row] for row in drawing], changed[rows], peaks[rows])
             ids.index_copy_(0, rows, drawn)
+        for row in drawing:
+            if (index := sequences[row].deciding_draft) is not None:
+                ids[row] = self._verified(sequences[row], index, changed[row : row + 1])
         log_probs = log_probs_of(sequences, logits)
         normalized = normalized_of(log_probs, sequences, changed, self._filters)
         return LogitsChoice(sequences, logits, peaks, ids, log_probs, normalized)
@@ -124,6 +127,18 @@ class Chooser:
     def _drawn(self, sequences: SequenceOf[Continuation], logits: Tensor, peaks: Tensor) -> Tensor:
         looks_ahead = self._ordering.looks_ahead
         return draw(sequences, logits, peaks, self._filters, looks_ahead=looks_ahead)
+
+    def _verified(self, sequence: Continuation, index: int, row: Tensor) -> int:
+        """The token where the client's drafts decide, by the adjusted logits [1, vocabulary]."""
+        given = sequence.given_drafts
+        assert given
+        source = _changed([sequence], given.logits[index : index + 1].float())
+        model, drafter = (
+            self._filters.probabilities(sequence.token_rules.sampling, logits, sequence.top_p)
+            for logits in (row, source)
+        )
+        draft, place = given.token_ids[index], places_of([sequence])
+        return verified(draft, model, drafter, given.threshold, place)
 
     @torch.inference_mode()
     def rank(self, lanes: SequenceOf[Continuation], logits: Tensor) -> Ranking:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from trtmesh.chassis.log_prob_sums import next_sum
 from trtmesh.chassis.vocabulary import Sampling
 from trtmesh.engine.backends.torch.guided.grammars import Grammar, Guide
@@ -20,6 +21,17 @@ TOP_P_MIN = 1e-6
 HASH_MODULUS = 2**61 - 1
 HASH_BASE = 0x1B873593CC9E2D51
 """Any number below the modulus and far above all ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenDrafts:
+    """Drafts of a client, with the logits that they were drawn from."""
+
+    token_ids: list[int]
+    logits: Tensor
+    """[drafts, vocabulary]"""
+    threshold: float | None
+    """Of acceptance."""
 
 
 @dataclass(eq=False)
@@ -35,6 +47,8 @@ class Continuation:
     token_rules: TokenRules
     grammar: Grammar | None = None
     """Allows tokens, where the item asks for guided decoding."""
+    given_drafts: GivenDrafts | None = None
+    """Decide about tokens until the first that differs."""
     history: History | None = None
     """Memory of the rules; None until needed, and again when `tokens` is replaced."""
     cumulative_log_prob: float | None = None
@@ -52,6 +66,16 @@ class Continuation:
         if self.history is None:
             self.history = History(self.token_rules, self.prompt_tokens, self.grammar)
         self.history.catch_up(self.tokens)
+
+    @property
+    def deciding_draft(self) -> int | None:
+        """The index of the given draft of the next token; None after the last, or after a token that was no draft."""
+        if self.given_drafts is None:
+            return None
+        given, count = self.given_drafts.token_ids, self.generated_tokens
+        if count < len(given) and self.tokens[self.prompt_tokens :] == given[:count]:
+            return count
+        return None
 
     @property
     def top_p(self) -> float:

@@ -26,6 +26,12 @@ equally likely to be that of any token, and the others exceed it by exponentials
 block's largest noise, and a token is skipped where even that noise would not make it win. A CPU thus hashes few tokens;
 a device that should not be waited for hashes all, with the same result.
 
+Drafts with logits are verified with draws of their own, at mix((place ^ w) + G) in the place of `place`: w is 2**40 for
+
+    uniform(x) = ((x >> 12) + 0.5) * 2**-52
+
+and 2**40 + 1 for the noise of the token in the stead of a draft.
+
 `mix` is a bijection, so two places with one different coordinate never share a state. Integers are exact everywhere;
 logarithms may differ in their last bit between kinds of hardware, which changes one draw in some 10**14.
 """
@@ -62,6 +68,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
 _BLOCK_WORD = 2**32
+_ACCEPTANCE_WORD = 2**40
+_REPLACEMENT_WORD = 2**40 + 1
 _NO_TOKEN = 2**62
 SLACK = 1e-9
 """More than any rounding of a sum, absolute and relative."""
@@ -113,6 +121,20 @@ def places(
     coordinates = zip(seeds, batch_indexes, sequence_indexes, strict=True)
     streams = np.array([_stream(*words) for words in coordinates], dtype=np.int64)
     return _hash(streams, _words(positions))
+
+
+def uniform(place: NDArray[np.int64]) -> float:
+    """A number in (0, 1) for a place [1], independent of the noise there."""
+    word = _hash(place, _words([_ACCEPTANCE_WORD]))
+    return float((_shifted(word, 12)[0] + 0.5) * 2.0**-52)
+
+
+def draw_by_weights(weights: Tensor, place: NDArray[np.int64]) -> int:
+    """A token by weights [vocabulary] of any sum, for a place [1], independent of the noise there."""
+    apart = torch.from_numpy(_hash(place, _words([_REPLACEMENT_WORD])))[:, None]
+    ones = torch.ones(1, 1, dtype=torch.float64)
+    logits = _blocks(weights.log()[None])
+    return int(_Race(logits, ones, torch.full_like(ones, -math.inf), apart).among_all())
 
 
 @lru_cache(maxsize=STREAMS)

@@ -38,6 +38,11 @@ class Filters:
         weights = _weights(configs, logits, peaks)
         return weights.masked_fill_(logits < self.lowest(configs, logits, peaks, top_p), 0.0)
 
+    def probabilities(self, config: Sampling, row: Tensor, top_p: float) -> Tensor:
+        """[vocabulary] float64, by a row of logits [1, vocabulary]."""
+        weights = self.weights([config], row, [top_p])[0]
+        return weights / weights.sum()
+
     def lowest(
         self, configs: SequenceOf[Sampling], logits: Tensor, peaks: Tensor, top_p: SequenceOf[float]
     ) -> Tensor:
