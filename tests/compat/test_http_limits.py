@@ -140,7 +140,6 @@ async def test_endless_head_is_cut_off(http: PlainHttp) -> None:
 
 async def test_unknown_paths_and_methods_are_refused(http: PlainHttp) -> None:
     for path in (
-        "/",
         "/v2/",
         "/v2/nothing",
         "/v2/models/a/b",

@@ -234,15 +234,19 @@ DOORS: Mapping[str, Door] = {
         f"HTTP {path}": http(path)
         for path in ("/v2", ENSEMBLE, f"{ENSEMBLE}/config", "/v2/models/stats", "/v2/logging")
     },
+    "OpenAI models": http("/v1/models"),
+    "OpenAI completions": http("/v1/completions", {"prompt": "x", "max_tokens": 2}),
     "HTTP repository": http("/v2/repository/index", {}),
 }
 GENERATING = (
     *("Generate", "Resume", "ModelStreamInfer", "ModelInfer"),
     *("HTTP generate", "HTTP generate_stream", "HTTP infer", "SageMaker", "Vertex AI"),
+    "OpenAI completions",
 )
 UNKNOWN: Mapping[str, Door] = {
     "unknown method": unary("/trtmesh.v1.MeshService/NoSuchMethod"),
     "unknown path": http("/no/such/path"),
+    "unknown OpenAI path": http("/v1/no/such/path"),
 }
 
 

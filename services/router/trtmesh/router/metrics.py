@@ -79,6 +79,7 @@ class RouterMetrics(Collector):
         self.slow_clients: Counter[str] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
         self.unknown_parameters: Counter[str] = Counter()
+        self.http_requests: Counter[tuple[str, str]] = Counter()
         self.placed: Counter[tuple[str, str]] = Counter()
         self.models: dict[str, ModelMetrics] = {}
         self.moved_decodes = 0
@@ -115,6 +116,10 @@ class RouterMetrics(Collector):
         counted = self.unknown_parameters
         known = name in counted or len(counted) < MOST_PARAMETERS
         counted[name if known else "others"] += 1
+
+    def note_http_request(self, door: str, status: int) -> None:
+        """Counts a request over HTTP by its answer."""
+        self.http_requests[door, str(status)] += 1
 
     def note_adapter(self, name: str, *, hit: bool) -> None:
         """Counts an item's first dispatch with an adapter."""
@@ -179,6 +184,8 @@ TABLE: tuple[Row[RouterMetrics], ...] = (
         "refused", ("reason", "caller")),
     Row(COUNTER, "unknown_parameters", "Request parameters of Triton calls without effect, by name.",
         labels=("parameter",)),
+    Row(COUNTER, "http_requests", "Requests over HTTP by door and status; 499 where the client left before the answer.",
+        labels=("door", "status")),
     Row(COUNTER, "items_placed", "Placements.", "placed", ("policy", "worker")),
     Row(COUNTER, "moved_sequences", "Sequences moved to another worker, by cause.", "moved", ("cause",)),
     Row(COUNTER, "unanswered_commands", "Times that a tokenizer left texts or tokens unanswered for too long.",

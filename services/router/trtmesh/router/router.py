@@ -33,6 +33,8 @@ from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.doors.guard import CallerGuard
 from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.native import MeshService
+from trtmesh.router.doors.openai.door import OpenAi
+from trtmesh.router.doors.openai.served import ServedModels
 from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
 from trtmesh.router.doors.triton.triton import Triton
 from trtmesh.router.fleet.bridge import Bridge
@@ -136,8 +138,11 @@ class Router:
             runtime.certificates.server(H2),
             settings.connections,
         )
-        self._http: HttpPort | None = None
+        self._http = self._make_http() if settings.http.port is not None else None
         self._triton = self._make_triton() if settings.triton.enabled else None
+        if self._http is not None:
+            served = ServedModels(self._fleet, self._adapters, self._requests)
+            OpenAi(self._requests, served, self._metrics).register(self._http)
         self._metrics.gauges = self._gauges()
         runtime.registry.register(self._metrics)
         if self._recorder is not None:
@@ -170,18 +175,21 @@ class Router:
             self._runtime.certificates.peer_files,
         )
 
+    def _make_http(self) -> HttpPort:
+        settings = self._settings
+        return HttpPort(
+            self._callers,
+            settings.http,
+            settings.connections,
+            settings.max_message_bytes,
+            settings.client.unread_seconds,
+            self._runtime.certificates.server(HTTP_1_1),
+            self._runtime.admission,
+            self._metrics,
+        )
+
     def _make_triton(self) -> Triton:
         settings = self._settings
-        if settings.http.port is not None:
-            self._http = HttpPort(
-                self._callers,
-                settings.http,
-                settings.connections,
-                settings.max_message_bytes,
-                settings.client.unread_seconds,
-                self._runtime.certificates.server(HTTP_1_1),
-                self._runtime.admission,
-            )
         return Triton(
             settings.triton,
             settings.models,

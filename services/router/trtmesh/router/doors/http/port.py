@@ -13,10 +13,12 @@ from trtmesh.chassis.http_server import HttpLimits, HttpServer
 from trtmesh.chassis.settings import OptionalPort, Settings, split_commas
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.router.callers.callers import Callers
+from trtmesh.router.doors.http.answers import json_response
 from trtmesh.router.doors.http.authorising import Handler, authorising
 from trtmesh.router.doors.http.bodies import Bodies, BodyLimits
-from trtmesh.router.doors.http.errors import answering
+from trtmesh.router.doors.http.errors import ErrorForm, answering
 from trtmesh.router.doors.http.origins import only_from
+from trtmesh.router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +45,8 @@ class PortSettings(Settings):
 
 
 class HttpPort:
-    """Serves the routes of its doors. Call order: the doors add to `app` and `open_handlers`; `listen`, `open`,
-    `close`."""
+    """Serves the routes of its doors. Call order: the doors add to `app`, `open_handlers`, `error_forms` and `served`;
+    `listen`, `open`, `close`."""
 
     def __init__(
         self,
@@ -55,15 +57,22 @@ class HttpPort:
         unread_seconds: float,
         tls: ServerTls | None,
         admission: MessageAdmission,
+        metrics: RouterMetrics,
     ) -> None:
         """`unread_seconds` is how long a client of a request may leave its answer unread."""
         self.open_handlers = set[Handler]()
         """They answer anyone, with or without an API key."""
+        self.error_forms: dict[str, ErrorForm] = {}
+        """The doors' own, by the first part of their paths."""
+        self.served: dict[str, str] = {}
+        """What is served, by path."""
         authorise = authorising(callers, self.open_handlers)
+        answer = answering(self.error_forms, metrics.note_http_request)
         self.app = web.Application(
-            middlewares=[answering, only_from(settings.allowed_origins), authorise],
+            middlewares=[answer, only_from(settings.allowed_origins), authorise],
             client_max_size=max_body_bytes,
         )
+        self.app.router.add_get("/", self._tell_served)
         limits = HttpLimits(
             max_open=connections.max_open,
             max_per_address=connections.max_per_address,
@@ -78,6 +87,9 @@ class HttpPort:
             self._http,
             admission,
         )
+
+    async def _tell_served(self, request: web.Request) -> web.Response:
+        return json_response({"server": "trtmesh", "serves": self.served})
 
     def listen(self, host: str, port: int) -> str:
         """Takes the address and returns it. Raises StartupError."""

@@ -67,6 +67,7 @@ class HttpDoor:
     def register(self, port: HttpPort) -> None:
         """Adds all paths. Raises SettingsError."""
         self._bodies, app = port.bodies, port.app
+        port.served["/v2"] = "Triton's models, by the KServe protocol and generate"
         inference = Inference(self._server, port.bodies)
         port.open_handlers.update((self._live, self._ready, self._model_ready))
         get, post = app.router.add_get, app.router.add_post

@@ -1,0 +1,200 @@
+"""From the events of a request to an answer: one choice for each sequence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+from trtmesh.chassis.error_wire import from_proto
+from trtmesh.chassis.errors import Cancelled, DeadlineExceeded, TrtmeshError
+from trtmesh.router.streams.client_stream import Waiting, WaitingTokens
+from trtmesh.router.values.request import GenerationRequest
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+FINISH_REASONS = {
+    pb.FINISH_REASON_END_ID: "stop",
+    pb.FINISH_REASON_STOP_WORD: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request, and the answer that it asks for."""
+
+    request: GenerationRequest
+    model: str
+    """Its name for the client."""
+    sequences: int
+    """Of each item."""
+    streamed: bool
+    with_usage: bool = False
+    """Whether a stream ends with the usage."""
+    with_token_ids: bool = False
+
+    @property
+    def choices(self) -> int:
+        return self.request.size * self.sequences
+
+    def extras(self, piece: Piece) -> dict[str, Any]:
+        """What a choice has besides what OpenAI gives it."""
+        return {"token_ids": piece.token_ids} if self.with_token_ids else {}
+
+
+class Piece(NamedTuple):
+    """News of a choice."""
+
+    choice: int
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+
+
+class Form(Protocol):
+    """How the answers of an endpoint look."""
+
+    id_prefix: str
+    whole: str
+    """The `object` of an answer."""
+    chunk: str
+    """The `object` of a part of a stream."""
+
+    def opening(self, choice: int) -> dict[str, Any] | None:
+        """The first part of a choice in a stream, if it has one before its text."""
+
+    def part(self, piece: Piece) -> dict[str, Any]:
+        """A part of a choice in a stream."""
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """A whole choice."""
+
+
+class Events:
+    """Reads the events of a request: what is new of its choices, the usage, and the errors of its items."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._sequences = wanted.sequences
+        self.usage = pb.Usage()
+        self.errors: list[TrtmeshError] = []
+
+    def read(self, waiting: Sequence[Waiting]) -> Iterator[Piece]:
+        """The news of the choices."""
+        for entry in waiting:
+            if isinstance(entry, WaitingTokens):
+                choice = entry.batch_index * self._sequences + entry.sequence_index
+                texts = entry.texts
+                text = texts[0] if len(texts) == 1 else "".join(texts)
+                yield Piece(choice, text, entry.token_ids)
+            elif (piece := self._read_other(entry.event)) is not None:
+                yield piece
+
+    def _read_other(self, event: router_pb.GenerateEvent) -> Piece | None:
+        match event.WhichOneof("event"):
+            case "sequence_finished":
+                reason = FINISH_REASONS.get(event.sequence_finished.reason)
+                choice = event.batch_index * self._sequences + event.sequence_index
+                return None if reason is None else Piece(choice, finish_reason=reason)
+            case "item_finished":
+                usage, mine = event.item_finished.usage, self.usage
+                mine.prompt_tokens += usage.prompt_tokens
+                mine.cached_prompt_tokens += usage.cached_prompt_tokens
+                mine.generated_tokens += usage.generated_tokens
+                if (error := _cut_off(event.item_finished.reason)) is not None:
+                    self.errors.append(error.of_item(event.batch_index))
+            case "item_failed":
+                error = from_proto(event.item_failed.error)
+                self.errors.append(error.of_item(event.batch_index))
+        return None
+
+
+def _cut_off(reason: int) -> TrtmeshError | None:
+    """The error of an item that ended otherwise than by itself: no finish reason of this API says that a text is cut
+    off."""
+    if reason == pb.FINISH_REASON_STOPPED:
+        return Cancelled("the request was stopped before its end")
+    if reason == pb.FINISH_REASON_CANCELLED:
+        return DeadlineExceeded("the deadline of the request passed before its end")
+    return None
+
+
+@dataclass(slots=True)
+class Frame:
+    """What all parts of an answer have in common."""
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def of(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+class Whole:
+    """An answer as one object."""
+
+    def __init__(self, wanted: Wanted, form: Form, frame: Frame) -> None:
+        self._wanted, self._form, self._frame = wanted, form, frame
+        self._texts: list[list[str]] = [[] for _ in range(wanted.choices)]
+        self._token_ids: list[list[int]] = [[] for _ in range(wanted.choices)]
+        self._reasons: list[str | None] = [None] * wanted.choices
+
+    def add(self, piece: Piece) -> None:
+        self._texts[piece.choice].append(piece.text)
+        self._token_ids[piece.choice] += piece.token_ids
+        self._reasons[piece.choice] = piece.finish_reason
+
+    def written(self, usage: pb.Usage) -> bytes:
+        """The answer as JSON."""
+        ends = zip(self._texts, self._token_ids, self._reasons, strict=True)
+        pieces = (
+            Piece(index, "".join(texts), token_ids, reason)
+            for index, (texts, token_ids, reason) in enumerate(ends)
+        )
+        choices = [self._form.choice(piece) | self._wanted.extras(piece) for piece in pieces]
+        answer = self._frame.of(self._form.whole)
+        return orjson.dumps(answer | {"choices": choices, "usage": usage_object(usage)})
+
+
+class Parts:
+    """An answer as the events of a stream."""
+
+    def __init__(self, wanted: Wanted, form: Form, frame: Frame) -> None:
+        self._form, self._wanted = form, wanted
+        self._opened: set[int] = set()
+        self._frame = frame.of(form.chunk)
+        self._head = b"data: " + orjson.dumps(self._frame)[:-1] + b',"choices":['
+
+    def of(self, piece: Piece) -> bytes:
+        """The events of news, if any."""
+        events = b""
+        if piece.choice not in self._opened:
+            self._opened.add(piece.choice)
+            if (opening := self._form.opening(piece.choice)) is not None:
+                events = self._event(opening)
+        if piece.text or piece.finish_reason or self._wanted.with_token_ids:
+            events += self._event(self._form.part(piece) | self._wanted.extras(piece))
+        return events
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return self._head + orjson.dumps(choice) + b"]}\n\n"
+
+    def usage(self, usage: pb.Usage) -> bytes:
+        """The event of the usage, if the client asked for it."""
+        if not self._wanted.with_usage:
+            return b""
+        last = self._frame | {"choices": [], "usage": usage_object(usage)}
+        return b"data: " + orjson.dumps(last) + b"\n\n"
+
+
+def usage_object(usage: pb.Usage) -> dict[str, Any]:
+    """What was computed. A prompt counts once, whatever the number of its sequences."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.generated_tokens,
+        "total_tokens": usage.prompt_tokens + usage.generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+    }

@@ -1,0 +1,82 @@
+"""`/v1/completions`: texts or token ids, continued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.router.doors.openai.answer import Piece, Wanted
+from trtmesh.router.doors.openai.fields import (
+    ANY,
+    INTEGER,
+    LIST,
+    TEXT,
+    Fields,
+    checked_ids,
+    put,
+    read_config,
+)
+from trtmesh.router.doors.openai.requested import Requested
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+MAX_TOKENS = 16
+"""Generated tokens where the request does not say, as OpenAI has it."""
+
+
+class Completions:
+    """The endpoint."""
+
+    path = "/v1/completions"
+    id_prefix = "cmpl-"
+    whole = chunk = "text_completion"
+
+    def read(self, requested: Requested, *, is_large: bool) -> Wanted:
+        """Raises TrtmeshError."""
+        fields = requested.fields
+        _refuse_unserved(fields)
+        config = read_config(fields)
+        most = fields.take("max_tokens", INTEGER)
+        put(config, "stopping.max_tokens", "max_tokens", MAX_TOKENS if most is None else most)
+        special = fields.take_flag("add_special_tokens", default=True)
+        items = [
+            router_pb.GenerateItem(prompt=prompt)
+            for prompt in _prompts(fields.need("prompt", ANY), special=special)
+        ]
+        return requested.wanted(items, config, is_large=is_large)
+
+    def opening(self, choice: int) -> dict[str, Any] | None:
+        return None
+
+    def part(self, piece: Piece) -> dict[str, Any]:
+        return self.choice(piece)
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.choice,
+            "text": piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason,
+        }
+
+
+def _refuse_unserved(fields: Fields) -> None:
+    fields.refuse(
+        "echo", "is not served: log-probabilities of prompts have no place here", neutral=False
+    )
+    fields.refuse("best_of", "is not served; ask for n sequences, and choose", neutral=1)
+    fields.refuse("suffix", "is not served: no model here inserts text")
+
+
+def _prompts(prompt: Any, *, special: bool) -> list[pb.Prompt]:
+    """A text, a list of texts, token ids, or a list of such lists. Raises InvalidField."""
+    if TEXT.has(prompt):
+        return [pb.Prompt(text=prompt, add_special_tokens=special)]
+    if not LIST.has(prompt) or not prompt:
+        raise InvalidField(
+            "must be a text, token ids, or a list of one or more of either", field="prompt"
+        )
+    if all(map(TEXT.has, prompt)):
+        return [pb.Prompt(text=text, add_special_tokens=special) for text in prompt]
+    lists = prompt if all(map(LIST.has, prompt)) else [prompt]
+    return [pb.Prompt(token_ids=pb.TokenIds(ids=checked_ids("prompt", ids))) for ids in lists]

@@ -1,0 +1,181 @@
+"""The door for OpenAI's clients: translates their requests into those of the mesh, and the events into answers."""
+
+from __future__ import annotations
+
+from functools import partial
+from http import HTTPStatus
+from typing import Protocol
+
+import orjson
+from aiohttp import hdrs, web
+from trtmesh.chassis.errors import SlowClient, TrtmeshError
+from trtmesh.chassis.fair.limits import origin_of
+from trtmesh.chassis.fair.messages import ReceivedMessage
+from trtmesh.chassis.logs import rebind_request_id
+from trtmesh.router.doors.generation import GenerationCall
+from trtmesh.router.doors.http.answers import json_response
+from trtmesh.router.doors.http.authorising import IDENTITY
+from trtmesh.router.doors.http.bodies import Body
+from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
+from trtmesh.router.doors.http.port import HttpPort
+from trtmesh.router.doors.openai.answer import Events, Form, Frame, Parts, Wanted, Whole
+from trtmesh.router.doors.openai.completions import Completions
+from trtmesh.router.doors.openai.errors import OpenAiForm, error_object, id_of, named
+from trtmesh.router.doors.openai.fields import TEXT, Fields
+from trtmesh.router.doors.openai.requested import Requested
+from trtmesh.router.doors.openai.served import ServedModels
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.requests.live_request import LiveRequest
+from trtmesh.router.requests.requests import Requests
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+DONE = b"data: [DONE]\n\n"
+
+
+class Endpoint(Form, Protocol):
+    """A path that generates."""
+
+    path: str
+
+    def read(self, requested: Requested, *, is_large: bool) -> Wanted:
+        """The request of a body. Raises TrtmeshError."""
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (Completions(),)
+
+
+class OpenAi:
+    """Serves OpenAI's paths at a port."""
+
+    def __init__(self, requests: Requests, served: ServedModels, metrics: RouterMetrics) -> None:
+        self._requests = requests
+        self._served = served
+        self._metrics = metrics
+
+    def register(self, port: HttpPort) -> None:
+        """Adds all paths."""
+        self._bodies = port.bodies
+        port.error_forms["v1"] = OpenAiForm()
+        router = port.app.router
+        router.add_get("/v1/models", self._models)
+        router.add_get("/v1/models/{name:.+}", self._model)
+        port.served["/v1/models"] = "the models and adapters"
+        for endpoint in ENDPOINTS:
+            router.add_post(endpoint.path, partial(self._generate, endpoint))
+            port.served[endpoint.path] = "as OpenAI's API"
+
+    async def _models(self, request: web.Request) -> web.Response:
+        described = [self._served.describe(each) for each in self._served.all()]
+        return named(request, json_response({"object": "list", "data": described}))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        served = self._served.find(request.match_info["name"])
+        return named(request, json_response(self._served.describe(served)))
+
+    async def _generate(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
+        request_id = id_of(request)
+        rebind_request_id(request_id)
+        read = partial(self._read, endpoint, request)
+        async with self._bodies.admitted(request, read) as wanted:
+            owner = request[IDENTITY]
+            origin = origin_of(request.remote or "")
+            with GenerationCall(self._requests.metrics_of(wanted.request.model)) as call:
+                opening = self._requests.open(wanted.request, None, owner, origin)
+                frame = Frame(f"{endpoint.id_prefix}{request_id}", wanted.model)
+                if wanted.streamed:
+                    stream = EventStream(request, wanted, Parts(wanted, endpoint, frame))
+                    try:
+                        async with call.running(opening) as live:
+                            await stream.serve(live, self._metrics)
+                    except SlowClient:
+                        raise
+                    except TrtmeshError as error:
+                        return await stream.fail(error)
+                    return await stream.end()
+                whole = Whole(wanted, endpoint, frame)
+                async with call.running(opening) as live:
+                    events = await _collect(live, wanted, whole)
+                self._metrics.client_messages += 1
+                write = partial(whole.written, events.usage)
+                body = await self._bodies.written(0, write)
+        return named(request, web.Response(body=body, content_type="application/json"))
+
+    async def _read(
+        self, endpoint: Endpoint, request: web.Request, message: ReceivedMessage, body: Body
+    ) -> Wanted:
+        owner, request_id = request[IDENTITY], id_of(request)
+        if self._requests.find(owner, request_id) is not None:
+            # Proxies name a retry like the call that is not over.
+            request_id = ""
+        parse = partial(parse_json, body, self._bodies.limits.most_json_bytes)
+        model = ""
+        try:
+            fields = Fields(await message.run(parse, JSON_COST))
+            served = self._served.find(fields.take("model", TEXT) or "")
+            model = served.model
+            return await message.read(partial(endpoint.read, Requested(fields, served, request_id)))
+        except TrtmeshError:
+            self._requests.metrics_of(model).requests["refused"] += 1
+            raise
+
+
+async def _collect(live: LiveRequest, wanted: Wanted, whole: Whole) -> Events:
+    """Gathers a whole answer. Raises the first error of an item, which ends the others: an answer has no place for
+    it."""
+    events = Events(wanted)
+    while (waiting := await live.client.next_entries()) is not None:
+        for piece in events.read(waiting):
+            whole.add(piece)
+        for error in events.errors:
+            raise error
+    return events
+
+
+class EventStream:
+    """An answer as server-sent events. It begins with the first token, so an early error has a status of its own; later
+    ones are events at the end, after the choices of the other prompts."""
+
+    def __init__(self, request: web.Request, wanted: Wanted, parts: Parts) -> None:
+        self._request, self._parts = request, parts
+        self._events = Events(wanted)
+        self._response: web.StreamResponse | None = None
+
+    async def serve(self, live: LiveRequest, metrics: RouterMetrics) -> None:
+        """Writes the choices. Raises the first error of an item if there is no choice."""
+        while (waiting := await live.client.next_entries()) is not None:
+            parts = [self._parts.of(piece) for piece in self._events.read(waiting)]
+            if written := b"".join(parts):
+                await (await self._begun()).write(written)
+                metrics.client_messages += 1
+
+    async def end(self) -> web.StreamResponse:
+        """Ends the stream with the errors of items, if any, else with the usage."""
+        errors = self._events.errors
+        if errors and self._response is None:
+            raise errors[0]
+        rest = b"".join(map(_error_event, errors)) or self._parts.usage(self._events.usage)
+        return await self._finished(rest)
+
+    async def fail(self, error: TrtmeshError) -> web.StreamResponse:
+        """Ends the stream with an error. Raises it before the first event."""
+        if self._response is None:
+            raise error
+        return await self._finished(_error_event(error))
+
+    async def _finished(self, rest: bytes) -> web.StreamResponse:
+        response = await self._begun()
+        await response.write(rest + DONE)
+        await response.write_eof()
+        return response
+
+    async def _begun(self) -> web.StreamResponse:
+        if self._response is None:
+            headers = {hdrs.CONTENT_TYPE: EVENT_STREAM, hdrs.CACHE_CONTROL: "no-cache"}
+            response = web.StreamResponse(status=HTTPStatus.OK, headers=headers)
+            await named(self._request, response).prepare(self._request)
+            self._response = response
+        return self._response
+
+
+def _error_event(error: TrtmeshError) -> bytes:
+    return b"data: " + orjson.dumps({"error": error_object(error)}) + b"\n\n"

@@ -1,0 +1,196 @@
+"""Fields of a request's body, under OpenAI's names and those that other servers added: read once each, refused by name
+where nobody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from trtmesh.chassis.errors import InvalidField, InvalidRequest
+from trtmesh.chassis.quoting import quoted
+from trtmesh.v1 import generation_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of JSON value."""
+
+    word: str
+    types: tuple[type, ...]
+
+    def has(self, value: Any) -> bool:
+        # A boolean is an integer to Python alone.
+        return type(value) in self.types
+
+
+TEXT, BOOLEAN = Kind("a text", (str,)), Kind("true or false", (bool,))
+INTEGER, NUMBER = Kind("an integer", (int,)), Kind("a number", (int, float))
+LIST, OBJECT = Kind("a list", (list,)), Kind("an object", (dict,))
+ANY = Kind("a value", (str, bool, int, float, list, dict))
+
+DIRECT: Mapping[str, tuple[Kind, str]] = MappingProxyType(
+    {
+        "temperature": (NUMBER, "sampling.temperature"),
+        "top_p": (NUMBER, "sampling.top_p"),
+        "top_k": (INTEGER, "sampling.top_k"),
+        "min_p": (NUMBER, "sampling.min_p"),
+        "frequency_penalty": (NUMBER, "sampling.frequency_penalty"),
+        "presence_penalty": (NUMBER, "sampling.presence_penalty"),
+        "repetition_penalty": (NUMBER, "sampling.repetition_penalty"),
+        "n": (INTEGER, "sampling.num_return_sequences"),
+        "min_tokens": (INTEGER, "stopping.min_tokens"),
+        "ignore_eos": (BOOLEAN, "stopping.ignore_end_id"),
+        "include_stop_str_in_output": (BOOLEAN, "stopping.include_stop_text"),
+        "skip_special_tokens": (BOOLEAN, "output.skip_special_tokens"),
+        "cache_salt": (TEXT, "kv_cache.salt"),
+    }
+)
+"""Fields that are a field of the config, with its path."""
+
+WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+)
+"""Notes for the operator of a service: none says what the answer is to be like."""
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **{path: name for name, (_, path) in DIRECT.items()},
+        "sampling.seed": "seed",
+        "sampling.embedding_bias_token_ids": "logit_bias",
+        "sampling.embedding_bias_weights": "logit_bias",
+        "stopping.max_tokens": "max_tokens",
+        "stopping.stop_texts": "stop",
+        "stopping.stop_token_ids": "stop_token_ids",
+        "guided_decoding.guide": "response_format",
+        "guided_decoding.guide_type": "response_format",
+        "output.log_probs": "logprobs",
+        "output.top_log_probs": "logprobs",
+        "lora.name": "model",
+        "items": "prompt",
+        "prompt.token_ids": "prompt",
+        "prompt.text": "prompt",
+        "text": "prompt",
+    }
+)
+"""The fields of errors under the names of this API."""
+
+LEAST_BIAS, MOST_BIAS = -100, 100
+
+
+class Fields:
+    """The fields of an object. An explicit null is an absent field."""
+
+    def __init__(self, given: Mapping[str, Any], prefix: str = "") -> None:
+        self._prefix = prefix
+        self._left = {name: value for name, value in given.items() if value is not None}
+
+    def take(self, name: str, kind: Kind) -> Any:
+        """Returns the value of a field, or None if it is absent. Raises InvalidField for another kind of value."""
+        value = self._left.pop(name, None)
+        if value is not None and not kind.has(value):
+            raise InvalidField(f"must be {kind.word}", field=self._prefix + name)
+        return value
+
+    def need(self, name: str, kind: Kind) -> Any:
+        """Returns the value of a required field. Raises InvalidField."""
+        value = self.take(name, kind)
+        if value is None:
+            raise InvalidField("is required", field=self._prefix + name)
+        return value
+
+    def take_flag(self, name: str, *, default: bool = False) -> bool:
+        """Whether a field is true."""
+        value = self.take(name, BOOLEAN)
+        return default if value is None else bool(value)
+
+    def take_list(self, name: str, kind: Kind) -> list[Any]:
+        """Returns a list of values of one kind; empty if it is absent. Raises InvalidField."""
+        values: list[Any] = self.take(name, LIST) or []
+        check_all(self._prefix + name, values, kind)
+        return values
+
+    def refuse(self, name: str, why: str, neutral: Any = None) -> None:
+        """Raises InvalidField for a field with any value but the one that asks for nothing."""
+        value = self.take(name, ANY)
+        if value is not None and value != neutral:
+            raise InvalidField(why, field=self._prefix + name)
+
+    def refuse_rest(self) -> None:
+        """Raises InvalidRequest for a field that nobody has taken: it might be a wish."""
+        for name in self._left:
+            raise InvalidRequest(
+                "is a field that this endpoint does not know; leave it out",
+                field=self._prefix + name,
+            )
+
+
+def check_all(name: str, values: Iterable[Any], kind: Kind) -> None:
+    """Raises InvalidField for a list with another kind of value."""
+    if not all(map(kind.has, values)):
+        raise InvalidField(f"must be a list, and each of it {kind.word}", field=name)
+
+
+def read_config(fields: Fields) -> pb.GenerationConfig:
+    """The config of a request, but for the number of tokens and for log-probabilities. Raises InvalidField."""
+    # Unset, all these would mean greedy decoding.
+    config = pb.GenerationConfig(sampling=pb.SamplingConfig(temperature=1.0))
+    for name, (kind, path) in DIRECT.items():
+        value = fields.take(name, kind)
+        # As other servers turn it off.
+        if value is not None and not (name == "top_k" and value < 0):
+            put(config, path, name, value)
+    if (seed := fields.take("seed", INTEGER)) is not None:
+        config.sampling.seed = seed % 2**64
+    if (priority := fields.take("priority", INTEGER)) is not None:
+        # Lower is earlier, as in vLLM.
+        put(config, "priority", "priority", -priority)
+    _read_stops(fields, config.stopping)
+    _read_bias(fields, config.sampling)
+    for name in WITHOUT_EFFECT:
+        fields.take(name, ANY)
+    return config
+
+
+def put(config: pb.GenerationConfig, path: str, name: str, value: Any) -> None:
+    """Sets a field of a config. Raises InvalidField for a number that the field cannot hold."""
+    *groups, field = path.split(".")
+    owner: Any = config
+    for group in groups:
+        owner = getattr(owner, group)
+    try:
+        setattr(owner, field, value)
+    except (ValueError, OverflowError):
+        limit = "in the range of 32 bits, and not negative"
+        raise InvalidField.of(name, value, limit) from None
+
+
+def _read_stops(fields: Fields, stopping: pb.StoppingConfig) -> None:
+    stop = fields.take("stop", Kind("a text or a list of texts", (str, list)))
+    texts = [stop] if isinstance(stop, str) else stop or []
+    check_all("stop", texts, TEXT)
+    stopping.stop_texts.extend(texts)
+    for token_id in fields.take_list("stop_token_ids", INTEGER):
+        stopping.stop_token_ids.append(pb.TokenIds(ids=checked_ids("stop_token_ids", [token_id])))
+
+
+def checked_ids(name: str, ids: list[Any]) -> list[int]:
+    """Token ids as they are. Raises InvalidField."""
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < 2**32:
+            raise InvalidField(f"has {quoted(str(token_id))}, which is no token id", field=name)
+    return ids
+
+
+def _read_bias(fields: Fields, sampling: pb.SamplingConfig) -> None:
+    """Adds weights to the scores of ids."""
+    for key, weight in (fields.take("logit_bias", OBJECT) or {}).items():
+        if not key.isdecimal() or not NUMBER.has(weight):
+            raise InvalidField("must have a number for each token id", field="logit_bias")
+        if not LEAST_BIAS <= weight <= MOST_BIAS:
+            raise InvalidField.of("logit_bias", weight, f"in [{LEAST_BIAS}, {MOST_BIAS}]")
+        ids = checked_ids("logit_bias", [int(key)])
+        sampling.embedding_bias_token_ids.append(pb.TokenIds(ids=ids))
+        sampling.embedding_bias_weights.append(weight)

@@ -1,0 +1,86 @@
+"""The models by name: those of the mesh, and their adapters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trtmesh.chassis.errors import ModelNotFound, NoWorker
+from trtmesh.chassis.quoting import quoted
+from trtmesh.router.adapters.adapters import Adapters
+from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.requests.requests import Requests
+
+OWNER = "trtmesh"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a name means."""
+
+    name: str
+    model: str
+    """The model of the mesh."""
+    adapter: str = ""
+    """Name of the adapter, or ''."""
+
+
+class ServedModels:
+    """The models of the mesh, and every registered adapter as a model whose parent is its base."""
+
+    def __init__(self, fleet: Fleet, adapters: Adapters, requests: Requests) -> None:
+        self._fleet = fleet
+        self._adapters = adapters
+        self._requests = requests
+        self._since = int(time.time())
+
+    def find(self, name: str) -> Served:
+        """What a name means; '' is the default model. Raises ModelNotFound or NoWorker."""
+        if name and name not in self._fleet.models() and name not in self._fleet.configured:
+            for adapter in self._adapters_by_name():
+                if adapter.name == name:
+                    return adapter
+            raise self._unknown(name)
+        model = self._requests.served_model(name)
+        return Served(model, model)
+
+    def describe(self, served: Served) -> dict[str, Any]:
+        """A model as the API describes it."""
+        described = {
+            "id": served.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": OWNER,
+            "root": served.model,
+            "parent": served.model if served.adapter else None,
+        }
+        if longest := self._fleet.most_prompt_tokens(served.model):
+            described["max_model_len"] = longest + 1
+        return described
+
+    def all(self) -> list[Served]:
+        """The models, then the adapters, each by name."""
+        models = [Served(model, model) for model in sorted(self._fleet.models())]
+        return [*models, *sorted(self._adapters_by_name(), key=lambda adapter: adapter.name)]
+
+    def _adapters_by_name(self) -> Iterator[Served]:
+        """The adapters that operators registered. Of one that any model may have, the parent is the default model."""
+        models = self._fleet.models()
+        for entry in self._adapters.entries():
+            if not entry.name or entry.brought or entry.name in models:
+                continue
+            try:
+                model = entry.model or self._requests.served_model("")
+            except (ModelNotFound, NoWorker):
+                continue
+            yield Served(entry.name, model, entry.name)
+
+    def _unknown(self, name: str) -> ModelNotFound:
+        names = [served.name for served in self.all()]
+        known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        return ModelNotFound(
+            f"is {quoted(name)}, which is not served here; GET /v1/models lists what is: {known}",
+            field="model",
+        )

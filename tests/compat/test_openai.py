@@ -1,0 +1,231 @@
+"""The door for OpenAI's clients over plain HTTP, before a simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from compat.openai_schemas import check
+from compat.plain_http import PlainHttp, Reply
+from e2e.mesh import Mesh, eventually, scrape
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+COMPLETIONS = "/v1/completions"
+PROMPTS = ["Once upon a time", "def f(x):"]
+DRAWN = {"max_tokens": 7, "seed": 5, "temperature": 0.8, "n": 2}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(mesh: Mesh) -> AsyncIterator[PlainHttp]:
+    async with PlainHttp(mesh.router.http_address) as http:
+        await eventually(lambda: _is_ready(http))
+        yield http
+
+
+async def _is_ready(http: PlainHttp) -> bool:
+    return (await http.get("/v2/health/ready")).status == 200
+
+
+def parts_of(reply: Reply) -> list[Any]:
+    """The parts of a stream that ends as it must."""
+    assert (reply.status, reply.content_type) == (200, "text/event-stream; charset=utf-8")
+    *events, done, rest = reply.body.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+async def told_natively(mesh: Mesh, prompts: Sequence[str], **options: Any) -> list[str]:
+    items = await mesh.client.complete(prompts, max_tokens=7, seed=5, temperature=0.8, **options)
+    return [sequence.text for item in items for sequence in item.sequences]
+
+
+async def test_root_says_what_is_served(http: PlainHttp) -> None:
+    reply = await http.get("/")
+    assert reply.status == 200
+    assert {"/v2", "/v1/models", COMPLETIONS} <= reply.json["serves"].keys()
+
+
+async def test_models_are_listed_and_described(http: PlainHttp) -> None:
+    reply = await http.get("/v1/models")
+    check("ListModelsResponse", reply.json)
+    (model,) = reply.json["data"]
+    assert (model["id"], model["parent"], model["max_model_len"]) == ("demo", None, 8192)
+    assert (await http.get("/v1/models/demo")).json == model
+
+
+async def test_each_prompt_has_its_choices(mesh: Mesh, http: PlainHttp) -> None:
+    reply = await http.post(COMPLETIONS, {"model": "demo", "prompt": PROMPTS, **DRAWN})
+    check("CreateCompletionResponse", reply.json)
+    texts = [choice["text"] for choice in reply.json["choices"]]
+    assert texts == await told_natively(mesh, PROMPTS, num_return_sequences=2)
+    assert [choice["index"] for choice in reply.json["choices"]] == [0, 1, 2, 3]
+    assert {choice["finish_reason"] for choice in reply.json["choices"]} == {"length"}
+    assert reply.json["usage"]["completion_tokens"] == 4 * 7
+
+
+async def test_stream_has_the_same_texts(mesh: Mesh, http: PlainHttp) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    body = {"model": "demo", "prompt": PROMPTS, **DRAWN}
+    whole = (await http.post(COMPLETIONS, {**body, "return_token_ids": True})).json
+    parts = parts_of(await http.post(COMPLETIONS, {**body, **options}))
+    for part in parts:
+        check("CreateCompletionResponse", part)
+    *told, usage = parts
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"] | _cached(usage))
+    assert len({(part["id"], part["created"], part["model"]) for part in parts}) == 1
+    for choice in whole["choices"]:
+        mine = [c for part in told for c in part["choices"] if c["index"] == choice["index"]]
+        assert "".join(part["text"] for part in mine) == choice["text"]
+        assert [i for part in mine for i in part["token_ids"]] == choice["token_ids"]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == ["length"]
+        assert mine[-1]["finish_reason"] == "length"
+
+
+def _cached(part: Any) -> dict[str, Any]:
+    """The second request finds the first one's blocks."""
+    return {"prompt_tokens_details": part["usage"]["prompt_tokens_details"]}
+
+
+async def test_token_ids_stop_texts_and_defaults(mesh: Mesh, http: PlainHttp) -> None:
+    (item,) = await mesh.client.complete(PROMPTS[:1], max_tokens=16, seed=5, temperature=1.0)
+    body = {"prompt": PROMPTS[0], "seed": 5}
+    first = (await http.post(COMPLETIONS, body)).json
+    assert first["choices"][0]["text"] == item.text
+    assert first["usage"]["completion_tokens"] == 16
+    stop = item.text[5:8]
+    reply = (await http.post(COMPLETIONS, {**body, "stop": stop})).json
+    assert reply["choices"][0] | {"text": ""} == first["choices"][0] | {
+        "text": "",
+        "finish_reason": "stop",
+    }
+    assert reply["choices"][0]["text"] == item.text[: item.text.index(stop)]
+    for ids in ([5, 6, 7], [[5, 6, 7], [8]]):
+        reply = (await http.post(COMPLETIONS, {"prompt": ids})).json
+        assert reply["usage"]["prompt_tokens"] == (4 if isinstance(ids[0], list) else 3)
+
+
+BODY = {"model": "demo", "prompt": "x", "max_tokens": 3}
+REFUSED = [
+    ({"model": "nope"}, 404, "model_not_found", "model"),
+    ({"prompt": None}, 400, "invalid_field", "prompt"),
+    ({"prompt": []}, 400, "invalid_field", "prompt"),
+    ({"prompt": [1, "x"]}, 400, "invalid_field", "prompt"),
+    ({"prompt": ""}, 400, "prompt_empty", None),
+    ({"prompt": [[6144]]}, 400, "token_out_of_vocabulary", "prompt"),
+    ({"prompt": [[5] * 9000]}, 400, "context_length_exceeded", "prompt"),
+    ({"max_tokens": 0}, 400, "invalid_field", "max_tokens"),
+    ({"temperature": "hot"}, 400, "invalid_field", "temperature"),
+    ({"temperature": -1}, 400, "invalid_field", "temperature"),
+    ({"n": True}, 400, "invalid_field", "n"),
+    ({"n": -1}, 400, "invalid_field", "n"),
+    ({"stop": [1]}, 400, "invalid_field", "stop"),
+    ({"stop": [""]}, 400, "invalid_field", "stop"),
+    ({"logit_bias": {"5": 101}}, 400, "invalid_field", "logit_bias"),
+    ({"logit_bias": {"five": 1}}, 400, "invalid_field", "logit_bias"),
+    ({"echo": True}, 400, "invalid_field", "echo"),
+    ({"best_of": 2}, 400, "invalid_field", "best_of"),
+    ({"suffix": "x"}, 400, "invalid_field", "suffix"),
+    ({"stream": False, "stream_options": {}}, 400, "invalid_field", "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, 400, "invalid_request", "stream_options.x"),
+    ({"guided_json": {}}, 400, "invalid_request", "guided_json"),
+    ({"logit_bias": {"5": 1}}, 501, "unsupported_field", "logit_bias"),
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("change", "status", "code", "param"), REFUSED)
+async def test_error_has_its_status_and_names_its_field(
+    http: PlainHttp,
+    change: dict[str, Any],
+    status: int,
+    code: str,
+    param: str | None,
+    streamed: bool,
+) -> None:
+    reply = await http.post(COMPLETIONS, {**BODY, "stream": streamed, **change})
+    check("ErrorResponse", reply.json)
+    error = reply.json["error"]
+    assert (reply.status, error["code"], error["param"]) == (status, code, param), error
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert reply.headers["x-should-retry"] == "false"
+    assert reply.headers["x-request-id"]
+
+
+async def test_other_errors_look_alike(http: PlainHttp) -> None:
+    for method, path, body, status, code in (
+        ("GET", "/v1/nothing", None, 404, "unknown_url"),
+        ("GET", COMPLETIONS, None, 405, "unknown_url"),
+        ("GET", "/v1/models/nope", None, 404, "model_not_found"),
+        ("POST", COMPLETIONS, b"{", 400, "invalid_request"),
+    ):
+        reply = await http.call(method, path, body)
+        check("ErrorResponse", reply.json)
+        assert (reply.status, reply.json["error"]["code"]) == (status, code)
+
+
+async def test_absent_is_null_and_notes_are_taken(http: PlainHttp) -> None:
+    notes = {"user": "me", "metadata": {"a": "b"}, "store": False, "suffix": None, "guided_x": None}
+    neutral = {"echo": False, "best_of": 1, "top_k": -1, "logit_bias": {}}
+    assert (await http.post(COMPLETIONS, BODY | notes | neutral)).status == 200
+
+
+async def test_request_has_the_name_that_its_client_gives(http: PlainHttp) -> None:
+    headers = {"X-Request-Id": "mine"}
+    reply = await http.call("POST", COMPLETIONS, BODY, headers=headers)
+    assert (reply.headers["x-request-id"], reply.json["id"]) == ("mine", "cmpl-mine")
+    # A proxy's retry comes while the first call still runs.
+    calls = [http.call("POST", COMPLETIONS, BODY, headers=headers) for _ in range(8)]
+    assert [reply.status for reply in await asyncio.gather(*calls)] == [200] * 8
+
+
+async def test_client_that_leaves_ends_its_request(mesh: Mesh, http: PlainHttp) -> None:
+    body = {"prompt": PROMPTS, "max_tokens": 8000, "ignore_eos": True}
+    async with http.session.post(
+        f"http://{http.address}{COMPLETIONS}", json=body | {"stream": True}
+    ) as response:
+        await response.content.readline()
+        assert (await mesh.gauges())["live_items"] == 2
+    await mesh.idle()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await http.post(COMPLETIONS, body)
+    await mesh.idle()
+    counted = await scrape(mesh.router, door="openai", status="499")
+    assert counted["trtmesh_router_http_requests_total"] >= 1
+
+
+async def test_bad_prompt_is_told_after_the_choices_of_others(http: PlainHttp) -> None:
+    body = {"prompt": ["x", ""], "max_tokens": 3}
+    reply = await http.post(COMPLETIONS, body)
+    assert (reply.status, reply.json["error"]["code"]) == (400, "prompt_empty")
+    assert reply.json["error"]["message"].startswith("prompt[1]: ")
+    *parts, last = parts_of(await http.post(COMPLETIONS, body | {"stream": True}))
+    assert [c["finish_reason"] for part in parts for c in part["choices"]][-1] == "length"
+    assert {c["index"] for part in parts for c in part["choices"]} == {0}
+    assert last == reply.json
+
+
+async def test_stop_by_an_operator_is_an_error_and_no_end(mesh: Mesh, http: PlainHttp) -> None:
+    """No finish reason of this API says that a text is cut off."""
+    body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
+    for streamed in (False, True):
+        headers = {"X-Request-Id": f"long-{streamed}"}
+        running = asyncio.create_task(
+            http.call("POST", COMPLETIONS, body | {"stream": streamed}, headers=headers)
+        )
+        await eventually(lambda: mesh.has_stage("generate"))
+        assert await mesh.client.stop(headers["X-Request-Id"])
+        reply = await running
+        if streamed:
+            *parts, last = parts_of(reply)
+            assert not any(c["finish_reason"] for part in parts for c in part["choices"])
+            error = last["error"]
+        else:
+            assert reply.status == 400
+            error = reply.json["error"]
+        assert (error["code"], error["type"]) == ("cancelled", "invalid_request_error")
