@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext, redirect_stderr
@@ -39,6 +40,8 @@ for name in [*os.environ]:
         continue
     if name.lower().startswith(tuple(map(str.lower, FOREIGN))):
         del os.environ[name]
+# Without its byte code, every worker of every run rewrites the asserts of every test.
+sys.dont_write_bytecode = False
 # Engines with a thread for every core slow each other down.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Where an engine has several, a thread that spins at a barrier keeps the core from the thread it waits for.
@@ -53,9 +56,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["TERM"] = "xterm"
 
 # The same examples in every run, without a deadline; `make check` has some of them. `pytest
-# --hypothesis-profile=default` draws new ones.
+# --hypothesis-profile=default`, as in `make soak`, draws new ones, and twice as many.
 settings.register_profile(
     "same examples every time",
+    max_examples=50,
     derandomize=True,
     deadline=None,
     database=None,

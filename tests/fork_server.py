@@ -41,6 +41,12 @@ _START_OF_ENVIRONMENT = 47
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_NAME = 15
 LONGEST_NAME = 15
+MALLOC_OPTIONS = {
+    "MALLOC_ARENA_MAX": -8,
+    "MALLOC_MMAP_THRESHOLD_": -3,
+    "MALLOC_TRIM_THRESHOLD_": -1,
+}
+"""Variables that glibc reads when a process is executed, and the options of its `mallopt`."""
 SERVICES = ("trtmesh.router", "trtmesh.tokenizer", "trtmesh.engine", "trtmesh.cli.one_process")
 """Modules whose processes end as executed ones do: their libraries have threads and pools to take apart."""
 
@@ -235,6 +241,8 @@ def _take(job: Job, files: list[int]) -> None:
     os.environ.update(job.env)
     if mark := job.env.get(MARK):
         _show(mark)
+    for name in MALLOC_OPTIONS.keys() & job.env.keys():
+        assert ctypes.CDLL(None).mallopt(MALLOC_OPTIONS[name], int(job.env[name]))
     if job.leads_session:
         os.setsid()
     os.chdir(job.directory)

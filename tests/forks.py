@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from fork_server import LONGEST_MESSAGE, MARK, NO_MARK, OF_STARTS, UNFIT, Job
+from fork_server import LONGEST_MESSAGE, MALLOC_OPTIONS, MARK, NO_MARK, OF_STARTS, UNFIT, Job
 from process_constants import Constants
 
 SERVER = Path(__file__).with_name("fork_server.py")
@@ -43,6 +43,8 @@ LATE = (
     *("TRTMESH_", "TRTLLM_STAND_IN_", "AIP_", "SAGEMAKER_", "PYTEST_"),
     *("COLUMNS", "XDG_RUNTIME_DIR", "TESTED_", "FAKE_"),
     *OF_IMPORTS,
+    # The server tells them to glibc.
+    *MALLOC_OPTIONS,
 )
 """Prefixes of variables that nothing reads before a service or a command runs. The interpreter and libraries read
 others when they start."""

@@ -17,7 +17,7 @@ from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
 PRINTS_THREADS = """
-import torch
+import trtmesh.engine.__main__, torch
 from trtmesh.engine.backends.torch.cpu.device import take_threads
 for setting, weights in ((0, 10**12), (0, 10**6), (2, 10**6)):
     take_threads(setting, weights)
@@ -26,48 +26,26 @@ for setting, weights in ((0, 10**12), (0, 10**6), (2, 10**6)):
 
 
 @pytest.mark.parametrize(
-    ("variable", "told"),
+    ("given", "threads", "spins"),
     [
-        ("1", ["1", "1", "2"]),
-        ("2", ["2", "2", "2"]),
-        (None, [str(physical_cores()), "1", "2"]),
+        ({}, [str(physical_cores()), "1", "2"], "0"),
+        ({"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "500"}, ["2", "2", "2"], "500"),
+        ({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "active"}, ["1", "1", "2"], "30000000000"),
     ],
 )
-def test_threads_follow_setting_variable_weights_and_cores(
-    variable: str | None, told: list[str]
+def test_threads_and_their_waits_follow_settings_variables_weights_and_cores(
+    given: dict[str, str], threads: list[str], spins: str
 ) -> None:
-    environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
-    if variable is not None:
-        environment["OMP_NUM_THREADS"] = variable
-    printed = subprocess.run(
-        [sys.executable, "-c", PRINTS_THREADS],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert printed.stdout.split() == told
-
-
-@pytest.mark.parametrize(
-    ("given", "spins"),
-    [
-        ({}, "0"),
-        ({"GOMP_SPINCOUNT": "500"}, "500"),
-        ({"OMP_WAIT_POLICY": "active"}, "30000000000"),
-    ],
-)
-def test_waiting_threads_of_an_engine_sleep_unless_told_otherwise(
-    given: dict[str, str], spins: str
-) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
+    """Waiting threads of an engine sleep unless told otherwise."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("OMP_")}
     loaded = subprocess.run(
-        [sys.executable, "-c", "import trtmesh.engine.__main__, torch"],
-        env=environment | {"OMP_DISPLAY_ENV": "verbose"},
+        [sys.executable, "-c", PRINTS_THREADS],
+        env=environment | given | {"OMP_DISPLAY_ENV": "verbose"},
         capture_output=True,
         text=True,
         check=True,
     )
+    assert loaded.stdout.split() == threads
     assert f"GOMP_SPINCOUNT = '{spins}'" in loaded.stderr
 
 
