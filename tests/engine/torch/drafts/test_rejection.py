@@ -13,7 +13,7 @@ from engine.torch.drafts.drafters import AnyLengths, Knowing, draft
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.chassis.vocabulary import Draft, GenerationConfig
+from trtmesh.chassis.vocabulary import Draft, GenerationConfig, Tensor
 from trtmesh.engine.backends.torch.cpu.device import ORDERING
 from trtmesh.engine.backends.torch.memory.tensors import to_message
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Draft, dict[str, Any], str]] = {
     "fewer drafts": (given(token_ids=(4, 5)), {}, "draft.logits.shape"),
     "beams": (given(), {"beam_width": 2}, "draft.logits"),
     "integers": (
-        given(logits=replace(given().logits, data_type=pb.DATA_TYPE_INT32)),  # type: ignore[type-var]
+        given(logits=Tensor(pb.DATA_TYPE_INT32, (TOKENS, 1), bytes(4 * TOKENS))),
         {},
         "draft.logits.data_type",
     ),
