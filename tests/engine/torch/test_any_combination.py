@@ -27,8 +27,8 @@ from engine.torch.conftest import Device, ModelDir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ROUNDS = 8
-PAUSING_ROUNDS = 6
+ROUNDS = 6
+PAUSING_ROUNDS = 3
 ITEMS = 9
 
 

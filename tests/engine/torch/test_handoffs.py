@@ -143,7 +143,7 @@ async def test_handed_over_item_equals_one_worker(llama: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(more, marks=pytest.mark.soak) for more in (2, 3))]
+    "seed", [0, *(pytest.param(more, marks=pytest.mark.soak) for more in (1, 2, 3))]
 )
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 async def test_chunks_blocks_and_parts_of_any_size(
@@ -162,20 +162,37 @@ async def test_chunks_blocks_and_parts_of_any_size(
     await check(model_dir(family), item, settings(), settings())
 
 
-@pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (16, 16)])
-@pytest.mark.parametrize("shards", [(1, 2), (2, 1), (2, 2)])
+SPLITS = [(1, 2), (2, 1), (2, 2)]
+BLOCKS = [(16, 32), (32, 16), (16, 16)]
+
+
+@pytest.mark.parametrize(
+    ("shards", "blocks"),
+    [
+        pytest.param(shards, blocks, marks=[] if place == other else pytest.mark.soak)
+        for place, shards in enumerate(SPLITS)
+        for other, blocks in enumerate(BLOCKS)
+    ],
+)
 async def test_head_splits_and_block_sizes(
     llama: Path, shards: tuple[int, int], blocks: tuple[int, int]
 ) -> None:
+    """Each split and each pair of sizes; together in soak."""
     one, other = ({"tokens_per_block": each, "layers_per_part": 1} for each in blocks)
     await check(llama, Item(PROMPT, GREEDY, 0), one, other, shards)
 
 
 # PEFT reads a name that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("shards", [(1, 2), (2, 1)])
 @pytest.mark.parametrize(
-    "kind", ["sampled", "several", "beams", "guided", "adapter", "prompt_table"]
+    ("kind", "shards"),
+    [
+        pytest.param(kind, shards, marks=[] if (place + other) % 2 else pytest.mark.soak)
+        for place, kind in enumerate(
+            ["sampled", "several", "beams", "guided", "adapter", "prompt_table"]
+        )
+        for other, shards in enumerate([(1, 2), (2, 1)])
+    ],
 )
 async def test_any_item_over_a_head_split(
     kind: str, shards: tuple[int, int], model_dir: ModelDir, tmp_path: Path
@@ -477,7 +494,7 @@ def hashes_of(item: Item, receiver: Harness) -> list[int]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "number" in metafunc.fixturenames:
         rounds = metafunc.config.getoption("--combinations", default=None)
-        metafunc.parametrize("number", range(rounds or 6))
+        metafunc.parametrize("number", range(rounds or len(FAMILIES)))
 
 
 async def test_any_combination_equals_each_item_alone(number: int, model_dir: ModelDir) -> None:

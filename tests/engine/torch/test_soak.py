@@ -11,7 +11,7 @@ import pytest
 from engine.torch.conftest import Device
 
 SOAK = Path(__file__).parents[3] / "bench" / "soak.py"
-REQUESTS, SECONDS = 600, 90.0
+REQUESTS, SECONDS = 300, 90.0
 GPU_REQUESTS, GPU_MINUTES = 10_000, 5.0
 
 
@@ -39,9 +39,9 @@ async def test_soak_leaves_no_blocks_and_no_memory(
     assert figures["wrong"] == []
     assert process.returncode == 0
     # The run covered all its scenarios.
-    assert figures["stopped"] > 100
+    assert figures["stopped"] > 50
     assert figures["refused"] > 0
     assert figures["preemptions"] > 0
     assert figures["used_host_blocks"] > 0
     given = {"prompt_log_probs", "context_logits", "generation_logits", "bad_table"}
-    assert given <= {name for name, count in figures["given"].items() if count > 10}
+    assert given <= {name for name, count in figures["given"].items() if count > 5}
