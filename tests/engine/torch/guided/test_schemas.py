@@ -20,7 +20,11 @@ from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.guided.grammars import Grammar, Guide
-from trtmesh.engine.backends.torch.guided.guidance import GuidanceCompiler, compiler_for
+from trtmesh.engine.backends.torch.guided.guidance import (
+    MAX_ROW_ITEMS,
+    GuidanceCompiler,
+    compiler_for,
+)
 from trtmesh.v1 import generation_pb2 as pb
 
 VOCABULARY = 6144
@@ -231,3 +235,15 @@ def test_grammar_that_takes_more_with_each_token_is_followed_no_further(
     assert "may take 2 ms for each" in guide.problem
     guide.fill(row, [END_ID])
     assert not row.any()
+
+
+def test_readings_of_a_text_at_once_are_bounded(compiler: GuidanceCompiler) -> None:
+    """The time of a mask grows with more than their square."""
+    grammar = "start: a\na: a a | /[a-z ]/ | a a a"
+    matcher = compiler(GuidedDecoding(pb.GUIDE_TYPE_EBNF_GRAMMAR, grammar)).copy()
+    row = np.zeros(VOCABULARY // 8, np.uint8)
+    for _ in range(100):
+        if problem := matcher.fill(row):
+            break
+        matcher.accept(np.flatnonzero(np.unpackbits(row, bitorder="little"))[-1:].tolist())
+    assert f"max is {MAX_ROW_ITEMS}" in problem

@@ -131,11 +131,9 @@ class TorchBackend:
             if draft and draft.logits:
                 leases.append(self._loaded.draft_logits.read(item.request_id, draft, holders, done))
             if guided:
-                assert self._loaded.grammars
-                emitted = item.token_ids[item.prompt_tokens :]
-                leases.append(
-                    self._loaded.grammars.compile(item.request_id, guided, emitted, holders, done)
-                )
+                grammars = self._loaded.grammars
+                assert grammars
+                leases.append(grammars.compile(item.request_id, guided, holders, done))
         except TrtmeshError:
             for sequence in sequences:
                 sequence.let_go()

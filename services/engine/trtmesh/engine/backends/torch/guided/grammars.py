@@ -18,10 +18,9 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from trtmesh.chassis.errors import InvalidField, QueueFull
+from trtmesh.chassis.errors import QueueFull
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.preparation import Done, PartLease, Preparation
-from trtmesh.engine.guides import FIELD
 
 THREADS = 2
 """Grammars compiled at once."""
@@ -131,13 +130,11 @@ class Grammars:
         self,
         request_id: str,
         asked: GuidedDecoding,
-        emitted: SequenceOf[int],
         holders: int,
         done: Done,
     ) -> PartLease:
-        """Queues a guide, with the tokens that were generated under it before; `holders` sequences will hold the
-        grammar. Raises QueueFull."""
-        make = partial(self._grammar, asked, emitted)
+        """Queues a guide; `holders` sequences will hold the grammar. Raises QueueFull."""
+        make = partial(self._grammar, asked)
         what = "grammar could not be compiled"
         lease = self._preparation.begin(request_id, what, make, 1, holders, done)
         if lease is None:
@@ -147,7 +144,7 @@ class Grammars:
             )
         return lease
 
-    def _grammar(self, asked: GuidedDecoding, emitted: SequenceOf[int]) -> Grammar:
+    def _grammar(self, asked: GuidedDecoding) -> Grammar:
         """Raises InvalidField."""
         name = digest_of(asked)
         with self._lock:
@@ -159,8 +156,6 @@ class Grammars:
             self._kept.move_to_end(name)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-        if emitted and grammar.start.copy().accept(emitted) < len(emitted):
-            raise InvalidField("does not allow the tokens generated so far", field=FIELD)
         return grammar
 
 

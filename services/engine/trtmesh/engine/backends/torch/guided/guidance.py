@@ -28,6 +28,9 @@ MAX_LEXER_STATES = 16_384
 """Of a kilobyte or two each."""
 INITIAL_LEXER_FUEL = 30_000
 """Bounds the largest expression. With the library's million, `((a{1000}){1000})` takes a second of CPU time."""
+MAX_ROW_ITEMS = 400
+"""Most open readings of a text under a grammar, which multiply the time of each. With the library's 2,000, a token of
+`start: a` and `a: a a | /[a-z ]/ | a a a` takes up to three seconds; the parts of a schema are no such readings."""
 RULE = r"^[ \t]*\w+\[[^\]\n]*\b"
 """The beginning of a rule in Lark's notation, within its attributes."""
 TEMPERATURE = re.compile(RULE + r"temperature\s*=", re.MULTILINE)
@@ -95,7 +98,7 @@ class GuidanceCompiler:
             case pb.GUIDE_TYPE_REGEX:
                 return self._of_regex(guide)
             case pb.GUIDE_TYPE_EBNF_GRAMMAR:
-                return self._compiled(_lark(guide))
+                return self._compiled(_lark(guide), max_items_in_row=MAX_ROW_ITEMS)
         kinds = "JSON, JSON_SCHEMA, REGEX, CHOICE or EBNF_GRAMMAR"
         name = pb.GuideType.Name(pb.GuideType.ValueType(asked.guide_type))
         raise InvalidField.of("guided_decoding.guide_type", name, f"{kinds} on this worker")
@@ -120,8 +123,8 @@ class GuidanceCompiler:
             raise InvalidField(f"at {place} cannot be followed: {problem}", field=FIELD)
         return self._begun(own)
 
-    def _compiled(self, grammar: str) -> GuidanceMatcher:
-        own, problem = self._try(grammar)
+    def _compiled(self, grammar: str, **limits: int) -> GuidanceMatcher:
+        own, problem = self._try(grammar, **limits)
         if problem:
             raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
         return self._begun(own)
@@ -137,7 +140,7 @@ class GuidanceCompiler:
                 raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
         return GuidanceMatcher(own, self._tokenizer.eos_tokens)
 
-    def _try(self, grammar: str) -> tuple[LLMatcher, str]:
+    def _try(self, grammar: str, **more: int) -> tuple[LLMatcher, str]:
         """A grammar at its start, and why it cannot be followed or would be followed in part only."""
         from llguidance import LLMatcher, LLParserLimits
 
@@ -145,6 +148,7 @@ class GuidanceCompiler:
             max_lexer_states=MAX_LEXER_STATES,
             initial_lexer_fuel=INITIAL_LEXER_FUEL,
             verbose_errors=False,
+            **more,
         )
         own = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         problem = own.get_error() or "; ".join(own.get_grammar_warnings())
