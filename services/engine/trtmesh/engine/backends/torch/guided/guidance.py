@@ -98,7 +98,7 @@ class GuidanceCompiler:
             case pb.GUIDE_TYPE_REGEX:
                 return self._of_regex(guide)
             case pb.GUIDE_TYPE_EBNF_GRAMMAR:
-                return self._compiled(_lark(guide), max_items_in_row=MAX_ROW_ITEMS)
+                return self._compiled(_lark(guide), MAX_ROW_ITEMS)
         kinds = "JSON, JSON_SCHEMA, REGEX, CHOICE or EBNF_GRAMMAR"
         name = pb.GuideType.Name(pb.GuideType.ValueType(asked.guide_type))
         raise InvalidField.of("guided_decoding.guide_type", name, f"{kinds} on this worker")
@@ -123,8 +123,8 @@ class GuidanceCompiler:
             raise InvalidField(f"at {place} cannot be followed: {problem}", field=FIELD)
         return self._begun(own)
 
-    def _compiled(self, grammar: str, **limits: int) -> GuidanceMatcher:
-        own, problem = self._try(grammar, **limits)
+    def _compiled(self, grammar: str, max_row_items: int | None = None) -> GuidanceMatcher:
+        own, problem = self._try(grammar, max_row_items)
         if problem:
             raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
         return self._begun(own)
@@ -140,7 +140,7 @@ class GuidanceCompiler:
                 raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
         return GuidanceMatcher(own, self._tokenizer.eos_tokens)
 
-    def _try(self, grammar: str, **more: int) -> tuple[LLMatcher, str]:
+    def _try(self, grammar: str, max_row_items: int | None = None) -> tuple[LLMatcher, str]:
         """A grammar at its start, and why it cannot be followed or would be followed in part only."""
         from llguidance import LLMatcher, LLParserLimits
 
@@ -148,7 +148,7 @@ class GuidanceCompiler:
             max_lexer_states=MAX_LEXER_STATES,
             initial_lexer_fuel=INITIAL_LEXER_FUEL,
             verbose_errors=False,
-            **more,
+            max_items_in_row=max_row_items,
         )
         own = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         problem = own.get_error() or "; ".join(own.get_grammar_warnings())
