@@ -45,14 +45,15 @@ def test_any_faults_end_without_timers(bounds: Bounds) -> None:
 
 @pytest.mark.parametrize("bounds", KINDS, ids=name)
 def test_a_lost_or_repeated_message_ends_by_timers(bounds: Bounds) -> None:
-    prove(Model(replace(bounds, faults=0, losses=1)), by_timers=True)
+    """Of one part: every run has several parts without losses."""
+    prove(Model(replace(bounds, faults=0, losses=1, parts=1)), by_timers=True)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("one_sided", [True, False])
-@pytest.mark.parametrize("kind", ["move", "park"])
-def test_running_sequences_with_several_parts(kind: str, one_sided: bool) -> None:
-    """The receiver reads them as those of a prefill, which every run explores."""
+@pytest.mark.parametrize("kind", ["prefill", "move", "park"])
+def test_several_parts(kind: str, one_sided: bool) -> None:
+    """The receiver reads those of running sequences as those of a prefill, which every run explores without losses."""
     bounds = Bounds(kind=kind, one_sided=one_sided)
     prove(Model(bounds), by_timers=False)
     prove(Model(replace(bounds, faults=0, losses=1)), by_timers=True)
@@ -76,10 +77,13 @@ def test_halves_that_a_client_brings_together_end_by_expiry() -> None:
     assert "the client takes the state" in str(found.value)
 
 
-@pytest.mark.parametrize("kind", ["prefill", "state"])
-def test_two_handoffs_share_the_workers(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "faults"),
+    [("prefill", 0), pytest.param("prefill", 1, marks=pytest.mark.soak), ("state", 1)],
+)
+def test_two_handoffs_share_the_workers(kind: str, faults: int) -> None:
     """One block each, so that the second is refused or waits while the first has them."""
-    bounds = Bounds(kind=kind, lanes=2, parts=1, faults=1, timers=False, local=False)
+    bounds = Bounds(kind=kind, lanes=2, parts=1, faults=faults, timers=False, local=False)
     prove(Model(bounds), by_timers=False)
 
 
