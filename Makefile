@@ -21,7 +21,7 @@ INSTALLED_DEV := .venv/installed-dev
 FOREIGN := .foreign
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check types-of-services fast-tests test conformance compat-clients gateway-test foreign-test lint types protos bench chaos soak images compose-up compose-test attack gpu-test tensorrt-llm-test
+.PHONY: help demo check types-of-services fast-tests test fresh-protos every-test conformance compat-clients gateway-test foreign-test lint types protos bench chaos soak images compose-up compose-test attack gpu-test tensorrt-llm-test
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,11 +38,16 @@ types-of-services:
 fast-tests:
 	$(BIN)/pytest -n 4 --dist worksteal -m fast
 
-# Tests wait for processes half of their time, so two cores carry four at once.
-test: lint types  ## Run lint, types, proto freshness and every test
+test: lint  ## Run lint, types, proto freshness and every test
+	$(MAKE) --no-print-directory -j2 -k every-test types fresh-protos
+
+fresh-protos:
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against protos/baseline.binpb
+
+# Tests wait for processes half of their time, so two cores carry four at once.
+every-test:
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=50
 
 conformance: $(INSTALLED_DEV)  ## Run h2spec on every port and gRPC's interop cases; needs H2SPEC, H2SPEC_GRPC, GRPC_INTEROP_CLIENT; FUZZ_SECONDS=600

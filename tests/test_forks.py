@@ -161,7 +161,8 @@ def test_process_that_cannot_write_its_last_words_says_so(tmp_path: Path, start:
     assert executed.returncode == 120
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+# Not SIGHUP, which is ignored under nohup.
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_process_ends_by_a_signal(start: Start, number: signal.Signals) -> None:
     process = start(TALK)
     # At once, and where it waits for input.

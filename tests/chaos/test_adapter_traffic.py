@@ -243,7 +243,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 async def test_tokens_are_always_those_of_one_version_in_force(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path: Path, seed: int
 ) -> None:
-    requests = int(request.config.getoption("--adapter-requests", default=None) or 150)
+    requests = int(request.config.getoption("--adapter-requests", default=None) or 100)
     roots, prefetch = tmp_path / "roots", tmp_path / "prefetch"
     sourced = {f"sourced-{n}": tiny_adapter(10**6 + n, 2 + n % 15) for n in range(SOURCED)}
     prefetched = {f"prefetched-{n}": tiny_adapter(2 * 10**6 + n, 4) for n in range(PREFETCHED)}

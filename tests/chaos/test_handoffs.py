@@ -16,8 +16,8 @@ from chaos.handoff_scenes import SCENES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SHARES = {"prefill": 5, "drain": 24, "role": 48, "pause": 24}
-"""The suite runs one of so many cases of a scene."""
+SHARES = {"prefill": 1, "drain": 6, "role": 17, "pause": 6}
+"""The suite has one of so many faults of a scene, each at one of the steps."""
 
 
 def cases_of(scene: str) -> list[list[Case]]:
@@ -42,7 +42,9 @@ def every_case() -> Iterator[Case]:
 def some_cases() -> Iterator[Case]:
     """A share of each scene, with every step, every fault and every transport."""
     for scene, share in SHARES.items():
-        for number, cases in enumerate(cases_of(scene)[::share]):
+        for number, fault in enumerate(FAULTS[::share]):
+            able = [cases for cases in cases_of(scene) if cases[0].fault == fault]
+            cases = able[number % len(able)]
             yield cases[number % len(cases)]
 
 

@@ -41,7 +41,10 @@ async def undisturbed(fragile: Fragile, **options: Any) -> ItemResult:
     return item
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.soak, id="greedy"), pytest.param(SAMPLED, id="sampled")],
+)
 async def test_killed_engine_moves_streams_with_an_adapter(
     exact: Fragile, options: dict[str, Any]
 ) -> None:

@@ -40,8 +40,17 @@ async def torch() -> AsyncIterator[Fragile]:
         yield fragile
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "held"])
-@pytest.mark.parametrize("options", [BEAMS, SAMPLED, GUIDED], ids=["beams", "sampled", "guided"])
+@pytest.mark.parametrize(
+    ("options", "stream"),
+    [
+        pytest.param(BEAMS, True, id="beams-streamed"),
+        pytest.param(BEAMS, False, id="beams-held", marks=pytest.mark.soak),
+        pytest.param(SAMPLED, True, id="sampled-streamed", marks=pytest.mark.soak),
+        pytest.param(SAMPLED, False, id="sampled-held"),
+        pytest.param(GUIDED, True, id="guided-streamed"),
+        pytest.param(GUIDED, False, id="guided-held", marks=pytest.mark.soak),
+    ],
+)
 async def test_cut_off_engine_moves_beams_and_samples(
     torch: Fragile, options: dict[str, Any], stream: bool
 ) -> None:

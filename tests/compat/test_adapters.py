@@ -30,7 +30,7 @@ FLAGS = (
     *("--torch-adapters-host-bytes", str(2**28)),
 )
 PROMPT = "def load_config(path, default=None):\n"
-TOKENS = 24
+TOKENS = 12
 UNKNOWN = "LoRA task {} not found in cache. Please send LoRA weights with request"
 
 
@@ -90,7 +90,7 @@ async def test_first_with_weights_then_by_number(triton: Triton, model: str) -> 
     first = await text(triton, model, by_number(number) | weights("docstrings"))
     assert first != base
     # Both workers get some of these.
-    later = await asyncio.gather(*(text(triton, model, by_number(number)) for _ in range(8)))
+    later = await asyncio.gather(*(text(triton, model, by_number(number)) for _ in range(4)))
     assert set(later) == {first}
     assert await text(triton, model, {}) == base
 
@@ -117,16 +117,15 @@ async def holders(mesh: Mesh, number: int) -> set[str]:
     return set()
 
 
-@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
 async def test_number_is_served_by_a_worker_that_never_had_the_weights(
-    mesh: Mesh, triton: Triton, model: str
+    mesh: Mesh, triton: Triton
 ) -> None:
-    number = {"tensorrt_llm": 21, "ensemble": 22, "tensorrt_llm_bls": 23}[model]
-    first = await text(triton, model, by_number(number) | weights("docstrings"))
+    number = 21
+    first = await text(triton, "ensemble", by_number(number) | weights("docstrings"))
     (worker,) = await holders(mesh, number)
     await mesh.admin.drain_worker(worker, finish_seconds=0)
     try:
-        assert await text(triton, model, by_number(number)) == first
+        assert await text(triton, "ensemble", by_number(number)) == first
     finally:
         await mesh.admin.resume_worker(worker)
     assert len(await holders(mesh, number)) == 2

@@ -16,8 +16,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CASES = [
     ("def f(a, b):\n    return a +", ["return", "self"], 2),
-    ("def f(a, b):\n    return a +", ["return", "self"], 4),
-    ("class Stack:\n    def push(self", ["self."], 3),
     ("import os\n", ["."], 4),
     ("for i in range(", ["\n"], 3),
     ("def area(", ["def", "class", "import"], 4),
