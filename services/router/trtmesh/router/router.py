@@ -113,6 +113,7 @@ class Router:
             WriteScheduler(),
             settings.retries,
             self._recorder,
+            runtime.starts,
         )
         self._requests = Requests(mesh, settings.client)
         self._links: dict[Replica, asyncio.Task[None]] = {}

@@ -35,7 +35,8 @@ class Mesh:
     retries: Retries
     recorder: Recorder | None = None
     starts: StartScheduler = field(default_factory=StartScheduler)
-    """Placements of items that no worker took yet."""
+    """Placements of items that no worker took yet. The server's handlers share these turns: with slices of their own,
+    the last calls of a burst would begin before the first items are placed, and delay running streams as much again."""
     continuations: StartScheduler = field(default_factory=StartScheduler)
     """Further placements, and ends."""
 
