@@ -291,6 +291,10 @@ class StartQueue:
         """Forgets a call."""
         self.waiting.pop(call, None)
 
+    def enter(self) -> bool:
+        """Returns whether a call may proceed now, and counts it if so: if this slice has room and nobody else waits."""
+        return self._scheduler.enter()
+
     async def turn(self) -> None:
         """Waits for a turn of the running task. Returns at once if this slice has room and nobody else waits."""
         if not self._scheduler.enter():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trtmesh.chassis.errors import AdapterNotFound, HandoffFailed, NoWorker, TrtmeshError
 from trtmesh.chassis.logs import rebind_request_id
@@ -48,7 +48,15 @@ class _NotLoadedError(Exception):
 class ItemRun:
     """A live item."""
 
-    def __init__(self, context: RequestContext, item: ItemRequest, permit: Permit) -> None:
+    def __init__(
+        self,
+        context: RequestContext,
+        item: ItemRequest,
+        permit: Permit,
+        on_over: Callable[[], None],
+    ) -> None:
+        """Calls `on_over` at the end: maybe before the task ends, and not if the task never began."""
+        self._on_over = on_over
         self._context = context
         self._mesh = context.mesh
         self._item = item
@@ -85,10 +93,12 @@ class ItemRun:
             await self._admit()
             await self._encode()
             await self._open()
-            while not self._settled:
+            while not (self._over or self._settled):
                 await self._place()
                 await self._generate()
-            await self._finish()
+            if not self._over:
+                await self._turn()
+                self._finish()
         except TrtmeshError as error:
             self.failed = True
             self._events.failed(error, self.usage())
@@ -98,7 +108,8 @@ class ItemRun:
             self.failed = True
             self._events.broke(error, self.usage())
         finally:
-            self._abandon()
+            if not self._over:
+                self._abandon()
 
     async def _admit(self) -> None:
         if self._stop_asked:
@@ -229,15 +240,13 @@ class ItemRun:
     async def _generate(self) -> None:
         """Waits until all sequences ended, or any failed or needs another worker."""
         self.stage = "generate" if self._runs else "reserve"
-        while not self._settled and not self._needs_worker and self._error is None:
+        while not (self._over or self._settled or self._needs_worker or self._error is not None):
             self._news.clear()
             await self._news.wait()
         if self._error is not None:
             raise self._error
 
-    async def _finish(self) -> None:
-        self.over_ns = time.monotonic_ns()
-        await self._turn()
+    def _finish(self) -> None:
         self._events.finished(self._runs, self.usage())
         if self._is_half:
             self._begun_handoffs().give()
@@ -246,7 +255,7 @@ class ItemRun:
         self._mesh.fleet.learn_new_tokens(self._context.model, tokens)
 
     def _abandon(self) -> None:
-        """Stops running sequences, on every way out."""
+        """Stops running sequences, on every way out, and tells the end."""
         # First: the end of a handoff lets a worker that is drained move its next sequence, which must not be of here.
         self._over = True
         for run in self._runs:
@@ -261,6 +270,7 @@ class ItemRun:
             error = self._events.error
             recorder.note(self._placer.trace(self._encoded, self.generated_tokens, error))
         self.stage = "over"
+        self._on_over()
 
     def stop(self) -> bool:
         """Ends the item early and delivers everything generated; False for an item already over."""
@@ -455,7 +465,14 @@ class ItemRun:
             self._events.sequence_finished(run, state)
         else:
             self._error = run.error
-        if self._error is not None or self._settled:
+        if self._error is not None:
+            self.wake()
+        elif self._settled:
+            self.over_ns = time.monotonic_ns()
+            if self.stage == "generate" and self._handoffs is None and self._context.running.enter():
+                # So the end leaves with the last tokens.
+                self._finish()
+                self._abandon()
             self.wake()
 
     def on_pace(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -104,10 +104,10 @@ class LiveRequest:
         if not self.waiting:
             self.client.close()
 
-    def begin_next(self) -> ItemRun:
+    def begin_next(self, on_over: Callable[[], None]) -> ItemRun:
         """The next item, to be run."""
         requested, permit = self.waiting.popleft()
-        item = ItemRun(self.context, requested, permit)
+        item = ItemRun(self.context, requested, permit, on_over)
         self.items.append(item)
         if requested.batch_index in self._stopped:
             item.stop()
@@ -166,7 +166,7 @@ class ItemTasks:
     def __init__(self, live: LiveRequest, account: Account) -> None:
         self._live = live
         self._account = account
-        self._running: dict[asyncio.Task[None], None] = {}
+        self._running: dict[Permit, asyncio.Task[None]] = {}
         """The items that were not cancelled."""
         self._left = len(live.waiting)
         self._ending = False
@@ -203,8 +203,8 @@ class ItemTasks:
             if self._live.waiting:
                 context.starting.add_later(self)
         elif self._running:
-            task = next(iter(self._running))
-            del self._running[task]
+            permit = next(iter(self._running))
+            task = self._running.pop(permit)
             # Its end never waits, but only queues commands.
             task.cancel()
             if self._running:
@@ -212,13 +212,15 @@ class ItemTasks:
 
     def _start_next(self) -> None:
         permit = self._live.waiting[0][1]
-        task = asyncio.create_task(self._live.begin_next().run())
-        self._running[task] = None
-        # A callback, because a task cancelled before the first step runs no code.
-        task.add_done_callback(partial(self._ended, permit))
+        ended = partial(self._ended, permit)
+        task = self._running[permit] = asyncio.create_task(self._live.begin_next(ended).run())
+        # Also of the task, because a task cancelled before the first step runs no code.
+        task.add_done_callback(ended)
 
-    def _ended(self, permit: Permit, task: asyncio.Task[None]) -> None:
-        self._running.pop(task, None)
+    def _ended(self, permit: Permit, *_: object) -> None:
+        if not permit.valid:
+            return
+        self._running.pop(permit, None)
         self._live.item_ended()
         self._leave(permit)
         if self._ending and not self._left:
