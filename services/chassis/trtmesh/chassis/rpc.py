@@ -56,6 +56,10 @@ class ServedContext(RpcContext, Protocol):
     def message(self) -> ReceivedMessage:
         """The latest message of the handler."""
 
+    @property
+    def half_closed(self) -> bool:
+        """Whether the client sent its last message, and the handler has it."""
+
     def write_now(self, message: Any) -> bool:
         """Sends a message, and returns whether: a message that must wait, or the end of the call, needs `write`."""
 

@@ -346,9 +346,14 @@ class ReceivedMessages:
             self._account.add(change)
 
     @property
+    def complete(self) -> bool:
+        """Whether a message waits."""
+        return self._reader.complete or bool(self._ready)
+
+    @property
     def waiting(self) -> bool:
         """Whether `next` need not wait for data."""
-        return self.ended or self._reader.complete or bool(self._ready)
+        return self.ended or self.complete
 
     @property
     def several(self) -> bool:

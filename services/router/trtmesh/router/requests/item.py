@@ -469,7 +469,11 @@ class ItemRun:
             self.wake()
         elif self._settled:
             self.over_ns = time.monotonic_ns()
-            if self.stage == "generate" and self._handoffs is None and self._context.running.enter():
+            if (
+                self.stage == "generate"
+                and self._handoffs is None
+                and self._context.running.enter()
+            ):
                 # So the end leaves with the last tokens.
                 self._finish()
                 self._abandon()

@@ -559,7 +559,7 @@ class ServerCall:
         """Waits for the next message, and for another turn after a while of messages already received. Returns the
         size, or None after the last message."""
         requests = self._requests
-        if requests.waiting:
+        if requests.complete:
             if perf_counter() - self._reads_since > READING_SECONDS:
                 await self._another_turn()
                 self._reads_since = perf_counter()
@@ -613,6 +613,11 @@ class ServerCall:
     def message(self) -> ReceivedMessage:
         """The latest message of the handler."""
         return ReceivedMessage(self._policy.admission, self._message_bytes, self._unread)
+
+    @property
+    def half_closed(self) -> bool:
+        """Whether the client sent its last message, and the handler has it."""
+        return self._requests.ended and not self._requests.complete
 
     @contextmanager
     def _unread(self, size: int) -> Iterator[None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError, Unsupported
+from trtmesh.chassis.forwarding import Sink
 from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.templates.outputs import (
     TEXT_OUTPUT,
@@ -29,6 +30,21 @@ class Answer(NamedTuple):
     error: TrtmeshError | None = None
     final: bool = False
     only_end: bool = False
+
+
+class AnswerStream:
+    """The answers of a request, in order."""
+
+    def __init__(self, answers: AsyncIterator[Answer]) -> None:
+        self._answers = answers
+
+    def __aiter__(self) -> AsyncIterator[Answer]:
+        return self._answers
+
+    async def forward(self, sink: Sink[Answer]) -> None:
+        """Passes all answers to a sink."""
+        async for answer in self:
+            await sink.write(answer)
 
 
 ItemError = Callable[[router_pb.ItemFailed], TrtmeshError]

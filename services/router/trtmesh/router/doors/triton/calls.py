@@ -167,8 +167,9 @@ def _read_inputs(
             )
         if given.name in tensors:
             raise InvalidRequest(f"input '{given.name}' already exists in request")
-        _check_most(f"input '{given.name}'", "parameters", given.parameters, MOST_PARAMETERS)
-        _check_most(f"input '{given.name}'", "dimensions", given.shape, MAX_DIMENSIONS)
+        if len(given.parameters) > MOST_PARAMETERS or len(given.shape) > MAX_DIMENSIONS:
+            _check_most(f"input '{given.name}'", "parameters", given.parameters, MOST_PARAMETERS)
+            _check_most(f"input '{given.name}'", "dimensions", given.shape, MAX_DIMENSIONS)
         _check(given, spec, model)
         shape = tuple(given.shape) if model.max_batch_size else (1, *given.shape)
         batch_size = batch_size or shape[0]
@@ -211,7 +212,7 @@ def _check(given: Any, spec: InputSpec, model: Model) -> None:
             f"inference input '{spec.name}' data-type is '{cut(given.datatype)}', but model '{model.name}' expects"
             f" '{spec.data_type}'"
         )
-    if any(name.startswith("shared_memory") for name in given.parameters):
+    if given.parameters and any(name.startswith("shared_memory") for name in given.parameters):
         raise InvalidRequest(
             f"input '{spec.name}' of model '{model.name}' is in shared memory, which this server does not support;"
             " send its contents"
@@ -229,9 +230,12 @@ def _check(given: Any, spec: InputSpec, model: Model) -> None:
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    return len(shape) == len(expected) and all(
-        got == want or (want == -1 and got >= 0) for got, want in zip(shape, expected, strict=True)
-    )
+    if len(shape) != len(expected):
+        return False
+    for got, want in zip(shape, expected, strict=True):  # noqa: SIM110 - every input passes here
+        if got != want and (want != -1 or got < 0):
+            return False
+    return True
 
 
 def _dims(dims: Sequence[int]) -> str:

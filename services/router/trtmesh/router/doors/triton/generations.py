@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Sequence,
+)
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,10 +21,11 @@ from typing import Any, TypeVar
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
 from trtmesh.chassis.fair.messages import ReceivedMessage
+from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.doors.generation import Caller, GenerationCall
-from trtmesh.router.doors.triton.answers import Answer, Answers, PlainText
+from trtmesh.router.doors.triton.answers import Answer, Answers, AnswerStream, PlainText
 from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.statistics import Counting
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate, ItemFailure
@@ -33,6 +43,7 @@ from trtmesh.router.doors.triton.unmerged import Unmerged
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import RequestKey, Requests
+from trtmesh.router.streams.client_stream import Waiting
 from trtmesh.router.values.request import MAX_REQUEST_ID_LENGTH, GenerationRequest
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -95,7 +106,7 @@ class Generations:
         message: ReceivedMessage,
         template: GenerationTemplate,
         caller: Caller,
-    ) -> AsyncIterator[AsyncIterator[Answer]]:
+    ) -> AsyncIterator[AnswerStream]:
         """The answers of a call, while inside. Raises TrtmeshError."""
         call = without_decoder_start(counting.call, self._engines)
         sizes = (
@@ -112,17 +123,22 @@ class Generations:
             limit = TimeLimit(call.timeout_seconds)
             opening = self._requests.open(request, caller.remaining_seconds, owner, caller.origin)
             async with generation.running(opening) as live:
-                with (
-                    counting.generating(live, answers),
-                    self._known_as(owner, call.request_id, live),
-                ):
-                    apart = (
-                        call.streaming and not call.model.merge_tokens and not has_beams(request)
-                    )
-                    unmerged = Unmerged() if apart else None
-                    forward = self._forward(call.model, live, answers, limit, unmerged)
-                    async with aclosing(forward) as told:
+                key = (owner.name, call.request_id)
+                if call.request_id:
+                    self._named[key] = live
+                apart = call.streaming and not call.model.merge_tokens and not has_beams(request)
+                complete = partial(self._complete, call.model, answers)
+                unmerged = Unmerged() if apart else None
+                told = GeneratedAnswers(live, answers, complete, limit, unmerged, self._metrics)
+                counting.live = live
+                try:
+                    async with aclosing(told.each):
                         yield told
+                    counting.generated(live.items, answers.error)
+                finally:
+                    counting.live = None
+                    if self._named.get(key) is live:
+                        del self._named[key]
 
     def _answers_of(
         self, call: Call, template: GenerationTemplate, request: GenerationRequest
@@ -145,34 +161,10 @@ class Generations:
         usable = self._requests.find(owner, name) is None and name.isprintable()
         return name if usable and len(name) <= MAX_REQUEST_ID_LENGTH else ""
 
-    @contextmanager
-    def _known_as(self, owner: Identity, name: str, live: LiveRequest) -> Iterator[None]:
-        key = (owner.name, name)
-        if name:
-            self._named[key] = live
-        try:
-            yield
-        finally:
-            if self._named.get(key) is live:
-                del self._named[key]
-
-    async def _forward(
-        self,
-        model: Model,
-        live: LiveRequest,
-        answers: Answers | PlainText,
-        limit: TimeLimit,
-        unmerged: Unmerged | None,
-    ) -> AsyncGenerator[Answer]:
-        """The answers, until all rows are over; with `unmerged`, at least one for each token."""
-        while (waiting := await limit.keep(live.client.next_entries())) is not None:
-            for part in unmerged.parts(waiting) if unmerged else (waiting,):
-                answers.see(part)
-                for row, sequence in answers.texts_to_complete():
-                    sequence.texts = [await self._whole_text(model, row, sequence)]
-                for answer in answers.take():
-                    yield answer
-                    self._metrics.client_messages += 1
+    async def _complete(self, model: Model, answers: Answers | PlainText) -> None:
+        """Puts prompts before the texts of finished sequences."""
+        for row, sequence in answers.texts_to_complete():
+            sequence.texts = [await self._whole_text(model, row, sequence)]
 
     async def _whole_text(self, model: Model, row: RowOutput, sequence: SequenceOutput) -> str:
         """The text of prompt and generated ids, decoded together because a tokenizer may put a space between them. It
@@ -186,11 +178,80 @@ class Generations:
         return prompt + text if start < 0 else whole[: start + len(text)]
 
 
+class GeneratedAnswers(AnswerStream, Sink[Sequence[Waiting]]):
+    """The answers until all rows are over; with `unmerged`, at least one for each token."""
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        answers: Answers | PlainText,
+        complete: Callable[[], Awaitable[None]],
+        limit: TimeLimit,
+        unmerged: Unmerged | None,
+        metrics: RouterMetrics,
+    ) -> None:
+        """`complete` completes the texts of what was seen."""
+        self.each = self._each()
+        super().__init__(self.each)
+        self._client, self._seen, self._complete = live.client, answers, complete
+        self._limit, self._unmerged, self._metrics = limit, unmerged, metrics
+        self._sink: Sink[Answer]
+        self._untold = deque[Answer]()
+        """Answers to the message under way."""
+
+    async def _each(self) -> AsyncGenerator[Answer]:
+        while (waiting := await self._limit.keep(self._client.next_entries())) is not None:
+            async for answer in self._answers_to(waiting):
+                yield answer
+                self._metrics.client_messages += 1
+
+    async def _answers_to(self, waiting: Sequence[Waiting]) -> AsyncGenerator[Answer]:
+        for part in self._parts(waiting):
+            self._seen.see(part)
+            await self._complete()
+            for answer in self._seen.take():
+                yield answer
+
+    def _parts(self, waiting: Sequence[Waiting]) -> Iterable[Sequence[Waiting]]:
+        return self._unmerged.parts(waiting) if self._unmerged else (waiting,)
+
+    async def forward(self, sink: Sink[Answer]) -> None:
+        """Passes all answers to a sink, most in the pass in which they become ready."""
+        if self._limit.is_set:
+            await super().forward(sink)
+            return
+        self._sink = sink
+        await self._client.forward(self)
+
+    def write_now(self, message: Sequence[Waiting]) -> bool:
+        if not isinstance(self._seen, PlainText):
+            # Texts may have to be completed.
+            return False
+        untold = self._untold
+        for part in self._parts(message):
+            self._seen.see(part)
+            untold += self._seen.take()
+        while untold and self._sink.write_now(untold[0]):
+            untold.popleft()
+            self._metrics.client_messages += 1
+        return not untold
+
+    async def write(self, message: Sequence[Waiting]) -> None:
+        if not self._untold and self.write_now(message):
+            return
+        if not self._untold:
+            self._untold += [answer async for answer in self._answers_to(message)]
+        while self._untold:
+            await self._sink.write(self._untold.popleft())
+            self._metrics.client_messages += 1
+
+
 class TimeLimit:
     """The request parameter `timeout`, counted from now."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
+        self.is_set = seconds is not None
         self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
 
     def keep(self, waiting: Coroutine[Any, Any, T]) -> Awaitable[T]:

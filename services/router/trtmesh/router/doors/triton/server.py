@@ -20,7 +20,7 @@ from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import Caller, ErrorWording
-from trtmesh.router.doors.triton.answers import Answer
+from trtmesh.router.doors.triton.answers import Answer, AnswerStream
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.generations import Generations
 from trtmesh.router.doors.triton.metrics import EngineFigures, TritonMetrics
@@ -202,17 +202,17 @@ class TritonServer:
     @asynccontextmanager
     async def serve(
         self, call: Call, message: ReceivedMessage, caller: Caller
-    ) -> AsyncIterator[AsyncIterator[Answer]]:
+    ) -> AsyncIterator[AnswerStream]:
         """The answers of a call, while inside. Raises TrtmeshError, for the door to speak."""
         with self._statistics.counting(call) as counting:
             template = call.model.template
             if isinstance(template, TokenizerTemplate):
                 outputs = await template.outputs_of(call, self._texts)
-                yield _only(Answer(outputs, final=True))
+                yield AnswerStream(_only(Answer(outputs, final=True)))
             elif isinstance(template, GenerationTemplate) and call.stops:
                 self._generations.stop(call, template, caller.identity)
                 template.check_stopped()
-                yield _only(Answer(final=True))
+                yield AnswerStream(_only(Answer(final=True)))
             elif isinstance(template, GenerationTemplate):
                 async with self._generations.run(counting, message, template, caller) as answers:
                     yield answers

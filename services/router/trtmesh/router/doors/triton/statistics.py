@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from trtmesh.chassis.errors import Blame, TrtmeshError
 from trtmesh.chassis.metrics import Histogram
 from trtmesh.kserve import grpc_service_pb2
-from trtmesh.router.doors.triton.answers import Answers, PlainText
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Call, Model, Share, Spent
 from trtmesh.router.requests.item import ItemRun
@@ -68,9 +67,11 @@ class TokenLengths:
 class Counting:
     """A request being served."""
 
-    def __init__(self, call: Call, steps: Sequence[Model]) -> None:
+    def __init__(self, call: Call, steps: Sequence[Model], core: Model | None) -> None:
         self.call = call
         self.steps = steps
+        self.core = core
+        """The generating model: the model of the call, or a step."""
         self.error: TrtmeshError | None = None
         """Error of the first failed row."""
         self._encode_ns = self._queue_ns = 0
@@ -81,21 +82,13 @@ class Counting:
         """End of the last row; 0 without rows."""
         self.lengths: list[tuple[int, int]] = []
         """Tokens of prompt and output of each row."""
-        self._live: LiveRequest | None = None
+        self.live: LiveRequest | None = None
+        """Its request of the mesh, while that runs."""
         self._read_ns = time.monotonic_ns() - call.arrived_ns
 
-    @contextmanager
-    def generating(self, live: LiveRequest, answers: Answers | PlainText) -> Iterator[None]:
-        """Follows a request of the mesh while inside."""
-        self._live = live
-        try:
-            yield
-            self.error = answers.error
-            self._read(live.items)
-        finally:
-            self._live = None
-
-    def _read(self, items: Sequence[ItemRun]) -> None:
+    def generated(self, items: Sequence[ItemRun], error: TrtmeshError | None) -> None:
+        """Reads the items of a request of the mesh at its end."""
+        self.error = error
         self.lengths = [(item.prompt_tokens, item.generated_tokens) for item in items]
         first = items[0]
         self._encode_ns = int(first.encode_seconds * 1e9)
@@ -118,14 +111,8 @@ class Counting:
     @property
     def pending(self) -> bool:
         """Whether a request of the mesh waits for execution."""
-        live = self._live
+        live = self.live
         return live is not None and all(item.queue_seconds is None for item in live.items)
-
-    @property
-    def core(self) -> Model | None:
-        """The generating model: the model of the call, or a step."""
-        models = (self.call.model, *self.steps)
-        return next((model for model in models if model.template.is_core), None)
 
 
 class Statistics:
@@ -133,15 +120,17 @@ class Statistics:
 
     def __init__(self, models: Mapping[str, Model]) -> None:
         self._models = models
-        self._counts: dict[str, Counts] = {}
+        self._steps = {name: self._steps_of(model) for name, model in models.items()}
+        self._counts = defaultdict[str, Counts](Counts)
         self._running: set[Counting] = set()
-        self.lengths: dict[str, TokenLengths] = {}
+        self.lengths = defaultdict[str, TokenLengths](TokenLengths)
         """Token lengths by generating model."""
 
     @contextmanager
     def counting(self, call: Call) -> Iterator[Counting]:
         """Counts a request: as failed where something is raised inside or answered as an error."""
-        counting = Counting(call, self._steps_of(call.model))
+        steps, core = self._steps[call.model.name]
+        counting = Counting(call, steps, core)
         self._running.add(counting)
         try:
             yield counting
@@ -191,24 +180,23 @@ class Statistics:
             duration.count, duration.ns = counts.succeeded, ns
         return answer
 
-    def _steps_of(self, model: Model) -> Sequence[Model]:
-        """Returns the steps of a model, and the models of a BLS among the steps."""
+    def _steps_of(self, model: Model) -> tuple[Sequence[Model], Model | None]:
+        """Returns the steps of a model, with the models of a BLS among the steps, and the generating model."""
         names = dict.fromkeys(model.steps)
         for step in (self._models[name] for name in model.steps if name in self._models):
             names |= dict.fromkeys(step.steps)
-        return [self._models[name] for name in names if name in self._models]
-
-    def _of(self, model: Model) -> Counts:
-        return self._counts.setdefault(model.name, Counts())
+        steps = [self._models[name] for name in names if name in self._models]
+        return steps, next((each for each in (model, *steps) if each.template.is_core), None)
 
     def _succeed(self, counting: Counting) -> None:
         call, spent = counting.call, counting.spent()
-        self._of(call.model).succeed(call.batch_size, spent.total, _own_share(call.model, spent))
+        own = self._counts[call.model.name]
+        own.succeed(call.batch_size, spent.total, _own_share(call.model, spent))
         for step in counting.steps:
             share = step.template.share(spent)
-            self._of(step).succeed(call.batch_size, share.total, share)
+            self._counts[step.name].succeed(call.batch_size, share.total, share)
         if counting.lengths and counting.core is not None:
-            lengths = self.lengths.setdefault(counting.core.name, TokenLengths())
+            lengths = self.lengths[counting.core.name]
             for prompt_tokens, generated_tokens in counting.lengths:
                 lengths.prompts.observe(prompt_tokens)
                 lengths.outputs.observe(generated_tokens)
@@ -219,7 +207,7 @@ class Statistics:
         if counting.core is not None and counting.core is not counting.call.model:
             failed.append(counting.core)
         for model in failed:
-            self._of(model).fail(reason, ns)
+            self._counts[model.name].fail(reason, ns)
 
 
 def _own_share(model: Model, spent: Spent) -> Share:

@@ -12,12 +12,14 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.fair.messages import ReceivedMessage
+from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import Occasionally, request_id_bound
 from trtmesh.chassis.quoting import cut
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import ErrorWording, caller_of
+from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.calls import MOST_ID_CHARACTERS
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.server import (
@@ -165,6 +167,10 @@ class _InferStream:
         # Before a request is read: meanwhile it counts as unread bytes.
         await self._room.acquire()
         async for request in requests:
+            if self._context.half_closed:
+                # The last one needs no task of its own, and its end leaves with the end of the call.
+                await self._serve_one(request, self._context.message)
+                continue
             task = asyncio.create_task(self._serve_one(request, self._context.message))
             self._tasks.add(task)
             task.add_done_callback(self._on_done)
@@ -190,32 +196,24 @@ class _InferStream:
         name, own_id = cut(request.model_name), cut(request.id, MOST_ID_CHARACTERS)
         writer, wording = ResponseWriter(name, own_id), ErrorWording()
         parameter = request.parameters.get("triton_enable_empty_final_response")
-        empty_final = parameter is not None and parameter.bool_param
         with request_id_bound(request.id):
             try:
                 with message.admitted():
                     call = await self._server.read(message, request, wording)
                     caller = caller_of(self._callers, self._context)
                     async with self._server.serve(call, message, caller) as answers:
-                        async for answer in answers:
-                            if answer.error is not None:
-                                await self._write_error(
-                                    writer, wording, answer.error, final=answer.final
-                                )
-                            elif empty_final or not answer.only_end:
-                                told = writer.streamed(answer.outputs, final=answer.final)
-                                await self._write(told)
+                        await answers.forward(_Responses(self, writer, wording, parameter))
             except SlowClient:
                 raise
             except TrtmeshError as error:
-                await self._write_error(writer, wording, error, final=True)
+                await self.write_error(writer, wording, error, final=True)
             except Exception as error:
                 # Broad on purpose: a defect must end only the affected request, and visibly.
                 log.exception("a request failed unexpectedly")
                 defect = InternalError(f"{type(error).__name__}: {error}")
-                await self._write_error(writer, wording, defect, final=True)
+                await self.write_error(writer, wording, defect, final=True)
 
-    async def _write_error(
+    async def write_error(
         self, writer: ResponseWriter, wording: ErrorWording, error: TrtmeshError, *, final: bool
     ) -> None:
         sentence = wording(error)
@@ -223,9 +221,14 @@ class _InferStream:
         if self._errors_end_it or self._cut_off:
             self._wording = wording
             raise error
-        await self._write(writer.failed(sentence, final=final))
+        await self.write(writer.failed(sentence, final=final))
 
-    async def _write(self, message: bytes) -> None:
+    def write_now(self, message: bytes) -> bool:
+        """Sends a message, and returns whether."""
+        is_free = not (self._cut_off or self._writing.locked())
+        return is_free and self._context.write_now(message)
+
+    async def write(self, message: bytes) -> None:
         # Concurrent writes are not allowed.
         async with self._writing:
             if self._cut_off:
@@ -235,6 +238,32 @@ class _InferStream:
             except asyncio.CancelledError:
                 self._cut_off = True
                 raise
+
+
+class _Responses(Sink[Answer]):
+    """The responses to one request of a stream."""
+
+    def __init__(
+        self, stream: _InferStream, writer: ResponseWriter, wording: ErrorWording, empty_final: Any
+    ) -> None:
+        """`empty_final` is the parameter that asks for a response at the mere end, or None."""
+        self._stream, self._writer, self._wording = stream, writer, wording
+        self._empty_final = empty_final is not None and empty_final.bool_param
+
+    def write_now(self, message: Answer) -> bool:
+        if message.error is not None:
+            return False
+        if message.only_end and not self._empty_final:
+            return True
+        return self._stream.write_now(self._writer.streamed(message.outputs, final=message.final))
+
+    async def write(self, message: Answer) -> None:
+        if message.error is not None:
+            await self._stream.write_error(
+                self._writer, self._wording, message.error, final=message.final
+            )
+        elif self._empty_final or not message.only_end:
+            await self._stream.write(self._writer.streamed(message.outputs, final=message.final))
 
 
 def _handler(method: Any, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -201,7 +201,7 @@ class _EventStream:
         return self._response
 
 
-async def _only_outputs(answers: AsyncIterator[Answer]) -> Sequence[Output]:
+async def _only_outputs(answers: AsyncIterable[Answer]) -> Sequence[Output]:
     responses: list[Sequence[Output]] = []
     async for answer in answers:
         if answer.error is not None:

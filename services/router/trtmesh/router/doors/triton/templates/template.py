@@ -153,6 +153,16 @@ class Call:
     is_large: bool = False
     """Whether it came in a large message."""
     arrived_ns: int = field(default_factory=time.monotonic_ns)
+    stops: bool = field(init=False)
+    """Whether it only ends another request."""
+    streaming: bool = field(init=False)
+    """Whether tokens come as they are generated; the first half of a prompt has one response."""
+
+    def __post_init__(self) -> None:
+        asks = self.flag("stream") or self.flag("streaming")
+        streaming = asks and self.parameters.get("request_type") != "context_only"
+        object.__setattr__(self, "streaming", streaming)
+        object.__setattr__(self, "stops", self.flag("stop"))
 
     def wants(self, output: str) -> bool:
         return not self.requested or output in self.requested
@@ -161,17 +171,6 @@ class Call:
         """A boolean input, equal in all rows."""
         tensor = self.inputs.get(name)
         return tensor is not None and bool(tensor.scalar(0))
-
-    @property
-    def stops(self) -> bool:
-        """Whether it only ends another request."""
-        return self.flag("stop")
-
-    @property
-    def streaming(self) -> bool:
-        """Whether tokens come as they are generated; the first half of a prompt has one response."""
-        asks = self.flag("stream") or self.flag("streaming")
-        return asks and self.parameters.get("request_type") != "context_only"
 
     def check_streaming(self, of_whole_model: str) -> None:
         """Raises the error of a streaming request with only one response: `of_whole_model`, Triton's sentence about a
