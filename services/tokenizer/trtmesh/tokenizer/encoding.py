@@ -56,6 +56,13 @@ class EncodeRequest:
         size_bytes = sum(map(_size_bytes, texts))
         object.__setattr__(self, "size_bytes", size_bytes)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a text alone, of which all ids are wanted."""
+        return self.text is not None and not (
+            self.words or self.spelled_words or self.stop_texts or self.max_token_ids
+        )
+
     def texts(self, *, special: bool) -> Iterator[str]:
         """The text to encode with special tokens, or without."""
         if self.text is not None and self.add_special_tokens == special:
@@ -365,6 +372,11 @@ def _encode(
     stop_vocabularies: StopVocabularies,
     requests: Sequence[EncodeRequest],
 ) -> Iterator[EncodedTexts]:
+    if len(requests) == 1 and requests[0].is_plain:
+        special = requests[0].add_special_tokens
+        (encoding,) = _encodings(tokenizer, [requests[0].text or ""], special=special)
+        yield EncodedTexts(encoding.ids, [])
+        return
     omitted = [_surplus(tokenizer, request) for request in requests]
     wanted = [each for each, count in zip(requests, omitted, strict=True) if not count]
     marked = [text for request in wanted for text in request.texts(special=True)]

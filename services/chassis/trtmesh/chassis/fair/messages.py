@@ -194,7 +194,10 @@ class ReceivedMessage:
 
     async def read(self, parse: Parse[T]) -> T:
         """Returns the request made from the message by `parse`."""
-        return await self.run(partial(parse, is_large=self.size >= LARGE_BYTES))
+        if self.size < LARGE_BYTES:
+            self._begun = True
+            return parse(is_large=False)
+        return await self.run(partial(parse, is_large=True))
 
     async def run(self, work: Callable[[], T], weight: int = 1) -> T:
         """Returns the result of a step of the request, which costs `weight` times the parsing of the message."""

@@ -365,7 +365,7 @@ class StartScheduler:
 
     def _pass(self) -> None:
         self._is_another_pass = True
-        self._begin()
+        self._began = perf_counter()
 
     @property
     def is_late(self) -> bool:

@@ -191,6 +191,8 @@ class ModelQueue:
         return min(max(milliseconds, SHORTEST_RETRY_MS), LONGEST_RETRY_MS)
 
     def _grant(self) -> None:
+        if not (self._waiting or self._by_arrival):
+            return
         while self.running < self._limits.max_running_items and (permit := self._next()):
             permit.running = True
             self.running += 1

@@ -34,12 +34,12 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Generate(self, request: pb.GenerateRequest, context: ServedContext) -> None:  # type: ignore[override]
+        own_id = request_id_of(context)
         with GenerationCall(self._requests.metrics_of(request.model)) as call:
-            async with answering(context, request.request_id):
+            async with answering(context, request.request_id or own_id or "-"):
                 caller = caller_of(self._callers, context)
                 message = context.message
                 with message.admitted():
-                    own_id = request_id_of(context)
                     valid = await message.read(partial(parse_request, request, own_id))
                     rebind_request_id(valid.request_id)
                     opening = self._requests.open(

@@ -106,7 +106,8 @@ class Fleet:
 
     def models(self) -> frozenset[str]:
         """Models of all known workers, even lost ones."""
-        self._with_former_loads()
+        if self.touched:
+            self.snapshot()
         return self._models
 
     def why_no_models(self) -> str:
@@ -201,10 +202,11 @@ class Fleet:
 
     def _longest_sequence(self, model: str) -> int:
         """Most tokens of a sequence on any usable worker of the model; 0 without one."""
-        fleet = self._with_former_loads()
+        if self.touched:
+            self.snapshot()
         longest = self._longest.get(model)
         if longest is None:
-            longest = self._longest[model] = longest_sequence(fleet, model)
+            longest = self._longest[model] = longest_sequence(self._snapshot, model)
         return longest
 
     def place(self, query: PlacementQuery, blocks: PromptBlocks) -> Plan:
@@ -364,7 +366,8 @@ class Fleet:
         too long for all workers: to hash a million tokens takes 130 ms."""
         if not POLICIES[self.policy].looks_at_prefixes:
             return NO_SIZES
-        self._with_former_loads()
+        if self.touched:
+            self.snapshot()
         tokens = blocks.prompt_tokens
         if tokens >= LONG_TOKENS and not any(
             worker.model == model and tokens < worker.max_sequence_tokens

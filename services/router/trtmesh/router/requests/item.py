@@ -369,7 +369,7 @@ class ItemRun:
 
     def open_sequences(self) -> None:
         """Opens all sequences, at the start or after the tokens received from another router."""
-        self._runs = [self._open_sequence(index) for index in range(self._item.config.sequences)]
+        self._runs = [self._open_sequence(index) for index in range(self._item.sequences)]
 
     def _open_sequence(self, sequence_index: int) -> SequenceRun:
         context, item = self._context, self._item

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from os import urandom
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.limits import Budget
@@ -58,7 +58,7 @@ class LiveRequest:
         self.permits = admitted.permits
         seed = request.default_seed
         if seed is None:
-            seed = secrets.randbits(64)
+            seed = int.from_bytes(urandom(8))
         accepted = router_pb.RequestAccepted(
             request_id=request.request_id, model=admitted.model, seed=seed
         )

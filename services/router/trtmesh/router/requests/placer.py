@@ -370,8 +370,8 @@ class Placer:
             wants=EXACTLY if generated and beams == 1 else frozenset(),
             adapter=encoded.need,
             prompt_tokens=len(encoded.token_ids) + generated,
-            sequences=len(waiting) or config.sequences,
-            item_sequences=config.sequences if together else 1,
+            sequences=len(waiting) or self._item.sequences,
+            item_sequences=self._item.sequences if together else 1,
             beams=beams,
             max_tokens=config.stopping.max_tokens,
             exclude=self._excluded(failures),
@@ -395,7 +395,7 @@ class Placer:
         if not together:
             return len(waiting) == 1
         with_prompt_data = config.output.prompt_log_probs or config.output.context_logits
-        several = config.sequences > 1
+        several = self._item.sequences > 1
         shares = self._item.has_kv_to_share(len(encoded.token_ids))
         return shares and not (several and with_prompt_data)
 
@@ -478,7 +478,7 @@ def _submits(
 
 def starts(item: ItemRequest, runs: Sequence[SequenceRun]) -> bool:
     """Whether a worker gets all sequences together, from their start."""
-    whole = len(runs) == item.config.sequences
+    whole = len(runs) == item.sequences
     return item.config.beam_search.beam_width > 1 or (
         whole and not any(run.token_ids for run in runs)
     )

@@ -7,7 +7,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Literal
 
@@ -433,13 +433,13 @@ class Pace:
     _end: Callable[[SlowClient], None]
     _ended: bool = False
     paused: bool = False
-    _account: Account = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._account = self._waiting.account(self._shed)
+    _account: Account | None = None
+    """None of a client that leaves nothing waiting."""
 
     def on_waiting(self, held: int) -> None:
         """About `held` bytes wait, of a client that leaves some waiting; to make room, this may end a request."""
+        if self._account is None:
+            self._account = self._waiting.account(self._shed)
         self._account.add(held - self._account.held)
 
     def on_full(self) -> None:
@@ -465,7 +465,8 @@ class Pace:
     def close(self) -> None:
         """The request is over: counts merged tokens and drops the callbacks."""
         self._ended = True
-        self._account.close()
+        if self._account is not None:
+            self._account.close()
         self._change = lambda: None
         self._end = lambda _: None
         self._metrics.merged_tokens += self._client.merged_tokens
@@ -485,6 +486,7 @@ class Pace:
     def _shed(self) -> None:
         """Ends the request, to make room for other clients."""
         # It is freed with the request: meanwhile no other has to give way.
+        assert self._account is not None
         self._account.close()
         loop = asyncio.get_running_loop()
         loop.call_soon(self._cancel, loop.time())

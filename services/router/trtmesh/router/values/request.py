@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from os import urandom
 from types import MappingProxyType
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
@@ -74,12 +74,16 @@ class ItemRequest:
     """The batch_index of the draws, if another."""
     state: HandoffState | None = None
     """The first half of a generation_only item."""
+    sequences: int = field(init=False)
+    """Number of returned sequences."""
+    is_context_only: bool = field(init=False)
+    """Whether the item ends after its first token, with KV for the client to bring back."""
 
-    @property
-    def is_context_only(self) -> bool:
-        """Whether the item ends after its first token, with KV for the client to bring back."""
+    def __post_init__(self) -> None:
         handoff = self.config.handoff
-        return handoff is not None and handoff.phase == pb.GENERATION_PHASE_CONTEXT_ONLY
+        is_half = handoff is not None and handoff.phase == pb.GENERATION_PHASE_CONTEXT_ONLY
+        object.__setattr__(self, "is_context_only", is_half)
+        object.__setattr__(self, "sequences", self.config.sequences)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -114,7 +118,7 @@ class ItemRequest:
 
     def has_kv_to_share(self, prompt_tokens: int) -> bool:
         """Whether a prefill has KV to hand over: that of all prompt tokens but the last for several sequences."""
-        return self.config.sequences == 1 or prompt_tokens > 1
+        return self.sequences == 1 or prompt_tokens > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,7 @@ def parse_request(
     """Parses a request. Items of `refused` are known to be invalid. With `is_large`, the configs are not measured,
     because measuring would hold the interpreter as long as serialising. Raises InvalidRequest with the field and,
     without any valid item, the first batch_index."""
-    request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
+    request_id = message.request_id or metadata_request_id or urandom(8).hex()
     if len(message.model) > MAX_MODEL_CHARACTERS:
         limit = f"the name of a model, with at most {MAX_MODEL_CHARACTERS} characters"
         raise InvalidField.of("model", message.model, limit)
@@ -281,8 +285,8 @@ def worker_config(
     """
     config = _copy(item.message, adapter)
     for path in item.config.fields_set & ROUTER_FIELDS:
-        group, field = path.split(".")
-        getattr(config, group).ClearField(field)
+        group, name = path.split(".")
+        getattr(config, group).ClearField(name)
     config.stopping.bad_token_ids.extend(pb.TokenIds(ids=ids) for ids in spelled_ids)
     _replace_bias_texts(config.sampling, word_ids)
     extra_ids = config.prompt_tuning.extra_ids
@@ -300,7 +304,7 @@ def _copy(message: pb.GenerationConfig, adapter: Adapter | None) -> pb.Generatio
     if adapter is None:
         config.CopyFrom(message)
         return config
-    copied = {field.name: value for field, value in message.ListFields() if field.name != "lora"}
+    copied = {each.name: value for each, value in message.ListFields() if each.name != "lora"}
     lora = pb.LoraConfig(id=adapter.id, name=adapter.name, version=adapter.version)
     return pb.GenerationConfig(**copied, lora=lora)
 
