@@ -269,6 +269,7 @@ SMALL_IDEAS = {
     "engine.backends.tensorrt_llm.adapter_folders": "locks, which a killed worker loses",
     "engine.backends.tensorrt_llm.errors": "the library's errors in words of the mesh",
     "engine.backends.tensorrt_llm.load": "the library's rows of statistics",
+    "engine.backends.torch.cuda.choice": "a choice, which tests make without kernels",
     "engine.backends.torch.cuda.invariant_device": "a device, like its neighbour",
     "engine.backends.torch.cuda.kernels.block_copies": "a kernel, like its neighbours",
     "engine.backends.torch.devices": "a device's name, before CUDA is used",

@@ -6,9 +6,9 @@ import math
 
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import NO_TOKEN
 from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages, TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.products import Scale
+from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NO_TOKEN
 from trtmesh.engine.backends.torch.model.attention import Rule
 
 
@@ -133,7 +133,3 @@ def highest_reference(logits: Tensor) -> Tensor:
     """The tokens of rows of temperature 0."""
     peaks, ids = logits.float().max(1)
     return torch.where(peaks.abs() < math.inf, ids, NO_TOKEN)
-
-
-def running_sums_reference(rows: Tensor) -> Tensor:
-    return rows.cumsum(1)

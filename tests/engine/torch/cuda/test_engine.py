@@ -40,9 +40,18 @@ CONFIGS = [
     configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=0.8, seed=5, min_p=0.1),
     configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.0, seed=6, log_probs=True),
     configure(max_tokens=NEW_TOKENS, ignore_end_id=True, repetition_penalty=1.4),
+    configure(
+        max_tokens=NEW_TOKENS,
+        temperature=0.9,
+        seed=7,
+        top_p=0.8,
+        presence_penalty=0.7,
+        min_tokens=9,
+    ),
+    configure(max_tokens=NEW_TOKENS, ignore_end_id=True, no_repeat_ngram_size=2),
     configure(max_tokens=NEW_TOKENS, ignore_end_id=True, beam_width=3),
 ]
-"""Chosen by the graph, by the graph's logits with filters, and by the way of all devices."""
+"""Chosen by the step's graph, by that of the rules, and by the way of all devices."""
 DRAWS: list[dict[str, Any]] = [{}, {"temperature": 1.1, "seed": 8}, {"temperature": 0.7, "seed": 9}]
 UNCAPTURED = {"mixtral", "gpt_oss"}
 """Families whose experts are picked on the host: they run operation by operation."""
@@ -225,9 +234,11 @@ async def test_the_step_after_a_prompt_is_launched_ahead(llama: Path) -> None:
         compute = engine.backend._loaded.engine._compute
         assert isinstance(compute, GraphRunner)
         kinds = recorded(compute, ("forward", "follow"))
-        await engine.run(prompts[:1], FREE)
-        # The prompt, and all tokens after the first.
-        assert kinds == ["forward", *(["follow"] * (NEW_TOKENS - 1))]
+        for config in (FREE, *CONFIGS[3:8]):
+            kinds.clear()
+            await engine.run(prompts[:1], config)
+            # The prompt, and all tokens after the first.
+            assert kinds == ["forward", *(["follow"] * (NEW_TOKENS - 1))]
         assert await run(engine) == expected
 
 

@@ -34,6 +34,21 @@ CONFIGS = [
     configure(max_tokens=4, ignore_end_id=True, temperature=1.0, seed=3, top_k=20),
     configure(max_tokens=4, ignore_end_id=True, repetition_penalty=1.4),
 ]
+RULED = configure(
+    max_tokens=NEW_TOKENS,
+    min_tokens=3,
+    seed=4,
+    temperature=1.3,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    frequency_penalty=0.5,
+    embedding_bias_token_ids=((7,), (9,)),
+    embedding_bias_weights=(1.5, -2.0),
+    bad_token_ids=((11,),),
+    top_log_probs=3,
+)
+"""Every rule that kernels apply."""
 OPTIONS: dict[str, Any] = {
     "max_batch_size": 4,
     "tokens_per_block": 4,
@@ -61,6 +76,7 @@ async def test_tokens_and_launches(small: Path, monkeypatch: pytest.MonkeyPatch)
 
     async def run(engine: Harness) -> list[list[int]]:
         found = await engine.run(prompts[1:2], FREE)
+        found += await engine.run(prompts[:1], RULED)
         keys: list[int] = []
         for prompt, config in zip(prompts, CONFIGS, strict=True):
             keys += engine.submit(prompt, config)
@@ -80,4 +96,4 @@ async def test_tokens_and_launches(small: Path, monkeypatch: pytest.MonkeyPatch)
     assert after.captured_steps - before.captured_steps == after.step_count - before.step_count
     # The prompt, and all tokens after the first.
     alone = ["forward", *(["follow"] * (NEW_TOKENS - 1))]
-    assert launches[:NEW_TOKENS] == alone
+    assert launches[: 2 * NEW_TOKENS] == alone * 2

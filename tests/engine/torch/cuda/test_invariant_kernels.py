@@ -14,7 +14,6 @@ from engine.torch.cuda.interpreted import Interpreted, small_model
 from engine.torch.cuda.references import (
     invariant_product_reference,
     prefill_attention_reference,
-    running_sums_reference,
     store_reference,
 )
 from torch import Tensor, nn
@@ -26,10 +25,8 @@ from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.invariant_layers import Trial, make_invariant
 from trtmesh.engine.backends.torch.cuda.kernels import decode_attention
 from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
-    COLUMNS,
     ROWS_AT_ONCE,
     InvariantProducts,
-    running_sums,
     shares_of,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
@@ -204,16 +201,6 @@ def test_store(kv_heads: int, dim: int, device: torch.device) -> None:
     assert torch.equal(got, cache.pages.pool)
     assert not torch.equal(got, before)
     assert not got[0].any()
-
-
-@pytest.mark.parametrize("size", [1, 320, 2 * COLUMNS + 17])
-def test_running_sums_of_a_row_do_not_depend_on_the_others(size: int, device: torch.device) -> None:
-    torch.manual_seed(size)
-    rows = torch.rand(7, size, dtype=torch.float64, device=device)
-    every = running_sums(rows)
-    torch.testing.assert_close(every, running_sums_reference(rows))
-    for places in some_rows(7, random.Random(size)):
-        assert torch.equal(running_sums(rows[places]), every[places])
 
 
 class Dependent(InvariantProducts):

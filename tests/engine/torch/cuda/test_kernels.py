@@ -15,7 +15,6 @@ from engine.torch.cuda.references import (
     turn_reference,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import (
-    NO_TOKEN,
     PART,
     choose_tokens,
     known_tokens,
@@ -26,6 +25,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.layers import (
     norm_reference,
     turn,
 )
+from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NO_TOKEN
 from trtmesh.engine.backends.torch.sampling.draws import _blocks, _Race, places
 
 pytestmark = [

@@ -111,11 +111,7 @@ def _descending(rows: Tensor) -> Tensor:
     return rows.sort(dim=1, descending=True).values
 
 
-def _running_sums(rows: Tensor) -> Tensor:
-    return rows.cumsum_(dim=1)
-
-
-ORDERING = Ordering(_highest, _top, _descending, _running_sums, looks_ahead=False)
+ORDERING = Ordering(_highest, _top, _descending, looks_ahead=False)
 
 
 class SlotProducts:

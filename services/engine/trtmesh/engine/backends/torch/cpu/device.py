@@ -151,11 +151,7 @@ def top(rows: Tensor, count: int) -> Tensor:
     return descending(torch.from_numpy(np.partition(values, -count, axis=1)[:, -count:]))
 
 
-def running_sums(rows: Tensor) -> Tensor:
-    return rows.cumsum_(dim=1)
-
-
-ORDERING = Ordering(highest, top, descending, running_sums, looks_ahead=True)
+ORDERING = Ordering(highest, top, descending, looks_ahead=True)
 
 
 def _nothing() -> None:

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.kernels.row_fields import LOG_PROB_WORDS
 from trtmesh.engine.backends.torch.memory.shortage import shortage
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sequence import Chunk
@@ -30,7 +31,23 @@ class Rows:
     logits: Tensor
     """[rows, vocabulary], in the model's type of computation."""
     tokens: Tensor
-    """The highest logits, or draws without filters, [rows] int64."""
+    """The choice in each row, or in the first rows, [rows] int64; means nothing for a row chosen by the host."""
+    log_probs: Tensor | None = None
+    """[rows, LOG_PROB_WORDS] where a row asks for them."""
+
+
+def joined(parts: SequenceOf[Rows]) -> Tensor | None:
+    """The log-probabilities of the rows of all parts."""
+    if all(part.log_probs is None for part in parts):
+        return None
+    return torch.cat(
+        [
+            part.logits.new_zeros(len(part.tokens), LOG_PROB_WORDS, dtype=torch.float64)
+            if part.log_probs is None
+            else part.log_probs
+            for part in parts
+        ]
+    )
 
 
 @torch.inference_mode()

@@ -12,7 +12,14 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.capturing import Record, Rows, capture, needs_only_tokens
+from trtmesh.engine.backends.torch.cuda.capturing import (
+    Record,
+    Rows,
+    capture,
+    joined,
+    needs_only_tokens,
+)
+from trtmesh.engine.backends.torch.cuda.decode_graphs import Rules
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import MOST_CHUNKS, ChunkInputs, GraphAttention
 from trtmesh.engine.backends.torch.model.model import Model
@@ -33,9 +40,10 @@ class ChunkGraphs:
         inputs: ChunkInputs,
         most_tokens: int,
         record: Record,
+        rules: Rules | None = None,
         share: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`most_tokens` is the largest step: no larger graph is useful. For `share` see DecodeGraphs."""
+        """`most_tokens` is the largest step: no larger graph is useful. For `rules` and `share` see DecodeGraphs."""
         self._model = model
         self._attention = attention
         self._inputs = inputs
@@ -45,6 +53,11 @@ class ChunkGraphs:
         self._replays = capture(
             model, record, self._step, self._sizes, "chunks of prompts", "tokens"
         )
+        self._ruled = rules(MOST_CHUNKS, self._tokens) if rules and self._replays else None
+        if self._ruled:
+            # Of a graph of any size.
+            self._kept = torch.zeros(MOST_CHUNKS, model.vocabulary_size, device=self._tokens.device)
+            self._ruled.capture(MOST_CHUNKS, self._kept)
 
     @property
     def are_captured(self) -> bool:
@@ -60,7 +73,9 @@ class ChunkGraphs:
         if len(parts) == 1:
             return parts[0]
         return Rows(
-            torch.cat([part.logits for part in parts]), torch.cat([part.tokens for part in parts])
+            torch.cat([part.logits for part in parts]),
+            torch.cat([part.tokens for part in parts]),
+            joined(parts),
         )
 
     @torch.inference_mode()
@@ -68,9 +83,19 @@ class ChunkGraphs:
         count = sum(chunk.count for chunk in chunks)
         size = self._sizes[bisect_left(self._sizes, count)]
         self._inputs.fill(chunks, size)
-        logits = self._replays[size]()
-        completing = sum(chunk.completes for chunk in chunks)
-        return Rows(logits[:completing].clone(), self._tokens[:completing].clone())
+        kept = [chunk.sequence for chunk in chunks if chunk.completes]
+        if self._ruled:
+            self._ruled.fill(kept)
+        logits = self._replays[size]()[: len(kept)].clone()
+        log_probs = None
+        if self._ruled and kept:
+            self._kept[: len(kept)].copy_(logits)
+            log_probs = self._ruled.launch(MOST_CHUNKS, self._kept)
+        return Rows(
+            logits,
+            self._tokens[: len(kept)].clone(),
+            None if log_probs is None else log_probs[: len(kept)].clone(),
+        )
 
     def _step(self, size: int) -> Tensor:
         inputs = self._inputs

@@ -10,8 +10,15 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.capturing import Record, Rows, capture, needs_only_tokens
+from trtmesh.engine.backends.torch.cuda.capturing import (
+    Record,
+    Rows,
+    capture,
+    joined,
+    needs_only_tokens,
+)
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens, known_tokens
+from trtmesh.engine.backends.torch.cuda.ruled_choice import RuledChoice
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention, StepInputs
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sequence import Chunk
@@ -19,6 +26,9 @@ from trtmesh.engine.backends.torch.sequence import Chunk
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 FURTHER = 128
 """Distance of sizes beyond."""
+
+Rules = Callable[[int, Tensor], RuledChoice]
+"""Makes the choice by rules for up to a number of rows, with the tokens of the graphs."""
 
 
 class DecodeGraphs:
@@ -31,9 +41,11 @@ class DecodeGraphs:
         inputs: StepInputs,
         most_rows: int,
         record: Record,
+        rules: Rules | None = None,
         share: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`share` gives other ranks the tokens chosen by the first; None on a single device."""
+        """`share` gives other ranks the tokens chosen by the first; None on a single device. `rules` makes the choice
+        by rules; None where the host makes it."""
         self._share = share
         self._model = model
         self._attention = attention
@@ -41,6 +53,10 @@ class DecodeGraphs:
         self._tokens = torch.zeros_like(inputs.positions[:most_rows])
         self._sizes = sizes(most_rows)
         self._replays = capture(model, record, self._step, self._sizes, "decode steps", "sequences")
+        self._ruled = rules(most_rows, self._tokens) if rules and self._replays else None
+        if self._ruled:
+            for size, replay in self._replays.items():
+                self._ruled.capture(size, replay())
 
     @property
     def are_captured(self) -> bool:
@@ -55,7 +71,7 @@ class DecodeGraphs:
     def launch(self, chunks: SequenceOf[Chunk]) -> Rows:
         size = self._size(len(chunks))
         self._inputs.fill(chunks, size)
-        return self._replay(size, len(chunks))
+        return self._replay(size, chunks)
 
     @torch.inference_mode()
     def with_more(self, rows: Rows | None, more: Rows) -> Rows:
@@ -68,21 +84,28 @@ class DecodeGraphs:
             tokens = self._tokens[: len(rows.tokens) + len(more.tokens)]
             logits = torch.cat((rows.logits.float(), more.logits))
         tokens[len(tokens) - len(more.tokens) :].copy_(more.tokens)
-        return Rows(logits, tokens)
+        return Rows(logits, tokens, joined([rows, more] if rows else [more]))
 
     @torch.inference_mode()
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Rows:
         """Launches the step of the tokens chosen in `rows` by the last launch."""
         size = self._size(len(chunks))
         self._inputs.fill_chosen(chunks, size, rows)
-        return self._replay(size, len(chunks))
+        return self._replay(size, chunks, unknown=1)
 
     def _size(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]
 
-    def _replay(self, size: int, count: int) -> Rows:
+    def _replay(self, size: int, chunks: SequenceOf[Chunk], unknown: int = 0) -> Rows:
+        count, log_probs = len(chunks), None
+        if self._ruled:
+            self._ruled.fill([chunk.sequence for chunk in chunks], unknown)
         logits = self._replays[size]()
-        return Rows(logits[:count], self._tokens[:count])
+        if self._ruled:
+            log_probs = self._ruled.launch(size, logits)
+        return Rows(
+            logits[:count], self._tokens[:count], None if log_probs is None else log_probs[:count]
+        )
 
     def _step(self, rows: int) -> Tensor:
         inputs = self._inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,11 @@ from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cuda import chunk_graphs, decode_graphs
 from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
 from trtmesh.engine.backends.torch.cuda.capturing import Record
-from trtmesh.engine.backends.torch.cuda.choice import KernelChooser
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
 from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
 from trtmesh.engine.backends.torch.cuda.kernels.block_copies import copy_blocks
 from trtmesh.engine.backends.torch.cuda.kernels.layers import norm, norm_reference
+from trtmesh.engine.backends.torch.cuda.kernels.ruled_choice import Workspace
 from trtmesh.engine.backends.torch.cuda.layers import (
     KernelHead,
     KernelLayer,
@@ -32,6 +32,8 @@ from trtmesh.engine.backends.torch.cuda.layers import (
     LayerProducts,
     RotaryTable,
 )
+from trtmesh.engine.backends.torch.cuda.ruled_choice import RuledChoice
+from trtmesh.engine.backends.torch.cuda.ruled_rows import RuledRows
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
 from trtmesh.engine.backends.torch.cuda.step_inputs import (
     MOST_CHUNKS,
@@ -50,7 +52,7 @@ from trtmesh.engine.backends.torch.model.fusing import (
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.parallel.group import RankGroup
 from trtmesh.engine.backends.torch.parallel.layers import add_up
-from trtmesh.engine.backends.torch.sampling.ordering import Ordering
+from trtmesh.engine.backends.torch.sampling.choice import Chooser
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +69,6 @@ FLOAT_BYTES = 4
 
 class Cuda(Accelerator):
     """Runs models with fused layers and kernels of this package."""
-
-    ordering: ClassVar[Ordering] = ORDERING
 
     def __init__(self, name: torch.device, group: RankGroup | None = None) -> None:
         """`group` are the ranks of a divided model; None for a whole model."""
@@ -88,10 +88,11 @@ class Cuda(Accelerator):
         return fitted(module, dtype)
 
     def _kept_bytes(self, model: Model, largest: StepSize) -> int:
-        """The logits of each graph."""
+        """The logits of each graph, and the rules of rows."""
         decoded = sum(decode_graphs.sizes(largest.rows)) * model.dtype.itemsize
-        chunks = len(chunk_graphs.sizes(largest.tokens)) * MOST_CHUNKS * FLOAT_BYTES
-        return (decoded + chunks) * model.vocabulary_size
+        chunks = (1 + len(chunk_graphs.sizes(largest.tokens))) * MOST_CHUNKS * FLOAT_BYTES
+        rules = (largest.rows + max(largest.rows, MOST_CHUNKS)) * FLOAT_BYTES
+        return (decoded + chunks + rules) * model.vocabulary_size
 
     @property
     def copies_blocks(self) -> CopiesBlocks:
@@ -101,25 +102,39 @@ class Cuda(Accelerator):
         self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
     ) -> Compute:
         attention = self._attention(cache, tables)
-        chooser = KernelChooser(self.ordering)
+        chooser = Chooser(ORDERING)
         runner = Runner(
             model, cache, tables, attention, chooser, self.release_memory, self._synchronize()
         )
-        inputs = StepInputs(tables.rows, cache.tokens_per_block, self.name)
-        share = self._group.share if self._group else None
-        graphs = DecodeGraphs(model, attention, inputs, len(tables.rows), self._recorder(), share)
+        slots, share, choice = len(tables.rows), None, None
+        rules = RuledRows(slots)
+        if self._group:
+            # Other ranks know no rules.
+            share = self._group.share
+        else:
+            work = Workspace(slots, max(slots, MOST_CHUNKS), model.vocabulary_size, self.name)
+            rules = RuledRows(slots, work.words, work.biases)
+            choice = partial(RuledChoice, rules, work, self._recorder())
+        inputs = StepInputs(tables.rows, cache.tokens_per_block, rules, self.name)
+        graphs = DecodeGraphs(model, attention, inputs, slots, self._recorder(), choice, share)
         prompts = ChunkInputs(
-            tables.rows, cache.tokens_per_block, chunk_graphs.sizes(most_tokens)[-1], self.name
+            tables.rows,
+            cache.tokens_per_block,
+            chunk_graphs.sizes(most_tokens)[-1],
+            rules,
+            self.name,
         )
         # In separate memory: a step may launch graphs of both kinds.
-        chunks = ChunkGraphs(model, attention, prompts, most_tokens, self._recorder(), share)
+        chunks = ChunkGraphs(
+            model, attention, prompts, most_tokens, self._recorder(), choice, share
+        )
         if self._group and not (graphs.are_captured and chunks.are_captured):
             # Ranks computing in different ways would wait for each other's sums.
             raise ModelUnusable(
                 f"steps of model type {model.module.config.model_type} cannot be captured on {self.name}, as several"
                 " GPUs need; the log has the reason; name one in engine.torch.device"
             )
-        return GraphRunner(runner, graphs, chunks, chooser, self.name)
+        return GraphRunner(runner, graphs, chunks, rules, chooser, self.name)
 
     def _attention(self, cache: KvCache, tables: BlockTables) -> GraphAttention:
         return KernelAttention(cache, tables)

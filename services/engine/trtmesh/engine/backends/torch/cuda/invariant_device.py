@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
-from trtmesh.engine.backends.torch.accelerator import ORDERING
 from trtmesh.engine.backends.torch.cuda.device import Cuda, fitted
 from trtmesh.engine.backends.torch.cuda.invariant_attention import InvariantAttention
 from trtmesh.engine.backends.torch.cuda.invariant_layers import InvariantUpdates, make_invariant
-from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
-    InvariantProducts,
-    running_sums,
-)
+from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import InvariantProducts
 from trtmesh.engine.backends.torch.cuda.layers import KernelMlp, KernelNorm, KernelRotation
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.fusing import fuse_layers, fuse_norms
 from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted
-from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 
 
 class InvariantCuda(Cuda):
     """Every layer computes any number of tokens in the same way: nothing depends on the number, and no norm or sum is
     part of a product."""
-
-    ordering: ClassVar[Ordering] = replace(ORDERING, running_sums=running_sums)
 
     def __init__(self, name: torch.device) -> None:
         super().__init__(name)

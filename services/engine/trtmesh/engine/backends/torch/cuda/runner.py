@@ -12,12 +12,14 @@ from torch import Tensor
 from trtmesh.engine.backends.torch.compute.device import Batch, Forward
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cuda.capturing import Rows
-from trtmesh.engine.backends.torch.cuda.choice import KernelChooser, are_plain
+from trtmesh.engine.backends.torch.cuda.choice import GraphChoice
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
 from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
+from trtmesh.engine.backends.torch.cuda.ruled_rows import RuledRows
 from trtmesh.engine.backends.torch.model.attention import StepTokens
-from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
+from trtmesh.engine.backends.torch.sampling.choice import Chooser, Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.sampling.filters import indexes
 from trtmesh.engine.backends.torch.sequence import Chunk
 
 
@@ -29,17 +31,20 @@ class GraphRunner:
         runner: Runner,
         graphs: DecodeGraphs,
         chunks: ChunkGraphs,
-        chooser: KernelChooser,
+        rules: RuledRows,
+        chooser: Chooser,
         device: torch.device,
     ) -> None:
-        """`runner` computes all that no graph can."""
+        """`runner` computes, and `chooser` chooses, all that no graph can."""
         self._runner = runner
         self._graphs = graphs
         self._chunks = chunks
+        self._rules = rules
         self._chooser = chooser
         self._nothing = _nothing(device)
-        # Of the last step, if computed whole by graphs.
+        # Of the last step, where graphs computed any.
         self._rows: Rows | None = None
+        self._completing: list[Chunk] = []
         self.may_follow = False
         self.captured_steps = 0
         self.move = runner.move
@@ -66,27 +71,59 @@ class GraphRunner:
             if rows is None:
                 return rest
             logits = torch.cat((rows.logits.float(), rest.logits))
-            return Forward(decoding + rest.completing, logits, rest.given)
+            self._rows = Rows(logits, rows.tokens, rows.log_probs)
+            self._completing = decoding + rest.completing
+            return Forward(self._completing, logits, rest.given)
         self.captured_steps += 1
         completing = [chunk for chunk in batch.prefilling if chunk.completes]
         if batch.prefilling:
             rows = self._graphs.with_more(rows, self._chunks.launch(batch.prefilling))
         assert rows
-        self._rows = rows
-        return Forward(decoding + completing, rows.logits, [])
+        self._rows, self._completing = rows, decoding + completing
+        return Forward(self._completing, rows.logits, [])
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
         self._rows, self.may_follow = self._graphs.follow(chunks, rows), False
+        self._completing = list(chunks)
         self.captured_steps += 1
-        return Forward(list(chunks), self._rows.logits, [])
+        return Forward(self._completing, self._rows.logits, [])
 
+    @torch.inference_mode()
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
-        tokens = self._rows.tokens if self._rows and logits is self._rows.logits else None
-        is_plain = tokens is not None and are_plain(sequences)
-        self.may_follow = is_plain and self._graphs.are_captured
-        if not is_plain:
-            logits = logits.float()
-        return self._chooser.choose(sequences, logits, tokens)
+        places = self._places(sequences, logits)
+        if self._rows is None or places is None:
+            return self._chooser.choose(sequences, logits.float())
+        own = [self._completing[place].sequence for place in places]
+        by_host = set(self._rules.by_host(own))
+        rest = [
+            row
+            for row, place in enumerate(places)
+            if row in by_host or place >= len(self._rows.tokens)
+        ]
+        self.may_follow = not rest and self._graphs.are_captured
+        choice = None
+        if rest:
+            # A copy of a graph's logits, which the next step overwrites.
+            part = logits[indexes(rest, logits)].float()
+            choice = self._chooser.choose([sequences[row] for row in rest], part)
+            if len(rest) == len(sequences):
+                return choice
+        tokens, log_probs = self._rows.tokens, self._rows.log_probs
+        if len(places) < len(tokens):
+            taken = indexes([min(place, len(tokens) - 1) for place in places], tokens)
+            tokens, log_probs = tokens[taken], None if log_probs is None else log_probs[taken]
+        return GraphChoice(own, tokens, log_probs, rest, choice)
+
+    def _places(
+        self, sequences: SequenceOf[Continuation], logits: Tensor
+    ) -> SequenceOf[int] | None:
+        """The rows of the last step with these sequences; None where others are meant."""
+        if self._rows is not None and logits is self._rows.logits:
+            return range(len(sequences))
+        known = {id(chunk.sequence): place for place, chunk in enumerate(self._completing)}
+        if any(id(sequence) not in known for sequence in sequences):
+            return None
+        return [known[id(sequence)] for sequence in sequences]
 
     def rank(self, lanes: SequenceOf[Continuation], logits: Tensor) -> Ranking:
         # The next step overwrites a graph's logits.

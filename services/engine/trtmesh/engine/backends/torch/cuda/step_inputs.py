@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.compute.paged_attention import CachedAttention
-from trtmesh.engine.backends.torch.cuda.choice import draws_of
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import TILE, tiles_of
+from trtmesh.engine.backends.torch.cuda.ruled_rows import RuledRows
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK
@@ -78,9 +78,12 @@ class StepInputs:
     needs: a copy takes no more than a step needs. A negative token id stands for a token known only to the device, see
     `known_tokens`."""
 
-    def __init__(self, tables: Rows, tokens_per_block: int, device: torch.device) -> None:
+    def __init__(
+        self, tables: Rows, tokens_per_block: int, rules: RuledRows, device: torch.device
+    ) -> None:
         """`tables` are the rows of the BlockTables."""
         self._tables = tables
+        self._rules = rules
         self._tokens_per_block = tokens_per_block
         self._most = aligned(len(tables))
         self._staged = StagedWords(HEADER + self._most * (ROW_FIELDS + tables.shape[1]), device)
@@ -112,7 +115,7 @@ class StepInputs:
         fields[:, :rows] = 0
         fields[0, :count] = first_field
         fields[1, :count] = starts
-        places, temperatures = draws_of([chunk.sequence for chunk in chunks], unknown)
+        places, temperatures = self._rules.draws([chunk.sequence for chunk in chunks], unknown)
         fields[2, :count] = places
         fields[3].view(np.float64)[:count] = temperatures
         first = HEADER + ROW_FIELDS * most
@@ -135,10 +138,16 @@ class ChunkInputs:
     filling tokens without a store or a tile."""
 
     def __init__(
-        self, tables: Rows, tokens_per_block: int, most_tokens: int, device: torch.device
+        self,
+        tables: Rows,
+        tokens_per_block: int,
+        most_tokens: int,
+        rules: RuledRows,
+        device: torch.device,
     ) -> None:
         """`tables` are the rows of the BlockTables."""
         self._tables = tables
+        self._rules = rules
         self._tokens_per_block = tokens_per_block
         width = tables.shape[1]
         kept = KEPT_FIELDS * aligned(MOST_CHUNKS)
@@ -184,7 +193,7 @@ class ChunkInputs:
         fields[:, first:size] = 0
         kept_fields[:] = 0
         kept_fields[0, : len(kept)] = [row for row, _ in kept]
-        places, temperatures = draws_of([sequence for _, sequence in kept])
+        places, temperatures = self._rules.draws([sequence for _, sequence in kept])
         kept_fields[1, : len(kept)] = places
         kept_fields[2].view(np.float64)[: len(kept)] = temperatures
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]

@@ -240,8 +240,12 @@ def _failure(row: Tensor, sequence: Continuation) -> TrtmeshError:
     if guide and guide.problem:
         problem = f"cannot be followed any further: {guide.problem}"
         return InvalidField(problem, field="guided_decoding.guide")
-    fields = (*GUIDES, *BANS) if guide else BANS
-    return InvalidRequest("together leave no token to choose; forbid less", fields=fields)
+    return nothing_left(*GUIDES, *BANS) if guide else nothing_left()
+
+
+def nothing_left(*fields: str) -> InvalidRequest:
+    """For a row with every token forbidden, by `fields` or else by those that ban tokens."""
+    return InvalidRequest("together leave no token to choose; forbid less", fields=fields or BANS)
 
 
 def not_finite() -> BackendFailed:

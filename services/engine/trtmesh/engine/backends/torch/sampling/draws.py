@@ -74,7 +74,7 @@ _NO_TOKEN = 2**62
 SLACK = 1e-9
 """More than any rounding of a sum, absolute and relative."""
 
-Words = SequenceOf[int] | NDArray[np.uint64]
+Words = SequenceOf[int] | NDArray[np.uint64] | NDArray[np.int64]
 W = TypeVar("W", NDArray[np.int64], Tensor)
 
 
@@ -101,13 +101,13 @@ def draw(
     return race.among_likely() if looks_ahead else race.among_all()
 
 
-def places_of(sequences: SequenceOf[Continuation], unknown: int = 0) -> NDArray[np.int64]:
-    """The `place` of each sequence's next token, after `unknown` tokens known to the device alone."""
+def places_of(sequences: SequenceOf[Continuation]) -> NDArray[np.int64]:
+    """The `place` of each sequence's next token."""
     return places(
         [sequence.token_rules.sampling.seed or 0 for sequence in sequences],
         [sequence.batch_index for sequence in sequences],
         [sequence.sequence_index for sequence in sequences],
-        [len(sequence.tokens) + unknown for sequence in sequences],
+        [len(sequence.tokens) for sequence in sequences],
     )
 
 
@@ -119,7 +119,12 @@ def places(
     `positions` are indexes of the drawn tokens in their sequences, prompt included.
     """
     coordinates = zip(seeds, batch_indexes, sequence_indexes, strict=True)
-    streams = np.array([_stream(*words) for words in coordinates], dtype=np.int64)
+    streams = np.array([stream_of(*words) for words in coordinates], dtype=np.int64)
+    return places_in(streams, positions)
+
+
+def places_in(streams: NDArray[np.int64], positions: Words) -> NDArray[np.int64]:
+    """The `place` of each index of `stream_of` results and positions."""
     return _hash(streams, _words(positions))
 
 
@@ -138,7 +143,7 @@ def draw_by_weights(weights: Tensor, place: NDArray[np.int64]) -> int:
 
 
 @lru_cache(maxsize=STREAMS)
-def _stream(seed: int, batch_index: int, sequence_index: int) -> int:
+def stream_of(seed: int, batch_index: int, sequence_index: int) -> int:
     """The `place` without the position."""
     place = _mix(_words([seed]) + _GOLDEN)
     for word in (batch_index, sequence_index):

@@ -1,8 +1,15 @@
 """top_k, top_p and min_p, each a lowest logit to keep: equal logits pass or fail together.
 
-Rounding moves a bound by a token where two logits nearly agree at the k-th place, or a sum of probabilities and
-`top_p`. Such a move changes the draw only if this token wins. With probabilities known to an error e, `top_p` changes
-about 2e of all draws; `top_k` and `min_p` change fewer, because tokens at these bounds rarely win.
+* `top_k`: the highest logit that at least k tokens reach.
+* `top_p`, among the tokens within `top_k`: the highest logit reached by tokens with at least `top_p` of all weight. The
+  weight of a token is exp((logit - highest logit) / temperature) in float64, rounded down to a multiple of 2**-40.
+  These are added up as integers, so neither the order nor the device changes a sum.
+* `min_p`: highest logit + temperature * ln(min_p).
+
+A bound is the highest of the three, and -inf for a filter that no token limits. Errors of the logits move a bound by a
+token where two logits nearly agree at the k-th place, or a sum of weights and `top_p`. Such a move changes the draw
+only if this token wins. With probabilities known to an error e, `top_p` changes about 2e of all draws; `top_k` and
+`min_p` change fewer, because tokens at these bounds rarely win.
 """
 
 from __future__ import annotations
@@ -22,6 +29,8 @@ FEW = 1024
 """Up to this top_k, top_p is computed among the candidates alone."""
 LIKELY = 256
 """Most likely tokens tried by top_p before sorting the whole vocabulary."""
+WHOLE = 2**40
+"""The weight of the highest logit, as an integer: sums of up to 2**22 tokens fit."""
 
 
 class Filters:
@@ -59,7 +68,6 @@ class Filters:
             for row, (k, share) in enumerate(zip(top_k, top_p, strict=True))
             if row not in few and (k < size or share < 1)
         ]
-        min_p = [c.min_p or 0.0 for c in configs]
         part = _Part(configs, logits, peaks, top_p)
         lowest = column([-math.inf] * len(configs), logits)
         for rows, bounds in ((sorted(few), self._among_few), (many, self._among_all)):
@@ -67,9 +75,9 @@ class Filters:
                 lowest = bounds(part)
             elif rows:
                 lowest.index_copy_(0, indexes(rows, logits), bounds(part.of(rows)))
-        if max(min_p):
-            floors = column(min_p, logits).log_() * temperatures(configs, logits) + peaks
-            lowest = torch.maximum(lowest, floors)
+        depths = [depth_of(config) for config in configs]
+        if max(depths) > -math.inf:
+            lowest = torch.maximum(lowest, column(depths, logits) + peaks)
         return lowest
 
     def _among_few(self, part: _Part) -> Tensor:
@@ -80,8 +88,7 @@ class Filters:
         kth = values.gather(1, last)
         if min(part.top_p) == 1:
             return kth.double()
-        weights = part.weights_of(values).masked_fill_(values < kth, 0.0)
-        reached = self._ordering.running_sums(weights)
+        reached = part.weights_of(values).masked_fill_(values < kth, 0).cumsum_(dim=1)
         total = reached[:, -1:]
         # Tokens that tie with the k-th pass too, though `values` may lack them.
         if not self._ordering.looks_ahead or bool((values.gather(1, last + 1) == kth).any()):
@@ -103,8 +110,7 @@ class Filters:
             if min(part.top_p) == 1:
                 return kth.double()
             logits = logits.masked_fill(logits < kth, -math.inf)
-        # The end of a cumulative sum, because the rounding of a plain sum depends on the number of rows.
-        total = self._ordering.running_sums(part.weights_of(logits))[:, -1:]
+        total = part.weights_of(logits).sum(dim=1, keepdim=True)
         bounds = self._reaching(part, logits, part.share * total)
         bounds = bounds.masked_fill_(part.share >= 1, -math.inf)
         return (bounds if kth is None else torch.maximum(bounds, kth)).double()
@@ -123,7 +129,7 @@ class Filters:
 
     def _bounds(self, part: _Part, values: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
         """The first of the falling `values` with a sum of weights of at least `needed`, and the sum of all weights."""
-        reached = self._ordering.running_sums(part.weights_of(values))
+        reached = part.weights_of(values).cumsum_(dim=1)
         return _first_reaching(values, reached, needed), reached[:, -1:]
 
 
@@ -147,8 +153,8 @@ class _Part:
         return column(self.top_p, self.logits)
 
     def weights_of(self, values: Tensor) -> Tensor:
-        """The weights of some logits [rows, any number]."""
-        return _weights(self.configs, values, self.peaks)
+        """The weights of some logits [rows, any number] as integers."""
+        return _weights(self.configs, values, self.peaks).mul_(WHOLE).long()
 
 
 def _weights(configs: SequenceOf[Sampling], values: Tensor, peaks: Tensor) -> Tensor:
@@ -166,6 +172,11 @@ def temperatures(configs: SequenceOf[Sampling], like: Tensor) -> Tensor:
 
 def temperature_of(config: Sampling) -> float:
     return 1.0 if config.temperature is None else config.temperature
+
+
+def depth_of(config: Sampling) -> float:
+    """The difference between the lowest logit within `min_p` and the highest of all."""
+    return math.log(config.min_p) * temperature_of(config) if config.min_p else -math.inf
 
 
 def column(values: SequenceOf[float], like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a device finds, sorts and adds up the numbers of rows."""
+"""How a device finds and sorts the numbers of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,5 @@ class Ordering:
     """The highest numbers of each row, highest first, as many as asked for."""
     descending: Callable[[Tensor], Tensor]
     """Sorts each row, highest first."""
-    running_sums: Callable[[Tensor], Tensor]
-    """The running sums of each row; may change the rows."""
     looks_ahead: bool
     """Whether intermediate results decide the next computation. This saves work but waits for the device."""

@@ -53,6 +53,7 @@ class TokenRules:
         self.biases = bool(sampling.embedding_bias or sampling.embedding_bias_token_ids)
         self._bad_words = config.stopping.bad_token_ids
         self.bars_words = bool(self._bad_words)
+        self.bars_longer_words = any(len(word) > 1 for word in self._bad_words)
         self.adjusts = (
             self.penalises or self.bars_ngrams or self.biases or self.bars_words or self.guided
         )

@@ -12,7 +12,6 @@ from trtmesh.engine.backends.torch.sampling.draws import BLOCK
 
 PART = 2048
 """Tokens of a program."""
-NO_TOKEN = -1
 KNOWN = 256
 """Rows of a program of `known_tokens`."""
 
@@ -27,6 +26,17 @@ def _mix(x):
 @triton.jit
 def _exponential(x):
     return -tl.log(((x >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16)
+
+
+@triton.jit
+def noise(place, numbers, ids, block: tl.constexpr):
+    """The negated noise of tokens [blocks, block], for the numbers of their blocks [blocks, 1]."""
+    golden = 0x9E3779B97F4A7C15
+    words = ids.to(tl.uint64)
+    hashes = _mix((place ^ (numbers.to(tl.uint64) + 0x100000000)) + golden)
+    later = _exponential(_mix((place ^ words) + golden))
+    later = tl.where(((words ^ hashes) & (block - 1)) == 0, 0.0, later)
+    return tl.log(later + _exponential(hashes) / block)
 
 
 @triton.jit
@@ -65,14 +75,8 @@ def _parts(
     tl.store(firsts + at, first)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
-        golden = 0x9E3779B97F4A7C15
-        place = tl.load(places + row)
-        words = ids.to(tl.uint64)
-        hashes = _mix((place ^ (numbers.to(tl.uint64) + 0x100000000)) + golden)
-        later = _exponential(_mix((place ^ words) + golden))
-        later = tl.where(((words ^ hashes) & (block - 1)) == 0, 0.0, later)
         wide = x.to(tl.float64)
-        sums_here = wide / temperature - tl.log(later + _exponential(hashes) / block)
+        sums_here = wide / temperature - noise(tl.load(places + row), numbers, ids, block)
         kept = there & (wide >= tl.load(lowest + row))
         sums_here = tl.where(kept, sums_here, float("-inf"))
         best = tl.max(tl.max(sums_here, 1), 0)

@@ -1,4 +1,4 @@
-"""Linear layers, and running sums, with results for a row that do not depend on the other rows, to the last bit.
+"""Linear layers with results for a row that do not depend on the other rows, to the last bit.
 
 Every launch has the same tiles, whatever the number of rows: a tile of few rows is filled up with zeros. A program adds
 up inputs from the first to the last. Programs may share the inputs, but their number depends on the weight alone, and
@@ -20,8 +20,6 @@ ROWS_AT_ONCE = 1024
 TILES = {2: (64, 64, 4), 4: (32, 32, 3)}
 """By the bytes of a number: rows of a tile, inputs multiplied at once (a divisor of the inputs of a share), and stages
 of loads. They fit the shared memory of every GPU with the kernels."""
-COLUMNS = 1024
-"""Numbers of a row added up at once."""
 LEAST_ROWS = min(rows for rows, _, _ in TILES.values())
 
 
@@ -157,30 +155,3 @@ def shares_of(matrix: Tensor) -> int:
     """Number of programs for the inputs of a matrix [outputs, inputs]."""
     outputs, size = matrix.shape
     return shares(triton.cdiv(outputs, LINES), size)
-
-
-@triton.jit
-def _running_sums(given, output, size, columns: tl.constexpr, overlaps: tl.constexpr):
-    """Program: a row."""
-    if overlaps:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, columns)
-    before = tl.zeros((1,), tl.float64)
-    for first in range(0, size, columns):
-        there = first + i < size
-        numbers = tl.load(given + row * size + first + i, mask=there, other=0.0)
-        sums = tl.cumsum(numbers, 0) + before
-        tl.store(output + row * size + first + i, sums, mask=there)
-        before = tl.zeros((1,), tl.float64) + tl.sum(tl.where(i == columns - 1, sums, 0.0), 0)
-
-
-def running_sums(rows: Tensor) -> Tensor:
-    """The running sums of each row, for `rows` [rows, any number] float64."""
-    given = rows.contiguous()
-    output = torch.empty_like(given)
-    _running_sums[(len(given),)](
-        given, output, given.shape[1], columns=COLUMNS, **overlap(given.device)
-    )
-    return output

@@ -1,0 +1,264 @@
+"""The choice by rules on a device is the choice of the CPU: the same bounds, tokens and log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from engine.torch.choosing import CHOOSER
+from engine.torch.harness import configure
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
+from trtmesh.engine.backends.torch.cpu.device import ORDERING
+from trtmesh.engine.backends.torch.cuda.choice import GraphChoice
+from trtmesh.engine.backends.torch.cuda.kernels import ruled_choice
+from trtmesh.engine.backends.torch.cuda.kernels.row_fields import LOG_PROB_WORDS, Field, Flag
+from trtmesh.engine.backends.torch.cuda.kernels.ruled_choice import (
+    PART,
+    Workspace,
+    choose_by_rules,
+)
+from trtmesh.engine.backends.torch.cuda.ruled_rows import RuledRows
+from trtmesh.engine.backends.torch.sampling.filters import Filters, depth_of, temperature_of
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.stopping import EndRule
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Triton starts a C compiler.
+    pytest.mark.slow,
+    # Of triton's interpreter.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+]
+
+END_IDS = (5, 7)
+FEW_EXAMPLES = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def bounds_of(configs: list[Sampling], logits: torch.Tensor) -> list[float]:
+    """The lowest kept logits by the kernels."""
+    rows, size = logits.shape
+    work = Workspace(rows, rows, size, logits.device)
+    words = np.zeros((len(Field), rows), dtype=np.int64)
+    numbers = words.view(np.float64)
+    for row, config in enumerate(configs):
+        words[Field.FLAGS, row] = Flag.RULED
+        top_k = config.top_k or 0
+        words[Field.TOP_K, row] = top_k if top_k < size else 0
+        numbers[Field.TEMPERATURE, row] = temperature_of(config)
+        numbers[Field.TOP_P, row] = 1.0 if config.top_p is None else config.top_p
+        numbers[Field.DEPTH, row] = depth_of(config)
+    tokens = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    log_probs = torch.zeros(rows, LOG_PROB_WORDS, dtype=torch.float64, device=logits.device)
+    fields = torch.from_numpy(words).to(logits.device)
+    choose_by_rules(logits, fields, work, tokens, log_probs)
+    found: list[float] = work.lowest.tolist()
+    return found
+
+
+def expected_bounds(configs: list[Sampling], logits: torch.Tensor) -> list[float]:
+    top_p = [1.0 if config.top_p is None else config.top_p for config in configs]
+    on_cpu = logits.cpu().float()
+    peaks = on_cpu.amax(dim=1, keepdim=True)
+    bounds: list[float] = Filters(ORDERING).lowest(configs, on_cpu, peaks, top_p)[:, 0].tolist()
+    return bounds
+
+
+LOGITS = st.one_of(
+    st.sampled_from([-math.inf, -3.0, -0.0, 0.0, 1.0, 1.5, 60.0]),
+    st.floats(-40, 40, width=32),
+)
+CONFIG = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.05, 0.7, 1.0, 3.0, 1e6]),
+    top_k=st.sampled_from([None, 1, 2, 5, 30]),
+    top_p=st.one_of(st.sampled_from([None, 0.0, 0.5, 1.0, 0.999999]), st.floats(0, 1)),
+    min_p=st.sampled_from([None, 0.1, 1.0]),
+)
+
+
+@FEW_EXAMPLES
+@given(
+    rows=st.integers(1, 12).flatmap(
+        lambda size: st.lists(
+            st.tuples(st.lists(LOGITS, min_size=size, max_size=size), CONFIG),
+            min_size=1,
+            max_size=4,
+        )
+    )
+)
+def test_bounds_of_few_tokens(rows: list[tuple[list[float], Sampling]]) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # A row without a finite logit has no bound.
+    logits = torch.tensor([[*row, 0.25] for row, _ in rows], device=device)
+    configs = [config for _, config in rows]
+    assert bounds_of(configs, logits) == expected_bounds(configs, logits)
+
+
+SHAPES = [
+    Sampling(temperature=0.7, top_p=0.9),
+    Sampling(top_p=0.999),
+    Sampling(top_p=1e-9),
+    Sampling(top_p=0.3, temperature=8.0),
+    Sampling(top_k=1),
+    Sampling(top_k=50),
+    Sampling(top_k=50, top_p=0.8, temperature=1.4),
+    Sampling(top_k=2000, top_p=0.95, min_p=0.001),
+    Sampling(min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("listed", [ruled_choice.LISTED, 4])
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "bans", "far", "bfloat16"])
+def test_bounds_of_many_tokens(
+    kind: str, listed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the list of tokens in the range is full, so that whole rows are searched."""
+    if listed != ruled_choice.LISTED:
+        if device.type == "cuda":
+            pytest.skip("kernels are compiled")
+        monkeypatch.setattr(ruled_choice, "_LISTED", tl.constexpr(listed))
+    size = 128_256 if device.type == "cuda" else PART + 301
+    generator = torch.Generator().manual_seed(len(kind))
+    logits = torch.randn(len(SHAPES), size, generator=generator) * 2
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+    elif kind == "equal":
+        logits[:] = -1.75
+    elif kind == "bans":
+        logits[torch.rand(logits.shape, generator=generator) < 0.99] = -math.inf
+        logits[:, 3] = 0.5
+    elif kind == "far":
+        logits[:, 7] = 100.0
+    elif kind == "bfloat16":
+        logits = logits.bfloat16()
+    logits = logits.to(device)
+    assert bounds_of(SHAPES, logits) == expected_bounds(SHAPES, logits)
+
+
+def sequence(
+    slot: int, tokens: list[int], prompt_tokens: int, config: GenerationConfig
+) -> Sequence:
+    return Sequence(
+        key=slot,
+        batch_index=slot,
+        sequence_index=slot % 3,
+        tokens=tokens,
+        rule=EndRule(config.stopping, END_IDS, prompt_tokens, 1000),
+        token_rules=TokenRules(config),
+        config=config,
+        submitted_tokens=prompt_tokens,
+        slot=slot,
+    )
+
+
+def any_config(dice: Random, size: int) -> GenerationConfig:
+    draws: dict[str, Any] = {
+        "temperature": dice.uniform(0.3, 2),
+        "top_k": dice.randint(1, 40),
+        "top_p": dice.uniform(0.3, 1),
+        "min_p": dice.uniform(0, 0.2),
+    }
+    ids = dice.sample(range(size), min(size, 8))
+    rules: dict[str, Any] = {
+        "repetition_penalty": dice.uniform(0.7, 1.6),
+        "presence_penalty": dice.uniform(-1, 1),
+        "frequency_penalty": dice.uniform(-0.5, 1),
+        "prompt_ignore_length": dice.randint(0, 20),
+        "min_tokens": 3,
+        "bad_token_ids": ((ids[0],), (ids[1],)),
+        "top_log_probs": dice.randint(1, 5),
+        "log_probs": True,
+    }
+    values = {name: value for name, value in draws.items() if dice.random() < 0.4}
+    values |= {name: value for name, value in rules.items() if dice.random() < 0.4}
+    if dice.random() < 0.4:
+        values["embedding_bias_token_ids"] = ((ids[2],), (ids[3], ids[4]))
+        values["embedding_bias_weights"] = (dice.choice([-math.inf, 3.0]), -1.5)
+    return configure(max_tokens=50, seed=dice.getrandbits(64), **values)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_of_any_rules_is_that_of_the_cpu(seed: int, device: torch.device) -> None:
+    """Several steps, some launched before the tokens of the step before are known; a slot changes hands."""
+    dice = Random(seed)
+    on_gpu = device.type == "cuda"
+    count, size = (64 if on_gpu else 6), dice.choice([40, 128_256 if on_gpu else 700])
+    work = Workspace(count, count, size, device)
+    rules = RuledRows(count, work.words, work.biases)
+    rows: list[Sequence] = []
+    for slot in range(count):
+        prompt = [dice.randrange(min(size, 60)) for _ in range(dice.randint(1, 30))]
+        rows.append(sequence(slot, prompt, len(prompt), any_config(dice, size)))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.zeros(count, dtype=torch.int64, device=device)
+    log_probs = torch.zeros(count, LOG_PROB_WORDS, dtype=torch.float64, device=device)
+    waiting: list[int] | None = None
+    for step in range(4):
+        logits = (torch.randn(count, size, generator=generator) * 3).bfloat16()
+        words = np.zeros((len(Field), count), dtype=np.int64)
+        unknown = 0 if waiting is None else 1
+        rules.fill(words, rows, unknown)
+        if waiting:
+            for each, token in zip(rows, waiting, strict=True):
+                each.tokens.append(token)
+        expected = CHOOSER.choose(rows, logits.float())
+        assert expected.read() == {}
+        fields = torch.from_numpy(words).to(device)
+        choose_by_rules(logits.to(device), fields, work, tokens, log_probs)
+        choice = GraphChoice(rows, tokens, log_probs)
+        assert choice.read() == {}
+        ruled = words[Field.FLAGS] != 0
+        assert ruled.sum() > count / 2
+        for row in np.flatnonzero(ruled).tolist():
+            assert choice.token_ids[row] == expected.token_ids[row], rows[row].config
+            if rows[row].token_rules.wants_log_probs:
+                mine, theirs = choice.details(row), expected.details(row)
+                assert mine.log_probs == pytest.approx(theirs.log_probs, abs=1e-9)
+                for some, others in zip(mine.top_log_probs, theirs.top_log_probs, strict=True):
+                    values, same = ([value for _, value in each] for each in (some, others))
+                    assert values == pytest.approx(same, abs=1e-9)
+                    kept = logits[row, [token for token, _ in some]].float()
+                    assert (kept - kept[0]).tolist() == pytest.approx(
+                        [value - values[0] for value in values], abs=1e-6
+                    )
+        waiting = list(expected.token_ids)
+        if step % 2:
+            for each, token in zip(rows, waiting, strict=True):
+                each.tokens.append(token)
+            waiting = None
+            # Another sequence takes the slot.
+            rows[3] = sequence(3, [1, 2], 1, any_config(dice, size))
+
+
+def test_rows_without_a_token_say_why(device: torch.device) -> None:
+    size = 60
+    banned = configure(bad_token_ids=tuple((token,) for token in range(size)))
+    rows = [
+        sequence(slot, [1], 1, banned if slot else configure(log_probs=True)) for slot in (0, 1)
+    ]
+    logits = torch.zeros(2, size, device=device)
+    logits[0, 3] = math.nan
+    work = Workspace(2, 2, size, device)
+    words = np.zeros((len(Field), 2), dtype=np.int64)
+    RuledRows(2, work.words, work.biases).fill(words, rows)
+    tokens = torch.zeros(2, dtype=torch.int64, device=device)
+    log_probs = torch.zeros(2, LOG_PROB_WORDS, dtype=torch.float64, device=device)
+    choose_by_rules(logits, torch.from_numpy(words).to(device), work, tokens, log_probs)
+    failures = GraphChoice(rows, tokens, log_probs).read()
+    expected = CHOOSER.choose(rows, logits.cpu()).read()
+    assert {row: str(error) for row, error in failures.items()} == {
+        row: str(error) for row, error in expected.items()
+    }
+    assert len(failures) == 2
