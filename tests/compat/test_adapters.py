@@ -15,8 +15,7 @@ import torch
 from compat.plain_http import PlainHttp
 from compat.test_http_client import Http
 from compat.triton import Triton, joined
-from e2e.mesh import DEMO, Mesh, decode, eventually, router_before, running_mesh
-from tokenizers import Tokenizer
+from e2e.mesh import DEMO, Mesh, decode, eventually, router_before, running_mesh, tokenizer_of
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.engine.adapters.arrays import write_arrays
 from trtmesh.engine.adapters.peft import read_peft
@@ -70,7 +69,7 @@ async def text(triton: Triton, model: str, more: Mapping[str, Any]) -> str:
                 },
             )
         )
-    ids = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(PROMPT).ids
+    ids = tokenizer_of().encode(PROMPT).ids
     tensors = {
         "input_ids": np.array([ids], np.int32),
         "input_lengths": np.array([[len(ids)]], np.int32),

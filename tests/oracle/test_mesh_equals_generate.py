@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.mesh import DEMO, Mesh, decode, running_mesh
+from e2e.mesh import DEMO, Mesh, decode, running_mesh, tokenizer_of
 from oracle import tiny_models
-from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from trtmesh.client import FinishReason, ItemResult
 
@@ -48,7 +47,7 @@ def prompts_of(count: int) -> list[str]:
 
 
 def encode(folder: Path, text: str) -> list[int]:
-    return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+    return list(tokenizer_of(folder).encode(text).ids)
 
 
 async def all_alone_and_at_once(mesh: Mesh, prompts: Sequence[str]) -> list[ItemResult]:
