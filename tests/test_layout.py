@@ -244,6 +244,7 @@ ROOMS = {
         "grpc",
         "server",
         "generations",
+        "bls_loop",
         "token_ids",
         "engines",
         "metrics",

@@ -870,9 +870,9 @@ class DraftConfig(google.protobuf.message.Message):
 
     @property
     def logits(self) -> Global___Tensor:
-        """The logits that the proposed tokens were drawn from, [tokens, vocabulary]; FP32, FP16 or BF16. A proposed token is
-        accepted with the probability min(1, model's / drafter's), else replaced by a draw from what is left of the
-        model's distribution.
+        """The logits that the proposed tokens, or the last of them, were drawn from, [tokens, vocabulary]; FP32, FP16 or
+        BF16. Such a token is accepted with the probability min(1, model's / drafter's), else replaced by a draw from what
+        is left of the model's distribution.
         """
 
     def __init__(

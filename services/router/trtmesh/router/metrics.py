@@ -86,6 +86,7 @@ class RouterMetrics(Collector):
         self.breaches: Counter[str] = Counter()
         self.unanswered: Counter[str] = Counter()
         self.resumed = 0
+        self.bls_draft_failures = 0
         self.moved: Counter[str] = Counter()
         self.gauges: Sequence[Row[RouterMetrics]] = ()
 
@@ -175,6 +176,8 @@ TABLE: tuple[Row[RouterMetrics], ...] = (
     Row(COUNTER, "merged_tokens", "Tokens merged while they waited for a slow client."),
     Row(COUNTER, "client_messages", "Messages sent to clients."),
     Row(COUNTER, "resumed_requests", "Requests resumed here from another call.", "resumed"),
+    Row(COUNTER, "bls_draft_failures",
+        "Requests that went on without drafts because the model for drafts was slow, failed or was not there."),
     Row(COUNTER, "adapter_delivery_bytes", "Bytes of adapters sent to workers.", "delivered_bytes"),
     Row(COUNTER, "handoff_tokens", "Tokens whose KV moved to another worker."),
     Row(COUNTER, "moved_decodes", "Sequences moved to another tokenizer."),

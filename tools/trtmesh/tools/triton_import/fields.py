@@ -73,8 +73,6 @@ REFUSED_INPUTS: Mapping[str, Sequence[str]] = {
     NO_PATHS: ("lora_path", "lora_ckpt_source"),
     NO_ADAPTERS: ("lora_",),
     OTHER_DRAFTS: (
-        "draft_logits",
-        "draft_acceptance_threshold",
         "num_draft_tokens",
         "use_draft_logits",
         "lookahead_",

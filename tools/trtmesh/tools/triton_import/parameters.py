@@ -68,8 +68,8 @@ NO_PATHS = (
 BY_BYTES = "adapters in host memory are limited by bytes: engine.torch.adapters.host_bytes"
 NOT_AT_START = "adapters are loaded when a request names them; `trtmesh adapters add` registers one by its directory"
 OTHER_DRAFTS = (
-    "the embedded engine finds drafts by engine.torch.drafts and verifies draft_input_ids; answers are those without"
-    " drafts"
+    "the embedded engine finds drafts by engine.torch.drafts and verifies draft_input_ids, and triton.models.NAME"
+    ".draft_model of a BLS names a second model of the mesh; answers are those without drafts"
 )
 NO_ENCODER = "the embedded engine runs decoder-only models"
 NO_SPEECH = "the mesh generates text from text and takes no speech"

@@ -88,18 +88,19 @@ class Requests:
         remaining_seconds: float | None,
         owner: Identity,
         origin: str,
+        received: Received = NOTHING,
     ) -> RunningRequest:
-        """Runs a request's items inside the block and stops the rest on exit. They share the turns of `origin`, the
-        client's address."""
+        """Runs a request's items, or what is left after `received`, inside the block and stops the rest on exit. They
+        share the turns of `origin`, the client's address."""
 
         async def admitted() -> Admitted:
             if self.find(owner, request.request_id) is not None:
                 raise AlreadyExists(
                     f"{request.request_id!r} is live; choose another", field="request_id"
                 )
-            return self._admit(request, NOTHING, owner)
+            return self._admit(request, received, owner)
 
-        return RunningRequest(self, request, NOTHING, remaining_seconds, origin, admitted)
+        return RunningRequest(self, request, received, remaining_seconds, origin, admitted)
 
     def resume(
         self,

@@ -274,6 +274,8 @@ class Engine:
             self._handoffs.announce(step.sending)
         for forward in step.forwards:
             self._read(forward, output)
+        if step.speculation and self.drafting:
+            self.drafting.computed(step.speculation)
         for sequences, choice in step.choices:
             self._advance(sequences, choice, output)
         if step.speculation and self.drafting:
@@ -291,11 +293,12 @@ class Engine:
         }
         assert step.speculation
         chunks = step.speculation.chunks
-        ahead = {chunk.sequence.key: len(chunk.sequence.tokens) for chunk in chunks}
         more = StepOutput(self.step_count)
         failures: list[Failure] = []
         holding, position = chunks, 0
         while holding := [chunk for chunk in holding if self._holds(chunk, position)]:
+            for chunk in holding:
+                drafting.accepted(chunk, position)
 
             def choose(part: SequenceOf[Chunk], position: int = position) -> TokenChoice:
                 rows = [logits[chunk.sequence.key][position] for chunk in part]
@@ -308,8 +311,6 @@ class Engine:
         if more.keys:
             output.extend(more)
         for chunk in chunks:
-            accepted = len(chunk.sequence.tokens) - ahead[chunk.sequence.key]
-            drafting.verified(chunk, accepted)
             if self.scheduler.lives(chunk.sequence):
                 self.scheduler.verified(chunk)
         for sequence, error in failures:

@@ -11,9 +11,10 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
+    Iterator,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.doors.generation import Caller, GenerationCall
 from trtmesh.router.doors.triton.answers import Answer, Answers, AnswerStream, PlainText
+from trtmesh.router.doors.triton.bls_loop import BlsLoop
 from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.statistics import Counting
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate, ItemFailure
@@ -116,6 +118,11 @@ class Generations:
         with GenerationCall(self._requests.metrics_of(call.model.mesh_model)) as generation:
             owner = caller.identity
             call, request = await message.run(partial(_read, template, call, *sizes))
+            if self._may_loop(call.model, request):
+                loop = self._loop_of(counting, call, template, request, caller, generation)
+                async with aclosing(loop):
+                    yield AnswerStream(loop)
+                return
             if name := self._mesh_name(owner, call.request_id):
                 request = replace(request, request_id=name)
             rebind_request_id(request.request_id)
@@ -139,6 +146,66 @@ class Generations:
                     counting.live = None
                     if self._named.get(key) is live:
                         del self._named[key]
+
+    def _may_loop(self, model: Model, request: GenerationRequest) -> bool:
+        """Whether a model of the mesh drafts for a request that asks for it, and the other can verify."""
+        draft = request.items[0].config.draft
+        if not model.draft_model or draft is None or not draft.num_draft_tokens:
+            return False
+        needed = ("draft.token_ids", "draft.logits")[: 1 + draft.use_draft_logits]
+        return all(self._engines.support(model, field) for field in needed)
+
+    async def _loop_of(
+        self,
+        counting: Counting,
+        call: Call,
+        template: GenerationTemplate,
+        request: GenerationRequest,
+        caller: Caller,
+        generation: GenerationCall,
+    ) -> AsyncGenerator[Answer]:
+        """The answers of rounds over two models."""
+        owner, name = caller.identity, call.request_id
+        answers = self._answers_of(call, template, request)
+
+        @contextmanager
+        def known(live: LiveRequest) -> Iterator[None]:
+            if name:
+                self._named[owner.name, name] = live
+            try:
+                yield
+            finally:
+                if self._named.get((owner.name, name)) is live:
+                    del self._named[owner.name, name]
+
+        @contextmanager
+        def timed(live: LiveRequest) -> Iterator[None]:
+            counting.live = live
+            try:
+                yield
+                counting.generated(live.items, answers.error)
+            finally:
+                counting.live = None
+
+        loop = BlsLoop(
+            self._requests,
+            self._metrics,
+            request,
+            call.model.draft_model,
+            caller,
+            generation,
+            partial(self._mesh_name, owner, name),
+            known,
+            timed,
+        )
+        limit = TimeLimit(call.timeout_seconds)
+        async with aclosing(loop):
+            while (waiting := await limit.keep(loop.next_entries())) is not None:
+                answers.see(waiting)
+                await self._complete(call.model, answers)
+                for answer in answers.take():
+                    yield answer
+                    self._metrics.client_messages += 1
 
     def _answers_of(
         self, call: Call, template: GenerationTemplate, request: GenerationRequest

@@ -55,6 +55,7 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         outputs={spec.name: spec for spec in template.all_outputs(own.logits_data_type)},
         required=frozenset(spec.name for spec in template.inputs if spec.required),
         mesh_model=_own(own.model, door.model),
+        draft_model=own.draft_model,
         decoupled=template.decoupled and _own(own.decoupled, own.template in door.decoupled),
         strict_transaction_policy=_own(
             own.strict_transaction_policy, door.strict_transaction_policy

@@ -68,6 +68,8 @@ class TritonModelSettings(Settings):
     """The template of its tensors and behaviour."""
     model: str | None = None
     """Serving model of the mesh."""
+    draft_model: str = ""
+    """Model of the mesh that drafts `num_draft_tokens` for a BLS, with the same tokenizer; empty means none."""
     decoupled: bool | None = None
     """Whether a stream gets several responses to a request."""
     strict_transaction_policy: bool | None = None
@@ -104,6 +106,14 @@ class TritonModelSettings(Settings):
         if steps and template is not None and template not in DEFAULT_STEPS:
             raise ValueError(f"a model of template {template} has no steps")
         return steps
+
+    @field_validator("draft_model")
+    @classmethod
+    def _has_drafts(cls, draft_model: str, known: ValidationInfo) -> str:
+        template = known.data.get("template", "tensorrt_llm_bls")
+        if draft_model and template != "tensorrt_llm_bls":
+            raise ValueError(f"a model of template {template} takes no drafts of another")
+        return draft_model
 
 
 def _parse_json(value: object) -> object:

@@ -139,16 +139,19 @@ class Drafting:
                     step.chunks.append(chunk)
         return step
 
-    def verified(self, chunk: Chunk, accepted: int) -> None:
-        """Counts the drafts of a chunk, of which the first `accepted` hold."""
-        counts, times = self.counts, chunk.sequence.times
-        counts.drafts += 1
-        counts.draft_tokens += len(chunk.drafts)
-        counts.accepted_tokens += accepted
-        for position in range(min(accepted, MOST_DRAFTS)):
-            counts.accepted_by_position[position] += 1
-        times.draft_tokens += len(chunk.drafts)
-        times.accepted_draft_tokens += accepted
+    def computed(self, step: Speculation) -> None:
+        """Counts the drafts of a step, before its tokens may end sequences."""
+        for chunk in step.chunks:
+            self.counts.drafts += bool(chunk.drafts)
+            self.counts.draft_tokens += len(chunk.drafts)
+            chunk.sequence.times.draft_tokens += len(chunk.drafts)
+
+    def accepted(self, chunk: Chunk, position: int) -> None:
+        """Counts a draft that holds, before the token after it may end the sequence."""
+        self.counts.accepted_tokens += 1
+        if position < MOST_DRAFTS:
+            self.counts.accepted_by_position[position] += 1
+        chunk.sequence.times.accepted_draft_tokens += 1
 
     def finished(self, step: Speculation) -> None:
         """Learns from the time of a collected step, of this thread alone: other processes must not count."""

@@ -47,9 +47,9 @@ class DraftLogits:
             limit = f"one of {', '.join(map(pb.DataType.Name, FLOATS))}"
             name = pb.DataType.Name(pb.DataType.ValueType(tensor.data_type))
             raise InvalidField.of(f"{LOGITS}.data_type", name, limit)
-        shape = (len(draft.token_ids), self._vocabulary_size)
-        if not draft.token_ids or tensor.shape != shape:
-            limit = f"{list(shape)}, the drafts and the vocabulary, with at least one draft"
+        rows, size = len(draft.token_ids), self._vocabulary_size
+        if len(tensor.shape) != 2 or not 1 <= tensor.shape[0] <= rows or tensor.shape[1] != size:
+            limit = f"[1 to {rows}, {size}], the drafts and the vocabulary"
             raise InvalidField.of(f"{LOGITS}.shape", list(tensor.shape), limit)
         if len(tensor.data) > self._most_bytes:
             raise InvalidField.of(

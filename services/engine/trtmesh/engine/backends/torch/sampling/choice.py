@@ -132,7 +132,7 @@ class Chooser:
         """The token where the client's drafts decide, by the adjusted logits [1, vocabulary]."""
         given = sequence.given_drafts
         assert given
-        source = _changed([sequence], given.logits[index : index + 1].float())
+        source = _changed([sequence], given.logits[index - given.first][None].float())
         model, drafter = (
             self._filters.probabilities(sequence.token_rules.sampling, logits, sequence.top_p)
             for logits in (row, source)

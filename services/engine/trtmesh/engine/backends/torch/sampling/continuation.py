@@ -29,9 +29,14 @@ class GivenDrafts:
 
     token_ids: list[int]
     logits: Tensor
-    """[drafts, vocabulary]"""
+    """[drafts, vocabulary] of the last drafts; those before are compared with the ordinary choice."""
     threshold: float | None
     """Of acceptance."""
+
+    @property
+    def first(self) -> int:
+        """The first draft with logits."""
+        return len(self.token_ids) - len(self.logits)
 
 
 @dataclass(eq=False)
@@ -69,13 +74,11 @@ class Continuation:
 
     @property
     def deciding_draft(self) -> int | None:
-        """The index of the given draft of the next token; None after the last, or after a token that was no draft."""
-        if self.given_drafts is None:
+        """The index of the given draft of the next token, where it has logits; None after a token that was no draft."""
+        given, count = self.given_drafts, self.generated_tokens
+        if given is None or not given.first <= count < len(given.token_ids):
             return None
-        given, count = self.given_drafts.token_ids, self.generated_tokens
-        if count < len(given) and self.tokens[self.prompt_tokens :] == given[:count]:
-            return count
-        return None
+        return count if self.tokens[self.prompt_tokens :] == given.token_ids[:count] else None
 
     @property
     def top_p(self) -> float:

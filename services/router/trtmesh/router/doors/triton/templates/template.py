@@ -98,6 +98,8 @@ class Model:
     """Inputs of every request."""
     mesh_model: str
     """The serving model of the mesh; '' if the mesh has only one."""
+    draft_model: str
+    """The model of the mesh that drafts for this one; '' for none."""
     decoupled: bool
     """Whether a stream gets several responses to a request."""
     strict_transaction_policy: bool

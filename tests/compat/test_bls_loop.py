@@ -1,0 +1,138 @@
+"""`num_draft_tokens` of `tensorrt_llm_bls`: a second model of the mesh drafts, seen in the metrics alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from compat.triton import Response, Triton
+from e2e.mesh import DEMO, Mesh, eventually, running_mesh
+from tritonclient.utils import InferenceServerException
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+DRAFT = DEMO.with_name("demo-draft")
+TOKENS = 30
+ASKED = {"text_input": "def fibonacci(n):\n    ", "max_tokens": TOKENS, "end_id": -1}
+DRAFTED = {"num_draft_tokens": 4, "return_perf_metrics": True}
+MODELS = {
+    "ensemble": {"template": "ensemble"},
+    "tensorrt_llm": {"template": "tensorrt_llm"},
+    "tensorrt_llm_bls": {"template": "tensorrt_llm_bls", "draft_model": DRAFT.name},
+    "lost_bls": {"template": "tensorrt_llm_bls", "draft_model": "nobody"},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    async def start(mesh: Mesh) -> None:
+        flags = (
+            *("--torch-threads", "1", "--torch-batch-invariant", "true"),
+            *("--torch-kv-cache-tokens", "4096"),
+        )
+        await asyncio.gather(
+            *(mesh.start_tokenizer(model) for model in (DEMO, DRAFT)),
+            *(mesh.start_engine("--model-dir", str(model), *flags) for model in (DEMO, DRAFT)),
+        )
+        names = f"{DEMO.name},{DRAFT.name}"
+        await mesh.start_router("--models", names, "--triton-models", json.dumps(MODELS))
+        await mesh.ready(2, 2)
+
+    async with running_mesh(start=start) as mesh:
+        yield mesh
+        await mesh.idle()
+
+
+def rate_of(response: Response) -> float:
+    """The share of the drafts that held, as told."""
+    number = response.number
+    drafts, accepted = number["total_draft_tokens"], number["total_accepted_draft_tokens"]
+    assert number["acceptance_rate"] == pytest.approx(accepted / drafts)
+    return float(number["acceptance_rate"])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"top_k": 50, "temperature": 0.8, "seed": 3},
+        {"top_p": 0.9, "temperature": 1.3, "seed": 4, "repetition_penalty": 1.2},
+        {"stop_words": ["return"], "bad_words": [" if"], "min_tokens": 9},
+        {"top_k": 50, "temperature": 0.7, "guided_decoding_guide_type": "regex"}
+        | {"guided_decoding_guide": "[a-z ]{9,400}"},
+    ],
+    ids=["greedy", "drawn", "penalised", "words", "guided"],
+)
+async def test_nothing_changes_but_the_number_of_steps(
+    triton: Triton, values: dict[str, Any]
+) -> None:
+    asked = {**ASKED, "return_log_probs": True, "return_num_output_tokens": True, **values}
+    expected = await triton.infer("tensorrt_llm_bls", asked)
+    found = await triton.infer("tensorrt_llm_bls", asked | DRAFTED)
+    for name, value in expected.outputs.items():
+        if value.dtype == np.float32:
+            assert value == pytest.approx(found.outputs[name], abs=1e-4)
+        else:
+            assert value.tolist() == found.outputs[name].tolist()
+    assert 0 <= rate_of(found) < 1
+
+
+async def test_logits_of_drafts_decide_by_the_seed(triton: Triton) -> None:
+    """A stream has one response, as upstream's."""
+    asked = {**ASKED, "top_k": 50, "temperature": 0.8, "seed": 5, "use_draft_logits": True}
+    asked |= {"return_num_output_tokens": True, **DRAFTED}
+    first = await triton.infer("tensorrt_llm_bls", asked)
+    again, end = await triton.stream("tensorrt_llm_bls", asked, empty_final=True)
+    assert first.text == again.text
+    assert end.final
+    assert first.number["num_output_tokens"] == TOKENS
+    assert 0.3 < rate_of(first) <= 1
+
+
+async def test_a_lost_model_for_drafts_means_no_drafts(mesh: Mesh, triton: Triton) -> None:
+    expected = await triton.infer("ensemble", ASKED)
+    found = await triton.infer("lost_bls", ASKED | DRAFTED)
+    assert found.text == expected.text
+    assert found.number["total_draft_tokens"] == 0
+    await mesh.counted("bls_draft_failures", 1)
+
+
+async def test_an_item_fails_as_without_drafts(triton: Triton) -> None:
+    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-z]{9}"}
+    errors = []
+    for drafts in ({}, DRAFTED):
+        with pytest.raises(InferenceServerException) as failed:
+            await triton.infer("tensorrt_llm_bls", {**ASKED, **guide, **drafts})
+        errors.append(failed.value.message())
+    assert "together leave no token to choose" in errors[0]
+    assert errors[1] == errors[0]
+
+
+@pytest.mark.parametrize("values", [{"beam_width": 2}, {"num_return_sequences": 2}])
+async def test_several_sequences_are_refused_by_name(
+    triton: Triton, values: dict[str, Any]
+) -> None:
+    (response, *_) = await triton.stream("tensorrt_llm_bls", {**ASKED, **DRAFTED, **values})
+    assert response.error.startswith("num_draft_tokens is for a single sequence")
+
+
+async def test_a_stop_ends_the_rounds(mesh: Mesh, triton: Triton) -> None:
+    asked = {**ASKED, "max_tokens": 2000, **DRAFTED, "return_num_output_tokens": True}
+    running = asyncio.create_task(triton.stream("tensorrt_llm_bls", asked, request_id="long"))
+
+    async def is_live() -> bool:
+        return (await mesh.gauges())["live_requests"] > 0
+
+    await eventually(is_live)
+    stop = {"stop": True}
+    while not running.done():
+        await triton.stream("tensorrt_llm_bls", stop, request_id="long")
+        await asyncio.sleep(0.05)
+    response = (await running)[0]
+    assert not response.error
+    assert response.number["num_output_tokens"] < 2000
