@@ -13,6 +13,7 @@ from trtmesh.chassis.bearer import BEARER_METADATA_KEY
 from trtmesh.chassis.errors import ERROR_TABLE, TrtmeshError
 from trtmesh.client.events import FinishReason
 from trtmesh.v1 import (
+    chat_pb2,
     engine_pb2,
     generation_pb2,
     kv_transfer_pb2,
@@ -24,6 +25,7 @@ from trtmesh.v1 import (
 PROTOS = Path(__file__).parents[1] / "protos" / "trtmesh" / "v1"
 PAGE = (PROTOS / "README.md").read_text(encoding="utf-8")
 MODULES = (
+    chat_pb2,
     engine_pb2,
     generation_pb2,
     kv_transfer_pb2,

@@ -104,6 +104,7 @@ ROOMS = {
         "decoding",
         "encoding",
         "vocabulary",
+        "chat",
         "detokenizers",
         "conversion",
         "workload",
@@ -231,12 +232,14 @@ ROOMS = {
     "router.doors": ("admin", "native", "openai", "triton", "guard", "http", "generation"),
     "router.doors.openai": (
         "door",
+        "chat",
         "completions",
         "requested",
         "errors",
         "fields",
         "served",
         "answer",
+        "log_probs",
     ),
     "router.doors.triton": (
         "triton",

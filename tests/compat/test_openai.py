@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import pytest_asyncio
 from compat.openai_schemas import check
 from compat.plain_http import PlainHttp, Reply
 from e2e.mesh import Mesh, eventually, scrape
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.client import GenerateItem, Prompt, Tokens, chat_item
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 PROMPTS = ["Once upon a time", "def f(x):"]
 DRAWN = {"max_tokens": 7, "seed": 5, "temperature": 0.8, "n": 2}
 
@@ -107,6 +111,116 @@ async def test_token_ids_stop_texts_and_defaults(mesh: Mesh, http: PlainHttp) ->
     for ids in ([5, 6, 7], [[5, 6, 7], [8]]):
         reply = (await http.post(COMPLETIONS, {"prompt": ids})).json
         assert reply["usage"]["prompt_tokens"] == (4 if isinstance(ids[0], list) else 3)
+
+
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Once"}, {"type": "text", "text": "upon"}],
+    },
+    {"role": "assistant", "content": None, "refusal": "No.", "tool_calls": None},
+    {"role": "user", "content": "Go on", "name": "me"},
+]
+AS_TEMPLATES_GET_IT: list[dict[str, Any]] = [
+    TALK[0],
+    {"role": "user", "content": "Once\nupon"},
+    {"role": "assistant", "content": "No."},
+    {"role": "user", "content": "Go on"},
+]
+
+
+async def test_chat_answers_as_the_native_api_does(mesh: Mesh, http: PlainHttp) -> None:
+    talk = [TALK[0], TALK[1], TALK[3]]
+    native = [chat_item([AS_TEMPLATES_GET_IT[0], AS_TEMPLATES_GET_IT[1], AS_TEMPLATES_GET_IT[3]])]
+    items = await mesh.client.complete(
+        native, max_tokens=7, seed=5, temperature=0.8, num_return_sequences=2
+    )
+    expected = [sequence.text for sequence in items[0].sequences]
+    body = {"model": "demo", "messages": talk, **DRAWN}
+    whole = (await http.post(CHAT, body)).json
+    check("CreateChatCompletionResponse", whole)
+    assert [choice["message"]["content"] for choice in whole["choices"]] == expected
+    assert whole["usage"]["prompt_tokens"] == items[0].usage.prompt_tokens
+    parts = parts_of(
+        await http.post(CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    )
+    for part in parts:
+        check("CreateChatCompletionStreamResponse", part)
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"]["completion_tokens"] == 14
+    for index, text in enumerate(expected):
+        mine = [c for part in parts for c in part["choices"] if c["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(part["delta"].get("content", "") for part in mine) == text
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+async def test_sdk_chats(mesh: Mesh) -> None:
+    talk = AS_TEMPLATES_GET_IT[:2]
+    async with aclosing(mesh.client.chat(talk, max_tokens=7, seed=5, temperature=0.8)) as events:
+        told = [event.text async for event in events if isinstance(event, Tokens)]
+    (item,) = await mesh.client.complete([chat_item(talk)], max_tokens=7, seed=5, temperature=0.8)
+    assert "".join(told) == item.text
+    both = GenerateItem(chat=chat_item(talk).chat, prompt=Prompt(text="x"))
+    with pytest.raises(InvalidField, match="exclude each other"):
+        await mesh.client.complete([both])
+
+
+CHAT_BODY = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+CHAT_REFUSED = [
+    ({"messages": None}, "invalid_field", "messages"),
+    ({"messages": []}, "invalid_field", "messages"),
+    ({"messages": ["x"]}, "invalid_field", "messages[0]"),
+    ({"messages": [{"role": "x"}]}, "invalid_field", "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 1}]}, "invalid_field", "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "invalid_field",
+        "messages[0].content[0]",
+    ),
+    ({"messages": [{"role": "user"}]}, "invalid_request", "messages"),
+    ({"tools": []}, "invalid_field", "tools"),
+    ({"tool_choice": "auto"}, "invalid_field", "tool_choice"),
+    ({"top_logprobs": 1}, "invalid_field", "top_logprobs"),
+    ({"response_format": {"type": "json_schema"}}, "invalid_field", "response_format.json_schema"),
+    ({"response_format": {"type": "x"}}, "invalid_field", "response_format.type"),
+    ({"chat_template": "x"}, "invalid_field", "chat_template"),
+    ({"chat_template_kwargs": {"tools": []}}, "invalid_field", "chat_template_kwargs"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "invalid_field",
+        "add_generation_prompt",
+    ),
+    ({"max_completion_tokens": 0}, "invalid_field", "max_tokens"),
+    ({"prompt": "x"}, "invalid_request", "prompt"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "param"), CHAT_REFUSED)
+async def test_chat_error_names_its_field(
+    http: PlainHttp, change: dict[str, Any], code: str, param: str
+) -> None:
+    for streamed in (False, True):
+        reply = await http.post(CHAT, {**CHAT_BODY, "stream": streamed, **change})
+        check("ErrorResponse", reply.json)
+        error = reply.json["error"]
+        assert (reply.status, error["code"], error["param"]) == (400, code, param), error
+
+
+async def test_chat_takes_what_asks_for_nothing(http: PlainHttp) -> None:
+    neutral = {"tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]}
+    plain = {"response_format": {"type": "text"}, "max_completion_tokens": 2, "documents": []}
+    reply = await http.post(CHAT, CHAT_BODY | neutral | plain)
+    assert reply.json["usage"]["completion_tokens"] == 2
+    developer = [{"role": "developer", "content": "x"}]
+    assert (await http.post(CHAT, CHAT_BODY | {"messages": developer})).status == 200
+
+
+async def test_embeddings_are_not_served(http: PlainHttp) -> None:
+    reply = await http.post("/v1/embeddings", {"input": "x"})
+    check("ErrorResponse", reply.json)
+    assert (reply.status, reply.headers["x-should-retry"]) == (501, "false")
 
 
 BODY = {"model": "demo", "prompt": "x", "max_tokens": 3}

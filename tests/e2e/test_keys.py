@@ -208,6 +208,7 @@ def fetch(address: str, path: str, body: Any, key: str | None) -> bytes:
 
 
 PROMPT = {"text_input": "x", "max_tokens": 2}
+HELLO = [{"role": "user", "content": "x"}]
 TENSORS = {
     "inputs": [
         {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["x"]},
@@ -236,12 +237,13 @@ DOORS: Mapping[str, Door] = {
     },
     "OpenAI models": http("/v1/models"),
     "OpenAI completions": http("/v1/completions", {"prompt": "x", "max_tokens": 2}),
+    "OpenAI chat": http("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2}),
     "HTTP repository": http("/v2/repository/index", {}),
 }
 GENERATING = (
     *("Generate", "Resume", "ModelStreamInfer", "ModelInfer"),
     *("HTTP generate", "HTTP generate_stream", "HTTP infer", "SageMaker", "Vertex AI"),
-    "OpenAI completions",
+    *("OpenAI completions", "OpenAI chat"),
 )
 UNKNOWN: Mapping[str, Door] = {
     "unknown method": unary("/trtmesh.v1.MeshService/NoSuchMethod"),

@@ -74,8 +74,9 @@ def test_metadata_of_the_files(own_model_dir: Path) -> None:
         "<pad>",
         "<|im_end|>",
     ]
-    assert vocabulary.chat_template is not None
-    assert vocabulary.chat_template.startswith("{% for m in messages")
+    template = vocabulary.chat_templates.default
+    assert template is not None
+    assert template.startswith("{% for m in messages")
 
 
 def test_equal_content_has_equal_fingerprints(own_model_dir: Path, model_dir: Path) -> None:
@@ -89,21 +90,21 @@ def test_equal_content_has_equal_fingerprints(own_model_dir: Path, model_dir: Pa
 
 def test_template_file_wins(own_model_dir: Path) -> None:
     (own_model_dir / "chat_template.jinja").write_text("{{ messages }}")
-    assert load_vocabulary(own_model_dir).chat_template == "{{ messages }}"
+    assert load_vocabulary(own_model_dir).chat_templates.default == "{{ messages }}"
 
 
 def test_default_of_several_templates_is_used(own_model_dir: Path) -> None:
     templates = [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]
     config = own_model_dir / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": templates}))
-    assert load_vocabulary(own_model_dir).chat_template == "b"
+    assert load_vocabulary(own_model_dir).chat_templates.default == "b"
 
 
 def test_only_tokenizer_json_is_required(own_model_dir: Path) -> None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         (own_model_dir / name).unlink()
     vocabulary = load_vocabulary(own_model_dir)
-    assert (vocabulary.bos_id, vocabulary.chat_template) == (None, None)
+    assert (vocabulary.bos_id, vocabulary.chat_templates.default) == (None, None)
 
 
 def test_truncation_and_padding_are_ignored(tmp_path: Path) -> None:

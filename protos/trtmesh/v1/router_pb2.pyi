@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import sys
+import trtmesh.v1.chat_pb2
 import trtmesh.v1.generation_pb2
 import typing
 
@@ -27,6 +28,7 @@ class GenerateItem(google.protobuf.message.Message):
 
     PROMPT_FIELD_NUMBER: builtins.int
     CONFIG_FIELD_NUMBER: builtins.int
+    CHAT_FIELD_NUMBER: builtins.int
     @property
     def prompt(self) -> trtmesh.v1.generation_pb2.Prompt:
         """The prompt."""
@@ -35,14 +37,19 @@ class GenerateItem(google.protobuf.message.Message):
     def config(self) -> trtmesh.v1.generation_pb2.GenerationConfig:
         """Replaces the whole `config` of the request for this item."""
 
+    @property
+    def chat(self) -> trtmesh.v1.chat_pb2.Chat:
+        """A conversation in place of `prompt`."""
+
     def __init__(
         self,
         *,
         prompt: trtmesh.v1.generation_pb2.Prompt | None = ...,
         config: trtmesh.v1.generation_pb2.GenerationConfig | None = ...,
+        chat: trtmesh.v1.chat_pb2.Chat | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["config", b"config", "prompt", b"prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["config", b"config", "prompt", b"prompt"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["chat", b"chat", "config", b"config", "prompt", b"prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chat", b"chat", "config", b"config", "prompt", b"prompt"]) -> None: ...
 
 Global___GenerateItem: typing_extensions.TypeAlias = GenerateItem
 

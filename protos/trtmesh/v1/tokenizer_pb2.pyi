@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import sys
+import trtmesh.v1.chat_pb2
 import trtmesh.v1.generation_pb2
 import typing
 
@@ -34,6 +35,8 @@ class EncodeCommand(google.protobuf.message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     MAX_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SPELLED_WORDS_FIELD_NUMBER: builtins.int
+    CHAT_FIELD_NUMBER: builtins.int
+    DESCRIBED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Assigned by the router; reusable after the answer or CancelEncode."""
     request_id: builtins.str
@@ -60,6 +63,14 @@ class EncodeCommand(google.protobuf.message.Message):
         that begin with a space after that alone.
         """
 
+    @property
+    def chat(self) -> trtmesh.v1.chat_pb2.Chat:
+        """Conversation in place of `text`: rendered, then encoded without added special tokens."""
+
+    @property
+    def described_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Ids whose bytes are asked for."""
+
     def __init__(
         self,
         *,
@@ -72,9 +83,11 @@ class EncodeCommand(google.protobuf.message.Message):
         skip_special_tokens: builtins.bool = ...,
         max_token_ids: builtins.int = ...,
         spelled_words: collections.abc.Iterable[builtins.str] | None = ...,
+        chat: trtmesh.v1.chat_pb2.Chat | None = ...,
+        described_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_text", b"_text", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "handle", b"handle", "max_token_ids", b"max_token_ids", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "spelled_words", b"spelled_words", "stop_texts", b"stop_texts", "text", b"text", "words", b"words"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_text", b"_text", "chat", b"chat", "text", b"text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "described_token_ids", b"described_token_ids", "handle", b"handle", "max_token_ids", b"max_token_ids", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "spelled_words", b"spelled_words", "stop_texts", b"stop_texts", "text", b"text", "words", b"words"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_text", b"_text"]) -> typing.Literal["text"] | None: ...
 
 Global___EncodeCommand: typing_extensions.TypeAlias = EncodeCommand
@@ -314,6 +327,7 @@ class Encoded(google.protobuf.message.Message):
     STOP_VOCABULARY_FIELD_NUMBER: builtins.int
     OMITTED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SPELLED_WORDS_FIELD_NUMBER: builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """The command's handle."""
     omitted_token_ids: builtins.int
@@ -340,6 +354,10 @@ class Encoded(google.protobuf.message.Message):
     def spelled_words(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Spellings]:
         """Spellings of each of `spelled_words`, in the order of the command."""
 
+    @property
+    def token_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """UTF-8 of each of `described_token_ids` within a text, possibly parts of characters; special tokens as they are written."""
+
     def __init__(
         self,
         *,
@@ -350,9 +368,10 @@ class Encoded(google.protobuf.message.Message):
         stop_vocabulary: trtmesh.v1.generation_pb2.StopVocabulary | None = ...,
         omitted_token_ids: builtins.int = ...,
         spelled_words: collections.abc.Iterable[Global___Spellings] | None = ...,
+        token_bytes: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error", "stop_vocabulary", b"stop_vocabulary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "omitted_token_ids", b"omitted_token_ids", "spelled_words", b"spelled_words", "stop_vocabulary", b"stop_vocabulary", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "omitted_token_ids", b"omitted_token_ids", "spelled_words", b"spelled_words", "stop_vocabulary", b"stop_vocabulary", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
 
 Global___Encoded: typing_extensions.TypeAlias = Encoded
 

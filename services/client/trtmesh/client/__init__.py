@@ -20,7 +20,7 @@ from trtmesh.client.events import (
     Tokens,
     Usage,
 )
-from trtmesh.client.options import PromptLike
+from trtmesh.client.options import PromptLike, chat_item
 from trtmesh.client.results import ItemResult, SequenceResult
 from trtmesh.v1.generation_fields import Options
 from trtmesh.v1.generation_pb2 import (
@@ -81,4 +81,5 @@ __all__ = [
     "TokenIds",
     "Tokens",
     "Usage",
+    "chat_item",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
@@ -16,7 +16,7 @@ from trtmesh.chassis.errors import DeadlineExceeded, StreamIncomplete, TrtmeshEr
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.client.channel import CONNECT_SECONDS, ServerChannel, typed_errors
 from trtmesh.client.events import Event, events_of
-from trtmesh.client.options import PromptLike, build_config, build_items, encodable
+from trtmesh.client.options import PromptLike, build_config, build_items, chat_item, encodable
 from trtmesh.client.results import ItemResult, Results
 from trtmesh.client.resumption import Progress
 from trtmesh.v1 import generation_pb2 as pb
@@ -178,6 +178,20 @@ class Client:
                 f"the stream of request {request.request_id} ended without a terminal event of"
                 f" item {', '.join(map(str, sorted(progress.unfinished)))}"
             )
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        model: str = "",
+        timeout_seconds: float | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[Event, None]:
+        """Yields the events of an answer to a conversation, as `generate` does for a prompt. Each message has a `role`
+        and a `content`; `chat_item` makes conversations for `generate` and `complete`."""
+        item = chat_item(messages, tools=tools)
+        return self.generate([item], model=model, timeout_seconds=timeout_seconds, **options)
 
     async def _events(
         self, progress: Progress, timeout_seconds: float | None

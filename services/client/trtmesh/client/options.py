@@ -7,15 +7,19 @@ Every field of `GenerationConfig` has a keyword. Keywords of the common groups a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.message import Message
 from trtmesh.chassis.errors import InvalidField
+from trtmesh.v1 import chat_pb2, router_pb2
 from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2
 from trtmesh.v1.generation_fields import FLAT_GROUPS, NEGATIVE_IS_UNSET
+
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 PromptLike = str | Sequence[int] | pb.Prompt | router_pb2.GenerateItem
 """A prompt: a text, token ids, or a message."""
@@ -83,6 +87,34 @@ def _assign(message: Message, name: str, value: Any) -> None:
         getattr(message, name).CopyFrom(value)
     else:
         setattr(message, name, value)
+
+
+def chat_item(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] = NO_VARIABLES,
+    template_name: str = "",
+    continue_final_message: bool = False,
+) -> router_pb2.GenerateItem:
+    """A conversation as a prompt of `Client.generate`. The tokenizer renders it with the model's chat template, up to
+    the beginning of an answer or, with `continue_final_message`, within the last message."""
+    chat = chat_pb2.Chat(messages=_json(messages), continue_final_message=continue_final_message)
+    for name, value in (
+        ("tools", tools),
+        ("documents", documents),
+        ("template_kwargs", template_kwargs),
+    ):
+        if value:
+            setattr(chat, name, _json(value))
+    if template_name:
+        chat.template_name = template_name
+    return router_pb2.GenerateItem(chat=chat)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def build_items(prompts: Sequence[PromptLike]) -> list[router_pb2.GenerateItem]:

@@ -143,7 +143,8 @@ class Router:
         self._triton = self._make_triton() if settings.triton.enabled else None
         if self._http is not None:
             served = ServedModels(self._fleet, self._adapters, self._requests)
-            OpenAi(self._requests, served, self._metrics).register(self._http)
+            openai = OpenAi(self._requests, served, self._tokenizers, self._metrics)
+            openai.register(self._http)
         self._metrics.gauges = self._gauges()
         runtime.registry.register(self._metrics)
         if self._recorder is not None:

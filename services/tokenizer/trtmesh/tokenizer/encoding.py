@@ -49,6 +49,8 @@ class EncodeRequest:
     skip_special_tokens: bool = False
     max_token_ids: int = 0
     """Most wanted ids of the text; 0 for all."""
+    described_ids: tuple[int, ...] = ()
+    """Ids whose bytes are wanted."""
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +93,7 @@ class EncodedTexts:
     words: list[list[int]]
     spelled_words: list[list[list[int]]] = field(default_factory=list)
     stop_vocabulary: pb.StopVocabulary | None = None
+    token_bytes: Sequence[bytes] = ()
     omitted: int = 0
     """Number of the text's ids, or of the beginning's ids, if beyond the wanted number. Then all else is empty."""
 
@@ -169,6 +172,7 @@ class Encoder:
             or request.size_bytes > self._most_on_the_spot
             or request.stop_texts
             or request.spelled_words
+            or request.described_ids
             or not self._lanes[0].idle
         ):
             return None
@@ -406,7 +410,8 @@ def _encode(
         if request.stop_texts:
             skip = request.skip_special_tokens
             stops = stop_vocabularies.of(request.stop_texts, skip_special_tokens=skip)
-        yield EncodedTexts(token_ids, words, spelled, stops)
+        described = stop_vocabularies.bytes_of(request.described_ids)
+        yield EncodedTexts(token_ids, words, spelled, stops, described)
 
 
 def _surplus(tokenizer: Tokenizer, request: EncodeRequest) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
@@ -13,6 +13,7 @@ from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.outbox import Outbox
+from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.decoding.states import DecodeStates
 from trtmesh.tokenizer.encoding import (
     EncodedTexts,
@@ -50,6 +51,7 @@ class Shared:
     limits: StreamLimits
     vocabulary: Vocabulary
     encoder: Encoder
+    renderer: ChatRenderer
     workload: Workload
     metrics: TokenizerMetrics
 
@@ -142,7 +144,9 @@ class RouterStream:
             return
         outcome: Outcome | asyncio.Future[Outcome]
         try:
-            if (size := command.ByteSize()) >= encoder.long_text_bytes:
+            if command.HasField("chat"):
+                outcome = asyncio.ensure_future(self._encode_chat(command))
+            elif (size := command.ByteSize()) >= encoder.long_text_bytes:
                 outcome = encoder.submit(UnreadRequest(size, partial(_request_of, command)))
             else:
                 request = _request_of(command)
@@ -155,6 +159,14 @@ class RouterStream:
         else:
             self._shared.workload.end()
             self._answer_encode(handle, outcome)
+
+    async def _encode_chat(self, command: pb.EncodeCommand) -> Outcome:
+        """Renders a conversation, and encodes it as a text with the special tokens of the template alone."""
+        try:
+            text = await self._shared.renderer.render(command.chat)
+            return await self._shared.encoder.submit(replace(_request_of(command), text=text))
+        except TrtmeshError as error:
+            return error.with_traceback(None)
 
     def _cancel_encodes(self, handles: Iterable[int]) -> None:
         """Removes encodes from the queue; ignores handles answered already."""
@@ -196,9 +208,9 @@ class DirectTexts:
         self.decode = self._states.decode_one
 
     def encode(self, command: pb.EncodeCommand) -> pb.Encoded | None:
-        """Encodes a lone short text; None for any other text, which the stream takes. Raises the error of the text."""
+        """Encodes a lone short text; None for anything else, which the stream takes. Raises the error of the text."""
         shared = self._shared
-        if command.ByteSize() >= shared.encoder.long_text_bytes:
+        if command.HasField("chat") or command.ByteSize() >= shared.encoder.long_text_bytes:
             return None
         try:
             shared.workload.begin()
@@ -241,6 +253,7 @@ def _request_of(command: pb.EncodeCommand) -> EncodeRequest:
         tuple(command.stop_texts),
         command.skip_special_tokens,
         command.max_token_ids,
+        tuple(command.described_token_ids),
     )
 
 
@@ -255,5 +268,6 @@ def _fill_encoded(encoded: pb.Encoded, texts: EncodedTexts, metrics: TokenizerMe
         spelled = encoded.spelled_words.add().spellings
         for ids in spellings:
             spelled.add(ids=ids)
+    encoded.token_bytes.extend(texts.token_bytes)
     if texts.stop_vocabulary is not None:
         encoded.stop_vocabulary.CopyFrom(texts.stop_vocabulary)

@@ -14,6 +14,7 @@ from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.tokenizer_loading import for_words
+from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import Encoder, encode_in_this_thread_alone
 from trtmesh.tokenizer.metrics import TokenizerMetrics
@@ -65,7 +66,10 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         encoder = Encoder(
             vocabulary.tokenizer, speller, stops, self._settings.encoding, self._metrics
         )
-        self._shared = Shared(self._limits, vocabulary, encoder, self._workload, self._metrics)
+        renderer = ChatRenderer(vocabulary.chat_templates, self._settings.encoding.max_text_bytes)
+        self._shared = Shared(
+            self._limits, vocabulary, encoder, renderer, self._workload, self._metrics
+        )
         log.info(
             "tokenizer %s: %s, %d ids, %s decoding, fingerprint %s",
             vocabulary.model,
@@ -85,6 +89,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
             await asyncio.wait(self._streams, timeout=FINAL_WRITE_SECONDS)
         if self._shared is not None:
             self._shared.encoder.close()
+            await self._shared.renderer.close()
 
     # A coroutine that writes: a generator cancelled inside a write would wait for the garbage collector.
     async def Connect(  # type: ignore[override]
@@ -130,7 +135,7 @@ def _describe(
         eos_id=vocabulary.eos_id,
         pad_id=vocabulary.pad_id,
         special_ids=vocabulary.special_ids,
-        chat_template=vocabulary.chat_template,
+        chat_template=vocabulary.chat_templates.default,
         kind=vocabulary.kind,
         schema_revision=SCHEMA_REVISION,
         max_text_bytes=max_text_bytes,

@@ -1,4 +1,4 @@
-"""Loads tokenizer, special ids and chat template of a model directory."""
+"""Loads tokenizer, special ids and chat templates of a model directory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trtmesh.chassis.tokenizer_loading import (
     load_tokenizer,
     read_json,
 )
+from trtmesh.tokenizer.chat.templates import SPECIAL_TOKENS, ChatTemplates, read_templates
 from trtmesh.tokenizer.conversion import convert
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 from trtmesh.tokenizer.detokenizers.continuation import Continuations
 
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _SPECIAL_TOKEN_FILES = (CONFIG_FILE, SPECIAL_TOKENS_FILE)
 
 
@@ -43,7 +43,7 @@ class Vocabulary:
     pad_id: int | None
     special_ids: tuple[int, ...]
     special_tokens: SpecialTokens
-    chat_template: str | None
+    chat_templates: ChatTemplates
     tokenizer: Tokenizer
     detokenizer: Detokenizer
     continuations: Continuations
@@ -72,7 +72,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
         pad_id=_special_id(tokenizer, configs, "pad_token"),
         special_ids=tuple(sorted(i for i, token in added.items() if token.special)),
         special_tokens=SpecialTokens.of(tokenizer),
-        chat_template=_chat_template(model_dir, configs[0]),
+        chat_templates=read_templates(model_dir, configs[0], _named_of(configs)),
         tokenizer=tokenizer,
         detokenizer=detokenizer,
         continuations=Continuations(tokenizer, detokenizer),
@@ -107,16 +107,7 @@ def _named_tokens(configs: list[dict[str, Any]], name: str) -> Iterator[str]:
             yield content
 
 
-def _chat_template(model_dir: Path, config: dict[str, Any]) -> str | None:
-    """The template file, else the template of the config, else the default of several there."""
-    file = model_dir / CHAT_TEMPLATE_FILE
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelUnusable(f"{file} cannot be read as text: {error}") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((t.get("template") for t in named if t.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+def _named_of(configs: list[dict[str, Any]]) -> dict[str, str]:
+    """The special tokens by the names that templates know."""
+    tokens = {name: next(_named_tokens(configs, name), None) for name in SPECIAL_TOKENS}
+    return {name: token for name, token in tokens.items() if token is not None}

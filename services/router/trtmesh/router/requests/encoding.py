@@ -71,12 +71,15 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
     stop_texts = item.searched_texts
     stop_vocabulary = None
     if prompt.text is not None or words or spelled_words or stop_texts:
-        texts = (prompt.text or "", *words, *spelled_words)
+        # A rendered conversation is about as long.
+        text = prompt.text or "" if item.chat is None else item.chat.messages
+        texts = (text, *words, *spelled_words)
         context.mesh.tokenizers.check_size(context.model, *texts)
         most = 0
-        if len(prompt.text or "") >= LONG_TEXT:
+        if len(text) >= LONG_TEXT:
             most = context.mesh.fleet.most_prompt_tokens(context.model)
-            await _check_beginnings(context, prompt.text or "", most)
+            if item.chat is None:
+                await _check_beginnings(context, text, most)
         command = tokenizer_pb.EncodeCommand(
             request_id=context.request_id,
             text=prompt.text,
@@ -86,8 +89,9 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             stop_texts=stop_texts,
             skip_special_tokens=item.config.output.skip_special_tokens,
             max_token_ids=most,
+            chat=item.chat,
         )
-        if len(prompt.text or "") >= HUGE_TEXT:
+        if len(text) >= HUGE_TEXT:
             # To copy it again, to send it, is work of another turn.
             await context.starting.turn_before_rest()
         encoded = await context.mesh.tokenizers.encode(context.model, command)

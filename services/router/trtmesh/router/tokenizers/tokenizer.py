@@ -55,6 +55,9 @@ MOST_TOKEN_CHARACTERS = 4096
 MOST_IDS_OF_CHARACTER, MOST_ADDED_IDS = 64, 1024
 """Most ids of a character, made longer by a normalizer, and most ids before and after a text."""
 
+MOST_RENDERED_CHARACTERS = 2**22
+"""Most characters that a chat template makes of a conversation."""
+
 TRIAL_TEXT = "a"
 """A tokenizer that left a command unanswered must encode and decode this text before further work."""
 
@@ -576,7 +579,13 @@ def _check_encoded(encoded: pb.Encoded, command: pb.EncodeCommand) -> None:
         return
     ids = len(encoded.token_ids) + sum(len(word.ids) for word in encoded.words)
     characters = len(command.text) + sum(map(len, command.words))
+    if command.HasField("chat"):
+        characters += MOST_RENDERED_CHARACTERS
     most = MOST_IDS_OF_CHARACTER * characters + MOST_ADDED_IDS * (1 + len(command.words))
+    if len(encoded.token_bytes) not in (0, len(command.described_token_ids)):
+        raise ContractBroken(
+            f"it described {len(encoded.token_bytes)} ids, which is another number"
+        )
     if ids > most or len(encoded.words) != len(command.words):
         raise ContractBroken(
             f"it made {ids} ids of {characters} characters, and {len(encoded.words)} of"

@@ -12,6 +12,7 @@ from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.parsing import parse_config, parse_prompt
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Lora, Prompt
 from trtmesh.router.values.handoff_state import HandoffState, read_state
+from trtmesh.v1 import chat_pb2 as chat_pb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -26,6 +27,9 @@ MEMO_ENTRIES, MEMO_BYTES = 256, 256
 ADAPTER_ENTRIES = 2**14
 """Parsed names of adapters kept, of half a kilobyte each: clients have few options, and may ask for many adapters."""
 NONE_REFUSED: Mapping[int, TrtmeshError] = MappingProxyType({})
+
+OF_CHAT = Prompt(text="", add_special_tokens=False)
+"""The prompt of a conversation that is not rendered yet."""
 
 PHASE, STATE = "handoff.phase", "handoff.state"
 
@@ -74,6 +78,8 @@ class ItemRequest:
     """The batch_index of the draws, if another."""
     state: HandoffState | None = None
     """The first half of a generation_only item."""
+    chat: chat_pb.Chat | None = None
+    """The conversation of which a tokenizer makes the prompt's text, which is empty until then."""
     sequences: int = field(init=False)
     """Number of returned sequences."""
     is_context_only: bool = field(init=False)
@@ -259,14 +265,18 @@ def _parse_item(
     shared: GenerationConfig,
     read_config: Callable[[pb.GenerationConfig], GenerationConfig],
 ) -> ItemRequest:
-    prompt = parse_prompt(item.prompt)
+    chat = item.chat if item.HasField("chat") else None
+    if chat is not None and item.HasField("prompt"):
+        raise InvalidField("exclude each other; set one of them", fields=("prompt", "chat"))
+    prompt = parse_prompt(item.prompt) if chat is None else OF_CHAT
     config, message = shared, shared_message
     if item.HasField("config"):
         config, message = read_config(item.config), item.config
     handoff = config.handoff
     if handoff is None or handoff.state is None:
-        return ItemRequest(batch_index, prompt, config, message)
-    return ItemRequest(batch_index, prompt, config, message, state=read_state(handoff.state))
+        return ItemRequest(batch_index, prompt, config, message, chat=chat)
+    state = read_state(handoff.state)
+    return ItemRequest(batch_index, prompt, config, message, state=state, chat=chat)
 
 
 def worker_config(

@@ -23,6 +23,13 @@ class StopVocabularies:
         self._specials = specials
         self._token_bytes = lru_cache(detokenizer.token_bytes)
 
+    def bytes_of(self, token_ids: Sequence[int]) -> Sequence[bytes]:
+        """UTF-8 of tokens within a text; empty for ids that the tokenizer does not know."""
+        if not token_ids:
+            return ()
+        tokens = self._token_bytes(skip_special_tokens=False)
+        return [tokens[each] if each < len(tokens) else b"" for each in token_ids]
+
     def _build(
         self, stop_texts: tuple[str, ...], *, skip_special_tokens: bool
     ) -> pb.StopVocabulary:

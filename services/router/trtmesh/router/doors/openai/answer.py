@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import orjson
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Cancelled, DeadlineExceeded, TrtmeshError
+from trtmesh.router.doors.openai.log_probs import Scored, TokenTexts, scored
 from trtmesh.router.streams.client_stream import Waiting, WaitingTokens
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
+
+SCORED_COST = 64
+"""Cost of a token with its log-probability, in bytes."""
 
 FINISH_REASONS = {
     pb.FINISH_REASON_END_ID: "stop",
@@ -35,10 +40,16 @@ class Wanted:
     with_usage: bool = False
     """Whether a stream ends with the usage."""
     with_token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Whether log-probabilities name tokens by their numbers."""
 
     @property
     def choices(self) -> int:
         return self.request.size * self.sequences
+
+    @property
+    def has_log_probs(self) -> bool:
+        return self.request.items[0].config.output.log_probs
 
     def extras(self, piece: Piece) -> dict[str, Any]:
         """What a choice has besides what OpenAI gives it."""
@@ -52,6 +63,8 @@ class Piece(NamedTuple):
     text: str = ""
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None
+    scored: Sequence[Scored] | None = None
+    """The tokens with their log-probabilities, where asked for."""
 
 
 class Form(Protocol):
@@ -66,10 +79,10 @@ class Form(Protocol):
     def opening(self, choice: int) -> dict[str, Any] | None:
         """The first part of a choice in a stream, if it has one before its text."""
 
-    def part(self, piece: Piece) -> dict[str, Any]:
+    def part(self, piece: Piece, texts: TokenTexts) -> dict[str, Any]:
         """A part of a choice in a stream."""
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
+    def choice(self, piece: Piece, texts: TokenTexts) -> dict[str, Any]:
         """A whole choice."""
 
 
@@ -88,7 +101,9 @@ class Events:
                 choice = entry.batch_index * self._sequences + entry.sequence_index
                 texts = entry.texts
                 text = texts[0] if len(texts) == 1 else "".join(texts)
-                yield Piece(choice, text, entry.token_ids)
+                details = entry.details
+                found = None if details is None else scored(entry.token_ids, details)
+                yield Piece(choice, text, entry.token_ids, scored=found)
             elif (piece := self._read_other(entry.event)) is not None:
                 yield piece
 
@@ -140,23 +155,37 @@ class Whole:
         self._wanted, self._form, self._frame = wanted, form, frame
         self._texts: list[list[str]] = [[] for _ in range(wanted.choices)]
         self._token_ids: list[list[int]] = [[] for _ in range(wanted.choices)]
+        self._scored: list[list[Scored]] = [[] for _ in range(wanted.choices)]
         self._reasons: list[str | None] = [None] * wanted.choices
 
     def add(self, piece: Piece) -> None:
         self._texts[piece.choice].append(piece.text)
         self._token_ids[piece.choice] += piece.token_ids
+        self._scored[piece.choice] += piece.scored or ()
         self._reasons[piece.choice] = piece.finish_reason
 
-    def written(self, usage: pb.Usage) -> bytes:
+    @property
+    def scored(self) -> Iterable[Scored]:
+        """All tokens with log-probabilities."""
+        return chain.from_iterable(self._scored)
+
+    @property
+    def cost(self) -> int:
+        """Bytes of a message that takes as long to parse as this answer takes to write."""
+        return SCORED_COST * sum(1 + len(each.top) for each in self.scored)
+
+    def written(self, usage: pb.Usage, bytes_of: Mapping[int, bytes]) -> bytes:
         """The answer as JSON."""
-        ends = zip(self._texts, self._token_ids, self._reasons, strict=True)
-        pieces = (
-            Piece(index, "".join(texts), token_ids, reason)
-            for index, (texts, token_ids, reason) in enumerate(ends)
-        )
-        choices = [self._form.choice(piece) | self._wanted.extras(piece) for piece in pieces]
+        choices = [self._choice(index, bytes_of) for index in range(self._wanted.choices)]
         answer = self._frame.of(self._form.whole)
         return orjson.dumps(answer | {"choices": choices, "usage": usage_object(usage)})
+
+    def _choice(self, index: int, bytes_of: Mapping[int, bytes]) -> dict[str, Any]:
+        found = self._scored[index] if self._wanted.has_log_probs else None
+        text, token_ids = "".join(self._texts[index]), self._token_ids[index]
+        piece = Piece(index, text, token_ids, self._reasons[index], found)
+        texts = TokenTexts(self._wanted.tokens_as_ids, bytes_of)
+        return self._form.choice(piece, texts) | self._wanted.extras(piece)
 
 
 class Parts:
@@ -164,19 +193,21 @@ class Parts:
 
     def __init__(self, wanted: Wanted, form: Form, frame: Frame) -> None:
         self._form, self._wanted = form, wanted
-        self._opened: set[int] = set()
+        self._texts: dict[int, TokenTexts] = {}
         self._frame = frame.of(form.chunk)
         self._head = b"data: " + orjson.dumps(self._frame)[:-1] + b',"choices":['
 
-    def of(self, piece: Piece) -> bytes:
+    def of(self, piece: Piece, bytes_of: Mapping[int, bytes]) -> bytes:
         """The events of news, if any."""
         events = b""
-        if piece.choice not in self._opened:
-            self._opened.add(piece.choice)
+        texts = self._texts.get(piece.choice)
+        if texts is None:
+            texts = self._texts[piece.choice] = TokenTexts(self._wanted.tokens_as_ids)
             if (opening := self._form.opening(piece.choice)) is not None:
                 events = self._event(opening)
-        if piece.text or piece.finish_reason or self._wanted.with_token_ids:
-            events += self._event(self._form.part(piece) | self._wanted.extras(piece))
+        texts.bytes_of = bytes_of
+        if piece.text or piece.finish_reason or piece.scored or self._wanted.with_token_ids:
+            events += self._event(self._form.part(piece, texts) | self._wanted.extras(piece))
         return events
 
     def _event(self, choice: dict[str, Any]) -> bytes:

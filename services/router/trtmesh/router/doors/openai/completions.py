@@ -16,6 +16,7 @@ from trtmesh.router.doors.openai.fields import (
     put,
     read_config,
 )
+from trtmesh.router.doors.openai.log_probs import TokenTexts, completion_shape
 from trtmesh.router.doors.openai.requested import Requested
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -38,6 +39,9 @@ class Completions:
         config = read_config(fields)
         most = fields.take("max_tokens", INTEGER)
         put(config, "stopping.max_tokens", "max_tokens", MAX_TOKENS if most is None else most)
+        if (top := fields.take("logprobs", INTEGER)) is not None:
+            config.output.log_probs = True
+            put(config, "output.top_log_probs", "logprobs", top)
         special = fields.take_flag("add_special_tokens", default=True)
         items = [
             router_pb.GenerateItem(prompt=prompt)
@@ -48,14 +52,15 @@ class Completions:
     def opening(self, choice: int) -> dict[str, Any] | None:
         return None
 
-    def part(self, piece: Piece) -> dict[str, Any]:
-        return self.choice(piece)
+    def part(self, piece: Piece, texts: TokenTexts) -> dict[str, Any]:
+        return self.choice(piece, texts)
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
+    def choice(self, piece: Piece, texts: TokenTexts) -> dict[str, Any]:
+        tokens = piece.scored
         return {
             "index": piece.choice,
             "text": piece.text,
-            "logprobs": None,
+            "logprobs": None if tokens is None else completion_shape(tokens, texts),
             "finish_reason": piece.finish_reason,
         }
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Protocol
 
 import orjson
 from aiohttp import hdrs, web
-from trtmesh.chassis.errors import SlowClient, TrtmeshError
+from trtmesh.chassis.errors import SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.logs import rebind_request_id
@@ -19,17 +21,21 @@ from trtmesh.router.doors.http.bodies import Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
 from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.openai.answer import Events, Form, Frame, Parts, Wanted, Whole
+from trtmesh.router.doors.openai.chat import Chats
 from trtmesh.router.doors.openai.completions import Completions
 from trtmesh.router.doors.openai.errors import OpenAiForm, error_object, id_of, named
 from trtmesh.router.doors.openai.fields import TEXT, Fields
+from trtmesh.router.doors.openai.log_probs import TokenBytes
 from trtmesh.router.doors.openai.requested import Requested
 from trtmesh.router.doors.openai.served import ServedModels
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
+from trtmesh.router.tokenizers.pool import TokenizerPool
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
+NOTHING_SCORED: Mapping[int, bytes] = MappingProxyType({})
 
 
 class Endpoint(Form, Protocol):
@@ -41,14 +47,22 @@ class Endpoint(Form, Protocol):
         """The request of a body. Raises TrtmeshError."""
 
 
-ENDPOINTS: tuple[Endpoint, ...] = (Completions(),)
+ENDPOINTS: tuple[Endpoint, ...] = (Chats(), Completions())
 
 
 class OpenAi:
     """Serves OpenAI's paths at a port."""
 
-    def __init__(self, requests: Requests, served: ServedModels, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        served: ServedModels,
+        tokenizers: TokenizerPool,
+        metrics: RouterMetrics,
+    ) -> None:
         self._requests = requests
+        self._tokenizers = tokenizers
+        self._token_bytes = TokenBytes(tokenizers)
         self._served = served
         self._metrics = metrics
 
@@ -57,6 +71,7 @@ class OpenAi:
         self._bodies = port.bodies
         port.error_forms["v1"] = OpenAiForm()
         router = port.app.router
+        router.add_post("/v1/embeddings", _refuse_embeddings)
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)
         port.served["/v1/models"] = "the models and adapters"
@@ -83,7 +98,8 @@ class OpenAi:
                 opening = self._requests.open(wanted.request, None, owner, origin)
                 frame = Frame(f"{endpoint.id_prefix}{request_id}", wanted.model)
                 if wanted.streamed:
-                    stream = EventStream(request, wanted, Parts(wanted, endpoint, frame))
+                    parts = Parts(wanted, endpoint, frame)
+                    stream = EventStream(request, wanted, parts, self._token_bytes)
                     try:
                         async with call.running(opening) as live:
                             await stream.serve(live, self._metrics)
@@ -96,8 +112,9 @@ class OpenAi:
                 async with call.running(opening) as live:
                     events = await _collect(live, wanted, whole)
                 self._metrics.client_messages += 1
-                write = partial(whole.written, events.usage)
-                body = await self._bodies.written(0, write)
+                bytes_of = await self._token_bytes.of(wanted.request.model, whole.scored)
+                write = partial(whole.written, events.usage, bytes_of)
+                body = await self._bodies.written(whole.cost, write)
         return named(request, web.Response(body=body, content_type="application/json"))
 
     async def _read(
@@ -113,10 +130,16 @@ class OpenAi:
             fields = Fields(await message.run(parse, JSON_COST))
             served = self._served.find(fields.take("model", TEXT) or "")
             model = served.model
-            return await message.read(partial(endpoint.read, Requested(fields, served, request_id)))
+            return await message.read(
+                partial(endpoint.read, Requested(fields, served, request_id, self._tokenizers))
+            )
         except TrtmeshError:
             self._requests.metrics_of(model).requests["refused"] += 1
             raise
+
+
+async def _refuse_embeddings(_: web.Request) -> web.StreamResponse:
+    raise UnsupportedCall("embeddings are not served: this mesh runs models that generate")
 
 
 async def _collect(live: LiveRequest, wanted: Wanted, whole: Whole) -> Events:
@@ -135,16 +158,22 @@ class EventStream:
     """An answer as server-sent events. It begins with the first token, so an early error has a status of its own; later
     ones are events at the end, after the choices of the other prompts."""
 
-    def __init__(self, request: web.Request, wanted: Wanted, parts: Parts) -> None:
+    def __init__(
+        self, request: web.Request, wanted: Wanted, parts: Parts, token_bytes: TokenBytes
+    ) -> None:
         self._request, self._parts = request, parts
+        self._model, self._token_bytes = wanted.request.model, token_bytes
         self._events = Events(wanted)
         self._response: web.StreamResponse | None = None
 
     async def serve(self, live: LiveRequest, metrics: RouterMetrics) -> None:
         """Writes the choices. Raises the first error of an item if there is no choice."""
         while (waiting := await live.client.next_entries()) is not None:
-            parts = [self._parts.of(piece) for piece in self._events.read(waiting)]
-            if written := b"".join(parts):
+            pieces = list(self._events.read(waiting))
+            bytes_of: Mapping[int, bytes] = NOTHING_SCORED
+            if tokens := [token for piece in pieces for token in piece.scored or ()]:
+                bytes_of = await self._token_bytes.of(self._model, tokens)
+            if written := b"".join(self._parts.of(piece, bytes_of) for piece in pieces):
                 await (await self._begun()).write(written)
                 metrics.client_messages += 1
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import orjson
 from trtmesh.chassis.errors import InvalidField, InvalidRequest
 from trtmesh.chassis.quoting import quoted
 from trtmesh.v1 import generation_pb2 as pb
@@ -69,6 +70,12 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "output.log_probs": "logprobs",
         "output.top_log_probs": "logprobs",
         "lora.name": "model",
+        "chat": "messages",
+        "chat.messages": "messages",
+        "chat.template_kwargs": "chat_template_kwargs",
+        "chat.add_generation_prompt": "add_generation_prompt",
+        "chat.continue_final_message": "continue_final_message",
+        "chat.documents": "documents",
         "items": "prompt",
         "prompt.token_ids": "prompt",
         "prompt.text": "prompt",
@@ -148,6 +155,7 @@ def read_config(fields: Fields) -> pb.GenerationConfig:
         # Lower is earlier, as in vLLM.
         put(config, "priority", "priority", -priority)
     _read_stops(fields, config.stopping)
+    _read_format(fields, config)
     _read_bias(fields, config.sampling)
     for name in WITHOUT_EFFECT:
         fields.take(name, ANY)
@@ -182,6 +190,31 @@ def checked_ids(name: str, ids: list[Any]) -> list[int]:
         if type(token_id) is not int or not 0 <= token_id < 2**32:
             raise InvalidField(f"has {quoted(str(token_id))}, which is no token id", field=name)
     return ids
+
+
+def _read_format(fields: Fields, config: pb.GenerationConfig) -> None:
+    """Has the answer follow a schema."""
+    if (given := fields.take("response_format", OBJECT)) is None:
+        return
+    told = Fields(given, "response_format.")
+    match told.need("type", TEXT):
+        case "text":
+            pass
+        case "json_object":
+            config.guided_decoding.guide_type = pb.GUIDE_TYPE_JSON
+        case "json_schema":
+            named = Fields(told.need("json_schema", OBJECT), "response_format.json_schema.")
+            schema = named.need("schema", OBJECT)
+            config.guided_decoding.guide_type = pb.GUIDE_TYPE_JSON_SCHEMA
+            config.guided_decoding.guide = orjson.dumps(schema).decode()
+            # A name for the schema, and a wish that is always granted.
+            for name in ("name", "description", "strict"):
+                named.take(name, ANY)
+            named.refuse_rest()
+        case kind:
+            limit = "text, json_object or json_schema"
+            raise InvalidField.of("response_format.type", kind, limit)
+    told.refuse_rest()
 
 
 def _read_bias(fields: Fields, sampling: pb.SamplingConfig) -> None:

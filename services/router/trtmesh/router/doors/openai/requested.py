@@ -9,6 +9,7 @@ from trtmesh.chassis.errors import InvalidField
 from trtmesh.router.doors.openai.answer import Wanted
 from trtmesh.router.doors.openai.fields import OBJECT, Fields
 from trtmesh.router.doors.openai.served import Served
+from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.values.request import parse_request
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -21,6 +22,11 @@ class Requested:
     fields: Fields
     served: Served
     request_id: str
+    tokenizers: TokenizerPool
+
+    def names_developers(self) -> bool:
+        """Whether the model's chat template knows the role of developers. Raises NoTokenizer."""
+        return "developer" in self.tokenizers.describe(self.served.model).chat_template
 
     def wanted(
         self,
@@ -35,6 +41,7 @@ class Requested:
         streamed = fields.take_flag("stream")
         with_usage = self._stream_options(streamed=streamed)
         with_token_ids = fields.take_flag("return_token_ids")
+        tokens_as_ids = fields.take_flag("return_tokens_as_token_ids")
         fields.refuse_rest()
         config.output.stream = streamed
         if self.served.adapter:
@@ -45,8 +52,16 @@ class Requested:
         request = parse_request(message, "", is_large=is_large)
         for refused in request.refused:
             raise refused.error.of_item(refused.batch_index)
-        sequences = request.items[0].config.sequences
-        return Wanted(request, self.served.name, sequences, streamed, with_usage, with_token_ids)
+        sequences = request.items[0].sequences
+        return Wanted(
+            request,
+            self.served.name,
+            sequences,
+            streamed,
+            with_usage,
+            with_token_ids,
+            tokens_as_ids,
+        )
 
     def _stream_options(self, *, streamed: bool) -> bool:
         """Whether a stream ends with the usage."""

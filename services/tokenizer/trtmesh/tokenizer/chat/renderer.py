@@ -1,0 +1,194 @@
+"""Has conversations rendered by a process that is killed where it takes too long, and then started again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from trtmesh.chassis.errors import (
+    Draining,
+    InternalError,
+    InvalidField,
+    InvalidRequest,
+    QueueFull,
+    TrtmeshError,
+)
+from trtmesh.chassis.json_text import load_json
+from trtmesh.tokenizer.chat.frames import (
+    CPU_SECONDS,
+    LENGTH_BYTES,
+    OWN_VARIABLES,
+    RENDERED,
+    framed,
+)
+from trtmesh.tokenizer.chat.templates import ChatTemplates
+from trtmesh.v1 import chat_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "trtmesh.tokenizer.chat.rendering"
+WALL_SECONDS = 30.0
+"""Longest wait for an answer, on a machine too busy to give a rendering its CPU time."""
+MAX_WAITING = 1024
+"""Most waiting conversations; beyond, QUEUE_FULL."""
+
+
+class ChatRenderer:
+    """Renders one conversation after the other, in the order of arrival."""
+
+    def __init__(self, templates: ChatTemplates, max_text_bytes: int) -> None:
+        self._templates = templates
+        self._most_bytes = max_text_bytes
+        self._waiting: deque[tuple[bytes, asyncio.Future[str]]] = deque()
+        self._work: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._closed = False
+
+    async def render(self, chat: pb.Chat) -> str:
+        """The text of a conversation. Raises InvalidRequest, with the template's own sentence if it has one."""
+        if self._closed:
+            raise Draining("the tokenizer is stopping")
+        if len(self._waiting) >= MAX_WAITING:
+            raise QueueFull.of(MAX_WAITING, "conversations wait for their chat template")
+        rendered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting.append((self._asked(chat), rendered))
+        if self._work is None:
+            self._work = asyncio.create_task(self._render_waiting())
+        return await rendered
+
+    async def close(self) -> None:
+        """Ends the process."""
+        self._closed = True
+        if self._work is not None:
+            self._work.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._work
+        for _, rendered in self._waiting:
+            rendered.cancel()
+        await self._end()
+
+    def _asked(self, chat: pb.Chat) -> bytes:
+        """The conversation as the process reads it. Raises InvalidRequest."""
+        messages = _list_of("messages", chat.messages)
+        if not messages:
+            raise InvalidField("must have one message or more", field="chat.messages")
+        tools = _list_of("tools", chat.tools) if chat.HasField("tools") else None
+        documents = _list_of("documents", chat.documents) if chat.HasField("documents") else None
+        kwargs = _json_of("template_kwargs", chat.template_kwargs or "{}")
+        if not isinstance(kwargs, dict) or kwargs.keys() & set(OWN_VARIABLES):
+            limit = f"must be a JSON object without {', '.join(OWN_VARIABLES)}"
+            raise InvalidField(limit, field="chat.template_kwargs")
+        continues = chat.continue_final_message
+        if continues and chat.add_generation_prompt:
+            fields = ("chat.add_generation_prompt", "chat.continue_final_message")
+            raise InvalidField("exclude each other; set one of them", fields=fields)
+        begins = chat.add_generation_prompt or not chat.HasField("add_generation_prompt")
+        asked = {
+            "template": self._templates.find(chat.template_name, with_tools=tools is not None),
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "kwargs": kwargs,
+            "add_generation_prompt": begins and not continues,
+            "continue_final_message": continues,
+            "most_bytes": self._most_bytes,
+        }
+        return json.dumps(asked).encode()
+
+    async def _render_waiting(self) -> None:
+        while self._waiting:
+            asked, rendered = self._waiting.popleft()
+            if rendered.done():
+                continue
+            try:
+                outcome: str | TrtmeshError = await self._answer(asked)
+            except TrtmeshError as error:
+                outcome = error.with_traceback(None)
+            except Exception as error:
+                # Broad on purpose: the conversations behind this one are still to be rendered.
+                log.exception("a conversation failed unexpectedly")
+                outcome = InternalError(f"{type(error).__name__}: {error}")
+            if rendered.done():
+                continue
+            if isinstance(outcome, str):
+                rendered.set_result(outcome)
+            else:
+                rendered.set_exception(outcome)
+        self._work = None
+
+    async def _answer(self, asked: bytes) -> str:
+        process = self._process or await self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(WALL_SECONDS):
+                process.stdin.write(framed(asked))
+                await process.stdin.drain()
+                length = await process.stdout.readexactly(LENGTH_BYTES)
+                answer = await process.stdout.readexactly(int.from_bytes(length, "big"))
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            raise await self._lost() from None
+        told = answer[1:].decode()
+        if answer[:1] == RENDERED:
+            return told
+        raise InvalidRequest(f"were refused by the chat template: {told}", field="chat.messages")
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", PROGRAM),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        first = json.dumps(
+            {
+                "templates": dict(self._templates.by_name),
+                "special_tokens": dict(self._templates.special_tokens),
+            }
+        ).encode()
+        assert self._process.stdin is not None
+        self._process.stdin.write(framed(first))
+        return self._process
+
+    async def _lost(self) -> TrtmeshError:
+        """The error of a conversation whose process ended or does not answer."""
+        status = await self._end()
+        if status == -signal.SIGPROF:
+            return InvalidRequest(
+                f"take the chat template more than {CPU_SECONDS:g} s of CPU time",
+                field="chat.messages",
+            )
+        return InternalError(f"the process of the chat template ended with status {status}")
+
+    async def _end(self) -> int:
+        """Ends the process, if there is one; returns its status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        with suppress(TimeoutError):
+            # One that ended by itself says why.
+            async with asyncio.timeout(0.1):
+                return await process.wait()
+        with suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()
+
+
+def _json_of(name: str, text: str) -> Any:
+    try:
+        return load_json(text)
+    except json.JSONDecodeError as error:
+        raise InvalidField(f"is not JSON: {error}", field=f"chat.{name}") from None
+
+
+def _list_of(name: str, text: str) -> Sequence[Mapping[str, Any]]:
+    values = _json_of(name, text)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise InvalidField("must be a JSON array of objects", field=f"chat.{name}")
+    return values

@@ -1,0 +1,196 @@
+"""The program that renders conversations: a process that can be killed, since templates are programs of strangers.
+
+It renders as transformers does, without its import, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, BinaryIO
+
+import jinja2
+import jinja2.ext
+import jinja2.utils
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from trtmesh.tokenizer.chat.frames import CPU_SECONDS, REFUSED, RENDERED, framed, read_frame
+
+MEMORY_BYTES = 2**30
+"""Most address space of the process."""
+MOST_PROBLEM_CHARACTERS = 512
+TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of a message that the model continues."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}`, which marks answers for training, and renders what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's interface
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_held"), [], [], body).set_lineno(line)
+
+    def _held(self, caller: Any) -> str:
+        return str(caller())
+
+
+class TemplateDict:
+    """`dict` without the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class TemplateNamespace(jinja2.utils.Namespace):
+    """`namespace` without names that lead into Python."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        names = dict(*given, **kwargs)
+        for name in names:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no name {name!r}")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 - of the machine, as in transformers
+    environment.globals["dict"] = TemplateDict()
+    environment.globals["namespace"] = TemplateNamespace
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - the filter's parameters
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    """The filter without HTML's escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(problem: Any) -> None:
+    raise jinja2.TemplateError(str(problem))
+
+
+class Templates:
+    """The compiled templates."""
+
+    def __init__(self, by_name: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._by_name = by_name
+        self._special_tokens = special_tokens
+        self._environment = _environment()
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def render(self, asked: Mapping[str, Any]) -> str:
+        """The text of a conversation. Raises whatever the template does."""
+        name, source = asked["template"], self._by_name[asked["template"]]
+        if name not in self._compiled:
+            self._compiled[name] = self._environment.from_string(source)
+        messages = [_plain_message(message) for message in asked["messages"]]
+        ending = _mark_end(messages, source) if asked["continue_final_message"] else ""
+        text = self._compiled[name].render(
+            messages=messages,
+            tools=asked["tools"],
+            documents=asked["documents"],
+            add_generation_prompt=asked["add_generation_prompt"],
+            **{**self._special_tokens, **asked["kwargs"]},
+        )
+        return _cut_at_mark(text, ending) if asked["continue_final_message"] else text
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without nulls, which templates write as text, and with its reasoning under every usual name."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((plain[key] for key in REASONING_FIELDS if key in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _mark_end(messages: list[dict[str, Any]], source: str) -> str:
+    """Marks the end of the last message. Returns its text."""
+    last = messages[-1]
+    if (content := last.get("content")) is None or "content" not in source:
+        raise ValueError("continue_final_message needs a content of the last message")
+    if isinstance(content, str):
+        last["content"] = content + TAG
+        return content
+    for part in reversed(content):
+        if "text" in part:
+            text = str(part["text"])
+            part["text"] = text + TAG
+            return text
+    raise ValueError("continue_final_message needs a text in the last message")
+
+
+def _cut_at_mark(text: str, ending: str) -> str:
+    """The text up to the end of the last message."""
+    if ending.strip() not in text or TAG.strip() not in text:
+        raise ValueError("the template leaves out parts of the last message, so it cannot continue")
+    end = text.rindex(TAG.strip())
+    # A template that trims messages has trimmed the mark too.
+    return text[:end] if text.startswith(TAG, end) else text[:end].rstrip()
+
+
+def _serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
+    first = json.loads(read_frame(incoming) or b"{}")
+    templates = Templates(first["templates"], first["special_tokens"])
+    while (frame := read_frame(incoming)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        try:
+            asked = json.loads(frame)
+            text = templates.render(asked)
+            if len(answer := RENDERED + text.encode()) > asked["most_bytes"]:
+                answer = REFUSED + b"its text has more than %d bytes" % asked["most_bytes"]
+        except Exception as error:  # noqa: BLE001 - templates are programs of strangers
+            answer = REFUSED + _problem_of(error).encode("utf-8", "replace")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        outgoing.write(framed(answer))
+        outgoing.flush()
+
+
+def _problem_of(error: Exception) -> str:
+    """The template's own sentence, or a defect's."""
+    own = type(error) is jinja2.TemplateError or type(error) is ValueError
+    told = str(error) if own else f"{type(error).__name__}: {error}"
+    return told[:MOST_PROBLEM_CHARACTERS]
+
+
+if __name__ == "__main__":
+    # Those of the terminal are for the service.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _serve(sys.stdin.buffer, sys.stdout.buffer)
