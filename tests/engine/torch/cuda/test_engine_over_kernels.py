@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from engine.torch.cuda.interpreted import Interpreted, small_model
 from engine.torch.cuda.launches import recorded
 from engine.torch.harness import Harness, configure, running
+from oracle.adapters import ON, Adapted, load_all
 from trtmesh.engine.backends.torch import loading
 from trtmesh.engine.backends.torch.cuda.device import Cuda
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
@@ -97,3 +99,34 @@ async def test_tokens_and_launches(small: Path, monkeypatch: pytest.MonkeyPatch)
     # The prompt, and all tokens after the first.
     alone = ["forward", *(["follow"] * (NEW_TOKENS - 1))]
     assert launches[: 2 * NEW_TOKENS] == alone * 2
+
+
+# PEFT reads a name that transformers has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+async def test_sequences_with_adapters_beside_others(
+    small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    each = Adapted(small, "llama", tmp_path / "adapters")
+    dice = random.Random(2)
+    prompts = [[dice.randrange(3, 300) for _ in range(length)] for length in (5, 9, 3, 6)]
+
+    async def run(engine: Harness) -> list[list[int]]:
+        await load_all(engine, each)
+        keys: list[int] = []
+        for number, prompt in zip((1, 0, 4, 1), prompts, strict=True):
+            lora = each.by_number(number)
+            keys += engine.submit(prompt, replace(CONFIGS[number // 3], lora=lora))
+            await asyncio.sleep(0)
+        return [stream.token_ids for stream in await engine.ended(keys)]
+
+    options = {**OPTIONS, **ON, "max_batch_adapters": 2}
+    async with running(small, **options) as engine:
+        expected = await run(engine)
+    monkeypatch.setattr(loading, "_device", lambda _: OnCpu(torch.device("cpu")))
+    async with running(small, **options) as engine:
+        launches = recorded(engine.backend._loaded.engine._compute, ("forward", "follow"))
+        before = engine.backend.stats()
+        assert await run(engine) == expected
+        after = engine.backend.stats()
+    assert after.captured_steps - before.captured_steps == after.step_count - before.step_count
+    assert "follow" in launches

@@ -321,6 +321,7 @@ def _room(settings: TorchSettings, device: Device) -> Room | None:
         adapters.max_rank,
         lambda slot_bytes: _slots(adapters, slot_bytes, device),
         lambda tables: device.products(tables, tokens),
+        device.slot_memory,
     )
 
 

@@ -19,7 +19,12 @@ from trtmesh.engine.backends.torch.memory.kvcache import (
     copy_blocks,
 )
 from trtmesh.engine.backends.torch.model.attention import StepTokens
-from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Products, UpdateTable
+from trtmesh.engine.backends.torch.model.lora_layers import (
+    AdapterRows,
+    Products,
+    SlotMemory,
+    UpdateTable,
+)
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
@@ -136,6 +141,11 @@ class Device(ABC):
     @abstractmethod
     def products(self, tables: Collection[UpdateTable], max_tokens: int) -> Products:
         """Computes the updates of adapters in these tables, in steps of up to `max_tokens` tokens."""
+
+    @property
+    def slot_memory(self) -> SlotMemory:
+        """Holds the tables."""
+        return SlotMemory()
 
     @abstractmethod
     def compute(

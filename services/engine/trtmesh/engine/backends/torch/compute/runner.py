@@ -100,7 +100,7 @@ class Runner:
             completing=completing,
             drafted=drafted,
             reading=[(chunk, len(wanted)) for chunk, wanted in reading],
-            adapters=_adapter_rows(ordered),
+            adapters=adapter_rows(ordered),
         )
 
     def synchronize(self) -> None:
@@ -172,7 +172,8 @@ class Runner:
         return step, torch.from_numpy(positions).to(self._device)
 
 
-def _adapter_rows(ordered: Sequence[Chunk]) -> list[AdapterRows]:
+def adapter_rows(ordered: Sequence[Chunk]) -> list[AdapterRows]:
+    """The tokens of each adapter in a flat batch of chunks in this order."""
     rows: dict[int, list[int]] = {}
     first = 0
     for chunk in ordered:

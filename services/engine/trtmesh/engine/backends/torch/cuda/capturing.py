@@ -93,11 +93,16 @@ def capture(
     return replays
 
 
-def needs_only_tokens(chunk: Chunk) -> bool:
-    """Whether the forward of a chunk is a function of tokens and blocks alone, as in a graph."""
+def has_adapter(chunks: SequenceOf[Chunk]) -> bool:
+    return any(chunk.sequence.adapter is not None for chunk in chunks)
+
+
+def needs_only_tokens(chunk: Chunk, *, adapted: bool) -> bool:
+    """Whether the forward of a chunk is a function of tokens, blocks and, where `adapted`, slots alone, as in a
+    graph."""
     sequence = chunk.sequence
     return (
         sequence.reader is None
-        and sequence.adapter is None
+        and (adapted or sequence.adapter is None)
         and (sequence.prompt_table is None or chunk.start >= sequence.prompt_tokens)
     )

@@ -16,12 +16,14 @@ from trtmesh.engine.backends.torch.cuda.capturing import (
     Record,
     Rows,
     capture,
+    has_adapter,
     joined,
     needs_only_tokens,
 )
 from trtmesh.engine.backends.torch.cuda.decode_graphs import Rules
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import MOST_CHUNKS, ChunkInputs, GraphAttention
+from trtmesh.engine.backends.torch.cuda.updates import AdaptedSteps
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sequence import Chunk
 from trtmesh.engine.scheduling import sequence as scheduled
@@ -42,8 +44,9 @@ class ChunkGraphs:
         record: Record,
         rules: Rules | None = None,
         share: Callable[[Tensor], None] | None = None,
+        adapted: AdaptedSteps | None = None,
     ) -> None:
-        """`most_tokens` is the largest step: no larger graph is useful. For `rules` and `share` see DecodeGraphs."""
+        """`most_tokens` is the largest step: no larger graph is useful. For the others see DecodeGraphs."""
         self._model = model
         self._attention = attention
         self._inputs = inputs
@@ -58,6 +61,12 @@ class ChunkGraphs:
             # Of a graph of any size.
             self._kept = torch.zeros(MOST_CHUNKS, model.vocabulary_size, device=self._tokens.device)
             self._ruled.capture(MOST_CHUNKS, self._kept)
+        self._adapted = adapted
+        self._adapted_replays = {}
+        if adapted:
+            self._adapted_replays = adapted.capture(
+                model, record, self._step, self._replays, "chunks of prompts", "tokens"
+            )
 
     @property
     def are_captured(self) -> bool:
@@ -65,7 +74,10 @@ class ChunkGraphs:
 
     def takes(self, chunks: SequenceOf[Chunk]) -> bool:
         """Whether graphs can compute chunks."""
-        return self.are_captured and all(needs_only_tokens(chunk) for chunk in chunks)
+        adapted = bool(self._adapted_replays)
+        return self.are_captured and all(
+            needs_only_tokens(chunk, adapted=adapted) for chunk in chunks
+        )
 
     def launch(self, chunks: SequenceOf[Chunk]) -> Rows:
         """The rows of the completing chunks, in order; the logits are float32."""
@@ -86,7 +98,11 @@ class ChunkGraphs:
         kept = [chunk.sequence for chunk in chunks if chunk.completes]
         if self._ruled:
             self._ruled.fill(kept)
-        logits = self._replays[size]()[: len(kept)].clone()
+        replays = self._replays
+        if self._adapted and has_adapter(chunks):
+            self._adapted.fill(chunks)
+            replays = self._adapted_replays
+        logits = replays[size]()[: len(kept)].clone()
         log_probs = None
         if self._ruled and kept:
             self._kept[: len(kept)].copy_(logits)

@@ -14,12 +14,14 @@ from trtmesh.engine.backends.torch.cuda.capturing import (
     Record,
     Rows,
     capture,
+    has_adapter,
     joined,
     needs_only_tokens,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens, known_tokens
 from trtmesh.engine.backends.torch.cuda.ruled_choice import RuledChoice
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention, StepInputs
+from trtmesh.engine.backends.torch.cuda.updates import AdaptedSteps
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sequence import Chunk
 
@@ -43,9 +45,10 @@ class DecodeGraphs:
         record: Record,
         rules: Rules | None = None,
         share: Callable[[Tensor], None] | None = None,
+        adapted: AdaptedSteps | None = None,
     ) -> None:
         """`share` gives other ranks the tokens chosen by the first; None on a single device. `rules` makes the choice
-        by rules; None where the host makes it."""
+        by rules; None where the host makes it. `adapted` is None where no graph takes adapters."""
         self._share = share
         self._model = model
         self._attention = attention
@@ -57,15 +60,28 @@ class DecodeGraphs:
         if self._ruled:
             for size, replay in self._replays.items():
                 self._ruled.capture(size, replay())
+        self._adapted = adapted
+        self._adapted_replays = {}
+        if adapted:
+            self._adapted_replays = adapted.capture(
+                model, record, self._step, self._replays, "decode steps", "sequences"
+            )
 
     @property
     def are_captured(self) -> bool:
         return bool(self._replays)
 
+    @property
+    def take_adapters(self) -> bool:
+        return bool(self._adapted_replays)
+
     def takes(self, chunk: Chunk) -> bool:
         """Whether a graph can compute a chunk."""
         return (
-            self.are_captured and chunk.count == 1 and chunk.completes and needs_only_tokens(chunk)
+            self.are_captured
+            and chunk.count == 1
+            and chunk.completes
+            and needs_only_tokens(chunk, adapted=self.take_adapters)
         )
 
     def launch(self, chunks: SequenceOf[Chunk]) -> Rows:
@@ -100,7 +116,11 @@ class DecodeGraphs:
         count, log_probs = len(chunks), None
         if self._ruled:
             self._ruled.fill([chunk.sequence for chunk in chunks], unknown)
-        logits = self._replays[size]()
+        replays = self._replays
+        if self._adapted and has_adapter(chunks):
+            self._adapted.fill(chunks)
+            replays = self._adapted_replays
+        logits = replays[size]()
         if self._ruled:
             log_probs = self._ruled.launch(size, logits)
         return Rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.engine.backends.torch.accelerator import ORDERING, Accelerator
+from trtmesh.engine.backends.torch.accelerator import KINDS_OF_STEPS, ORDERING, Accelerator
 from trtmesh.engine.backends.torch.compute.device import Compute
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.compute.runner import Runner
@@ -23,6 +23,7 @@ from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
 from trtmesh.engine.backends.torch.cuda.kernels.block_copies import copy_blocks
 from trtmesh.engine.backends.torch.cuda.kernels.layers import norm, norm_reference
 from trtmesh.engine.backends.torch.cuda.kernels.ruled_choice import Workspace
+from trtmesh.engine.backends.torch.cuda.kernels.updates import FEW_ROWS, MANY_ROWS
 from trtmesh.engine.backends.torch.cuda.layers import (
     KernelHead,
     KernelLayer,
@@ -41,6 +42,11 @@ from trtmesh.engine.backends.torch.cuda.step_inputs import (
     GraphAttention,
     StepInputs,
 )
+from trtmesh.engine.backends.torch.cuda.updates import (
+    AdaptedSteps,
+    KernelUpdates,
+    PinnedSlots,
+)
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, CopiesBlocks, KvCache
 from trtmesh.engine.backends.torch.memory.shortage import shortage
 from trtmesh.engine.backends.torch.model.fusing import (
@@ -49,6 +55,7 @@ from trtmesh.engine.backends.torch.model.fusing import (
     is_plain,
     replace_layers,
 )
+from trtmesh.engine.backends.torch.model.lora_layers import Products, SlotMemory, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.parallel.group import RankGroup
 from trtmesh.engine.backends.torch.parallel.layers import add_up
@@ -88,11 +95,20 @@ class Cuda(Accelerator):
         return fitted(module, dtype)
 
     def _kept_bytes(self, model: Model, largest: StepSize) -> int:
-        """The logits of each graph, and the rules of rows."""
+        """The logits of each graph, the rules of rows, and what adapters add to steps."""
         decoded = sum(decode_graphs.sizes(largest.rows)) * model.dtype.itemsize
         chunks = (1 + len(chunk_graphs.sizes(largest.tokens))) * MOST_CHUNKS * FLOAT_BYTES
         rules = (largest.rows + max(largest.rows, MOST_CHUNKS)) * FLOAT_BYTES
-        return (decoded + chunks + rules) * model.vocabulary_size
+        updates = _updates(model)
+        inner = updates.most_bytes(largest.tokens) if updates else 0
+        return (decoded + chunks + rules) * model.vocabulary_size + KINDS_OF_STEPS * inner
+
+    @property
+    def slot_memory(self) -> SlotMemory:
+        return PinnedSlots(self.name)
+
+    def products(self, tables: Collection[UpdateTable], max_tokens: int) -> Products:
+        return KernelUpdates(tables, max_tokens)
 
     @property
     def copies_blocks(self) -> CopiesBlocks:
@@ -116,17 +132,18 @@ class Cuda(Accelerator):
             rules = RuledRows(slots, work.words, work.biases)
             choice = partial(RuledChoice, rules, work, self._recorder())
         inputs = StepInputs(tables.rows, cache.tokens_per_block, rules, self.name)
-        graphs = DecodeGraphs(model, attention, inputs, slots, self._recorder(), choice, share)
-        prompts = ChunkInputs(
-            tables.rows,
-            cache.tokens_per_block,
-            chunk_graphs.sizes(most_tokens)[-1],
-            rules,
-            self.name,
+        adapted = _adapted(model, slots, FEW_ROWS, slots)
+        graphs = DecodeGraphs(
+            model, attention, inputs, slots, self._recorder(), choice, share, adapted
         )
+        most_chunk = chunk_graphs.sizes(most_tokens)[-1]
+        prompts = ChunkInputs(tables.rows, cache.tokens_per_block, most_chunk, rules, self.name)
+        adapted = None
+        if graphs.take_adapters:
+            adapted = _adapted(model, most_chunk, MANY_ROWS, MOST_CHUNKS)
         # In separate memory: a step may launch graphs of both kinds.
         chunks = ChunkGraphs(
-            model, attention, prompts, most_tokens, self._recorder(), choice, share
+            model, attention, prompts, most_tokens, self._recorder(), choice, share, adapted
         )
         if self._group and not (graphs.are_captured and chunks.are_captured):
             # Ranks computing in different ways would wait for each other's sums.
@@ -144,6 +161,19 @@ class Cuda(Accelerator):
 
     def _recorder(self) -> Record:
         return _Recorder(self.name, self._group)
+
+
+def _updates(model: Model) -> KernelUpdates | None:
+    products = model.adapters.products if model.adapters else None
+    return products if isinstance(products, KernelUpdates) else None
+
+
+def _adapted(model: Model, most_rows: int, tile_rows: int, most_chunks: int) -> AdaptedSteps | None:
+    """The steps with adapters; None where no graph computes these."""
+    updates = _updates(model)
+    if updates is None or model.adapters is None:
+        return None
+    return AdaptedSteps(model.adapters, updates, most_rows, tile_rows, most_chunks)
 
 
 def fitted(module: PreTrainedModel, dtype: torch.dtype) -> Fitted:

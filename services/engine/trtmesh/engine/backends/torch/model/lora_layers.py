@@ -6,6 +6,7 @@ adapter, so shapes do not depend on the adapters. A device chooses how to multip
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -49,6 +50,19 @@ class UpdateTable:
         self.ranks[slot] = rank
 
 
+class SlotMemory:
+    """A device's memory for tables."""
+
+    def table(
+        self, target: Target, slots: int, ranks: int, dtype: torch.dtype, device: torch.device
+    ) -> UpdateTable:
+        return UpdateTable(target, slots, ranks, dtype, device)
+
+    def filling(self) -> AbstractContextManager[None]:
+        """To be held while tables are filled, on any thread; at its end the adapter is there."""
+        return nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedPart:
     """Outputs of a layer with a table of their own: all, or the outputs of a layer joined with others by a device."""
@@ -73,8 +87,8 @@ class AdaptedLinear(nn.Module):
     def __init__(self, own: nn.Module, parts: Sequence[AdaptedPart], products: Products) -> None:
         super().__init__()
         self.own = own
-        self._parts = parts
-        self._products = products
+        self.parts = parts
+        self.products = products
 
     @property
     def weight(self) -> Tensor:
@@ -83,7 +97,7 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         output: Tensor = self.own(tokens)
-        self._products.add(self._parts, tokens.flatten(0, -2), output.view(-1, output.shape[-1]))
+        self.products.add(self.parts, tokens.flatten(0, -2), output.view(-1, output.shape[-1]))
         return output
 
 
@@ -95,6 +109,7 @@ class Room:
     slots: Callable[[int], int]
     """The number of slots by the bytes of a slot."""
     products: Callable[[Collection[UpdateTable]], Products]
+    memory: SlotMemory = SlotMemory()  # noqa: RUF009 - has no state
 
     def ranks(self, target: Target) -> int:
         """Ranks of a table. The updates of a fused layer's parts lie below each other."""
@@ -119,11 +134,16 @@ class DeviceAdapters:
     """The adapters on the device, in slots."""
 
     def __init__(
-        self, tables: Mapping[Place, UpdateTable], layers: Sequence[Layer], products: Products
+        self,
+        tables: Mapping[Place, UpdateTable],
+        layers: Sequence[Layer],
+        products: Products,
+        memory: SlotMemory,
     ) -> None:
+        self.products = products
         self._tables = tables
         self._layers = layers
-        self._products = products
+        self._memory = memory
         self._adapted = False
 
     @property
@@ -137,18 +157,30 @@ class DeviceAdapters:
 
     def load(self, slot: int, updates: Mapping[Place, Update]) -> None:
         """Copies an adapter into an unused slot; on any thread."""
-        for place, table in self._tables.items():
-            table.put(slot, updates.get(place))
+        with self._memory.filling():
+            for place, table in self._tables.items():
+                table.put(slot, updates.get(place))
 
     def begin(self, step: Sequence[AdapterRows]) -> None:
         """Prepares the model for a step. A step without adapters costs no more than without this class."""
-        adapted = bool(step)
+        self._use(adapted=bool(step))
+        if step:
+            self.products.begin(step)
+
+    @contextmanager
+    def adapted(self) -> Iterator[None]:
+        """Within it, the model computes with adapters, for which its products were prepared."""
+        self._use(adapted=True)
+        try:
+            yield
+        finally:
+            self._use(adapted=False)
+
+    def _use(self, *, adapted: bool) -> None:
         if adapted != self._adapted:
             self._adapted = adapted
             for layer in self._layers:
                 layer.holder._modules[layer.name] = layer.adapted if adapted else layer.plain
-        if adapted:
-            self._products.begin(step)
 
 
 def lora_targets(model: PreTrainedModel) -> dict[Place, Target]:
@@ -191,7 +223,7 @@ def adapt_layers(
         return {}, None
     slots = room.slots(room.slot_bytes(targets.values(), dtype))
     tables = {
-        place: UpdateTable(target, slots, room.ranks(target), dtype, device)
+        place: room.memory.table(target, slots, room.ranks(target), dtype, device)
         for place, target in targets.items()
     }
     products = room.products(tables.values())
@@ -199,7 +231,7 @@ def adapt_layers(
         _layer(model, name, [*_parts_of(places, targets, tables)], products)
         for name, places in found.items()
     ]
-    return targets, DeviceAdapters(tables, layers, products)
+    return targets, DeviceAdapters(tables, layers, products, room.memory)
 
 
 def _parts_of(

@@ -1,0 +1,221 @@
+"""Adapters by kernels: tables filled beside the steps, and the tiles of a step in memory that stays, for graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from trtmesh.engine.adapters.lora import Target, Update
+from trtmesh.engine.backends.torch.compute.runner import adapter_rows
+from trtmesh.engine.backends.torch.cuda.capturing import Record, Replay, capture
+from trtmesh.engine.backends.torch.cuda.kernels.updates import (
+    MANY_ROWS,
+    TILE_WORDS,
+    Factors,
+    Inner,
+    Tiles,
+    expand,
+    most_inner_bytes,
+    shrink,
+)
+from trtmesh.engine.backends.torch.cuda.step_inputs import StagedWords
+from trtmesh.engine.backends.torch.model.lora_layers import (
+    AdaptedPart,
+    AdapterRows,
+    DeviceAdapters,
+    SlotMemory,
+    UpdateTable,
+)
+from trtmesh.engine.backends.torch.model.model import Model
+from trtmesh.engine.backends.torch.sequence import Chunk
+
+
+class KernelTable(UpdateTable):
+    """With the ranks on the device."""
+
+    def __init__(
+        self,
+        memory: PinnedSlots,
+        target: Target,
+        slots: int,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(target, slots, ranks, dtype, device)
+        self.factors = Factors(self.a, self.b, torch.zeros(slots, dtype=torch.int32, device=device))
+        self._memory = memory
+
+    def put(self, slot: int, update: Update | None) -> None:
+        super().put(slot, self._memory.staged(update) if update else None)
+        self.factors.ranks[slot] = self.ranks[slot]
+
+
+class PinnedSlots(SlotMemory):
+    """Fills tables from pinned memory by a stream of its own, so that no step waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        untyped: Any = torch.cuda
+        self._device = device
+        self._stream = untyped.Stream(device) if device.type == "cuda" else None
+        self._pinned = torch.empty(0)
+
+    def table(
+        self, target: Target, slots: int, ranks: int, dtype: torch.dtype, device: torch.device
+    ) -> UpdateTable:
+        size = ranks * (target.inputs + target.outputs)
+        if size > len(self._pinned):
+            pins = self._stream is not None
+            self._pinned = torch.empty(size, dtype=dtype, pin_memory=pins)
+        return KernelTable(self, target, slots, ranks, dtype, device)
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        # A step launched ahead may still read the slot for a sequence that has ended.
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    def staged(self, update: Update) -> Update:
+        """The update in pinned memory, until the next call."""
+        rank, size = update.rank, update.a.numel()
+        a = self._pinned[:size].view(rank, -1)
+        b = self._pinned[size : size + update.b.numel()].view(rank, -1)
+        a.copy_(update.a)
+        # In the order of the table.
+        b.copy_(update.b.t())
+        return Update(a, b.t())
+
+
+class StepTiles:
+    """The tiles of steps with up to `most_rows` rows of up to `most_slots` adapters, in memory that stays."""
+
+    def __init__(
+        self, most_rows: int, tile_rows: int, most_slots: int, device: torch.device
+    ) -> None:
+        self._tile_rows = tile_rows
+        self._most_slots = most_slots
+        self._first_row = TILE_WORDS * self._most_tiles(most_rows)
+        self._staged = StagedWords(self._first_row + most_rows, device)
+        self._step: Sequence[AdapterRows] = ()
+        self._used = 0
+
+    def of(self, rows: int) -> Tiles:
+        """The tiles of any step with so many rows; some have no rows."""
+        return self._first(self._most_tiles(rows))
+
+    def fill(self, step: Sequence[AdapterRows]) -> Tiles:
+        """Takes the rows of the adapters; of a step like the last one, nothing is copied."""
+        if step != self._step:
+            self._step = step
+            self._used = self._fill(step)
+        return self._first(self._used)
+
+    def _fill(self, step: Sequence[AdapterRows]) -> int:
+        words = self._staged.begin()
+        tiles = words[: self._first_row].reshape(-1, TILE_WORDS)
+        order = words[self._first_row :]
+        at = tile = 0
+        for each in step:
+            count = len(each.rows)
+            order[at : at + count] = each.rows
+            for first in range(0, count, self._tile_rows):
+                tiles[tile] = each.slot, at + first, min(self._tile_rows, count - first), 0
+                tile += 1
+            at += count
+        tiles[tile:] = -1
+        self._staged.send(len(words))
+        return tile
+
+    def _first(self, tiles: int) -> Tiles:
+        words = self._staged.buffer[: TILE_WORDS * tiles].view(-1, TILE_WORDS)
+        return Tiles(words, self._staged.buffer[self._first_row :], self._tile_rows)
+
+    def _most_tiles(self, rows: int) -> int:
+        return min(rows, rows // self._tile_rows + self._most_slots)
+
+
+class KernelUpdates:
+    """Implements Products. The kernels read the tiles of a step from the device, so a graph serves any adapters."""
+
+    def __init__(self, tables: Collection[UpdateTable], max_tokens: int) -> None:
+        a = next(iter(tables)).a
+        self.slots = len(a)
+        self.device = a.device
+        self._most_rank = max(table.a.shape[1] for table in tables)
+        self._own = StepTiles(max_tokens, MANY_ROWS, self.slots, self.device)
+        self._tiles = self._own.of(0)
+
+    def most_bytes(self, tokens: int) -> int:
+        """Memory for a layer of a step with so many tokens."""
+        tiles = len(self._own.of(tokens).words)
+        return most_inner_bytes(tiles, MANY_ROWS, self._most_rank)
+
+    def begin(self, step: Sequence[AdapterRows]) -> None:
+        self.use(self._own.fill(step))
+
+    def use(self, tiles: Tiles) -> None:
+        """Takes the tiles of the next steps from there."""
+        self._tiles = tiles
+
+    def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
+        expand(self.shrink(parts, given), output)
+
+    def shrink(
+        self, parts: Sequence[AdaptedPart], given: Tensor, scale: Tensor | None = None
+    ) -> Inner:
+        """A x, for `expand` or a product; `given` is multiplied by `scale`."""
+        return shrink(self._tiles, _factors(parts), given, scale)
+
+
+def _factors(parts: Sequence[AdaptedPart]) -> list[Factors]:
+    return [part.table.factors for part in parts if isinstance(part.table, KernelTable)]
+
+
+class AdaptedSteps:
+    """The same steps with adapters: to be captured as further graphs, so that others cost no more for them."""
+
+    def __init__(
+        self,
+        adapters: DeviceAdapters,
+        updates: KernelUpdates,
+        most_rows: int,
+        tile_rows: int,
+        most_chunks: int,
+    ) -> None:
+        self._adapters = adapters
+        self._updates = updates
+        most_slots = min(updates.slots, most_chunks)
+        self._tiles = StepTiles(most_rows, tile_rows, most_slots, updates.device)
+
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        """Takes the adapters of a flat batch of chunks."""
+        self._tiles.fill(adapter_rows(chunks))
+
+    def capture(
+        self,
+        model: Model,
+        record: Record,
+        step: Callable[[int], Tensor],
+        plain: Mapping[int, Replay],
+        what: str,
+        unit: str,
+    ) -> dict[int, Replay]:
+        """The graphs of `step`, whose results lie where those of the graphs in `plain` do; see `capture`."""
+        if not plain:
+            return {}
+        results = {size: replay() for size, replay in plain.items()}
+
+        def adapted(rows: int) -> Tensor:
+            self._updates.use(self._tiles.of(rows))
+            with self._adapters.adapted():
+                return results[rows].copy_(step(rows))
+
+        return capture(model, record, adapted, sorted(plain), f"{what} with adapters", unit)

@@ -1,0 +1,181 @@
+"""The updates of adapters by kernels: each row gets its own adapter's, in steps of any mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+from trtmesh.engine.adapters.lora import Module, Place, Target, Update
+from trtmesh.engine.backends.torch.cuda.kernels.layers import norm_reference
+from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows, Scale
+from trtmesh.engine.backends.torch.cuda.kernels.updates import (
+    FEW_ROWS,
+    MANY_ROWS,
+    updates_reference,
+)
+from trtmesh.engine.backends.torch.cuda.updates import (
+    KernelTable,
+    KernelUpdates,
+    PinnedSlots,
+    StepTiles,
+)
+from trtmesh.engine.backends.torch.model.lora_layers import (
+    AdaptedPart,
+    AdapterRows,
+    DeviceAdapters,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Triton starts a C compiler.
+    pytest.mark.slow,
+    # Of triton's interpreter.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+
+SLOTS, MOST_RANK = 5, 48
+RANKS: Sequence[Sequence[int]] = [[4, 4, 4], [20, 8, 0], [0, 0, 0], [1, 0, 33], [48, 16, 17]]
+"""By slot and part; 0 where the adapter leaves the part alone."""
+MODULES = (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V)
+
+
+class Filled:
+    """The tables of a layer with up to three parts."""
+
+    def __init__(
+        self, inputs: int, outputs: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self._generator = torch.Generator().manual_seed(inputs)
+        memory = PinnedSlots(device)
+        self.tables: Mapping[Place, KernelTable] = {}
+        self.parts: list[AdaptedPart] = []
+        first = 0
+        for module, each in zip(MODULES, outputs, strict=False):
+            table = memory.table(Target(inputs, (each,)), SLOTS, MOST_RANK, dtype, device)
+            assert isinstance(table, KernelTable)
+            self.tables = {**self.tables, (0, module): table}
+            self.parts.append(AdaptedPart(table, slice(first, first + each)))
+            first += each
+        self.inputs, self.outputs = inputs, first
+        self.products = KernelUpdates([*self.tables.values()], 256)
+        self.adapters = DeviceAdapters(self.tables, [], self.products, memory)
+        for slot, ranks in enumerate(RANKS):
+            self.load(slot, ranks)
+
+    def load(self, slot: int, ranks: Sequence[int]) -> None:
+        updates = {
+            place: Update(self.randn(rank, self.inputs), self.randn(table.b.shape[2], rank) / rank)
+            for (place, table), rank in zip(self.tables.items(), ranks, strict=False)
+            if rank
+        }
+        self.adapters.load(slot, updates)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(self.dtype)
+
+    def check(self, slots: Sequence[int], tile_rows: int) -> None:
+        """By tiles of a step with more rows."""
+        tiles = StepTiles(len(slots) + 9, tile_rows, SLOTS, self.device)
+        tiles.fill(step_of(slots))
+        self.products.use(tiles.of(len(slots)))
+        given = self.randn(len(slots), self.inputs).to(self.device)
+        output = self.randn(len(slots), self.outputs).to(self.device)
+        before = output.clone()
+        self.products.add(self.parts, given, output)
+        factors = [table.factors for table in self.tables.values()]
+        expected = updates_reference(slots, factors, given, before)
+        close = 1e-5 if self.dtype == torch.float32 else 1e-2
+        assert (output - expected).abs().amax() <= close * expected.abs().amax()
+        alone = torch.tensor([slot < 0 for slot in slots])
+        assert torch.equal(output[alone], before[alone])
+
+
+def step_of(slots: Sequence[int]) -> list[AdapterRows]:
+    present = dict.fromkeys(slot for slot in slots if slot >= 0)
+    return [
+        AdapterRows(slot, [row for row, each in enumerate(slots) if each == slot])
+        for slot in present
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tile_rows", [FEW_ROWS, MANY_ROWS])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(128, (256, 128, 128)), (1280, (192, 192)), (200, (70,))]
+)
+def test_rows_of_any_slots(
+    inputs: int, outputs: Sequence[int], tile_rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    if dtype is torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter multiplies no matrices of bfloat16")
+    filled = Filled(inputs, outputs, dtype, device)
+    filled.check([1], tile_rows)
+    filled.check([-1, 3, -1, 2], tile_rows)
+    filled.check([4] * (tile_rows + 1) + [-1, 3, 0, 0, 1], tile_rows)
+    dice = Random(inputs)
+    filled.check([dice.randrange(-1, SLOTS) for _ in range(40)], tile_rows)
+    # The next adapter of a slot may have fewer ranks, or none.
+    filled.load(4, [3, 0, 20])
+    filled.check([4, 1, 4], tile_rows)
+
+
+def test_tiles_have_every_row_once(device: torch.device) -> None:
+    dice = Random(3)
+    tiles = StepTiles(40, FEW_ROWS, SLOTS, device)
+    for count in (40, 1, 17, 40):
+        slots = [dice.randrange(-1, SLOTS) for _ in range(count)]
+        tiles.fill(step_of(slots))
+        found = tiles.of(count)
+        rows = {
+            int(row): int(slot)
+            for slot, first, rows, _ in found.words.tolist()
+            if slot >= 0
+            for row in found.order[first : first + rows].tolist()
+        }
+        assert rows == {row: slot for row, slot in enumerate(slots) if slot >= 0}
+
+
+# Of triton's interpreter.
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+def test_infinite_row_spoils_no_other_row(device: torch.device) -> None:
+    filled = Filled(128, (128,), torch.float32, device)
+    filled.products.begin(step_of([0, 1, 1, 4]))
+    given = torch.randn(4, 128, device=device)
+    alone, spoiled = torch.zeros(2, 4, 128, device=device)
+    filled.products.add(filled.parts, given, alone)
+    given[1] = torch.inf
+    filled.products.add(filled.parts, given, spoiled)
+    assert not spoiled[1].isfinite().all()
+    assert torch.equal(spoiled[[0, 2, 3]], alone[[0, 2, 3]])
+
+
+@pytest.mark.parametrize("outputs", [(256, 128, 128), (192, 192), (70,)])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("slot", [-1, 1, 3, 4])
+def test_product_of_a_row_with_its_update(
+    slot: int, scaled: bool, outputs: Sequence[int], device: torch.device
+) -> None:
+    """As a part of the product, the update is that of a product after it."""
+    filled = Filled(200, outputs, torch.float16, device)
+    few = FewRows(device)
+    weight = filled.randn(filled.outputs, 200).to(device) / 8
+    given = filled.randn(1, 200).to(device)
+    scale = Scale(torch.linspace(0.5, 2, 200, device=device), 1e-5) if scaled else None
+    products = filled.products
+    tiles = StepTiles(1, FEW_ROWS, SLOTS, device)
+    tiles.fill(step_of([slot]))
+    products.use(tiles.of(1))
+    normed = norm_reference(given, scale.weight, scale.epsilon) if scale else given
+    factors = [table.factors for table in filled.tables.values()]
+    whole = updates_reference([slot], factors, normed, normed.double() @ weight.double().t())
+    for gated in (False, True) if len(outputs) == 2 else (False,):
+        update = products.shrink(filled.parts, given, scale.weight if scale else None)
+        got = few.product(given, weight, scale=scale, gated=gated, update=update)
+        gate, up = whole.chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up if gated else whole
+        assert (got - expected).abs().amax() <= 1e-2 * expected.abs().amax()
