@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import os
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from typing import Any
 import grpc
 from foreign.engine import StandInEngine
 from foreign.servicers import ADDERS, SERVICERS, Servicer
+from forks import fork_server, start_module
 
-WORKER = Path(__file__).with_name("worker.py")
+TESTS = Path(__file__).parents[1]
 
 
 @dataclass
@@ -57,27 +59,30 @@ class ForeignProcess:
     """An engine in a process of its own."""
 
     url: str
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes]
 
     async def kill(self) -> None:
         self.process.kill()
-        await self.process.wait()
+        await asyncio.to_thread(self.process.wait)
 
 
 @asynccontextmanager
 async def foreign_process(
     contract: str, *, step_seconds: float = 0.01, port: int = 0, kv_role: str = ""
 ) -> AsyncIterator[ForeignProcess]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(WORKER), contract, str(port), str(step_seconds), kv_role),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
+    server = fork_server(("foreign.servicers",))
+    await asyncio.to_thread(server.wait_ready)
+    arguments = (contract, str(port), str(step_seconds), kv_role)
+    with start_module(
+        *(server, "foreign.worker", arguments, os.environ),
+        cwd=TESTS,
+        stdin=subprocess.DEVNULL,
+        stderr=None,
+    ) as process:
         assert process.stdout
-        address = (await process.stdout.readline()).decode().strip()
-        assert address, f"the {contract} process ended before it served"
-        yield ForeignProcess(f"{contract}://{address}", process)
-    finally:
-        if process.returncode is None:
+        try:
+            address = (await asyncio.to_thread(process.stdout.readline)).decode().strip()
+            assert address, f"the {contract} process ended before it served"
+            yield ForeignProcess(f"{contract}://{address}", process)
+        finally:
             process.kill()
-        await process.wait()

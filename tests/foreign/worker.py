@@ -1,6 +1,6 @@
-"""A stand-in engine as a process: `worker.py CONTRACT PORT STEP_SECONDS KV_ROLE`. Prints its address once it serves.
+"""A stand-in engine as a process: `python -m foreign.worker CONTRACT PORT STEP_SECONDS KV_ROLE`.
 
-SIGUSR1 freezes the engine: its contract goes on answering.
+Prints its address once it serves. SIGUSR1 freezes the engine: its contract goes on answering.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from foreign.serving import stand_in
 
