@@ -232,6 +232,7 @@ ROOMS = {
     "router.doors": ("admin", "native", "openai", "triton", "guard", "http", "generation"),
     "router.doors.openai": (
         "door",
+        "texts",
         "chat",
         "completions",
         "requested",

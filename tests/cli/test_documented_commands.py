@@ -28,6 +28,7 @@ PAGES = {
     "docs/build.md": 3,
     "docs/handoff.md": 5,
     "docs/keys.md": 5,
+    "docs/openai.md": 1,
     "docs/operating.md": 15,
     "docs/parallel.md": 1,
     "docs/tls.md": 1,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -221,6 +223,100 @@ async def test_embeddings_are_not_served(http: PlainHttp) -> None:
     reply = await http.post("/v1/embeddings", {"input": "x"})
     check("ErrorResponse", reply.json)
     assert (reply.status, reply.headers["x-should-retry"]) == (501, "false")
+
+
+async def test_texts_and_conversations_are_tokenized(http: PlainHttp) -> None:
+    told = (await http.post("/tokenize", {"prompt": PROMPTS[0]})).json
+    assert told["count"] == len(told["tokens"]) == 6
+    assert told["max_model_len"] == 8192
+    reply = await http.post("/detokenize", {"tokens": told["tokens"]})
+    assert reply.json == {"prompt": PROMPTS[0]}
+    talk = (await http.post("/tokenize", {"messages": CHAT_BODY["messages"]})).json
+    counted = (await http.post(CHAT, CHAT_BODY)).json["usage"]["prompt_tokens"]
+    assert talk["count"] == counted
+    for path, body, param in (
+        ("/tokenize", {"text": "x"}, "messages"),
+        ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "nope"}, "model"),
+    ):
+        reply = await http.post(path, body)
+        check("ErrorResponse", reply.json)
+        assert reply.json["error"]["param"] == param
+
+
+WALKS = 150
+SCHEMAS = {
+    COMPLETIONS: ("CreateCompletionResponse", "CreateCompletionResponse"),
+    CHAT: ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
+}
+
+
+def drawn_body(random_: random.Random, path: str) -> dict[str, Any]:
+    """Any fields, now and then with a value that is refused."""
+    texts = ["x", "Once upon a time", "é🙂\n", "", "def f(x):\n    "]
+    fields: dict[str, list[Any]] = {
+        "n": [1, 2, 3, 0, "2"],
+        "temperature": [0, 0.5, 1, 2, -1],
+        "top_p": [0.1, 1, 1.5],
+        "top_k": [-1, 0, 5],
+        "seed": [1, -1, 2**63],
+        "stop": ["e", ["a", " t"], [], None],
+        "max_tokens": [1, 5, 20, 0],
+        "stream": [True, False, True],
+        "presence_penalty": [0.5, -2],
+        "frequency_penalty": [1, "1"],
+        "ignore_eos": [True],
+        "min_tokens": [2],
+        "user": ["me"],
+        "logit_bias": [{}],
+        "return_token_ids": [True],
+        "cache_salt": ["mine"],
+        "priority": [-3, 3],
+        "wish": [None, None, None, 1],
+    }
+    body = {
+        name: random_.choice(values) for name, values in fields.items() if random_.random() < 0.3
+    }
+    body.setdefault("max_tokens", 4)
+    if body.get("stream") is True and random_.random() < 0.5:
+        body["stream_options"] = {"include_usage": random_.random() < 0.7}
+    if path == CHAT:
+        roles = random_.choices(
+            ["system", "user", "assistant", "tool", "developer"], k=random_.randint(1, 4)
+        )
+        return body | {"messages": [{"role": r, "content": random_.choice(texts)} for r in roles]}
+    return body | {
+        "prompt": random_.choice([random_.choice(texts), texts[:3], [5, 6], [[5], [7, 8]]])
+    }
+
+
+async def test_every_answer_is_of_the_specification(http: PlainHttp) -> None:
+    random_ = random.Random(36)
+    statuses: Counter[int] = Counter()
+    for _ in range(WALKS):
+        path = random_.choice([COMPLETIONS, CHAT])
+        body = drawn_body(random_, path)
+        reply = await http.post(path, body)
+        statuses[reply.status] += 1
+        whole, part_schema = SCHEMAS[path]
+        if reply.status != 200:
+            assert reply.status == 400, (body, reply.body)
+            check("ErrorResponse", reply.json)
+        elif not body.get("stream"):
+            check(whole, reply.json)
+            prompts = body.get("prompt")
+            many = (
+                len(prompts) if isinstance(prompts, list) and not isinstance(prompts[0], int) else 1
+            )
+            assert len(reply.json["choices"]) == many * body.get("n", 1)
+        else:
+            *parts, last = parts_of(reply)
+            for part in parts:
+                check(part_schema, part)
+            check("ErrorResponse" if "error" in last else part_schema, last)
+    assert statuses[200] > WALKS / 3, statuses
+    assert statuses[400] > WALKS / 10, statuses
 
 
 BODY = {"model": "demo", "prompt": "x", "max_tokens": 3}

@@ -238,6 +238,7 @@ DOORS: Mapping[str, Door] = {
     "OpenAI models": http("/v1/models"),
     "OpenAI completions": http("/v1/completions", {"prompt": "x", "max_tokens": 2}),
     "OpenAI chat": http("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2}),
+    "OpenAI tokenize": http("/tokenize", {"prompt": "x"}),
     "HTTP repository": http("/v2/repository/index", {}),
 }
 GENERATING = (

@@ -46,7 +46,7 @@ class Chats:
         if (most := former if most is None else most) is not None:
             put(config, "stopping.max_tokens", "max_completion_tokens", most)
         _read_log_probs(fields, config.output, config)
-        item = router_pb.GenerateItem(chat=_conversation(requested))
+        item = router_pb.GenerateItem(chat=conversation(requested))
         return requested.wanted([item], config, is_large=is_large)
 
     def opening(self, choice: int) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def _read_log_probs(fields: Fields, output: pb.OutputConfig, config: pb.Generati
         put(config, "output.top_log_probs", "top_logprobs", top)
 
 
-def _conversation(requested: Requested) -> chat_pb2.Chat:
-    """Raises InvalidField or NoTokenizer."""
+def conversation(requested: Requested) -> chat_pb2.Chat:
+    """The conversation of a body. Raises InvalidField or NoTokenizer."""
     fields = requested.fields
     messages = [
         _message(f"messages[{number}]", message)

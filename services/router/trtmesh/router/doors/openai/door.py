@@ -28,6 +28,7 @@ from trtmesh.router.doors.openai.fields import TEXT, Fields
 from trtmesh.router.doors.openai.log_probs import TokenBytes
 from trtmesh.router.doors.openai.requested import Requested
 from trtmesh.router.doors.openai.served import ServedModels
+from trtmesh.router.doors.openai.texts import TextPaths
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -74,6 +75,7 @@ class OpenAi:
         router.add_post("/v1/embeddings", _refuse_embeddings)
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)
+        TextPaths(self._served, self._tokenizers).register(port)
         port.served["/v1/models"] = "the models and adapters"
         for endpoint in ENDPOINTS:
             router.add_post(endpoint.path, partial(self._generate, endpoint))

@@ -156,6 +156,7 @@ def read_config(fields: Fields) -> pb.GenerationConfig:
         put(config, "priority", "priority", -priority)
     _read_stops(fields, config.stopping)
     _read_format(fields, config)
+    _read_structure(fields, config.guided_decoding)
     _read_bias(fields, config.sampling)
     for name in WITHOUT_EFFECT:
         fields.take(name, ANY)
@@ -215,6 +216,32 @@ def _read_format(fields: Fields, config: pb.GenerationConfig) -> None:
             limit = "text, json_object or json_schema"
             raise InvalidField.of("response_format.type", kind, limit)
     told.refuse_rest()
+
+
+GUIDES = (
+    ("json", pb.GUIDE_TYPE_JSON_SCHEMA, Kind("a schema or its text", (dict, str))),
+    ("regex", pb.GUIDE_TYPE_REGEX, TEXT),
+    ("choice", pb.GUIDE_TYPE_CHOICE, LIST),
+    ("grammar", pb.GUIDE_TYPE_EBNF_GRAMMAR, TEXT),
+)
+"""Guides of vLLM's `structured_outputs`."""
+
+
+def _read_structure(fields: Fields, guide: pb.GuidedDecodingConfig) -> None:
+    """Has the answer follow a guide, as vLLM's clients say it."""
+    if (given := fields.take("structured_outputs", OBJECT)) is None:
+        return
+    told = Fields(given, "structured_outputs.")
+    guides = {kind: told.take(name, value) for name, kind, value in GUIDES}
+    asked = {kind: value for kind, value in guides.items() if value is not None}
+    is_json = told.take_flag("json_object")
+    told.refuse_rest()
+    if guide.guide_type or len(asked) + is_json != 1:
+        raise InvalidField("must be one guide, and the only one", field="structured_outputs")
+    guide.guide_type = pb.GUIDE_TYPE_JSON
+    for kind, value in asked.items():
+        guide.guide_type = kind
+        guide.guide = value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _read_bias(fields: Fields, sampling: pb.SamplingConfig) -> None:

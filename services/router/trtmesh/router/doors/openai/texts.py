@@ -1,0 +1,86 @@
+"""`/tokenize` and `/detokenize`, as vLLM and SGLang have them: texts and conversations to ids, and ids to texts."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from trtmesh.chassis.errors import PromptTooLong
+from trtmesh.chassis.fair.messages import ReceivedMessage
+from trtmesh.chassis.parsing import MAX_PROMPT_TOKENS
+from trtmesh.router.doors.http.answers import json_response
+from trtmesh.router.doors.http.bodies import Bodies, Body
+from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
+from trtmesh.router.doors.http.port import HttpPort
+from trtmesh.router.doors.openai.chat import conversation
+from trtmesh.router.doors.openai.errors import OpenAiForm, id_of, named
+from trtmesh.router.doors.openai.fields import BOOLEAN, LIST, TEXT, Fields, checked_ids
+from trtmesh.router.doors.openai.requested import Requested
+from trtmesh.router.doors.openai.served import ServedModels
+from trtmesh.router.tokenizers.decoding import TextOptions
+from trtmesh.router.tokenizers.pool import TokenizerPool
+from trtmesh.v1 import tokenizer_pb2 as pb
+
+Answer = Callable[[Requested], Awaitable[dict[str, Any]]]
+
+
+class TextPaths:
+    """The endpoints that run no model."""
+
+    def __init__(self, served: ServedModels, tokenizers: TokenizerPool) -> None:
+        self._served, self._tokenizers = served, tokenizers
+
+    def register(self, port: HttpPort) -> None:
+        """Adds the paths."""
+        for path, answer, told in (
+            ("/tokenize", self._tokenize, "a prompt or messages to token ids"),
+            ("/detokenize", self._detokenize, "token ids to a text"),
+        ):
+            port.error_forms[path[1:]] = OpenAiForm()
+            port.app.router.add_post(path, partial(self._serve, port.bodies, answer))
+            port.served[path] = told
+
+    async def _serve(self, bodies: Bodies, answer: Answer, request: web.Request) -> web.Response:
+        async def read(message: ReceivedMessage, body: Body) -> Requested:
+            parse = partial(parse_json, body, bodies.limits.most_json_bytes)
+            fields = Fields(await message.run(parse, JSON_COST))
+            served = self._served.find(fields.take("model", TEXT) or "")
+            return Requested(fields, served, id_of(request), self._tokenizers)
+
+        async with bodies.admitted(request, read) as requested:
+            return named(request, json_response(await answer(requested)))
+
+    async def _tokenize(self, requested: Requested) -> dict[str, Any]:
+        fields, model = requested.fields, requested.served.model
+        command = pb.EncodeCommand(max_token_ids=MAX_PROMPT_TOKENS)
+        special = fields.take("add_special_tokens", BOOLEAN)
+        if (text := fields.take("prompt", TEXT)) is None:
+            command.chat.CopyFrom(conversation(requested))
+            text = command.chat.messages
+        else:
+            command.text = text
+            command.add_special_tokens = special is not False
+        fields.refuse_rest()
+        self._tokenizers.check_size(model, text)
+        encoded = await self._tokenizers.encode(model, command)
+        if count := encoded.omitted_token_ids:
+            raise PromptTooLong(
+                f"has {count} tokens or more, but a prompt has at most {MAX_PROMPT_TOKENS}",
+                field="text",
+            )
+        token_ids = list(encoded.token_ids)
+        described = self._served.describe(requested.served)
+        return {
+            "count": len(token_ids),
+            "max_model_len": described.get("max_model_len"),
+            "tokens": token_ids,
+        }
+
+    async def _detokenize(self, requested: Requested) -> dict[str, Any]:
+        ids = checked_ids("tokens", requested.fields.need("tokens", LIST))
+        requested.fields.refuse_rest()
+        options = TextOptions(skip_special_tokens=False)
+        model = requested.served.model
+        return {"prompt": await self._tokenizers.decode(model, ids, options)}

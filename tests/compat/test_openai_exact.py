@@ -1,0 +1,142 @@
+"""One request by the native, the KServe and the OpenAI door has equal tokens, texts and log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from compat.openai_schemas import check
+from compat.plain_http import PlainHttp
+from compat.test_openai import CHAT, COMPLETIONS, parts_of
+from e2e.mesh import DEMO, INSIDE, Mesh, running_mesh
+from trtmesh.client import chat_item
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TORCH = ("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
+PROMPT = "def load_json(path):"
+TALK = [{"role": "user", "content": "Load a file of JSON."}]
+NEARLY = 1e-4
+"""Prompts with cached blocks are computed in other batches."""
+DRAWS: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "top_p": 0.95, "seed": 7}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}},
+}
+SCHEMA |= {"required": ["name"], "additionalProperties": False}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    """A torch engine, and a router with the tokenizer inside."""
+
+    async def start(mesh: Mesh) -> None:
+        await mesh.start_engine(*TORCH)
+        await mesh.start_router(env=INSIDE)
+        await mesh.ready(1, 1)
+
+    async with running_mesh(start=start) as mesh:
+        yield mesh
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(mesh: Mesh) -> AsyncIterator[PlainHttp]:
+    async with PlainHttp(mesh.router.http_address) as http:
+        yield http
+
+
+async def test_three_doors_say_the_same(mesh: Mesh, http: PlainHttp) -> None:
+    (item,) = await mesh.client.complete([PROMPT], log_probs=True, top_log_probs=2, **DRAWS)
+    native = item.sequences[0]
+    body = {"prompt": PROMPT, "logprobs": 2, "return_token_ids": True, **DRAWS}
+    whole = (await http.post(COMPLETIONS, body)).json
+    check("CreateCompletionResponse", whole)
+    choice = whole["choices"][0]
+    assert (choice["text"], choice["token_ids"]) == (native.text, list(native.token_ids))
+    found = choice["logprobs"]
+    assert found["token_logprobs"] == pytest.approx(native.log_probs, abs=NEARLY)
+    assert "".join(found["tokens"]) == native.text
+    ends = [*found["text_offset"][1:], len(native.text)]
+    pieces = zip(found["text_offset"], ends, strict=True)
+    assert [native.text[start:end] for start, end in pieces] == found["tokens"]
+    parts = parts_of(await http.post(COMPLETIONS, body | {"stream": True}))
+    told = [part["choices"][0]["logprobs"] for part in parts]
+    for name in found:
+        assert [value for each in told if each for value in each[name]] == found[name]
+    triton = {"text_input": PROMPT, "return_log_probs": True, **DRAWS}
+    reply = (await http.post("/v2/models/ensemble/generate", triton)).json
+    assert reply["text_output"].removeprefix(PROMPT) == native.text
+    assert reply["output_log_probs"] == pytest.approx(found["token_logprobs"], abs=NEARLY)
+
+
+async def test_chat_has_log_probabilities_with_bytes(mesh: Mesh, http: PlainHttp) -> None:
+    (item,) = await mesh.client.complete([chat_item(TALK)], log_probs=True, **DRAWS)
+    body = {"messages": TALK, "logprobs": True, "top_logprobs": 3, **DRAWS}
+    whole = (await http.post(CHAT, body)).json
+    check("CreateChatCompletionResponse", whole)
+    choice = whole["choices"][0]
+    assert choice["message"]["content"] == item.text
+    content = choice["logprobs"]["content"]
+    assert [each["logprob"] for each in content] == pytest.approx(
+        item.sequences[0].log_probs, abs=NEARLY
+    )
+    assert b"".join(bytes(each["bytes"]) for each in content).decode() == item.text
+    assert {len(each["top_logprobs"]) for each in content} == {3}
+    parts = parts_of(
+        await http.post(CHAT, body | {"stream": True, "return_tokens_as_token_ids": True})
+    )
+    for part in parts:
+        check("CreateChatCompletionStreamResponse", part)
+    streamed = [p["choices"][0]["logprobs"] for p in parts]
+    told = [each for found in streamed if found for each in found["content"]]
+    assert [each["bytes"] for each in told] == [each["bytes"] for each in content]
+    assert [each["token"] for each in told] == [
+        f"token_id:{i}" for i in item.sequences[0].token_ids
+    ]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"regex": "[0-9]{3}"}},
+    ],
+)
+async def test_answer_follows_the_guide(http: PlainHttp, asked: dict[str, Any]) -> None:
+    body = {"messages": TALK, "max_tokens": 120, "seed": 3, "temperature": 0.5, **asked}
+    replies = [await http.post(CHAT, body), await http.post(CHAT, body | {"stream": True})]
+    text = replies[0].json["choices"][0]["message"]["content"]
+    deltas = [part["choices"][0]["delta"] for part in parts_of(replies[1])]
+    assert "".join(delta.get("content", "") for delta in deltas) == text
+    if "choice" in asked.get("structured_outputs", {}):
+        assert text in ("yes", "no")
+    elif "regex" in asked.get("structured_outputs", {}):
+        assert len(text) == 3
+        assert text.isdecimal()
+    elif replies[0].json["choices"][0]["finish_reason"] == "stop":
+        assert isinstance(json.loads(text), dict)
+    else:
+        assert text.lstrip().startswith("{")
+
+
+async def test_bias_bans_and_stops(http: PlainHttp) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    (first, *_) = (await http.post(COMPLETIONS, body)).json["choices"][0]["token_ids"]
+    biased = (await http.post(COMPLETIONS, body | {"logit_bias": {str(first): -100}})).json
+    assert first not in biased["choices"][0]["token_ids"]
+    stopped = (await http.post(COMPLETIONS, body | {"stop_token_ids": [first]})).json["choices"][0]
+    assert (stopped["finish_reason"], len(stopped["token_ids"])) == ("stop", 1)
+    for wrong in ({}, {"regex": "("}, {"regex": "a", "choice": ["a"]}):
+        reply = await http.post(COMPLETIONS, body | {"structured_outputs": wrong})
+        assert reply.status == 400
