@@ -278,6 +278,7 @@ SMALL_IDEAS = {
     "engine.backends.torch.cuda.invariant_device": "a device, like its neighbour",
     "engine.backends.torch.cuda.kernels.block_copies": "a kernel, like its neighbours",
     "engine.backends.torch.devices": "a device's name, before CUDA is used",
+    "engine.backends.torch.drafts.patience": "a thread that may hang",
     "engine.backends.torch.fields": "what requests may set",
     "engine.backends.torch.model.rope": "what would couple the requests of a batch",
     "engine.backends.torch.sampling.rejection": "a rule with the reasons why it is right",

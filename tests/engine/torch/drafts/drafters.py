@@ -19,6 +19,7 @@ class Knowing:
     """Knows the tokens to come, and tells each with probability `right`, else any number."""
 
     is_free = False
+    seconds_apart = 0.0
 
     def __init__(self, known: Known, right: float = 1.0, seed: int = 0) -> None:
         self.known = known

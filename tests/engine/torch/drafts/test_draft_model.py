@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -14,7 +16,10 @@ from oracle import tiny_models
 from transformers import AutoModelForCausalLM
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.cpu.device import ORDERING
+from trtmesh.engine.backends.torch.drafts import drafting
+from trtmesh.engine.backends.torch.drafts.drafter import Wish
 from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
+from trtmesh.engine.backends.torch.drafts.patience import PatientDrafter
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
@@ -55,8 +60,10 @@ async def test_a_model_that_drafts_for_itself_is_always_right(llama: Path) -> No
         # Almost five tokens a step.
         assert counts.drafts < len(CONFIGS) * (NEW // 5 + 3)
         drafter: Any = engine.backend._loaded.engine.drafting
-        assert not drafter.drafter._shadows
-        assert len(drafter.drafter._free) == engine.info.total_blocks
+        # After the ends of all sequences.
+        drafter.drafter.propose(())
+        assert not drafter.drafter.drafter._shadows
+        assert len(drafter.drafter.drafter._free) == engine.info.total_blocks
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
@@ -110,6 +117,52 @@ async def test_another_model_with_few_blocks_changes_nothing(llama: Path, tmp_pa
         assert stats.preemptions
         assert stats.draft_tokens > stats.accepted_draft_tokens
         assert not stats.draft_failures
+
+
+async def test_both_models_share_the_memory_for_kv(llama: Path) -> None:
+    async with running(llama, kv_cache_bytes=2**20) as engine:
+        alone = engine.info.total_blocks
+    async with running(llama, kv_cache_bytes=2**20, drafts="model", draft_model=llama) as engine:
+        assert engine.info.total_blocks == alone // 2
+
+
+class Hanging:
+    """Implements Drafter: hangs until told to go on."""
+
+    is_free = False
+    seconds_apart = 0.0
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.go_on = Event()
+
+    def propose(self, wishes: Sequence[Wish]) -> list[list[int]]:
+        self.asked += 1
+        self.go_on.wait(60)
+        return [[1]] * len(wishes)
+
+    def forget(self, sequence: Any) -> None:
+        """Nothing is kept."""
+
+
+async def test_steps_do_not_wait_for_a_drafter_that_hangs(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "PAUSE_STEPS", 3)
+    config = configure(max_tokens=NEW, ignore_end_id=True)
+    prompts = tiny_models.prompts(2)
+    async with running(llama) as engine:
+        alone = await engine.run(prompts, config)
+    async with running(llama, drafts="ngram") as engine:
+        hanging = Hanging()
+        draft(engine, PatientDrafter(hanging, seconds=0.01), FixedLengths(2))
+        assert await engine.run(prompts, config) == alone
+        assert (hanging.asked, engine.backend.stats().draft_failures) == (1, 1)
+        hanging.go_on.set()
+        assert await engine.run(prompts, config) == alone
+        stats = engine.backend.stats()
+        assert stats.draft_tokens
+        assert stats.draft_failures == 1
 
 
 async def test_another_tokenizer_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from trtmesh.engine.backends.torch.drafts.drafting import Drafting
 from trtmesh.engine.backends.torch.drafts.finished_texts import FinishedTexts
 from trtmesh.engine.backends.torch.drafts.given_logits import DraftLogits
 from trtmesh.engine.backends.torch.drafts.lengths import AdaptiveLengths
+from trtmesh.engine.backends.torch.drafts.patience import PatientDrafter
 from trtmesh.engine.backends.torch.drafts.prompt_lookup import PromptLookup
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
@@ -68,6 +69,7 @@ LESS_MODEL = "engine.torch.adapters.max_batch_adapters, or take another device, 
 LESS_CACHE = (
     "engine.torch.kv_cache.tokens, bytes or free_memory_fraction, or engine.torch.host_cache.bytes"
 )
+LESS_DRAFTER = "engine.torch.draft_model, or take a smaller one"
 LAYERS_PER_PART = 4
 """Layers of KV that a handoff to another worker transfers at once, while later layers are computed."""
 ALL_ROLES = (epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE)
@@ -140,6 +142,8 @@ class _Installed:
     cache: KvCache
     is_independent: bool
     """Whether the KV of a token does not depend on a setting."""
+    draft_model: Model | None
+    """Beside the other, with as many blocks for its KV."""
 
 
 def _install(
@@ -160,8 +164,12 @@ def _install(
             room=_room(settings, device),
             divide=partial(divide, place=group.place) if group else None,
         )
+    draft_model = None
+    if settings.draft_model is not None and _may_draft(settings, device):
+        # Before the cache is sized, which leaves room for it.
+        draft_model = _read_draft_model(model_dir, settings.draft_model, dtype, device)
     with fitting("a step", LESS_STEP):
-        sizes = size(settings, model, device)
+        sizes = size(settings, model, device, draft_model)
     if group:
         # Ranks have the same blocks, also where the memory of their devices differs.
         sizes = Sizes(*group.least(astuple(sizes)))
@@ -173,7 +181,7 @@ def _install(
     blocks = f"a KV cache of {sizes.blocks} blocks, and {sizes.host_blocks} on the host,"
     with fitting(blocks, LESS_CACHE):
         cache = _cache(settings.kv_cache, model, sizes, device)
-    return _Installed(model, device, sizes, cache, is_independent)
+    return _Installed(model, device, sizes, cache, is_independent, draft_model)
 
 
 def _engine(
@@ -269,7 +277,7 @@ def _drafting(settings: TorchSettings, installed: _Installed, info: BackendInfo)
     elif settings.drafts == "suffix":
         drafter = FinishedTexts()
     elif settings.draft_model is not None:
-        drafter = _draft_model(settings.draft_model, settings, installed, info)
+        drafter = PatientDrafter(_draft_model(installed, settings, info))
     return Drafting(
         drafter,
         AdaptiveLengths(),
@@ -278,20 +286,24 @@ def _drafting(settings: TorchSettings, installed: _Installed, info: BackendInfo)
     )
 
 
-def _draft_model(
-    model_dir: Path, settings: TorchSettings, installed: _Installed, info: BackendInfo
-) -> DraftModel:
-    """A second model beside the other, with as many blocks for its KV."""
-    name, device = model_dir.resolve().name, installed.device
-    tell_progress(f"reads the weights of {name}, {weight_bytes(model_dir) / 1e6:.0f} MB")
-    if _tokenizer_fingerprint(model_dir) != info.tokenizer_fingerprint:
+def _read_draft_model(
+    model_dir: Path, drafter_dir: Path, dtype: torch.dtype | None, device: Device
+) -> Model:
+    name = drafter_dir.resolve().name
+    tell_progress(f"reads the weights of {name}, {weight_bytes(drafter_dir) / 1e6:.0f} MB")
+    if _tokenizer_fingerprint(drafter_dir) != _tokenizer_fingerprint(model_dir):
         raise ModelUnusable(
-            f"is {name}, which has another tokenizer than {info.model}",
+            f"is {name}, which has another tokenizer than {model_dir.resolve().name}",
             setting="engine.torch.draft_model",
         )
-    dtype = device.default_dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    with fitting("the model for drafts", "engine.torch.draft_model, or take a smaller one"):
-        model = load_model(model_dir, dtype, device.name, device.fit)
+    with fitting("the model for drafts", LESS_DRAFTER):
+        return load_model(drafter_dir, dtype, device.name, device.fit)
+
+
+def _draft_model(installed: _Installed, settings: TorchSettings, info: BackendInfo) -> DraftModel:
+    model, device = installed.draft_model, installed.device
+    assert model
+    with fitting("the KV of the model for drafts", f"{LESS_DRAFTER}, or lower {LESS_CACHE}"):
         most = min(info.max_sequence_tokens, model.max_positions)
         freeze_rope(model.module, most)
         check_model(model, device)
@@ -519,8 +531,10 @@ class Sizes:
     max_sequence_tokens: int
 
 
-def size(settings: TorchSettings, model: Model, device: Device) -> Sizes:
-    """Raises ModelUnusable where the settings do not fit the model."""
+def size(
+    settings: TorchSettings, model: Model, device: Device, draft_model: Model | None = None
+) -> Sizes:
+    """The memory for KV is that of both models. Raises ModelUnusable where the settings do not fit the model."""
     most, tokens_per_block = settings.limits.max_sequence_tokens, settings.kv_cache.tokens_per_block
     longest = most or model.max_positions
     if longest > model.max_positions:
@@ -529,7 +543,8 @@ def size(settings: TorchSettings, model: Model, device: Device) -> Sizes:
             setting="engine.torch.limits.max_sequence_tokens",
         )
     token_bytes = model.kv_shape.bytes_per_token(model.dtype)
-    tokens = _tokens(settings, token_bytes, longest, model, device)
+    drafter_bytes = draft_model.kv_shape.bytes_per_token(draft_model.dtype) if draft_model else 0
+    tokens = _tokens(settings, token_bytes + drafter_bytes, longest, model, device)
     blocks = tokens // tokens_per_block
     if not blocks:
         raise ModelUnusable(

@@ -28,6 +28,7 @@ class DraftModel:
     """Implements Drafter."""
 
     is_free = False
+    seconds_apart = 0.0
 
     def __init__(
         self,

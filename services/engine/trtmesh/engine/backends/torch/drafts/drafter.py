@@ -16,6 +16,8 @@ class Drafter(Protocol):
 
     is_free: bool
     """Whether a guess costs so little that one is made for every token, verified or not, to learn how many hold."""
+    seconds_apart: float
+    """CPU time of other threads for all guesses so far."""
 
     def propose(self, wishes: SequenceOf[Wish]) -> SequenceOf[SequenceOf[int]]:
         """Returns the drafts of each sequence, none where it has no guess. An exception is no drafts for a while."""

@@ -190,7 +190,9 @@ class Drafting:
             self._paused_steps -= 1
         elif asking and self.drafter:
             places, followings, sequences, mosts = zip(*asking, strict=True)
+            before = self.drafter.seconds_apart
             found, is_typical = self._found(self.drafter, followings, sequences, mosts, rows)
+            step.started -= self.drafter.seconds_apart - before
             if not is_typical:
                 step.rows = 0
             for place, guess in zip(places, found, strict=True):

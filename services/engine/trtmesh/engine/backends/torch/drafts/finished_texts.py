@@ -30,6 +30,7 @@ class FinishedTexts:
     """Implements Drafter."""
 
     is_free = True
+    seconds_apart = 0.0
 
     def __init__(self) -> None:
         self._own = PromptLookup()

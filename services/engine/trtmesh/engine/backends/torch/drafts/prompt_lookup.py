@@ -27,6 +27,7 @@ class PromptLookup:
     """Implements Drafter by the sequence itself."""
 
     is_free = True
+    seconds_apart = 0.0
 
     def __init__(self) -> None:
         self._indexes: dict[int, SuffixIndex] = {}
