@@ -40,7 +40,7 @@ def test_commands_stand_in_groups_with_examples() -> None:
     ("words", "meant"),
     [
         (("serve",), "trtmesh up --model DIR"),
-        (("chat", "hi"), "trtmesh generate PROMPT"),
+        (("complete", "hi"), "trtmesh generate PROMPT"),
         (("genrate", "hi"), "trtmesh generate"),
         (("up", "models/demo"), "--model models/demo"),
         (("up", "--engines", "2", "models/demo"), "--model models/demo"),

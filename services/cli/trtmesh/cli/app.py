@@ -25,7 +25,7 @@ trtmesh COMMAND --help"""
 
 MEANT = {
     **dict.fromkeys(("serve", "server", "start", "run", "launch"), "up --model DIR"),
-    **dict.fromkeys(("chat", "complete", "completion", "infer", "prompt"), "generate PROMPT"),
+    **dict.fromkeys(("complete", "completion", "infer", "prompt"), "generate PROMPT"),
     **dict.fromkeys(("stop", "cancel"), "requests stop REQUEST_ID"),
     **dict.fromkeys(("add", "drain", "list", "ps"), "workers --help"),
     **dict.fromkeys(("lora", "adapter"), "adapters --help"),
@@ -61,6 +61,11 @@ COMMANDS = (
         StackCommand,
     ),
     LazyCommand("trtmesh.cli.generate:generate", "Stream completions of PROMPTS.", USE),
+    LazyCommand(
+        "trtmesh.cli.chat:chat",
+        "Talk with a model. Each line is a message; its answer is streamed, and the model sees both from then on.",
+        USE,
+    ),
     LazyCommand("trtmesh.cli.fleet:status", "Show the router's workers and tokenizers.", OPERATE),
     LazyCommand(
         "trtmesh.cli.top:top",
