@@ -37,7 +37,7 @@ ENGINE = (
     *("--simulated-vocabulary-end-probability", "0"),
 )
 PROMPT = ["an adapter changes what follows"]
-TOKENS = 60
+TOKENS = 40
 STEADY = 9
 """Number of an adapter that is always in use."""
 

@@ -10,9 +10,9 @@ from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """Two routers and two simulated engines, shared by read-only tests."""
+    """Two routers and two simulated engines, shared by read-only tests. In a session they would idle for long."""
     with running_stack("--engines", "2", "--routers", "2", "--port", "0") as running:
         running.wait_ready()
         yield running

@@ -12,7 +12,11 @@ import pytest_asyncio
 from compat.triton import Triton
 from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, router_before, running_mesh
 
-FLAGS = (*SIMULATED, *WIDE_TOKENS, "--simulated-limits-max-sequence-tokens", "8192")
+FLAGS = (
+    *(*SIMULATED, *WIDE_TOKENS, "--simulated-limits-max-sequence-tokens", "8192"),
+    # It idles until the end of the session.
+    *("--load-interval-seconds", "0.1"),
+)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -168,7 +168,7 @@ async def test_every_answer_is_json_and_no_5xx(router: ServiceProcess) -> None:
     connection = HTTPConnection(host, int(port), timeout=60)
     before = len(router.stderr)
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from([GENERATE, INFER, GENERATE + "_stream", "/v2/logging"]), RAW, st.data())
     def fuzz(path: str, body: bytes, data: Any) -> None:
         if data.draw(st.booleans()) and body:

@@ -23,7 +23,7 @@ from trtmesh.chassis.grpc.client import ClientConnection, Method, connected
 from trtmesh.chassis.http2.frames import ACK, PREFACE, FrameType, frame
 from trtmesh.chassis.http2.frames import settings as settings_frame
 
-EXAMPLES = 400
+EXAMPLES = 150
 PATIENCE_SECONDS = 60.0
 QUESTION = b"fuzzing?"
 PING = frame(FrameType.PING, 0, 0, QUESTION)

@@ -36,7 +36,7 @@ def test_tensors_are_those_of_the_library() -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, 500), st.integers(0, 255))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_spoiled_files_are_refused_or_equal_to_the_library(
     tail: bytes, position: int, value: int
 ) -> None:

@@ -309,4 +309,4 @@ class Handoffs(RuleBasedStateMachine):
 
 
 TestHandoffs = Handoffs.TestCase
-TestHandoffs.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestHandoffs.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

@@ -20,7 +20,7 @@ from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 Family = tuple[Tokenizer, Detokenizer]
 FAMILIES = ("byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "word_piece")
 PROPERTY = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 STOPS = ["e", " the", "quick b", "�", "界", "\n\n", "ö", "##"]
 

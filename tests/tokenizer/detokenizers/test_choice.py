@@ -27,7 +27,7 @@ from trtmesh.tokenizer.detokenizers.pieces import PieceDetokenizer
 Family = tuple[Tokenizer, Detokenizer]
 
 SAME_FAMILY_EACH_TIME = settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -34,7 +34,7 @@ def text_of(decoder: TextDecoder, ids: list[int]) -> str:
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     first=st.sampled_from(CORPUS),
