@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import Draining, InvalidField, SlowClient
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import PerfMetrics, PromptDetails, SequenceStart, TokenDetails
+from trtmesh.engine.service import event_outbox
 from trtmesh.engine.service.event_outbox import (
     MAX_ANSWERS,
     MAX_KV_EVENTS,
@@ -211,6 +216,47 @@ def test_only_steps_need_credit() -> None:
     assert response.events[0].step.ends[0].handle == 2
     with pytest.raises(Draining):
         outbox.check_open()
+
+
+class Told:
+    """A sink with room, which notes the kinds of events in each message."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[str | None]] = []
+
+    def write_now(self, message: epb.EngineServiceConnectResponse) -> bool:
+        self.messages.append([event.WhichOneof("event") for event in message.events])
+        return True
+
+    async def write(self, message: epb.EngineServiceConnectResponse) -> None:
+        self.write_now(message)
+
+
+async def test_load_goes_with_a_step_but_for_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_outbox, "LOAD_SECONDS", 0.01)
+    outbox, told = EventOutbox(100, EngineMetrics()), Told()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(outbox.forward(told))
+        load, step = outbox.put_load, outbox.put_step
+        puts: list[tuple[Callable[[], None], list[list[str]]]] = [
+            (partial(load, epb.Load()), [["load"]]),
+            (partial(step, StepPart(1, [7], [0], [1], [1])), [["step"]]),
+            (partial(load, epb.Load()), []),
+            (partial(step, StepPart(2, [7], [1], [1], [1])), [["step", "load"]]),
+            (partial(load, epb.Load(draining=True)), [["load"]]),
+        ]
+        for put, messages in puts:
+            put()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert told.messages == messages
+            told.messages.clear()
+        outbox.put_step(StepPart(3, [7], [2], [1], [1]))
+        await asyncio.sleep(0)
+        outbox.put_load(epb.Load(draining=True))
+        await asyncio.sleep(0.1)
+        assert told.messages == [["step"], ["load"]]
+        outbox.finish(FAREWELL)
 
 
 def test_acknowledgement_of_unsent_steps_is_refused() -> None:

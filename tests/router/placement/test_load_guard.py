@@ -383,23 +383,28 @@ def test_waiting_is_for_prompts_and_for_places_in_the_batch() -> None:
     typical = Typical(prefill_rate=1000, step=Line(0.01, 0.0, 1.0), new_tokens=100)
     tested = guard()
     tested.book(500, 1, 0.0)
-    assert tested.wait_seconds(typical, max_batch_size=4) == pytest.approx(0.5)
+    assert tested.figures(typical, 4, 0, 0.0)["wait_seconds"] == pytest.approx(0.5)
     for _ in range(4):
         tested.book(0, 1, 0.0)
     # Two beyond the batch of four; each waits for a quarter of 100 tokens of 10 ms.
-    assert tested.wait_seconds(typical, max_batch_size=4) == pytest.approx(0.5 + 2 / 4)
+    waits = tested.figures(typical, 4, 0, 0.0)["wait_seconds"]
+    assert waits == pytest.approx(0.5 + 2 / 4)
 
 
 def test_noise_does_not_separate_equal_workers() -> None:
+    def prefill_seconds(guard: LoadGuard, typical: Typical) -> float:
+        seconds: float = guard.figures(typical, 0, 0, 0.0)["prefill_seconds"]
+        return seconds
+
     guards = [guard() for _ in range(4)]
     for number, each in enumerate(guards[:3]):
         each.rates.prefill_rate.add(1000 + 50 * number)
     typical = typical_of([each.rates for each in guards], None)
-    assert {each.prefill_seconds(typical) for each in guards} == {typical.prefill_seconds}
+    assert {prefill_seconds(each, typical) for each in guards} == {typical.prefill_seconds}
     guards[3].rates.prefill_rate.add(4000)
-    assert guards[3].prefill_seconds(typical) == pytest.approx(1 / 4000)
+    assert prefill_seconds(guards[3], typical) == pytest.approx(1 / 4000)
     # One known rate must not attract all items while the fleet's is unknown.
-    assert guards[3].prefill_seconds(Typical()) == Typical().prefill_seconds
+    assert prefill_seconds(guards[3], Typical()) == Typical().prefill_seconds
 
 
 def test_slow_start_ends() -> None:

@@ -1,4 +1,4 @@
-"""Waits for several tasks without leaving any behind."""
+"""Waits for several tasks without leaving any behind, and for the next tick of what is periodic."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ async def until_first_ends(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any
 async def until_all_end(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
     """Waits until all end. After an error cancels the others, waits for their end and raises it."""
     await _until(asyncio.FIRST_EXCEPTION, waits)
+
+
+async def next_tick(seconds: float) -> None:
+    """Sleeps until a multiple of `seconds` on the clock of the event loop: what is periodic in a process wakes it
+    together, and each wake of an idle process costs more than most of what is then done."""
+    left = seconds - asyncio.get_running_loop().time() % seconds
+    # Timers may end a little early.
+    await asyncio.sleep(left if left > seconds / 2 else left + seconds)
 
 
 async def _until(end: str, waits: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any]]) -> None:

@@ -21,6 +21,7 @@ from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.metrics import GAUGE, Row
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
+from trtmesh.chassis.tasks import next_tick
 from trtmesh.chassis.tls.certificates import HTTP_1_1
 from trtmesh.chassis.tls.client import H2, PeerTls, plain_text
 from trtmesh.kserve import grpc_service_pb2
@@ -376,7 +377,7 @@ class Router:
             self._handoffs.tick(asyncio.get_running_loop().time())
             self._requests.end_slow_clients()
             self._forget_replicas()
-            await asyncio.sleep(WATCH_SECONDS)
+            await next_tick(WATCH_SECONDS)
 
     async def _tell_health(self) -> None:
         health = self._runtime.health

@@ -296,7 +296,8 @@ class FrameWriter:
 
     def _headers(self, flags: int, stream: SendStream, block: bytes) -> bytes:
         block = self._block_prefix + block
-        return frame(FrameType.HEADERS, END_HEADERS | flags, stream.stream_id, block)
+        length_and_type = len(block) << 8 | FrameType.HEADERS
+        return _pack_header(length_and_type, END_HEADERS | flags, stream.stream_id) + block
 
     def _pump(self) -> None:
         """Sends unsent data, a frame of each stream in turn."""

@@ -26,6 +26,7 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
 from trtmesh.chassis.service import Runtime
+from trtmesh.chassis.tasks import next_tick
 from trtmesh.engine.backend import (
     Backend,
     BackendInfo,
@@ -302,7 +303,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                     await self._runtime.health.unwell("progress", problem)
                 else:
                     await self._runtime.health.well("progress")
-                await asyncio.sleep(self._settings.load_interval_seconds)
+                await next_tick(self._settings.load_interval_seconds)
         except Exception as error:  # noqa: BLE001
             # Broad on purpose: without this task a working worker would look dead.
             self._fail(error)

@@ -253,6 +253,9 @@ MERGED_TOKENS = 2**16
 MAX_KV_EVENTS = 8192
 """More waiting events are dropped; the gap in the sequence numbers makes the router ask for a snapshot."""
 
+LOAD_SECONDS = 0.05
+"""Longest wait of a load for a step that takes it along. A message more costs both sides a wake."""
+
 MAX_ANSWERS = 4096
 """A router with more unread answers is cut off."""
 
@@ -292,6 +295,10 @@ class EventOutbox(Forwarder[epb.EngineServiceConnectResponse]):
         self._kv_epoch = 0
         self._kv_first_sequence = 0
         self._load: epb.Load | None = None
+        self._load_state = (False, epb.WORKER_ROLE_UNSPECIFIED)
+        """Of the latest load: whether the worker drains, and its role."""
+        self._steps_at_load = 0
+        """Steps sent until the latest load."""
 
     @property
     def unacknowledged_steps(self) -> int:
@@ -324,8 +331,19 @@ class EventOutbox(Forwarder[epb.EngineServiceConnectResponse]):
         self.wake()
 
     def put_load(self, load: epb.Load) -> None:
+        """Lets a load wait for the next step, if steps go, and nothing changed that the router acts on at once."""
         self._load = load
-        self.wake()
+        before, self._load_state = self._load_state, (load.draining, load.role)
+        flowing = self._sent_steps > self._steps_at_load
+        self._steps_at_load = self._sent_steps
+        if flowing and self._sink is not None and before == self._load_state:
+            self._loop.call_later(LOAD_SECONDS, self._tell_load)
+        else:
+            self.wake()
+
+    def _tell_load(self) -> None:
+        if self._load is not None:
+            self.wake()
 
     def put_answer(self, event: epb.EngineEvent) -> None:
         """Raises SlowClient when too many answers wait."""

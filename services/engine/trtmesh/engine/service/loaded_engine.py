@@ -83,7 +83,7 @@ class LoadedEngine:
 def _resident_bytes() -> int:
     """Resident memory of this process; 0 where the system has no Linux procfs."""
     try:
-        _, resident, *_ = STATM.read_text().split()
+        _, resident, *_ = STATM.read_bytes().split()
     except OSError:
         return 0
     return int(resident) * resource.getpagesize()

@@ -25,6 +25,7 @@ from trtmesh.chassis.errors import (
     Unsupported,
 )
 from trtmesh.chassis.peft_adapter import check_content
+from trtmesh.chassis.tasks import next_tick
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
 from trtmesh.router.adapters.assembly import check_size
 from trtmesh.router.adapters.contents import Contents, FetchContent
@@ -481,7 +482,7 @@ class Adapters:
         """Follows the registry's file, until cancelled."""
         rounds = 0
         while True:
-            await asyncio.sleep(WATCH_SECONDS)
+            await next_tick(WATCH_SECONDS)
             await self.refresh()
             rounds += 1
             if rounds % SWEEP_ROUNDS == 0:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from trtmesh.chassis.errors import SettingsError, Unauthenticated
 from trtmesh.chassis.resting_file import RestingFile
 from trtmesh.chassis.settings import Settings
+from trtmesh.chassis.tasks import next_tick
 from trtmesh.router.callers.identity import ANONYMOUS, Identity
 from trtmesh.router.callers.key_file import ListedKey, digest_of, read_keys
 from trtmesh.router.callers.limits import RateLimit
@@ -126,7 +127,7 @@ class Callers:
         if self._resting is None:
             return
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await next_tick(LOOK_SECONDS)
             # Half of a file that is being written would revoke keys.
             if await asyncio.to_thread(self._resting.is_due):
                 await self._read_again(self._resting.path)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from trtmesh.chassis.errors import AdaptersFull, TrtmeshError
+from trtmesh.chassis.tasks import next_tick
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.adapters.registry import Key, VersionKey
 from trtmesh.router.fleet.fleet import Fleet
@@ -65,7 +66,7 @@ class Pins:
         try:
             while True:
                 self._look()
-                await asyncio.sleep(ROUND_SECONDS)
+                await next_tick(ROUND_SECONDS)
         finally:
             for task in self._deliveries.values():
                 task.cancel()

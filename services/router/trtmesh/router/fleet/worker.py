@@ -20,7 +20,7 @@ from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.client import Call, Connection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
-from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.chassis.tasks import next_tick, until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
@@ -479,7 +479,7 @@ class Worker(Replica):
     async def _watch(self) -> None:
         """Detects a worker without progress, and the recovery."""
         while True:
-            await asyncio.sleep(TICK_SECONDS)
+            await next_tick(TICK_SECONDS)
             self._judge(self._liveness.tick())
             if self.state is not ReplicaState.STALLED:
                 self._assignments.look(round(self._deadlines.queue_seconds / TICK_SECONDS))

@@ -18,7 +18,7 @@ from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.client import Connection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
-from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.chassis.tasks import next_tick, until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.contract import (
     FIRST_REST_SECONDS,
@@ -213,7 +213,7 @@ class Replica(ABC):
 
     async def _watch_silence(self) -> None:
         while True:
-            await asyncio.sleep(self._lost_seconds / SILENCE_CHECKS)
+            await next_tick(self._lost_seconds / SILENCE_CHECKS)
             # Counted, not timed: whatever arrived while this process stood still is read before the next check.
             self._silent_checks += self.expecting
             if self._silent_checks > SILENCE_CHECKS:

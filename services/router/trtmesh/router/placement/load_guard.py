@@ -66,11 +66,11 @@ class Breaker:
 
     def is_open(self, now: float) -> bool:
         """Whether the worker rests or has a probe already."""
-        return not self.closed and (now < self._open_until or self._probing)
+        return self.faults >= FAULTS_TO_OPEN and (now < self._open_until or self._probing)
 
     def dispatched(self, now: float) -> None:
         """An item was dispatched; in the half-open state as the probe."""
-        if not self.closed and now >= self._open_until:
+        if self.faults >= FAULTS_TO_OPEN and now >= self._open_until:
             self._probing = True
 
     def succeeded(self) -> None:
@@ -153,7 +153,8 @@ class Booking:
             self._waiting = False
             seconds = now - self._booked_at if self._idle_before else None
             self._guard._on_started(self, seconds)
-            self._tell_computed()
+            if self.when_computed:
+                self._tell_computed()
 
     def submitted(self, now: float) -> None:
         """The worker gets the sequences: what came before, as the load of an adapter, is not the prompt's time."""
@@ -170,14 +171,13 @@ class Booking:
             self._guard._on_left(self, waiting=waiting, last=last)
             if waiting:
                 self._guard._on_ended_early(error, now)
-            if last:
+            if last and self.when_computed:
                 self._tell_computed()
 
     def _tell_computed(self) -> None:
-        if self.when_computed:
-            told, self.when_computed = self.when_computed, []
-            for tell in told:
-                tell()
+        told, self.when_computed = self.when_computed, []
+        for tell in told:
+            tell()
 
     def release(self, now: float, error: TrtmeshError | None = None) -> None:
         """Releases all remaining sequences. Later calls do nothing."""
@@ -338,13 +338,21 @@ class LoadGuard:
         self, typical: Typical, max_batch_size: int, kv_token_bytes: int, now: float
     ) -> dict[str, Any]:
         """The fields of a worker's snapshot known to this guard, in one call: a placement reads every worker."""
-        sequences = self.booked_sequences + self._foreign_sequences
+        rates, sequences = self.rates, self.booked_sequences + self._foreign_sequences
+        prefill_seconds = typical.prefill_seconds * rates.relative_prefill(typical)
+        step_seconds = typical.step_seconds(sequences + 1, self.adapters.rank)
+        step_seconds *= rates.relative_step(typical)
+        # Until another prompt starts: the queued prompts, and the end of sequences beyond the batch size.
+        wait = (self.booked_prompt_tokens + self._foreign_prompt_tokens) * prefill_seconds
+        excess = sequences + 1 - max_batch_size
+        if max_batch_size and excess > 0:
+            wait += excess / max_batch_size * typical.new_tokens * step_seconds
         return {
             "adapters": self.adapters,
             "sequences": sequences,
-            "wait_seconds": self.wait_seconds(typical, max_batch_size),
-            "prefill_seconds": self.prefill_seconds(typical),
-            "step_seconds": self.step_seconds(typical),
+            "wait_seconds": wait,
+            "prefill_seconds": prefill_seconds,
+            "step_seconds": step_seconds,
             "pressure_seconds": self.pressure_seconds,
             "warmth": self.warmth(now),
             "breaker_open": self.breaker.is_open(now),
@@ -355,23 +363,6 @@ class LoadGuard:
 
     def warmth(self, now: float) -> float:
         return min(1.0, max(0.0, (now - self._joined_at) / SLOW_START_SECONDS))
-
-    def wait_seconds(self, typical: Typical, max_batch_size: int) -> float:
-        """Predicted time until another prompt starts: the queued prompts, and the end of sequences beyond the batch
-        size."""
-        wait = self.pending_prompt_tokens * self.prefill_seconds(typical)
-        excess = self.sequences + 1 - max_batch_size
-        if max_batch_size and excess > 0:
-            wait += excess / max_batch_size * typical.new_tokens * self.step_seconds(typical)
-        return wait
-
-    def prefill_seconds(self, typical: Typical) -> float:
-        return typical.prefill_seconds * self.rates.relative_prefill(typical)
-
-    def step_seconds(self, typical: Typical) -> float:
-        """Predicted time of a step with one more sequence."""
-        sequences, rank = self.sequences + 1, self.adapters.rank
-        return typical.step_seconds(sequences, rank) * self.rates.relative_step(typical)
 
     def byte_seconds(self, typical: Typical) -> float:
         """Predicted time to receive a byte of KV."""

@@ -246,7 +246,8 @@ class TokenizerPool:
         gone = [t for t in self.tokenizers.values() if t.leaving and not t.busy]
         for tokenizer in gone:
             del self.tokenizers[tokenizer.address]
-        self.on_change()
+        if gone:
+            self.on_change()
         return gone
 
     def on_change(self) -> None:

@@ -16,6 +16,7 @@ from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.client import Call, Connection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.tasks import next_tick
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.contract import ContractBroken, check_names
 from trtmesh.router.links.local import LocalService
@@ -75,7 +76,7 @@ CONNECT: Method[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectRes
 
 _Call = Call[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse]
 
-LOOKS = 10
+LOOKS = 15
 """Looks at the same unanswered command until the tokenizer counts as frozen."""
 
 
@@ -419,7 +420,7 @@ class Tokenizer(Replica):
         """Raises Unavailable if commands stay unanswered while another tokenizer answers: slow together is not frozen.
         Time is counted in looks, so a router that stood still blames no tokenizer."""
         while True:
-            await asyncio.sleep(self._decode_seconds / LOOKS)
+            await next_tick(self._decode_seconds / LOOKS)
             self._unanswered.look()
             self._look_at_jobs(self._encode_seconds / self._decode_seconds * LOOKS)
             if self._unanswered.overdue:

@@ -226,9 +226,8 @@ class ServerCall:
         self._count_idle()
 
     def _be_busy(self) -> None:
-        if self._incomplete:
-            self._incomplete = False
-            self._count_idle()
+        self._incomplete = False
+        self._count_idle()
 
     def _count_idle(self) -> None:
         """Counts the call as idle or not. The account may end this call to make room."""
@@ -255,7 +254,7 @@ class ServerCall:
     def _start_when_complete(self) -> None:
         requests = self._requests
         is_complete = requests.ended or (requests.waiting and not self._handler.request_streaming)
-        if is_complete and not self._only_listens:
+        if is_complete and self._incomplete and not self._only_listens:
             self._be_busy()
         if not self._asked and not self._ended and requests.waiting:
             self._asked = True
@@ -312,7 +311,8 @@ class ServerCall:
 
     def _forget_requests(self) -> None:
         """Nobody reads them after the end of the call."""
-        self._be_busy()
+        if self._incomplete:
+            self._be_busy()
         self._requests.drop()
 
     async def read(self) -> Any:
