@@ -104,11 +104,11 @@ def grammars(size: int, schemas: tuple[dict[str, Any], ...]) -> dict[str, Any]:
         if grammar is None:
             refused += 1
             continue
-        guide, tokens, row = Guide(grammar, 0), list[int](), np.zeros(-(-size // 8), np.uint8)
+        guide, tokens = Guide(grammar, 0), list[int]()
         while len(tokens) < MOST_WALKED:
             guide.catch_up(tokens)
             started = time.perf_counter()
-            guide.fill(row, [0])
+            row = guide.mask([0])
             masks.append((time.perf_counter() - started) * 1e6)
             allowed = np.flatnonzero(np.unpackbits(row, bitorder="little"))
             tokens.append(int(dice.choice(allowed)))

@@ -281,6 +281,7 @@ SMALL_IDEAS = {
     "engine.backends.torch.drafts.patience": "a thread that may hang",
     "engine.backends.torch.fields": "what requests may set",
     "engine.backends.torch.model.rope": "what would couple the requests of a batch",
+    "engine.backends.torch.sampling.mask_time": "who waits for whose grammar",
     "engine.backends.torch.sampling.rejection": "a rule with the reasons why it is right",
     "engine.gateways.choice": "imports only the contracts that settings choose",
     "engine.gateways.trtllm.tokenizer_files": "what gateways may download",

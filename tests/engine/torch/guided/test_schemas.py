@@ -164,11 +164,10 @@ def answers(grammar: Grammar, tokenizer: Tokenizer, seed: int) -> Iterator[str]:
     for token in CLOSING + "01":
         bias[tokenizer.token_to_id(token)] = 6.0
     bias[END_ID] = 20.0
-    guide, tokens, row = Guide(grammar, 0), list[int](), np.zeros(VOCABULARY // 8, np.uint8)
+    guide, tokens = Guide(grammar, 0), list[int]()
     while len(tokens) < MOST_TOKENS:
         guide.catch_up(tokens)
-        guide.fill(row, [END_ID])
-        allowed = np.flatnonzero(np.unpackbits(row, bitorder="little"))
+        allowed = np.flatnonzero(np.unpackbits(guide.mask([END_ID]), bitorder="little"))
         assert len(allowed), guide.problem
         race = dice.gumbel(size=len(allowed)) + bias[allowed]
         tokens.append(int(allowed[race.argmax()]))
@@ -227,14 +226,13 @@ def test_grammar_that_takes_more_with_each_token_is_followed_no_further(
     compiler: GuidanceCompiler,
 ) -> None:
     start = compiler(GuidedDecoding(pb.GUIDE_TYPE_EBNF_GRAMMAR, 'start: a\na: a a | "a" | a a a'))
-    guide, tokens, row = Guide(Grammar(start), 0), list[int](), np.zeros(VOCABULARY // 8, np.uint8)
+    guide, tokens = Guide(Grammar(start), 0), list[int]()
     while not guide.problem and len(tokens) < 400:
-        guide.fill(row, [END_ID])
-        tokens += np.flatnonzero(np.unpackbits(row, bitorder="little"))[1:2].tolist()
+        allowed = np.flatnonzero(np.unpackbits(guide.mask([END_ID]), bitorder="little"))
+        tokens += allowed[1:2].tolist()
         guide.catch_up(tokens)
     assert "may take 2 ms for each" in guide.problem
-    guide.fill(row, [END_ID])
-    assert not row.any()
+    assert not guide.mask([END_ID]).any()
 
 
 def test_readings_of_a_text_at_once_are_bounded(compiler: GuidanceCompiler) -> None:

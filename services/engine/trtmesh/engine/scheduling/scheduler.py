@@ -244,7 +244,11 @@ class Scheduler(Generic[S]):
             return []
         self._admit(closed=closed)
         chunks = self._chunks()
-        while not chunks and self.running and not any(each.in_flight for each in self.running):
+        while (
+            not chunks
+            and self.running
+            and not any(each.in_flight or each.is_late for each in self.running)
+        ):
             # All wait for mates without room. The lowest rank fits alone and is reached in the end.
             self._preempt(self.running[-1])
             self._admit(closed=closed)
@@ -304,7 +308,7 @@ class Scheduler(Generic[S]):
             del sequence.blocks[kept:]
             self.tables.put(sequence.slot, kept, [NULL_BLOCK] * len(surplus))
         self._count_new(sequence, len(sequence.blocks) - self.rules.blocks(chunk.known_end))
-        sequence.num_computed = len(sequence.tokens) - 1
+        sequence.num_computed = max(chunk.known_end, len(sequence.tokens) - 1)
         self._publish(sequence)
 
     def computed(self, chunk: Chunk[S]) -> None:

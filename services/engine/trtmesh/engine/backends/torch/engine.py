@@ -10,6 +10,8 @@ collected. Rules for the caller and the device:
   flight could give the missing room.
 * A sequence in flight may be stopped or fail. The token is dropped, and the blocks are free for later steps at once.
 * The tokens do not depend on the number of steps launched ahead.
+* A sequence whose grammar takes longer than its step has sits out: it has no token with the step that computes it, and
+  is in flight no more. A later step chooses from the same logits.
 * Drafts are tokens to compute. They come with a step launched from known tokens, and are verified when it is collected:
   the model makes the ordinary choice at each position, and goes on to the next while the choice equals the draft.
 * `launch_next` computes sequences in flight, with the tokens chosen by the device: one step further, and only without
@@ -27,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, HandoffFailed, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.engine.backend import Deliver, SequenceEnd, StepOutput
@@ -44,6 +47,7 @@ from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAd
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.continuation import GivenDrafts
+from trtmesh.engine.backends.torch.sampling.mask_time import MaskTime
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.ledger import Ledger
@@ -61,6 +65,15 @@ R = TypeVar("R")
 Failure = tuple[Sequence, TrtmeshError]
 
 
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A computed sequence without its next token, for lack of a mask."""
+
+    chunk: Chunk
+    logits: Tensor
+    """[1, vocabulary]"""
+
+
 @dataclass(slots=True)
 class Launched:
     """A step under way on the device."""
@@ -69,6 +82,8 @@ class Launched:
     choices: list[tuple[list[Sequence], Choice]] = field(default_factory=list)
     """A choice per strategy, more after a fault."""
     failures: list[Failure] = field(default_factory=list)
+    rejoined: list[Sequence] = field(default_factory=list)
+    """Computed by earlier steps, and chosen for with this one."""
     sending: list[Sending[Sequence]] = field(default_factory=list)
     """The sequences of the step under handoff."""
     uncounted: list[Chunk] = field(default_factory=list)
@@ -84,6 +99,7 @@ class Launched:
         for forward in self.forwards:
             yield from (chunk.sequence for chunk in forward.completing)
             yield from (chunk.sequence for chunk, _ in forward.given)
+        yield from self.rejoined
         yield from (sequence for sequence, _ in self.failures)
 
 
@@ -108,6 +124,9 @@ class Engine:
         self.generated_tokens = 0
         self.drafting = drafting
         self._compute = compute
+        self._mask_time = MaskTime()
+        self._late: list[Late] = []
+        """The longest waiting first."""
         self._broken: BackendFailed | None = None
         self._ledger = Ledger[Decoding[Any]]()
         # By the keys of the sequences.
@@ -126,7 +145,7 @@ class Engine:
                 self._decodings[sequence.key] = decoding
                 if sequence.generated_tokens or not sequence.receiver_lease:
                     # Otherwise the sender has delivered the details of the prompt.
-                    sequence.reader = reader_for(sequence, self._compute.choose)
+                    sequence.reader = reader_for(sequence)
                 if sequence.outgoing:
                     self._handoffs.outgoing[sequence.key] = sequence.outgoing
                 if self.drafting and isinstance(decoding, SampledDecoding):
@@ -229,11 +248,14 @@ class Engine:
         if self._broken:
             raise self._broken
         step = Launched()
+        self._mask_time.begin()
         chunks = self.scheduler.schedule()
         if self.drafting:
             step.speculation = self.drafting.extend(chunks, self.scheduler)
         self._compute.move(self.scheduler.pool.take_moves())
         self._compute_chunks(chunks, step)
+        if self._late:
+            self._choose_late(step)
         for sequence in step.awaited:
             sequence.in_flight = True
         return step
@@ -255,6 +277,7 @@ class Engine:
         except Exception:
             log.exception("a step could not be launched ahead; it is launched with known tokens")
             return None
+        self._mask_time.begin()
         following = Launched(forwards=[forward], uncounted=chunks)
         self._choose(forward, following)
         step.following = following
@@ -282,6 +305,8 @@ class Engine:
             if step.speculation.chunks:
                 self._verify(step, self.drafting, output)
             self.drafting.finished(step.speculation)
+        for late in self._late:
+            late.chunk.sequence.in_flight = False
         for sequence in step.following.awaited if step.following else ():
             sequence.in_flight = True
         return self._output()
@@ -299,6 +324,9 @@ class Engine:
         while holding := [chunk for chunk in holding if self._holds(chunk, position)]:
             for chunk in holding:
                 drafting.accepted(chunk, position)
+            # Without a mask, drafts are verified no further.
+            late = self._late_among(holding)
+            holding = [chunk for chunk in holding if chunk.sequence.key not in late]
 
             def choose(part: SequenceOf[Chunk], position: int = position) -> TokenChoice:
                 rows = [logits[chunk.sequence.key][position] for chunk in part]
@@ -363,19 +391,71 @@ class Engine:
         return announce if sending else None
 
     def _choose(self, forward: Forward, step: Launched) -> None:
+        chunks = forward.completing
+        late = self._late_among(chunks)
+        if late:
+            for chunk in chunks:
+                if chunk.sequence.key in late:
+                    # The next step overwrites a graph's logits.
+                    self._late.append(Late(chunk, forward.rows_of([chunk]).float().clone()))
+                    chunk.sequence.is_late = True
+            chunks = [chunk for chunk in chunks if chunk.sequence.key not in late]
+        self._choose_rows(chunks, forward.rows_of, step)
+
+    def _late_among(self, chunks: SequenceOf[Chunk]) -> set[int]:
+        """The keys of sequences without the mask of their next token."""
+        return self._mask_time.late([chunk.sequence for chunk in chunks])
+
+    def _choose_late(self, step: Launched) -> None:
+        """Chooses for sequences of earlier steps, as far as there is time for their masks."""
+        waiting, self._late = self._late, []
+        for late in waiting:
+            sequence = late.chunk.sequence
+            # After a pause a sequence is computed again.
+            sequence.is_late = (
+                self.scheduler.lives(sequence)
+                and sequence.slot >= 0
+                and sequence.num_computed == len(sequence.tokens)
+            )
+        waiting = [late for late in waiting if late.chunk.sequence.is_late]
+        sequences = [late.chunk.sequence for late in waiting]
+        still = self._mask_time.late_again(sequences)
+        logits = {}
+        for late in waiting:
+            sequence = late.chunk.sequence
+            if sequence.key in still:
+                self._late.append(late)
+            else:
+                sequence.is_late = False
+                logits[sequence.key] = late.logits
+        ready = [late.chunk for late in waiting if late.chunk.sequence.key in logits]
+
+        def rows_of(chunks: SequenceOf[Chunk]) -> Tensor:
+            return torch.cat([logits[chunk.sequence.key] for chunk in chunks])
+
+        step.rejoined = [chunk.sequence for chunk in ready]
+        self._choose_rows(ready, rows_of, step)
+
+    def _choose_rows(
+        self,
+        chunks: SequenceOf[Chunk],
+        rows_of: Callable[[SequenceOf[Chunk]], Tensor],
+        step: Launched,
+    ) -> None:
+        """Launches a choice for each strategy of `chunks`, from the rows of their logits."""
         by_strategy: dict[type[Decoding[Any]], list[Chunk]] = {}
-        for chunk in forward.completing:
+        for chunk in chunks:
             strategy = type(self._decodings[chunk.sequence.key])
             by_strategy.setdefault(strategy, []).append(chunk)
-        for strategy, chunks in by_strategy.items():
+        for strategy, own in by_strategy.items():
 
             def choose(part: SequenceOf[Chunk], strategy: type[Decoding[Any]] = strategy) -> Choice:
                 sequences = [chunk.sequence for chunk in part]
-                choice: Choice = strategy.choose(self._compute, sequences, forward.rows_of(part))
+                choice: Choice = strategy.choose(self._compute, sequences, rows_of(part))
                 return choice
 
             what = "no token could be chosen"
-            for part, choice in self._isolated(chunks, choose, what, step.failures):
+            for part, choice in self._isolated(own, choose, what, step.failures):
                 step.choices.append(([chunk.sequence for chunk in part], choice))
 
     def _isolated(

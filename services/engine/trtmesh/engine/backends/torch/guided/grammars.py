@@ -14,6 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +34,9 @@ FREE_SECONDS, SECONDS_OF_TOKEN = 0.25, 0.002
 """Most CPU time to follow a guide. Schemas take microseconds a token; a grammar with many readings of a text takes more
 with each token, in the steps of all sequences."""
 
+FIRST_SECONDS = 0.001
+"""Expected time of the first mask of a sequence: more than most take."""
+
 Row = NDArray[np.uint8]
 """A bit for each id, those of a byte from the lowest on."""
 
@@ -45,6 +49,10 @@ class Matcher(Protocol):
 
     def accept(self, token_ids: SequenceOf[int]) -> int:
         """Follows tokens as far as the grammar allows. Returns how many."""
+
+    @property
+    def mask_bytes(self) -> int:
+        """The size of a row."""
 
     def fill(self, row: Row) -> str:
         """Sets the bits of the ids allowed next, and clears all others and those of end ids. Returns the problem."""
@@ -72,34 +80,68 @@ class Grammar:
 
 
 class Guide:
-    """The generated tokens of a sequence in its grammar."""
+    """The generated tokens of a sequence in its grammar, and the mask after them."""
 
     def __init__(self, grammar: Grammar, prompt_tokens: int) -> None:
         self._grammar = grammar
         self._matcher = grammar.start.copy()
         self._prompt_tokens = self._next = prompt_tokens
-        self._seconds = 0.0
+        self._mask: Row | None = None
+        self.seconds = 0.0
+        """CPU time so far."""
+        self.last_seconds = FIRST_SECONDS
+        """CPU time of the last mask, with what led to it."""
         self.problem = ""
         """Why the grammar can be followed no further."""
 
     def catch_up(self, tokens: SequenceOf[int]) -> None:
         """Takes in the tokens added since the last call."""
-        began = time.thread_time()
-        if self._matcher.accept(tokens[self._next :]) < len(tokens) - self._next:
-            refused = self._matcher.problem or "a generated token does not follow the grammar"
-            self.problem = self.problem or refused
-        self._next = len(tokens)
-        self._count(began)
+        self._follow(tokens, inf)
 
-    def fill(self, row: Row, end_ids: Iterable[int]) -> None:
-        """Sets the bits of the tokens allowed next; of end ids only where the text may end."""
+    def mask(self, end_ids: Iterable[int]) -> Row:
+        """The bits of the tokens allowed next; of end ids only where the text may end."""
+        if self._mask is None:
+            self._mask = self._made(end_ids)
+        return self._mask
+
+    def makes(self, tokens: SequenceOf[int], end_ids: Iterable[int], seconds: float) -> bool:
+        """Returns whether the mask is made: not where the tokens added since the last call take more than `seconds`."""
+        if self._next == len(tokens) and self._mask is not None:
+            return True
+        began = self.seconds
+        is_made = self._follow(tokens, seconds)
+        if is_made:
+            self.mask(end_ids)
+        self.last_seconds = self.seconds - began
+        return is_made
+
+    def _follow(self, tokens: SequenceOf[int], seconds: float) -> bool:
+        """Returns whether all tokens were followed."""
+        began = time.thread_time()
+        until = began + seconds
+        while self._next < len(tokens):
+            self._mask = None
+            # One by one: with many readings of the text, a token may take milliseconds.
+            if not self._matcher.accept(tokens[self._next : self._next + 1]):
+                refused = self._matcher.problem or "a generated token does not follow the grammar"
+                self.problem = self.problem or refused
+                self._next = len(tokens)
+                break
+            self._next += 1
+            if time.thread_time() > until:
+                break
+        self._count(began)
+        return self._next == len(tokens)
+
+    def _made(self, end_ids: Iterable[int]) -> Row:
+        row = np.zeros(self._matcher.mask_bytes, dtype=np.uint8)
         began = time.thread_time()
         self.problem = self.problem or self._matcher.fill(row)
         self._count(began)
         if self.problem:
             self._grammar.is_spoilt = True
             row[:] = 0
-            return
+            return row
         may_end = self._matcher.may_end
         for token in end_ids:
             bit = 1 << (token & 7)
@@ -107,13 +149,15 @@ class Guide:
                 row[token >> 3] |= bit
             else:
                 row[token >> 3] &= 0xFF ^ bit
+        return row
 
     def _count(self, began: float) -> None:
-        self._seconds += time.thread_time() - began
+        self.seconds += time.thread_time() - began
         tokens = self._next - self._prompt_tokens
-        if self._seconds > FREE_SECONDS + SECONDS_OF_TOKEN * tokens:
-            took = f"it took {self._seconds * 1000:.0f} ms for {tokens} tokens"
-            self.problem = self.problem or f"{took}, and may take 2 ms for each"
+        if not self.problem and self.seconds > FREE_SECONDS + SECONDS_OF_TOKEN * tokens:
+            took = f"it took {self.seconds * 1000:.0f} ms for {tokens} tokens"
+            self.problem = f"{took}, and may take 2 ms for each"
+            self._mask = None
 
 
 class Grammars:

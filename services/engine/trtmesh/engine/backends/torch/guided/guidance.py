@@ -41,13 +41,19 @@ JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
 class GuidanceMatcher:
     """Implements Matcher."""
 
-    def __init__(self, own: LLMatcher, end_ids: Sequence[int]) -> None:
+    def __init__(self, own: LLMatcher, end_ids: Sequence[int], vocabulary_size: int) -> None:
         """`end_ids` are those of the tokenizer."""
         self._own = own
         self._end_ids = end_ids
+        self._vocabulary_size = vocabulary_size
 
     def copy(self) -> GuidanceMatcher:
-        return GuidanceMatcher(self._own.deep_copy(), self._end_ids)
+        return GuidanceMatcher(self._own.deep_copy(), self._end_ids, self._vocabulary_size)
+
+    @property
+    def mask_bytes(self) -> int:
+        # Words of 32 bits.
+        return -(-self._vocabulary_size // 32) * 4
 
     def accept(self, token_ids: Sequence[int]) -> int:
         return self._own.try_consume_tokens(list(token_ids))
@@ -138,7 +144,7 @@ class GuidanceCompiler:
             if first.is_error():
                 problem = _sentence(first.get_error())
                 raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
-        return GuidanceMatcher(own, self._tokenizer.eos_tokens)
+        return GuidanceMatcher(own, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
 
     def _try(self, grammar: str, max_row_items: int | None = None) -> tuple[LLMatcher, str]:
         """A grammar at its start, and why it cannot be followed or would be followed in part only."""

@@ -329,12 +329,12 @@ def _allow(rows: SequenceOf[Row], logits: Tensor) -> None:
     if not rows:
         return
     size = logits.shape[1]
-    # Grammars fill words of 32 bits.
-    allowed = np.zeros((len(rows), -(-size // 32) * 4), dtype=np.uint8)
-    for bits, (_, sequence) in zip(allowed, rows, strict=True):
-        guide = sequence.history and sequence.history.guide
+    masks = []
+    for _, sequence in rows:
+        guide = sequence.guide
         assert guide
-        guide.fill(bits, sequence.rule.end_ids)
+        masks.append(guide.mask(sequence.rule.end_ids))
+    allowed = np.stack(masks)
     forbidden = np.unpackbits(~allowed, axis=1, count=size, bitorder="little").view(np.bool_)
     where = indexes([row for row, _ in rows], logits)
     logits[where] = logits[where].masked_fill_(given(forbidden, logits), -math.inf)

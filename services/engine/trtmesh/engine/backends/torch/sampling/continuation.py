@@ -68,9 +68,18 @@ class Continuation:
 
     def remember(self) -> None:
         """Brings the history up to date with the tokens."""
+        self._memory.catch_up(self.tokens)
+
+    @property
+    def guide(self) -> Guide | None:
+        """Follows the grammar, which must be there if the item asks for guided decoding."""
+        return self._memory.guide
+
+    @property
+    def _memory(self) -> History:
         if self.history is None:
             self.history = History(self.token_rules, self.prompt_tokens, self.grammar)
-        self.history.catch_up(self.tokens)
+        return self.history
 
     @property
     def deciding_draft(self) -> int | None:

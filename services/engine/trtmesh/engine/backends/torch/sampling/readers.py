@@ -6,23 +6,20 @@ logits. After a preemption a reader continues at the same position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from trtmesh.engine.backend import PromptDetails
 from trtmesh.engine.backends.torch.memory.tensors import to_message
-from trtmesh.engine.backends.torch.sampling.choice import TokenChoice, log_softmax, most_likely
+from trtmesh.engine.backends.torch.sampling.choice import log_softmax, most_likely
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 
 PIECE_BYTES = 2**20
 """Most logits in one PromptDetails, but at least a row: messages have a size limit."""
 ROWS_AT_ONCE = 64
 """Rows turned into log-probabilities at once, in float64."""
-
-Choose = Callable[[SequenceOf[Continuation], Tensor], TokenChoice]
 
 
 class Reader(Protocol):
@@ -35,12 +32,12 @@ class Reader(Protocol):
         """Takes the logits [positions, vocabulary] float32 from position `next` on."""
 
 
-def reader_for(sequence: Continuation, choose: Choose) -> Reader | None:
+def reader_for(sequence: Continuation) -> Reader | None:
     """Returns the reader for the fields of the item, or None in most cases."""
     output = sequence.token_rules.output
     if sequence.generated_tokens:
         # The worker that generated those tokens delivered the prompt's details.
-        return PastReader(sequence, choose) if sequence.token_rules.wants_log_probs else None
+        return PastReader(sequence) if sequence.token_rules.wants_log_probs else None
     # The first token of a prompt has no log-probability.
     asks = output.context_logits or (output.prompt_log_probs and sequence.prompt_tokens > 1)
     # All sequences of an item have the same prompt; the first delivers its details.
@@ -88,27 +85,15 @@ class PromptReader:
 class PastReader:
     """Sums up the log-probabilities of another worker's tokens."""
 
-    def __init__(self, sequence: Continuation, choose: Choose) -> None:
+    def __init__(self, sequence: Continuation) -> None:
         self.next = sequence.prompt_tokens - 1
         self.end = len(sequence.tokens) - 1
         self._sequence = sequence
-        self._choose = choose
-        self._past = Continuation(
-            sequence.key,
-            sequence.batch_index,
-            sequence.sequence_index,
-            sequence.tokens[: sequence.prompt_tokens],
-            sequence.rule,
-            sequence.token_rules,
-        )
 
     def read(self, logits: Tensor) -> Iterator[PromptDetails]:
-        past, tokens = self._past, self._sequence.tokens
-        past.grammar = self._sequence.grammar
         for place in range(len(logits)):
-            token = tokens[len(past.tokens)]
-            choice = self._choose([past], logits[place : place + 1])
-            self._sequence.add_log_probs([choice.log_prob(0, token)])
-            past.tokens.append(token)
+            row = log_softmax(logits[place : place + 1])[0]
+            token = self._sequence.tokens[self.next + 1]
+            self._sequence.add_log_probs([float(row[token])])
             self.next += 1
         yield from ()

@@ -1,0 +1,62 @@
+"""Bounds the time for masks in a step.
+
+A mask takes microseconds, but under a grammar with many readings of a text up to some 35 ms. So a step makes masks for
+`STEP_SECONDS`, those expected to take least first. A row without its mask sits out: its logits are kept, and later
+steps make the mask. Each step without a mask that took longer than expected makes the one that waits longest, however
+long it takes. So others wait in a step for its time and that of one such mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+
+STEP_SECONDS = 0.01
+"""CPU time."""
+
+
+class MaskTime:
+    """What is left of the time of a step."""
+
+    def __init__(self) -> None:
+        self._left = 0.0
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._left = STEP_SECONDS
+
+    def late(self, sequences: Iterable[Continuation]) -> set[int]:
+        """Makes the masks of the next tokens. Returns the keys of the sequences that have none yet."""
+        guided = [sequence for sequence in sequences if sequence.token_rules.guided]
+        guided.sort(key=_expected)
+        return {
+            sequence.key
+            for sequence in guided
+            if _expected(sequence) > self._left or not self._makes(sequence)
+        }
+
+    def late_again(self, waiting: Sequence[Continuation]) -> set[int]:
+        """`late` of the sequences that `late` returned in earlier steps, the longest waiting first."""
+        late = self.late(waiting)
+        first = next((sequence for sequence in waiting if sequence.key in late), None)
+        if first and self._left > 0 and self._makes(first):
+            late.remove(first.key)
+        return late
+
+    def _makes(self, sequence: Continuation) -> bool:
+        guide = sequence.guide
+        assert guide
+        before, end_ids = guide.seconds, sequence.rule.end_ids
+        try:
+            is_made = guide.makes(sequence.tokens, end_ids, STEP_SECONDS)
+        except Exception:  # noqa: BLE001 - the choice meets it again, and ends this item alone
+            is_made = True
+        self._left -= guide.seconds - before
+        return is_made
+
+
+def _expected(sequence: Continuation) -> float:
+    guide = sequence.guide
+    assert guide
+    return guide.last_seconds

@@ -1,0 +1,100 @@
+"""Rows whose masks take longer than their step has sit out, and all others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine.torch.guided.guides import guided
+from engine.torch.harness import configure, running
+from oracle import tiny_models
+from trtmesh.engine.backends.torch.guided.grammars import FIRST_SECONDS
+from trtmesh.engine.backends.torch.sampling import mask_time
+from trtmesh.engine.backends.torch.sampling.mask_time import STEP_SECONDS, MaskTime
+
+PROMPT = [9, 40, 41, 42, 9, 43]
+
+
+class Row:
+    """A sequence whose masks take so many seconds each."""
+
+    def __init__(self, key: int, seconds: float) -> None:
+        self.key, self.took = key, seconds
+        self.token_rules, self.tokens = SimpleNamespace(guided=True), list[int]()
+        self.rule = SimpleNamespace(end_ids=())
+        self.guide, self.seconds, self.last_seconds = self, 0.0, FIRST_SECONDS
+
+    def makes(self, _tokens: Sequence[int], _end_ids: Iterable[int], _seconds: float) -> bool:
+        self.seconds += self.took
+        self.last_seconds = self.took
+        return True
+
+
+def steps(rows: Sequence[Any], count: int) -> list[tuple[set[int], float]]:
+    """The rows with a mask in each step, and how long all masks of the step took."""
+    time, waiting, found = MaskTime(), list[Any](), []
+    for _ in range(count):
+        before = sum(row.seconds for row in rows)
+        time.begin()
+        late = time.late([row for row in rows if row not in waiting])
+        waiting += [row for row in rows if row.key in late]
+        still = time.late_again(waiting)
+        waiting = [row for row in waiting if row.key in still]
+        made = {row.key for row in rows if row not in waiting}
+        found.append((made, sum(row.seconds for row in rows) - before))
+    return found
+
+
+def test_step_has_its_time_and_one_long_mask() -> None:
+    cheap, dear = [Row(key, 1e-5) for key in range(16)], [Row(key, 0.03) for key in range(16, 32)]
+    found = steps([*dear, *cheap], 40)
+    assert max(seconds for _, seconds in found) <= STEP_SECONDS + 0.03
+    # Once it is known what takes long, the others have theirs in each step.
+    known = found[len(dear) + 1 :]
+    assert all(made >= set(range(16)) for made, _ in known)
+    # Those that take long have theirs in turn.
+    turns = [key for made, _ in known for key in made - set(range(16))]
+    assert len(turns) == len(known)
+    assert len(set(turns[:16])) == 16
+
+
+def test_unguided_rows_are_never_late() -> None:
+    row: Any = SimpleNamespace(key=1, token_rules=SimpleNamespace(guided=False))
+    assert MaskTime().late([row]) == set()
+
+
+async def test_others_have_a_token_in_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_time, "STEP_SECONDS", 1e-9)
+    async with running(tiny_models.build(tmp_path, "llama"), max_batch_size=16) as engine:
+        with engine.gate.held():
+            configs = [guided("REGEX", f"[a-z]{{9,{99 + n}}}", max_tokens=6) for n in range(6)]
+            keys = [engine.submit(PROMPT, config)[0] for config in configs]
+            (plain,) = engine.submit(PROMPT, configure(max_tokens=80))
+        streams = await engine.ended(keys)
+        assert all(len(stream.token_ids) == 6 for stream in streams)
+        await engine.ended([plain])
+        places = [place for place, out in enumerate(engine.outputs) if plain in out.keys]
+        assert len(places) == 80
+        assert all(later - before == 1 for before, later in pairwise(places))
+        shared = [set(keys) & set(out.keys) for out in engine.outputs if plain in out.keys]
+        assert max(map(len, shared)) == 1
+        order = [key for keys in shared for key in keys]
+        for key in keys:
+            turns = [place for place, each in enumerate(order) if each == key]
+            assert all(later - before <= 12 for before, later in pairwise(turns)), order
+
+
+async def test_only_late_rows_are_not_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_time, "STEP_SECONDS", 1e-9)
+    async with running(tiny_models.build(tmp_path, "llama")) as engine:
+        config = guided("REGEX", "[a-z]{9,99}", max_tokens=8)
+        await engine.run([PROMPT] * 3, config)
+        assert engine.backend.stats().preemptions == 0
