@@ -1,7 +1,8 @@
 """The parts of an item that are made off the step loop, before its first step: prompt table, grammar, logits of drafts.
 
 They take from microseconds to seconds, so threads make them: neither the event loop nor the steps wait. Meanwhile the
-sequences of the item wait in the queue, and can be stopped like all others.
+sequences of the item wait in the queue, and can be stopped like all others. Requests take turns: many items of one do
+not delay those of another.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
+from trtmesh.chassis.fair.turns import Rotation
 from trtmesh.chassis.logs import request_id_bound
 
 log = logging.getLogger(__name__)
@@ -52,6 +55,8 @@ class Preparation:
         self._lock = threading.Lock()
         self.held = 0
         """The sizes of all parts with a lease, together."""
+        self._queue = Rotation[Callable[[], None]]()
+        """By request."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def begin(
@@ -69,14 +74,20 @@ class Preparation:
             if self.held + size > self._most:
                 return None
             self.held += size
-        # The making is a holder too.
-        lease = PartLease(size, holders + 1, self._free)
-        self._threads.submit(self._make, request_id, what, make, lease, done)
+            # The making is a holder too.
+            lease = PartLease(size, holders + 1, self._free)
+            self._queue.add(request_id, partial(self._make, request_id, what, make, lease, done))
+        self._threads.submit(self._make_next)
         return lease
 
     def close(self) -> None:
         """Waits for the parts being made and drops the queue."""
         self._threads.shutdown(cancel_futures=True)
+
+    def _make_next(self) -> None:
+        with self._lock:
+            _, make = self._queue.take()
+        make()
 
     def _make(
         self,

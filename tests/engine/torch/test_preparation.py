@@ -1,0 +1,32 @@
+"""Parts of items are made in turn between requests."""
+
+from __future__ import annotations
+
+import threading
+
+from trtmesh.engine.backends.torch.preparation import Preparation
+
+
+def test_request_with_many_items_delays_no_other() -> None:
+    may_go_on, ended, made = threading.Event(), threading.Event(), list[str]()
+    preparation = Preparation("parts", most=100)
+
+    def add(request_id: str) -> None:
+        def make() -> None:
+            assert may_go_on.wait(60)
+            made.append(request_id)
+
+        def done(_part: object) -> None:
+            if len(made) == 12:
+                ended.set()
+
+        assert preparation.begin(request_id, "part", make, 1, 1, done)
+
+    for _ in range(10):
+        add("many")
+    add("one")
+    add("another")
+    may_go_on.set()
+    assert ended.wait(60)
+    preparation.close()
+    assert {"one", "another"} <= set(made[:4])
