@@ -146,6 +146,18 @@ def test_handoffs_and_adapters_have_columns_where_there_are_some() -> None:
         assert second[-5:] == ["-", "0", "0", "0", "0"]
 
 
+def test_drafts_have_columns_where_there_are_some() -> None:
+    seen = fleet("")
+    seen.workers[0].load.draft_tokens, seen.workers[0].load.accepted_draft_tokens = 40, 30
+    assert "75%" in looked_at(seen)
+    for tokens, text in ((1.75, "1.75"), (1.0, "")):
+        candidate = pb.PlacementCandidate(worker="a", tokens_per_step=tokens)
+        table = candidates_table(pb.Placement(candidates=[candidate]))
+        found = shown(table, terminal=False, width=200)
+        assert ("/step" in found) == bool(text)
+        assert text in found
+
+
 def test_handoff_is_a_row() -> None:
     handoff = pb.Handoff(
         lease_id="0123456789abcdef" * 2,

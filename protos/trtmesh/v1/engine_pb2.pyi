@@ -774,6 +774,8 @@ class Load(google.protobuf.message.Message):
     RECEIVED_HANDOFFS_FIELD_NUMBER: builtins.int
     QUARANTINED_BLOCKS_FIELD_NUMBER: builtins.int
     RECEIVING_TOKENS_FIELD_NUMBER: builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     step_count: builtins.int
     """Engine steps since the worker started."""
     running_sequences: builtins.int
@@ -842,6 +844,10 @@ class Load(google.protobuf.message.Message):
     """KV blocks of ended leases to which a read may still write."""
     receiving_tokens: builtins.int
     """Tokens whose KV the reserved blocks lack: those of `received_handoffs.held` leases."""
+    draft_tokens: builtins.int
+    """Draft tokens verified since the worker started."""
+    accepted_draft_tokens: builtins.int
+    """Draft tokens accepted since the worker started; part of `generated_tokens`."""
     @property
     def sent_handoffs(self) -> trtmesh.v1.kv_transfer_pb2.HandoffCounts:
         """Leases of KV that this worker offers."""
@@ -889,9 +895,11 @@ class Load(google.protobuf.message.Message):
         received_handoffs: trtmesh.v1.kv_transfer_pb2.HandoffCounts | None = ...,
         quarantined_blocks: builtins.int = ...,
         receiving_tokens: builtins.int = ...,
+        draft_tokens: builtins.int = ...,
+        accepted_draft_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "drain_ms", b"drain_ms", "received_handoffs", b"received_handoffs", "received_items", b"received_items", "sent_handoffs", b"sent_handoffs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "adapter_evictions", b"adapter_evictions", "adapter_hits", b"adapter_hits", "adapter_host_bytes", b"adapter_host_bytes", "adapter_loads", b"adapter_loads", "adapter_slots", b"adapter_slots", "busy_seconds", b"busy_seconds", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "drain_ms", b"drain_ms", "draining", b"draining", "evictable_adapter_slots", b"evictable_adapter_slots", "free_adapter_slots", b"free_adapter_slots", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "quarantined_blocks", b"quarantined_blocks", "received_handoffs", b"received_handoffs", "received_items", b"received_items", "receiving_tokens", b"receiving_tokens", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "role", b"role", "running_sequences", b"running_sequences", "sent_handoffs", b"sent_handoffs", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_adapter_host_bytes", b"used_adapter_host_bytes", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "accepted_draft_tokens", b"accepted_draft_tokens", "adapter_evictions", b"adapter_evictions", "adapter_hits", b"adapter_hits", "adapter_host_bytes", b"adapter_host_bytes", "adapter_loads", b"adapter_loads", "adapter_slots", b"adapter_slots", "busy_seconds", b"busy_seconds", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "draft_tokens", b"draft_tokens", "drain_ms", b"drain_ms", "draining", b"draining", "evictable_adapter_slots", b"evictable_adapter_slots", "free_adapter_slots", b"free_adapter_slots", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "quarantined_blocks", b"quarantined_blocks", "received_handoffs", b"received_handoffs", "received_items", b"received_items", "receiving_tokens", b"receiving_tokens", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "role", b"role", "running_sequences", b"running_sequences", "sent_handoffs", b"sent_handoffs", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_adapter_host_bytes", b"used_adapter_host_bytes", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_drain_ms", b"_drain_ms"]) -> typing.Literal["drain_ms"] | None: ...
     @typing.overload

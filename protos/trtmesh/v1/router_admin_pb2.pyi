@@ -1387,6 +1387,7 @@ class PlacementCandidate(google.protobuf.message.Message):
     ADAPTER_PLACE_FIELD_NUMBER: builtins.int
     ADAPTER_SECONDS_FIELD_NUMBER: builtins.int
     ADAPTER_ORDER_FIELD_NUMBER: builtins.int
+    TOKENS_PER_STEP_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker."""
     score: builtins.float
@@ -1409,6 +1410,10 @@ class PlacementCandidate(google.protobuf.message.Message):
     """Predicted time until the adapter is ready to run; part of the score."""
     adapter_order: builtins.int
     """Position of the worker in the adapter's order, from 1; 0 without an adapter or without slots for adapters."""
+    tokens_per_step: builtins.float
+    """Tokens of a sequence in a step, by the drafts that held lately; 1 without drafts. Of equal scores the worker with
+    more is chosen.
+    """
     def __init__(
         self,
         *,
@@ -1423,8 +1428,9 @@ class PlacementCandidate(google.protobuf.message.Message):
         adapter_place: trtmesh.v1.engine_pb2.AdapterPlace.ValueType = ...,
         adapter_seconds: builtins.float = ...,
         adapter_order: builtins.int = ...,
+        tokens_per_step: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_order", b"adapter_order", "adapter_place", b"adapter_place", "adapter_seconds", b"adapter_seconds", "cached_tokens", b"cached_tokens", "excluded_by", b"excluded_by", "prefill_seconds", b"prefill_seconds", "score", b"score", "sequences", b"sequences", "step_seconds", b"step_seconds", "wait_seconds", b"wait_seconds", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_order", b"adapter_order", "adapter_place", b"adapter_place", "adapter_seconds", b"adapter_seconds", "cached_tokens", b"cached_tokens", "excluded_by", b"excluded_by", "prefill_seconds", b"prefill_seconds", "score", b"score", "sequences", b"sequences", "step_seconds", b"step_seconds", "tokens_per_step", b"tokens_per_step", "wait_seconds", b"wait_seconds", "worker", b"worker"]) -> None: ...
 
 Global___PlacementCandidate: typing_extensions.TypeAlias = PlacementCandidate
 

@@ -22,6 +22,7 @@ from trtmesh.router.placement import (
     place,
 )
 from trtmesh.router.placement.filters import ADAPTER_ABSENT, BREAKER_OPEN, SIBLINGS_ELSEWHERE
+from trtmesh.router.placement.rates import Rates, Report
 from trtmesh.router.placement.residency import NO_ADAPTERS
 
 
@@ -71,6 +72,19 @@ def test_equals_take_turns() -> None:
 def test_round_robin_does_not_look_at_the_load() -> None:
     fleet = [worker("a", sequences=100, last_turn=1), worker("b", last_turn=2)]
     assert place("round_robin", fleet, QUERY).chosen.worker == "a"
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "round_robin"])
+def test_of_equal_workers_one_whose_drafts_hold_is_chosen(policy: str) -> None:
+    rates = Rates()
+    before, after = Report(0.0), Report(1.0, generated_tokens=180, accepted_draft_tokens=80)
+    rates.learn(before, after)
+    assert rates.tokens_per_step == 1.8
+    drafting = worker("b", last_turn=9, tokens_per_step=rates.tokens_per_step)
+    fleet = [worker("a", tokens_per_step=1.1), drafting]
+    assert place(policy, fleet, QUERY).chosen.worker == "b"
+    fleet[1] = drafting._replace(sequences=1, wait_seconds=0.001)
+    assert place(policy, fleet, QUERY).chosen.worker == "a"
 
 
 def test_no_worker_error_names_every_worker_and_problem() -> None:

@@ -73,6 +73,13 @@ LOAD_COLUMNS = (
         ),
     ),
     LoadColumn(
+        "drafts\nheld",
+        lambda load: load.draft_tokens,
+        lambda load: (
+            f"{load.accepted_draft_tokens / load.draft_tokens:.0%}" if load.draft_tokens else "-"
+        ),
+    ),
+    LoadColumn(
         "KV\nsent",
         lambda load: load.sent_handoffs.granted,
         lambda load: load.sent_handoffs.consumed,
@@ -213,7 +220,16 @@ def candidates_table(placement: pb.Placement) -> Table:
         "adapter\nms": lambda each: f"{each.adapter_seconds * 1000:.3g}",
     }
     excluded: Columns[pb.PlacementCandidate] = {"excluded by": lambda each: each.excluded_by}
-    shown = {**columns, **(adapter if placement.adapter else {}), **excluded}
+    drafts: Columns[pb.PlacementCandidate] = {
+        "tokens\n/step": lambda each: f"{each.tokens_per_step:.2f}"
+    }
+    drafting = any(each.tokens_per_step > 1 for each in placement.candidates)
+    shown = {
+        **columns,
+        **(drafts if drafting else {}),
+        **(adapter if placement.adapter else {}),
+        **excluded,
+    }
     return table_of(placement.candidates, shown, remark="excluded by")
 
 

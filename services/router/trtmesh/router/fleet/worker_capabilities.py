@@ -183,6 +183,8 @@ def report_of(load: pb.Load, now: float) -> Report:
         waiting_sequences=load.waiting_sequences,
         pending_prompt_tokens=load.pending_prompt_tokens,
         computed_prompt_tokens=load.computed_prompt_tokens,
+        generated_tokens=load.generated_tokens,
+        accepted_draft_tokens=load.accepted_draft_tokens,
         used_blocks=load.used_blocks,
         total_blocks=load.total_blocks,
         received_bytes=load.received_handoffs.bytes,
@@ -243,6 +245,7 @@ def check_load(load: pb.Load) -> None:
         *("host_memory_bytes", "device_memory_bytes", "pinned_memory_bytes"),
         *("adapter_host_bytes", "used_adapter_host_bytes"),
         *("adapter_loads", "adapter_evictions", "adapter_hits"),
+        *("draft_tokens", "accepted_draft_tokens"),
     )
     for field in ("sent_handoffs", "received_handoffs"):
         if load.HasField(field):

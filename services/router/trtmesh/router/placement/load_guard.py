@@ -353,6 +353,7 @@ class LoadGuard:
             "wait_seconds": wait,
             "prefill_seconds": prefill_seconds,
             "step_seconds": step_seconds,
+            "tokens_per_step": rates.tokens_per_step,
             "pressure_seconds": self.pressure_seconds,
             "warmth": self.warmth(now),
             "breaker_open": self.breaker.is_open(now),

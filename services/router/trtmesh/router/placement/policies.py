@@ -1,7 +1,8 @@
 """The placement policies, each of three pure functions.
 
 `shortlist` narrows the eligible workers down, `costs` scores them (lower is better), and `pick` takes the lowest score.
-Ties go to the least recently chosen worker or, for a prefix without a holder, to rendezvous hashing. Predicted cost of
+Ties go to a worker whose drafts hold, then to the least recently chosen one or, for a prefix without a holder, to
+rendezvous hashing. Predicted cost of
 an item on a worker in seconds, with rates learned online (`rates.py`):
 
     wait + uncached prompt tokens * prefill + new tokens * step + pressure + adapter's load + higher rank
@@ -31,6 +32,10 @@ HOLDERS = 2
 SAMPLES = 2
 """`auto` considers the two workers with the longest prefix and two more at random, so that routers with equal
 reports do not all choose the same worker."""
+
+
+DRAFTS_HOLD = 1.2
+"""Tokens in a step from which a worker's drafts make it faster than another, whatever the noise of the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +111,14 @@ def _homes_or_sample(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> 
     return _sample(eligible, query.draw)
 
 
+def _in_turn(fleet: Fleet, costs: list[float], query: PlacementQuery) -> int:
+    return min(range(len(fleet)), key=lambda index: fleet[index].last_turn)
+
+
 def _lowest(fleet: Fleet, costs: list[float], query: PlacementQuery) -> int:
-    turns = [worker.last_turn for worker in fleet]
     # Full ties go to the first: after a draw a random worker.
-    return min(zip(costs, turns, range(len(fleet)), strict=True))[2]
+    ties = [(worker.tokens_per_step < DRAFTS_HOLD, worker.last_turn) for worker in fleet]
+    return min(zip(costs, ties, range(len(fleet)), strict=True))[2]
 
 
 def _lowest_or_rendezvous(fleet: Fleet, costs: list[float], query: PlacementQuery) -> int:
@@ -122,7 +131,7 @@ def _lowest_or_rendezvous(fleet: Fleet, costs: list[float], query: PlacementQuer
 
 
 POLICIES: dict[str, Policy] = {
-    "round_robin": Policy(_equal, _all, _lowest),
+    "round_robin": Policy(_equal, _all, _in_turn),
     "least_loaded": Policy(_sequences, _all, _lowest),
     "power_of_two": Policy(
         predicted_seconds, lambda eligible, _, query: _sample(eligible, query.draw), _lowest

@@ -82,6 +82,9 @@ class Report(NamedTuple):
     """Sequences whose KV is to come from other workers: neither running nor waiting."""
     receiving_tokens: int = 0
     """Their tokens."""
+    generated_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    """Part of the generated."""
 
     @property
     def sequences(self) -> int:
@@ -110,6 +113,7 @@ class Rates:
       between short requests.
     * load times of adapters, from the first booking until the worker reports the adapter.
     * handoff time: from the end of the prefill to the next token, minus a step; it fades to the fallback.
+    * tokens of a sequence in a step: those generated between two reports, over those that were no accepted drafts.
     * transfer rate: bytes of KV received between two reports, over the time of their transfers.
 
     Steps are counted from a report at the end of a step or of an idle worker. Other reports may lie in the middle of a
@@ -133,6 +137,7 @@ class Rates:
         """Time from host memory to the device."""
         self.transfer_rate: float | None = None
         """Bytes of KV received per second of a transfer."""
+        self._tokens = Ewma()
         self._handoff = Ewma()
         self._handoff_trust = 1.0
 
@@ -140,6 +145,7 @@ class Rates:
         """Learns from two successive reports of a process, the later at a largest rank in use of `rank`."""
         ranks, self._rank = self._rank + rank, rank
         self._learn_transfers(before, after)
+        self._learn_drafts(before, after)
         seconds = after.at - before.at
         if seconds <= 0:
             return
@@ -183,6 +189,17 @@ class Rates:
             rate, known = moved / seconds, self.transfer_rate
             fallen = rate if known is None else known + FALLING * (rate - known)
             self.transfer_rate = max(rate, fallen)
+
+    def _learn_drafts(self, before: Report, after: Report) -> None:
+        tokens = after.generated_tokens - before.generated_tokens
+        steps = tokens - (after.accepted_draft_tokens - before.accepted_draft_tokens)
+        if steps > 0:
+            self._tokens.add(tokens / steps)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a sequence in a step; 1 without drafts."""
+        return self._tokens.value or 1.0
 
     def _note_interval(self, seconds: float) -> bool:
         """Learns the pace of reports; True for a delayed report."""

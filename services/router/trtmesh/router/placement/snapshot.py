@@ -99,6 +99,8 @@ class WorkerSnapshot(NamedTuple):
     """Predicted time per prompt token."""
     step_seconds: float = 0.0
     """Predicted time per step with one more sequence."""
+    tokens_per_step: float = 1.0
+    """Tokens of a sequence in a step, above 1 where drafts hold."""
     pressure_seconds: float = 0.0
     """Penalty for a nearly full KV cache."""
     warmth: float = 1.0

@@ -254,6 +254,7 @@ def _describe_candidate(candidate: Candidate) -> pb.PlacementCandidate:
         wait_seconds=worker.wait_seconds,
         prefill_seconds=worker.prefill_seconds,
         step_seconds=worker.step_seconds,
+        tokens_per_step=worker.tokens_per_step,
         **_describe_candidate_adapter(candidate.adapter),
     )
 
