@@ -140,3 +140,20 @@ async def test_bias_bans_and_stops(http: PlainHttp) -> None:
     for wrong in ({}, {"regex": "("}, {"regex": "a", "choice": ["a"]}):
         reply = await http.post(COMPLETIONS, body | {"structured_outputs": wrong})
         assert reply.status == 400
+
+
+@pytest.mark.parametrize("parts", [False, True])
+async def test_expected_answer_changes_nothing_but_its_cost(http: PlainHttp, parts: bool) -> None:
+    body = {"messages": TALK, "temperature": 0, "max_tokens": 24}
+    plain = (await http.post(CHAT, body)).json
+    text = plain["choices"][0]["message"]["content"]
+    content = [{"type": "text", "text": text}] if parts else text
+    answer = (
+        await http.post(CHAT, body | {"prediction": {"type": "content", "content": content}})
+    ).json
+    check("CreateChatCompletionResponse", answer)
+    assert answer["choices"] == plain["choices"]
+    told = answer["usage"]["completion_tokens_details"]
+    assert told["accepted_prediction_tokens"] > 8
+    wrong = await http.post(CHAT, body | {"prediction": {"type": "x"}})
+    assert (wrong.status, wrong.json["error"]["param"]) == (400, "prediction.type")

@@ -91,7 +91,7 @@ class Events:
 
     def __init__(self, wanted: Wanted) -> None:
         self._sequences = wanted.sequences
-        self.usage = pb.Usage()
+        self.usage = Consumption()
         self.errors: list[TrtmeshError] = []
 
     def read(self, waiting: Sequence[Waiting]) -> Iterator[Piece]:
@@ -114,10 +114,7 @@ class Events:
                 choice = event.batch_index * self._sequences + event.sequence_index
                 return None if reason is None else Piece(choice, finish_reason=reason)
             case "item_finished":
-                usage, mine = event.item_finished.usage, self.usage
-                mine.prompt_tokens += usage.prompt_tokens
-                mine.cached_prompt_tokens += usage.cached_prompt_tokens
-                mine.generated_tokens += usage.generated_tokens
+                self.usage.add(event.item_finished)
                 if (error := _cut_off(event.item_finished.reason)) is not None:
                     self.errors.append(error.of_item(event.batch_index))
             case "item_failed":
@@ -174,11 +171,11 @@ class Whole:
         """Bytes of a message that takes as long to parse as this answer takes to write."""
         return SCORED_COST * sum(1 + len(each.top) for each in self.scored)
 
-    def written(self, usage: pb.Usage, bytes_of: Mapping[int, bytes]) -> bytes:
+    def written(self, usage: Consumption, bytes_of: Mapping[int, bytes]) -> bytes:
         """The answer as JSON."""
         choices = [self._choice(index, bytes_of) for index in range(self._wanted.choices)]
         answer = self._frame.of(self._form.whole)
-        return orjson.dumps(answer | {"choices": choices, "usage": usage_object(usage)})
+        return orjson.dumps(answer | {"choices": choices, "usage": usage.told()})
 
     def _choice(self, index: int, bytes_of: Mapping[int, bytes]) -> dict[str, Any]:
         found = self._scored[index] if self._wanted.has_log_probs else None
@@ -213,19 +210,45 @@ class Parts:
     def _event(self, choice: dict[str, Any]) -> bytes:
         return self._head + orjson.dumps(choice) + b"]}\n\n"
 
-    def usage(self, usage: pb.Usage) -> bytes:
+    def usage(self, usage: Consumption) -> bytes:
         """The event of the usage, if the client asked for it."""
         if not self._wanted.with_usage:
             return b""
-        last = self._frame | {"choices": [], "usage": usage_object(usage)}
+        last = self._frame | {"choices": [], "usage": usage.told()}
         return b"data: " + orjson.dumps(last) + b"\n\n"
 
 
-def usage_object(usage: pb.Usage) -> dict[str, Any]:
-    """What was computed. A prompt counts once, whatever the number of its sequences."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.generated_tokens,
-        "total_tokens": usage.prompt_tokens + usage.generated_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
-    }
+@dataclass(slots=True)
+class Consumption:
+    """What the items of a request consumed together. A prompt counts once, whatever the number of its sequences."""
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+    predicted: int = 0
+    """Tokens that the client expected, as far as they were tried."""
+    accepted: int = 0
+    """Those that came true."""
+
+    def add(self, finished: router_pb.ItemFinished) -> None:
+        usage, metrics = finished.usage, finished.perf_metrics
+        self.prompt += usage.prompt_tokens
+        self.cached += usage.cached_prompt_tokens
+        self.generated += usage.generated_tokens
+        self.predicted += metrics.total_draft_tokens
+        self.accepted += metrics.total_accepted_draft_tokens
+
+    def told(self) -> dict[str, Any]:
+        """The usage as the API has it."""
+        told: dict[str, Any] = {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+        if self.predicted:
+            told["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.predicted - self.accepted,
+            }
+        return told

@@ -16,6 +16,7 @@ from trtmesh.router.doors.openai.fields import (
     OBJECT,
     TEXT,
     Fields,
+    joined,
     put,
     read_config,
 )
@@ -133,7 +134,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
         told = quoted(role) if isinstance(role, str) else "missing"
         raise InvalidField(f"is {told} but must be one of {', '.join(ROLES)}", field=f"{name}.role")
     if LIST.has(message.get("content")):
-        message["content"] = _joined(f"{name}.content", message["content"])
+        message["content"] = joined(f"{name}.content", message["content"])
     elif "content" in message and not TEXT.has(message["content"]):
         raise InvalidField("must be a text or a list of parts", field=f"{name}.content")
     if "tool_calls" in message:
@@ -144,18 +145,6 @@ def _message(name: str, given: Any) -> dict[str, Any]:
             _call(f"{name}.tool_calls[{number}]", call) for number, call in enumerate(calls)
         ]
     return message
-
-
-def _joined(name: str, parts: list[Any]) -> str:
-    """The text of a content in parts."""
-    texts = []
-    for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal") or not TEXT.has(part.get(kind)):
-            problem = "must be a part with a text: models here read text alone"
-            raise InvalidField(problem, field=f"{name}[{number}]")
-        texts.append(part[kind])
-    return "\n".join(texts)
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from trtmesh.router.doors.openai.answer import Events, Form, Frame, Parts, Wante
 from trtmesh.router.doors.openai.chat import Chats
 from trtmesh.router.doors.openai.completions import Completions
 from trtmesh.router.doors.openai.errors import OpenAiForm, error_object, id_of, named
-from trtmesh.router.doors.openai.fields import TEXT, Fields
+from trtmesh.router.doors.openai.fields import TEXT, Fields, read_prediction
 from trtmesh.router.doors.openai.log_probs import TokenBytes
 from trtmesh.router.doors.openai.requested import Requested
 from trtmesh.router.doors.openai.served import ServedModels
@@ -33,6 +33,7 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.tokenizers.pool import TokenizerPool
+from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
@@ -132,12 +133,21 @@ class OpenAi:
             fields = Fields(await message.run(parse, JSON_COST))
             served = self._served.find(fields.take("model", TEXT) or "")
             model = served.model
-            return await message.read(
-                partial(endpoint.read, Requested(fields, served, request_id, self._tokenizers))
-            )
+            predicted = await self._predicted(fields, model)
+            requested = Requested(fields, served, request_id, self._tokenizers, predicted)
+            return await message.read(partial(endpoint.read, requested))
         except TrtmeshError:
             self._requests.metrics_of(model).requests["refused"] += 1
             raise
+
+    async def _predicted(self, fields: Fields, model: str) -> Sequence[int]:
+        """The ids of the answer that the client expects, if it says one. Raises the pool's errors."""
+        if (text := read_prediction(fields)) is None:
+            return ()
+        self._tokenizers.check_size(model, text)
+        command = tokenizer_pb.EncodeCommand(text=text)
+        encoded = await self._tokenizers.encode(model, command)
+        return encoded.token_ids
 
 
 async def _refuse_embeddings(_: web.Request) -> web.StreamResponse:

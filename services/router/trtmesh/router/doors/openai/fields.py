@@ -70,6 +70,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "output.log_probs": "logprobs",
         "output.top_log_probs": "logprobs",
         "lora.name": "model",
+        "draft.token_ids": "prediction",
+        "output.perf_metrics": "prediction",
         "chat": "messages",
         "chat.messages": "messages",
         "chat.template_kwargs": "chat_template_kwargs",
@@ -216,6 +218,30 @@ def _read_format(fields: Fields, config: pb.GenerationConfig) -> None:
             limit = "text, json_object or json_schema"
             raise InvalidField.of("response_format.type", kind, limit)
     told.refuse_rest()
+
+
+def read_prediction(fields: Fields) -> str | None:
+    """The answer that a client expects. Raises InvalidField."""
+    if (given := fields.take("prediction", OBJECT)) is None:
+        return None
+    told = Fields(given, "prediction.")
+    if (kind := told.need("type", TEXT)) != "content":
+        raise InvalidField.of("prediction.type", kind, "content")
+    content = told.need("content", Kind("a text or a list of parts", (str, list)))
+    told.refuse_rest()
+    return content if isinstance(content, str) else joined("prediction.content", content)
+
+
+def joined(name: str, parts: list[Any]) -> str:
+    """The text of a content in parts. Raises InvalidField."""
+    texts = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or not TEXT.has(part.get(kind)):
+            problem = "must be a part with a text: models here read text alone"
+            raise InvalidField(problem, field=f"{name}[{number}]")
+        texts.append(part[kind])
+    return "\n".join(texts)
 
 
 GUIDES = (

@@ -23,6 +23,8 @@ class Requested:
     served: Served
     request_id: str
     tokenizers: TokenizerPool
+    predicted_ids: Sequence[int] = ()
+    """The answer that the client expects."""
 
     def names_developers(self) -> bool:
         """Whether the model's chat template knows the role of developers. Raises NoTokenizer."""
@@ -44,6 +46,10 @@ class Requested:
         tokens_as_ids = fields.take_flag("return_tokens_as_token_ids")
         fields.refuse_rest()
         config.output.stream = streamed
+        if self.predicted_ids:
+            config.draft.token_ids.extend(self.predicted_ids)
+            # They say how much of it came true.
+            config.output.perf_metrics = True
         if self.served.adapter:
             config.lora.name = self.served.adapter
         message = router_pb.GenerateRequest(
