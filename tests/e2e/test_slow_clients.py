@@ -13,11 +13,11 @@ from process_constants import constants
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
-TOKENS = 20_000
+TOKENS = 10_000
 """Several times what buffers hold between a router and a client."""
 FLAT_OUT = (*SIMULATED, "--simulated-timing-step-ms", "0", "--simulated-limits-max-sequence-tokens", "1000000",
             "--simulated-kv-cache-total-blocks", "100000")  # fmt: skip
-SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
+SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
 
 Call = grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
 
