@@ -65,13 +65,14 @@ class PlainForm:
 
 def answering(forms: Mapping[str, ErrorForm], count: Callable[[str, int], None]) -> Middleware:
     """Wraps every handler. A TrtmeshError ends the request with the error's status; any other exception is a defect, is
-    logged with a traceback and ends the request with 500. `forms` are the doors' by the first part of their paths;
-    `count` counts a request by door and status."""
+    logged with a traceback and ends the request with 500. `forms` are the doors' by path, or by the first part of
+    their paths; `count` counts a request by door and status."""
     plain = PlainForm()
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        form = forms.get(request.path[1:].partition("/")[0], plain)
+        path = request.path
+        form = forms.get(path) or forms.get(path[1:].partition("/")[0], plain)
         request_id = request.headers.get(REQUEST_ID_METADATA_KEY, "")
         began, status = perf_counter(), CLIENT_LEFT
         # The requests of a connection share a task.

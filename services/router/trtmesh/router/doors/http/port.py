@@ -63,7 +63,7 @@ class HttpPort:
         self.open_handlers = set[Handler]()
         """They answer anyone, with or without an API key."""
         self.error_forms: dict[str, ErrorForm] = {}
-        """The doors' own, by the first part of their paths."""
+        """The doors' own, by path or by the first part of their paths."""
         self.served: dict[str, str] = {}
         """What is served, by path."""
         authorise = authorising(callers, self.open_handlers)

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.http.answers import json_response
+from trtmesh.router.doors.http.errors import PlainForm
 from trtmesh.router.doors.http.port import HttpPort, PortSettings
 from trtmesh.router.doors.triton.http.inference import Inference
 from trtmesh.router.doors.triton.http.platforms import (
@@ -78,6 +79,9 @@ class HttpDoor:
         if given.get(PREDICT_ROUTE) or given.get(HEALTH_ROUTE):
             vertex_ai = VertexAi(given, self._settings.vertex_ai, self._server, inference)
             vertex_ai.add_routes(app, self._ready)
+            # The platform's routes are below the /v1 of another door.
+            for name in (PREDICT_ROUTE, HEALTH_ROUTE):
+                port.error_forms[given.get(name, "")] = PlainForm()
         get("/v2/health/live", self._live)
         get("/v2/health/ready", self._ready)
         get("/v2", self._metadata)
