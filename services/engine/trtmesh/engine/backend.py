@@ -6,7 +6,7 @@ delivers steps. The service does multiplexing, deadlines, metrics, health and dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -430,6 +430,16 @@ class BackendStats:
     accepted_by_position: Sequence[int] = ()
     draft_failures: int = 0
     """Errors of the drafter, each of which is no drafts for a while."""
+    guide_compile_seconds: float = 0.0
+    """CPU time, as that of masks."""
+    guide_mask_seconds: float = 0.0
+    guides_compiled: int = 0
+    guides_kept: int = 0
+    """Items that found their grammar compiled."""
+    late_masks: int = 0
+    """Times that a sequence sat out a step, for lack of its mask."""
+    guide_refusals: Mapping[str, int] = field(default_factory=dict)
+    """Items by the word of their reason."""
 
 
 Deliver = Callable[[StepOutput], None]

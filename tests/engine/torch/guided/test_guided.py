@@ -158,8 +158,10 @@ async def test_item_without_a_token_to_choose_ends_with_the_fields_to_blame(
 async def test_guide_that_cannot_be_kept_is_refused(
     kind: str, guide: str | None, words: str, engine: Harness
 ) -> None:
+    before = engine.backend.stats().guide_refusals["not_compiled"]
     (stream,) = await engine.ended(engine.submit(PROMPT, guided(kind, guide)))
     assert stream.end
+    assert engine.backend.stats().guide_refusals["not_compiled"] == before + 1
     error = stream.end.error
     assert isinstance(error, InvalidField)
     assert error.field == "guided_decoding.guide"
@@ -175,6 +177,7 @@ async def test_automaton_at_its_limit_is_made_anew(engine: Harness, model: Path)
         assert stream.token_ids[0] == word[0]
         assert stream.end
         assert isinstance(stream.end.error, InvalidField) != fits
+        assert fits or engine.backend.stats().guide_refusals["not_followed"]
         assert fits or "lexer error: too many" in str(stream.end.error)
 
 
@@ -232,6 +235,10 @@ async def test_guides_wait_in_a_bounded_queue_unless_their_items_leave(
         assert sorted(compiled) == ["a{1}", "a{2}", "a{4}"]
         assert len(await engine.run([PROMPT], guided("REGEX", "a{2}"))) == 1
         assert len(compiled) == 3, "kept by its digest"
+        stats = engine.backend.stats()
+        assert (stats.guides_compiled, stats.guides_kept) == (3, 1)
+        assert stats.guide_refusals == {"not_compiled": 0, "not_followed": 0, "queue_full": 1}
+        assert stats.guide_compile_seconds > 0 < stats.guide_mask_seconds
 
 
 async def test_model_without_a_known_tokenizer_follows_no_guides(model: Path) -> None:

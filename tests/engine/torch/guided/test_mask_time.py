@@ -12,7 +12,7 @@ import pytest
 from engine.torch.guided.guides import guided
 from engine.torch.harness import configure, running
 from oracle import tiny_models
-from trtmesh.engine.backends.torch.guided.grammars import FIRST_SECONDS
+from trtmesh.engine.backends.torch.guided.grammars import FIRST_SECONDS, GuideCounts
 from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.engine.backends.torch.sampling.mask_time import STEP_SECONDS, MaskTime
 
@@ -26,7 +26,8 @@ class Row:
         self.key, self.took = key, seconds
         self.token_rules, self.tokens = SimpleNamespace(guided=True), list[int]()
         self.rule = SimpleNamespace(end_ids=())
-        self.guide, self.seconds, self.last_seconds = self, 0.0, FIRST_SECONDS
+        self.guide, self.problem = self, ""
+        self.seconds, self.last_seconds = 0.0, FIRST_SECONDS
 
     def makes(self, _tokens: Sequence[int], _end_ids: Iterable[int], _seconds: float) -> bool:
         self.seconds += self.took
@@ -36,7 +37,7 @@ class Row:
 
 def steps(rows: Sequence[Any], count: int) -> list[tuple[set[int], float]]:
     """The rows with a mask in each step, and how long all masks of the step took."""
-    time, waiting, found = MaskTime(), list[Any](), []
+    time, waiting, found = MaskTime(GuideCounts()), list[Any](), []
     for _ in range(count):
         before = sum(row.seconds for row in rows)
         time.begin()
@@ -64,7 +65,7 @@ def test_step_has_its_time_and_one_long_mask() -> None:
 
 def test_unguided_rows_are_never_late() -> None:
     row: Any = SimpleNamespace(key=1, token_rules=SimpleNamespace(guided=False))
-    assert MaskTime().late([row]) == set()
+    assert MaskTime(GuideCounts()).late([row]) == set()
 
 
 async def test_others_have_a_token_in_each_step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 
 from prometheus_client.core import Metric
@@ -128,6 +128,10 @@ def _accepted(metrics: EngineMetrics) -> dict[str, int]:
     return {str(position): count for position, count in enumerate(counts)}
 
 
+def _refused_guides(metrics: EngineMetrics) -> Mapping[str, int]:
+    return metrics.stats.guide_refusals if metrics.stats else {}
+
+
 def _of_stats(kind: Kind, name: str, text: str, field: str = "") -> Row[EngineMetrics]:
     """A row of the backend's statistics, by default of the field of its name."""
     read = attrgetter(field or name)
@@ -161,6 +165,12 @@ TABLE: tuple[Row[EngineMetrics], ...] = (
     Row(COUNTER, "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their position in the run.",
         _accepted, ("position",)),
     _of_stats(COUNTER, "draft_failures", "Errors of the source of drafts."),
+    _of_stats(COUNTER, "guide_compile_seconds", "CPU time spent on compiling guides."),
+    _of_stats(COUNTER, "guide_mask_seconds", "CPU time spent on following guides in steps."),
+    _of_stats(COUNTER, "guides_compiled", "Guides compiled."),
+    _of_stats(COUNTER, "guides_kept", "Items that found their guide compiled."),
+    _of_stats(COUNTER, "late_masks", "Times that a sequence sat out a step, since its guide takes long."),
+    Row(COUNTER, "guide_refusals", "Items ended for their guide.", _refused_guides, ("reason",)),
     Row(COUNTER, "sequences_finished", "Sequences that ended.", _finished, ("reason",)),
     Row(COUNTER, "errors", "Items refused, sequences failed and streams broken off.", labels=("reason",)),
     Row(GAUGE, "open_streams", "Connected routers."),

@@ -31,6 +31,7 @@ from trtmesh.engine.backend import (
     Submission,
 )
 from trtmesh.engine.backends.torch.drafts.drafting import DraftCounts
+from trtmesh.engine.backends.torch.guided.grammars import GuideCounts
 from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import (
@@ -56,7 +57,7 @@ log = logging.getLogger(__name__)
 LOST_SECONDS = 5.0
 """Time for the engine's thread to end all sequences, unless the thread waits for an ended rank."""
 
-NO_DRAFTS = DraftCounts()
+NO_DRAFTS, NO_GUIDES = DraftCounts(), GuideCounts()
 
 Command = Callable[["Engine"], object]
 """Runs on the engine's thread, between two steps."""
@@ -170,6 +171,7 @@ class TorchBackend:
         scheduler, adapters = engine.scheduler, self._loaded.adapters
         used = scheduler.pool.used_blocks
         drafts = engine.drafting.counts if engine.drafting else NO_DRAFTS
+        guides = self._loaded.grammars.counts if self._loaded.grammars else NO_GUIDES
         return BackendStats(
             step_count=engine.step_count,
             captured_steps=engine.captured_steps,
@@ -205,6 +207,16 @@ class TorchBackend:
             accepted_draft_tokens=drafts.accepted_tokens,
             accepted_by_position=tuple(drafts.accepted_by_position),
             draft_failures=drafts.failures,
+            guide_compile_seconds=guides.compile_seconds,
+            guide_mask_seconds=guides.mask_seconds,
+            guides_compiled=guides.compiled,
+            guides_kept=guides.kept,
+            late_masks=guides.late_masks,
+            guide_refusals={
+                "not_compiled": guides.not_compiled,
+                "not_followed": guides.not_followed,
+                "queue_full": guides.queue_full,
+            },
         )
 
     def adapters(self) -> SequenceOf[HeldAdapter]:

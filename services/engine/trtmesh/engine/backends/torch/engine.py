@@ -42,7 +42,7 @@ from trtmesh.engine.backends.torch.decoding import (
     SampledDecoding,
 )
 from trtmesh.engine.backends.torch.drafts.drafting import Drafting, Speculation
-from trtmesh.engine.backends.torch.guided.grammars import Grammar
+from trtmesh.engine.backends.torch.guided.grammars import Grammar, GuideCounts
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
@@ -113,8 +113,9 @@ class Engine:
         adapters: AdapterCache,
         handoffs: BlockHandoffs[Sequence],
         drafting: Drafting | None = None,
+        guide_counts: GuideCounts | None = None,
     ) -> None:
-        """`drafting` needs a device without delay."""
+        """`drafting` needs a device without delay. `guide_counts` are counted on."""
         self.scheduler = scheduler
         self.deliver: Deliver | None = None
         """Takes news of handoffs during a step. Without `deliver`, the news come with the step."""
@@ -124,7 +125,7 @@ class Engine:
         self.generated_tokens = 0
         self.drafting = drafting
         self._compute = compute
-        self._mask_time = MaskTime()
+        self._mask_time = MaskTime(guide_counts or GuideCounts())
         self._late: list[Late] = []
         """The longest waiting first."""
         self._broken: BackendFailed | None = None

@@ -251,11 +251,13 @@ def _engine(
         ranks.group.wait()
         tokens_per_block = settings.kv_cache.tokens_per_block
         compute = LeadingCompute(compute, block_tables, tokens_per_block, ranks)
-    engine = Engine(compute, scheduler, adapters, handoffs, _drafting(settings, installed, info))
+    grammars = Grammars(compile_guide) if compile_guide else None
+    drafting = _drafting(settings, installed, info)
+    guide_counts = grammars.counts if grammars else None
+    engine = Engine(compute, scheduler, adapters, handoffs, drafting, guide_counts)
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     draft_logits = DraftLogits(info.vocabulary_size, limits.max_logits_bytes)
     kv_memory = kv_memory_of(cache) if hands_over else None
-    grammars = Grammars(compile_guide) if compile_guide else None
     return Loaded(
         engine, info, device, cache, tables, draft_logits, grammars, adapters, kv_memory, ranks
     )

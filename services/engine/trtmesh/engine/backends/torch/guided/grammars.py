@@ -160,11 +160,29 @@ class Guide:
             self._mask = None
 
 
+@dataclass(slots=True)
+class GuideCounts:
+    """Counters; they only grow."""
+
+    compiled: int = 0
+    kept: int = 0
+    """Items whose grammar was there."""
+    compile_seconds: float = 0.0
+    """CPU time, as that of masks."""
+    mask_seconds: float = 0.0
+    late_masks: int = 0
+    """Times that a sequence sat out a step."""
+    not_compiled: int = 0
+    not_followed: int = 0
+    queue_full: int = 0
+
+
 class Grammars:
     """Compiles the guides of items on threads of its own, and keeps the last ones."""
 
     def __init__(self, compile_guide: Compile) -> None:
         self._compile_guide = compile_guide
+        self.counts = GuideCounts()
         self._preparation = Preparation("grammars", MOST_WAITING, THREADS)
         self.close = self._preparation.close
         self._lock = threading.Lock()
@@ -182,6 +200,7 @@ class Grammars:
         what = "grammar could not be compiled"
         lease = self._preparation.begin(request_id, what, make, 1, holders, done)
         if lease is None:
+            self.counts.queue_full += 1
             raise QueueFull.of(
                 MOST_WAITING,
                 f"{MOST_WAITING} items with a guide, the most that it takes, are in the worker",
@@ -193,13 +212,26 @@ class Grammars:
         name = digest_of(asked)
         with self._lock:
             grammar = self._kept.get(name)
-        if grammar is None or grammar.is_spoilt:
-            grammar = Grammar(self._compile_guide(asked))
+        is_kept = grammar is not None and not grammar.is_spoilt
+        if grammar is None or not is_kept:
+            grammar = self._compiled(asked)
         with self._lock:
+            self.counts.kept += is_kept
             self._kept[name] = grammar
             self._kept.move_to_end(name)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
+        return grammar
+
+    def _compiled(self, asked: GuidedDecoding) -> Grammar:
+        began, grammar = time.thread_time(), None
+        try:
+            grammar = Grammar(self._compile_guide(asked))
+        finally:
+            with self._lock:
+                self.counts.compile_seconds += time.thread_time() - began
+                self.counts.compiled += grammar is not None
+                self.counts.not_compiled += grammar is None
         return grammar
 
 

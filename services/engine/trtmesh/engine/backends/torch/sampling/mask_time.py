@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from trtmesh.engine.backends.torch.guided.grammars import GuideCounts
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 
 STEP_SECONDS = 0.01
@@ -19,7 +20,8 @@ STEP_SECONDS = 0.01
 class MaskTime:
     """What is left of the time of a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: GuideCounts) -> None:
+        self._counts = counts
         self._left = 0.0
 
     def begin(self) -> None:
@@ -30,11 +32,13 @@ class MaskTime:
         """Makes the masks of the next tokens. Returns the keys of the sequences that have none yet."""
         guided = [sequence for sequence in sequences if sequence.token_rules.guided]
         guided.sort(key=_expected)
-        return {
+        late = {
             sequence.key
             for sequence in guided
             if _expected(sequence) > self._left or not self._makes(sequence)
         }
+        self._counts.late_masks += len(late)
+        return late
 
     def late_again(self, waiting: Sequence[Continuation]) -> set[int]:
         """`late` of the sequences that `late` returned in earlier steps, the longest waiting first."""
@@ -42,6 +46,7 @@ class MaskTime:
         first = next((sequence for sequence in waiting if sequence.key in late), None)
         if first and self._left > 0 and self._makes(first):
             late.remove(first.key)
+            self._counts.late_masks -= 1
         return late
 
     def _makes(self, sequence: Continuation) -> bool:
@@ -52,7 +57,10 @@ class MaskTime:
             is_made = guide.makes(sequence.tokens, end_ids, STEP_SECONDS)
         except Exception:  # noqa: BLE001 - the choice meets it again, and ends this item alone
             is_made = True
-        self._left -= guide.seconds - before
+        took = guide.seconds - before
+        self._left -= took
+        self._counts.mask_seconds += took
+        self._counts.not_followed += bool(took and guide.problem)
         return is_made
 
 
