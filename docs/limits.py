@@ -14,6 +14,8 @@ from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE
 from trtmesh.chassis.http2 import connection, frames, headers
 from trtmesh.chassis.http2.rates import RATES
 from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
+from trtmesh.engine.backends.torch.guided import grammars, guidance, schemas
+from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.router.doors.http import json_bodies, port
 from trtmesh.router.doors.triton import calls, tensors
 from trtmesh.router.doors.triton.http.door import HttpSettings
@@ -103,6 +105,24 @@ TABLES: dict[str, list[Row]] = {
             int(LIMITS["sampling.top_k"][1]),
             INVALID,
         ),
+    ],
+    "A guide, on the embedded engine": [
+        ("bytes", guidance.MOST_BYTES, INVALID),
+        ("levels of a schema", schemas.MOST_DEPTH, INVALID),
+        ("values of all enums of a schema", schemas.MOST_ENUM_VALUES, INVALID),
+        ("properties of an object", schemas.MOST_PROPERTIES, INVALID),
+        (
+            "least common multiple of all `multipleOf`, without trailing zeros",
+            schemas.MOST_MULTIPLE,
+            INVALID,
+        ),
+        ("items of the parser after a character, under a grammar", guidance.MAX_ROW_ITEMS, INVALID),
+        ("states of the lexer", guidance.MAX_LEXER_STATES, INVALID),
+        ("the library's units of work for the first state", guidance.INITIAL_LEXER_FUEL, INVALID),
+        ("seconds of CPU time to follow it", grammars.FREE_SECONDS, INVALID),
+        ("and seconds for each token", grammars.SECONDS_OF_TOKEN, INVALID),
+        ("items with a guide in a worker", grammars.MOST_WAITING, "QUEUE_FULL"),
+        ("seconds for masks in a step", mask_time.STEP_SECONDS, "the sequence sits out"),
     ],
     "A Triton request": [
         ("characters of its id", calls.MOST_ID_CHARACTERS, INVALID),

@@ -9,9 +9,12 @@ long it takes. So others wait in a step for its time and that of one such mask.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from trtmesh.engine.backends.torch.guided.grammars import GuideCounts
-from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+
+if TYPE_CHECKING:
+    from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 
 STEP_SECONDS = 0.01
 """CPU time."""
