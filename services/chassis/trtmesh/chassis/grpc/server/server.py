@@ -178,7 +178,11 @@ class GrpcServer(grpc.aio.Server):
             return handler
         details = CallDetails(path, metadata)
         found = (generic.service(details) for generic in self._generic)
-        return next(filter(None, found), None)
+        handler = next(filter(None, found), None)
+        if handler is not None:
+            # Known methods are few.
+            self._handlers[path] = handler
+        return handler
 
     def connection_opened(self, connection: ServerConnection) -> None:
         self._connections.add(connection)
