@@ -42,7 +42,7 @@ def test_prefix_policies_reuse_more() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.soak), 8])
 def test_unrelated_prompts_spread_evenly(policy: str, workers: int) -> None:
     dice = Random(1)
     seconds, arrivals = 0.0, []
