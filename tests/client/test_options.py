@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.client import GenerationConfig, LoraConfig, Options
@@ -16,6 +19,24 @@ def test_keywords_are_the_fields_of_the_proto() -> None:
         names += [option.name for option in fields[group].message_type.fields]
     assert len(names) == len(set(names)), "two keywords would have one name"
     assert set(Options.__annotations__) == set(names) == set(GROUP_OF)
+
+
+@pytest.mark.parametrize(
+    ("guide", "kind", "text"),
+    [
+        ({"type": "object"}, pb.GUIDE_TYPE_JSON_SCHEMA, '{"type": "object"}'),
+        (["yes", "no"], pb.GUIDE_TYPE_CHOICE, '["yes", "no"]'),
+        (re.compile(r"\d+"), pb.GUIDE_TYPE_REGEX, r"\d+"),
+    ],
+)
+def test_guides_are_plain_values(guide: Any, kind: pb.GuideType.ValueType, text: str) -> None:
+    config = build_config(None, Options(guided_decoding=guide))
+    assert config.guided_decoding == pb.GuidedDecodingConfig(guide_type=kind, guide=text)
+
+
+def test_flags_of_an_expression_are_not_ignored() -> None:
+    with pytest.raises(TypeError, match="has flags"):
+        build_config(None, Options(guided_decoding=re.compile("a", re.IGNORECASE)))
 
 
 def test_keywords_set_fields_and_nothing_else() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from re import Pattern
 from typing import TypedDict
 
 from trtmesh.v1 import generation_pb2 as pb
@@ -236,7 +237,7 @@ class Options(TypedDict, total=False):
     prompt_tuning: pb.PromptTuningConfig
     draft: pb.DraftConfig
     lookahead: pb.LookaheadConfig
-    guided_decoding: pb.GuidedDecodingConfig
+    guided_decoding: Mapping[str, object] | Sequence[str] | Pattern[str] | pb.GuidedDecodingConfig
     kv_cache: pb.KvCacheConfig
     encoder_decoder: pb.EncoderDecoderConfig
     multimodal: pb.MultimodalConfig

@@ -2,12 +2,14 @@
 
 Every field of `GenerationConfig` has a keyword. Keywords of the common groups are flat (`max_tokens` for
 `stopping.max_tokens`); the others take their message (`draft=DraftConfig(...)`). The field `lora` is the keyword
-`adapter`: a name, a number or a LoraConfig.
+`adapter`: a name, a number or a LoraConfig. `guided_decoding` takes a mapping as a JSON schema, a list of texts as a
+choice, and a compiled regular expression too.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -54,6 +56,8 @@ def build_config(
         with encodable(f"{group}.{name}" if group else name):
             if name == "adapter":
                 _assign(config, "lora", _lora(value))
+            elif name == "guided_decoding":
+                _assign(config, name, _guide(value))
             else:
                 _assign(getattr(config, group) if group else config, name, value)
     return config
@@ -68,6 +72,24 @@ def _lora(adapter: object) -> object:
             return pb.LoraConfig(id=adapter)
         case _:
             return adapter
+
+
+def _guide(guide: object) -> object:
+    """Returns the message for a schema, a choice or an expression; passes anything else through."""
+    match guide:
+        case Mapping():
+            kind, text = pb.GUIDE_TYPE_JSON_SCHEMA, _json(guide)
+        case list() | tuple():
+            kind, text = pb.GUIDE_TYPE_CHOICE, _json(guide)
+        case re.Pattern():
+            if guide.flags & ~re.UNICODE:
+                raise TypeError(
+                    "guided_decoding has flags; write them into the expression: (?i)..."
+                )
+            kind, text = pb.GUIDE_TYPE_REGEX, guide.pattern
+        case _:
+            return guide
+    return pb.GuidedDecodingConfig(guide_type=kind, guide=text)
 
 
 def _clear(message: Message, name: str) -> None:
