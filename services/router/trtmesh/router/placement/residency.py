@@ -74,10 +74,11 @@ class AdapterNeed:
     deliverable: bool = False
     """Whether this router has the content; otherwise only holders can take the item."""
     outlook: AdapterOutlook = AdapterOutlook()
+    key: AdapterKey = field(init=False)
+    """Read a dozen times for an item."""
 
-    @property
-    def key(self) -> AdapterKey:
-        return self.adapter.id, self.adapter.version
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", (self.adapter.id, self.adapter.version))
 
 
 @dataclass(frozen=True, slots=True)
