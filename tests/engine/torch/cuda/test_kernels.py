@@ -114,7 +114,7 @@ def test_draws_equal_those_of_the_host(size: int, device: torch.device) -> None:
             [row * 11 for row in range(rows)],
         )
     ).to(device)
-    temperatures = [(0.0, 0.7, 1.0, 1.9)[row % 4] for row in range(rows)]
+    temperatures = [(0.0, 0.7, 1.0, 1.9, 1e-3, 1e4)[row % 6] for row in range(rows)]
     lowest = [0.5 if row % 5 == 0 else -math.inf for row in range(rows)]
     got = chosen(logits, temperatures, draws, lowest)
     wide = torch.tensor(temperatures, dtype=torch.float64)[:, None]

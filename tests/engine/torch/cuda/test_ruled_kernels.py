@@ -18,9 +18,9 @@ from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
 from trtmesh.engine.backends.torch.cpu.device import ORDERING
 from trtmesh.engine.backends.torch.cuda.choice import GraphChoice
 from trtmesh.engine.backends.torch.cuda.kernels import ruled_choice
+from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import PART
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import LOG_PROB_WORDS, Field, Flag
 from trtmesh.engine.backends.torch.cuda.kernels.ruled_choice import (
-    PART,
     Workspace,
     choose_by_rules,
 )
@@ -225,10 +225,10 @@ def test_a_run_of_any_rules_is_that_of_the_cpu(seed: int, device: torch.device) 
             assert choice.token_ids[row] == expected.token_ids[row], rows[row].config
             if rows[row].token_rules.wants_log_probs:
                 mine, theirs = choice.details(row), expected.details(row)
-                assert mine.log_probs == pytest.approx(theirs.log_probs, abs=1e-9)
+                assert mine.log_probs == pytest.approx(theirs.log_probs, abs=1e-5)
                 for some, others in zip(mine.top_log_probs, theirs.top_log_probs, strict=True):
                     values, same = ([value for _, value in each] for each in (some, others))
-                    assert values == pytest.approx(same, abs=1e-9)
+                    assert values == pytest.approx(same, abs=1e-5)
                     kept = logits[row, [token for token, _ in some]].float()
                     assert (kept - kept[0]).tolist() == pytest.approx(
                         [value - values[0] for value in values], abs=1e-6

@@ -19,7 +19,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.row_fields import (
     Word,
 )
 from trtmesh.engine.backends.torch.sampling.draws import places_in, stream_of
-from trtmesh.engine.backends.torch.sampling.filters import depth_of, temperature_of
+from trtmesh.engine.backends.torch.sampling.filters import depth_of, given, temperature_of
 from trtmesh.engine.backends.torch.sequence import Sequence
 
 Numbers = NDArray[np.int64]
@@ -147,8 +147,8 @@ class RuledRows:
             own = tokens < size
             words[tokens[own]] = Word.SEEN
             own[: rules.sampling.ignored_prompt(sequence.prompt_tokens)] = False
-            counts = np.bincount(tokens[own], minlength=size).astype(np.int32)
-            words += counts << COUNT_SHIFT
+            ids, counts = np.unique(tokens[own], return_counts=True)
+            words[ids] += counts.astype(np.int32) << COUNT_SHIFT
             self._counted[sequence.slot] = len(sequence.tokens)
         if rules.biases:
             ids, weights = rules.bias
@@ -157,7 +157,11 @@ class RuledRows:
         if rules.bars_words:
             words[rules.bad_ids[rules.bad_ids < size]] |= Word.BANNED
         words[[token for token in sequence.rule.end_ids if token < size]] |= Word.ENDS
-        self._words[sequence.slot].copy_(torch.from_numpy(words))
+        row, known = self._words[sequence.slot], np.flatnonzero(words)
+        # Not as a whole: a large copy from memory that is not pinned waits for the device.
+        row.zero_()
+        values = torch.from_numpy(words[known]).to(row.device, non_blocking=True)
+        row.index_copy_(0, given(known, row), values)
 
 
 def _lengths(sequences: SequenceOf[Sequence], unknown: int) -> Numbers:

@@ -2,8 +2,8 @@
 
 * `top_k`: the highest logit that at least k tokens reach.
 * `top_p`, among the tokens within `top_k`: the highest logit reached by tokens with at least `top_p` of all weight. The
-  weight of a token is exp((logit - highest logit) / temperature) in float64, rounded down to a multiple of 2**-40.
-  These are added up as integers, so neither the order nor the device changes a sum.
+  weight of a token is exp((logit - highest logit) * (1 / temperature)) in float64, rounded down to a multiple of
+  2**-40. These are added up as integers, so neither the order nor the device changes a sum.
 * `min_p`: highest logit + temperature * ln(min_p).
 
 A bound is the highest of the three, and -inf for a filter that no token limits. Errors of the logits move a bound by a
@@ -29,6 +29,7 @@ FEW = 1024
 """Up to this top_k, top_p is computed among the candidates alone."""
 LIKELY = 256
 """Most likely tokens tried by top_p before sorting the whole vocabulary."""
+HIGHEST = float(np.finfo(np.float64).max)
 WHOLE = 2**40
 """The weight of the highest logit, as an integer: sums of up to 2**22 tokens fit."""
 
@@ -158,7 +159,8 @@ class _Part:
 
 
 def _weights(configs: SequenceOf[Sampling], values: Tensor, peaks: Tensor) -> Tensor:
-    return values.double().sub_(peaks).div_(temperatures(configs, values)).exp_()
+    factors = temperatures(configs, values).reciprocal_().clamp_(max=HIGHEST)
+    return values.double().sub_(peaks).mul_(factors).exp_()
 
 
 def _first_reaching(values: Tensor, reached: Tensor, needed: Tensor) -> Tensor:

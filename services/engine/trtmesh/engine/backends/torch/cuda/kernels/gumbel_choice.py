@@ -10,8 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.sampling.draws import BLOCK
 
-PART = 2048
-"""Tokens of a program."""
+PARTS = ((8, 2048, 8), (1 << 30, 8192, 16))
+"""By the most rows: tokens and warps of a program."""
+PART = PARTS[0][1]
 KNOWN = 256
 """Rows of a program of `known_tokens`."""
 
@@ -29,14 +30,56 @@ def _exponential(x):
 
 
 @triton.jit
-def noise(place, numbers, ids, block: tl.constexpr):
-    """The negated noise of tokens [blocks, block], for the numbers of their blocks [blocks, 1]."""
-    golden = 0x9E3779B97F4A7C15
+def _hashes(place, words):
+    return _mix((place ^ words) + 0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def _estimate(x):
+    """`_exponential` in float32, with an error of a few units in the last place."""
+    # From the nearer end: there a number has all its bits.
+    is_high = (x >> 63) != 0
+    near = tl.where(is_high, x ^ 0xFFFFFFFFFFFFFFFF, x) >> 12
+    high = (near >> 20).to(tl.uint32).to(tl.float32) * 2.3283064365386963e-10
+    low = ((near & 0xFFFFF).to(tl.uint32).to(tl.float32) + 0.5) * 2.220446049250313e-16
+    distance = high + low
+    series = distance * (1 + distance * (0.5 + distance * (0.33333334 + distance * 0.25)))
+    of_high = tl.where(distance < 0.03, series, -tl.log(1 - distance))
+    return tl.where(is_high, of_high, -tl.log(distance))
+
+
+@triton.jit
+def best_sum(x, kept, place, temperature, numbers, ids, size, block: tl.constexpr):
+    """The highest sum of logit / temperature and noise of the kept logits x [blocks, block], float64, with the lowest
+    token; -inf and `size` without any. `numbers` [blocks, 1] are those of the blocks of the tokens `ids`.
+
+    Sums are estimated in float32, and computed for tokens near the highest estimate."""
     words = ids.to(tl.uint64)
-    hashes = _mix((place ^ (numbers.to(tl.uint64) + 0x100000000)) + golden)
-    later = _exponential(_mix((place ^ words) + golden))
-    later = tl.where(((words ^ hashes) & (block - 1)) == 0, 0.0, later)
-    return tl.log(later + _exponential(hashes) / block)
+    hashes = _hashes(place, numbers.to(tl.uint64) + 0x100000000)
+    wait = _estimate(_hashes(place, words))
+    wait = tl.where(((words ^ hashes) & (block - 1)) == 0, 0.0, wait) + _estimate(hashes) / block
+    top = tl.max(tl.where(kept, x, float("-inf")))
+    # Of a row without a finite highest logit any token will do.
+    top = tl.minimum(tl.maximum(top, -3e38), 3e38)
+    # A winner is at most 44 temperatures below the highest logit, where rounding is less than half of 1e-3.
+    sums = tl.where(x == top, 0.0, (x - top) * (1 / temperature).to(tl.float32)) - tl.log(wait)
+    sums = tl.where(kept, sums, float("-inf"))
+    left = kept & (sums >= tl.max(sums) - 1e-3)
+    best = tl.full((), float("-inf"), tl.float64)
+    winner = tl.zeros((), tl.int32) + size
+    token = tl.min(tl.where(left, ids, size))
+    while token < size:
+        logit = tl.max(tl.where(ids == token, x, float("-inf"))).to(tl.float64)
+        word = token.to(tl.uint64)
+        shared = _hashes(place, (token // block).to(tl.uint64) + 0x100000000)
+        later = _exponential(_hashes(place, word))
+        later = tl.where(((word ^ shared) & (block - 1)) == 0, 0.0, later)
+        found = logit / temperature - tl.log(later + _exponential(shared) / block)
+        winner = tl.where(found > best, token, winner)
+        best = tl.where(found > best, found, best)
+        left = left & (ids > token)
+        token = tl.min(tl.where(left, ids, size))
+    return best, winner
 
 
 @triton.jit
@@ -75,14 +118,12 @@ def _parts(
     tl.store(firsts + at, first)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
-        wide = x.to(tl.float64)
-        sums_here = wide / temperature - noise(tl.load(places + row), numbers, ids, block)
-        kept = there & (wide >= tl.load(lowest + row))
-        sums_here = tl.where(kept, sums_here, float("-inf"))
-        best = tl.max(tl.max(sums_here, 1), 0)
+        kept = there & (x.to(tl.float64) >= tl.load(lowest + row))
+        best, winner = best_sum(
+            x, kept, tl.load(places + row), temperature, numbers, ids, size, block
+        )
         tl.store(sums + at, best)
-        winner = tl.where(kept & (sums_here == best), ids, size)
-        tl.store(winners + at, tl.min(tl.min(winner, 1), 0))
+        tl.store(winners + at, winner)
 
 
 @triton.jit
@@ -129,7 +170,8 @@ def choose_tokens(
     int64 are the hashes of the draws; `temperatures` and `lowest` are float64.
     """
     rows, size = logits.shape
-    parts = triton.cdiv(size, PART)
+    part_size, warps = parts_of(rows)
+    parts = triton.cdiv(size, part_size)
     peaks = torch.empty(rows * parts, device=logits.device)
     firsts = torch.empty(rows * parts, dtype=torch.int32, device=logits.device)
     sums = torch.empty(rows * parts, dtype=torch.float64, device=logits.device)
@@ -146,9 +188,9 @@ def choose_tokens(
         size,
         logits.stride(0),
         parts,
-        blocks=PART // BLOCK,
+        blocks=part_size // BLOCK,
         block=BLOCK,
-        num_warps=8,
+        num_warps=warps,
         **overlap(logits.device),
     )
     _best[(rows,)](
@@ -162,6 +204,11 @@ def choose_tokens(
         padded_parts=triton.next_power_of_2(parts),
         **overlap(logits.device),
     )
+
+
+def parts_of(rows: int) -> tuple[int, int]:
+    """Tokens and warps of a program."""
+    return next((size, warps) for most, size, warps in PARTS if rows <= most)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import noise
+from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import PART, best_sum, parts_of
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import (
     BIAS_SHIFT,
@@ -30,15 +30,13 @@ from trtmesh.engine.backends.torch.cuda.kernels.row_fields import (
 )
 from trtmesh.engine.backends.torch.sampling.draws import BLOCK
 
-PART = 2048
-"""Tokens of a program."""
 PIVOTS = 8
 LISTED = 8192
 """Most tokens listed of a row."""
-AT_ONCE = 2048
-"""Listed tokens looked at by `_bound` at once."""
-TOTALS = 4
-"""Sums of weights of a program, a power of two: of all tokens, above the range, and within."""
+AT_ONCE = 8192
+"""Tokens of a row searched at once."""
+TOTALS = 2
+"""Sums of weights of a program: of all tokens, and above the range."""
 
 _FLAGS = tl.constexpr(int(Field.FLAGS))
 _SLOT = tl.constexpr(int(Field.SLOT))
@@ -62,6 +60,7 @@ _ONE_MORE = tl.constexpr(1 << COUNT_SHIFT)
 _BIASES = tl.constexpr(BIASES)
 _PIVOTS = tl.constexpr(PIVOTS)
 _LISTED = tl.constexpr(LISTED)
+_AT_ONCE = tl.constexpr(AT_ONCE)
 _MOST_TOPS = tl.constexpr(MOST_TOPS)
 _TOTALS = tl.constexpr(TOTALS)
 
@@ -91,7 +90,8 @@ def _values(logits, changed, flags, row, row_stride, size, ids):
 @triton.jit
 def _weights(x, peak, temperature):
     """Multiples of 2**-40."""
-    distance = (x.to(tl.float64) - peak.to(tl.float64)) / temperature
+    factor = tl.minimum(1 / temperature, 1.7976931348623157e308)
+    distance = (x.to(tl.float64) - peak.to(tl.float64)) * factor
     return (tl.exp(distance) * 1099511627776.0).to(tl.int64)
 
 
@@ -143,8 +143,7 @@ def _survey(
     broken = tl.max((x != x).to(tl.int32), 0) > 0
     tl.store(own_peaks + at, tl.where(broken, float("nan"), top))
     if (flags & _LOG_PROBS) != 0:
-        base = tl.maximum(top, -3.0e38).to(tl.float64)
-        tl.store(own_sums + at, tl.sum(tl.exp(x.to(tl.float64) - base), 0))
+        tl.store(own_sums + at, tl.sum(tl.exp(x - tl.maximum(top, -3.0e38)), 0))
         rest = x
         for place in range(_word(fields, stride, row, _TOPS)):
             best = tl.max(rest, 0)
@@ -287,8 +286,8 @@ def _collect(
     padded: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: (row, part). Lists the tokens within the range, with their weights. `totals` [rows, parts, 4] are the
-    sums of all weights, of those above the range, and of those within."""
+    """Program: (row, part). Lists the tokens within the range, with their weights. `totals` [rows, parts, 2] are the
+    sums of all weights, and of those above the range."""
     if overlaps:
         gdc_launch_dependents()
         gdc_wait()
@@ -318,7 +317,6 @@ def _collect(
         at = (row * parts + part) * _TOTALS
         tl.store(totals + at, tl.sum(weights, 0))
         tl.store(totals + at + 1, tl.sum(tl.where(x >= top, weights, 0), 0))
-        tl.store(totals + at + 2, tl.sum(tl.where(inside, weights, 0), 0))
     found = tl.sum(inside.to(tl.int32), 0)
     if found > 0:
         first = tl.atomic_add(counts + row, found)
@@ -336,17 +334,37 @@ def _key(x):
 
 
 @triton.jit
-def _sweep(
+def _sweep(keys, weights, there, middle):
+    """The sum of weights from the key `middle` on, the lowest key from there, and the highest below."""
+    above = there & (keys >= middle)
+    mass = tl.sum(tl.where(above, weights, 0), 0)
+    up = tl.min(tl.where(above, keys, 4294967296), 0)
+    return mass, up, tl.max(tl.where(there & (keys < middle), keys, -4294967296), 0)
+
+
+@triton.jit
+def _among_listed(keys, weights, there, above, needed, end):
+    """The highest key, below `end`, from which on weights sum up to `needed` together with `above`; that of the lowest
+    where all do not."""
+    mass, low, _ = _sweep(keys, weights, there, -4294967296)
+    while end - low > 1:
+        middle = (low + end) >> 1
+        mass, up, down = _sweep(keys, weights, there, middle)
+        if (above + mass).to(tl.float64) >= needed:
+            low = tl.minimum(up, end - 1)
+        else:
+            end = tl.maximum(down + 1, low + 1)
+    return low
+
+
+@triton.jit
+def _sweep_row(
     logits,
     changed,
     flags,
     row,
     row_stride,
     size,
-    listed,
-    listed_weights,
-    whole,
-    count,
     peak,
     temperature,
     is_counted,
@@ -354,29 +372,21 @@ def _sweep(
     middle,
     at_once: tl.constexpr,
 ):
-    """Of the tokens with keys from `least` on, listed or of the whole row: the sum of weights, or the number, from the
-    key `middle` on; the lowest key from there; and the highest below."""
+    """`_sweep` of the tokens of a row with keys from `least` on; the weights of counted tokens are 1."""
     mass = tl.zeros((), tl.int64)
     up = tl.zeros((), tl.int64) + 4294967296
     down = tl.zeros((), tl.int64) - 4294967296
-    for first in range(0, count, at_once):
-        i = first + tl.arange(0, at_once)
-        if whole:
-            x = _values(logits, changed, flags, row, row_stride, size, i)
-            weights = tl.full([at_once], 1, tl.int64)
-            if is_counted == 0:
-                weights = _weights(x, peak, temperature)
-        else:
-            there = i < count
-            x = tl.load(listed + row * _LISTED + i, mask=there, other=float("-inf"))
-            weights = tl.full([at_once], 1, tl.int64)
-            if is_counted == 0:
-                weights = tl.load(listed_weights + row * _LISTED + i, mask=there, other=0)
+    for first in range(0, size, at_once):
+        x = _values(logits, changed, flags, row, row_stride, size, first + tl.arange(0, at_once))
+        weights = tl.full([at_once], 1, tl.int64)
+        if is_counted == 0:
+            weights = _weights(x, peak, temperature)
         keys = _key(x)
         there = (x > float("-inf")) & (keys >= least)
-        mass += tl.sum(tl.where(there & (keys >= middle), weights, 0), 0)
-        up = tl.minimum(up, tl.min(tl.where(there & (keys >= middle), keys, 4294967296), 0))
-        down = tl.maximum(down, tl.max(tl.where(there & (keys < middle), keys, -4294967296), 0))
+        mass_here, up_here, down_here = _sweep(keys, weights, there, middle)
+        mass += mass_here
+        up = tl.minimum(up, up_here)
+        down = tl.maximum(down, down_here)
     return mass, up, down
 
 
@@ -396,7 +406,6 @@ def _bound(
     lowest,
     parts,
     padded: tl.constexpr,
-    at_once: tl.constexpr,
     overlaps: tl.constexpr,
 ):
     """Program: a row. The lowest kept logit, float64."""
@@ -411,54 +420,64 @@ def _bound(
     top_k = _word(fields, stride, row, _TOP_K)
     share = _number(fields, stride, row, _TOP_P)
     peak = _highest(peaks, row, parts, padded)
+    end = _key(peak) + 1
     none = tl.zeros((), tl.int64) - 4294967296
     least = none
     if (top_k > 0) | (share < 1):
-        count = tl.load(counts + row)
-        above = tl.zeros((), tl.int64)
-        total = tl.zeros((), tl.int64)
-        whole = count > _LISTED
-        if (top_k == 0) & (share < 1):
-            i = (row * parts + tl.arange(0, padded)) * _TOTALS
-            there = tl.arange(0, padded) < parts
-            total = tl.sum(tl.load(totals + i, mask=there, other=0), 0)
-            above = tl.sum(tl.load(totals + i + 1, mask=there, other=0), 0)
-            inside = tl.sum(tl.load(totals + i + 2, mask=there, other=0), 0)
-            needed = share * total.to(tl.float64)
-            is_here = ((above == 0) | (above.to(tl.float64) < needed)) & (
-                (above + inside).to(tl.float64) >= needed
-            )
-            whole = whole | (is_here == 0)
-        if whole:
-            count = size
-            above = tl.zeros((), tl.int64)
         # First the bound of top_k, then that of top_p among the tokens left.
-        for stage in range(2):
-            is_counted = stage == 0
-            active = ((stage == 0) & (top_k > 0)) | ((stage == 1) & (share < 1))
-            if active:
-                mass, low, _ = _sweep(
-                    logits, changed, flags, row, row_stride, size, listed, listed_weights, whole,
-                    count, peak, temperature, is_counted, least, none, at_once,
-                )  # fmt: skip
-                needed = top_k.to(tl.float64)
-                if stage == 1:
-                    if top_k > 0:
-                        total = mass
-                    needed = share * total.to(tl.float64)
-                if (above + mass).to(tl.float64) >= needed:
-                    end = _key(peak) + 1
-                    while end - low > 1:
-                        middle = (low + end) >> 1
-                        mass, up, down = _sweep(
-                            logits, changed, flags, row, row_stride, size, listed, listed_weights,
-                            whole, count, peak, temperature, is_counted, least, middle, at_once,
-                        )  # fmt: skip
-                        if (above + mass).to(tl.float64) >= needed:
-                            low = tl.minimum(up, end - 1)
-                        else:
-                            end = tl.maximum(down + 1, low + 1)
-                    least = low
+        at = (row * parts + tl.arange(0, padded)) * _TOTALS
+        in_row = tl.arange(0, padded) < parts
+        total = tl.sum(tl.load(totals + at, mask=in_row, other=0), 0)
+        count = tl.load(counts + row)
+        whole = count > _LISTED
+        if whole == 0:
+            i = tl.arange(0, _LISTED)
+            there = i < count
+            x = tl.load(listed + row * _LISTED + i, mask=there, other=float("-inf"))
+            weights = tl.load(listed_weights + row * _LISTED + i, mask=there, other=0)
+            keys = _key(x)
+            above = tl.sum(tl.load(totals + at + 1, mask=in_row, other=0), 0)
+            mass = tl.sum(weights, 0)
+            if top_k > 0:
+                if count >= top_k:
+                    ones = there.to(tl.int64)
+                    least = _among_listed(keys, ones, there, above * 0, top_k.to(tl.float64), end)
+                there = there & (keys >= least)
+                mass = tl.sum(tl.where(there, weights, 0), 0)
+                total = mass
+                above = mass * 0
+            if share < 1:
+                needed = share * total.to(tl.float64)
+                whole = ((above > 0) & (above.to(tl.float64) >= needed)) | (
+                    (above + mass).to(tl.float64) < needed
+                )
+                if whole == 0:
+                    least = _among_listed(keys, weights, there, above, needed, end)
+        if whole:
+            least = none
+            for stage in range(2):
+                is_counted = stage == 0
+                if (is_counted & (top_k > 0)) | ((stage == 1) & (share < 1)):
+                    mass, low, _ = _sweep_row(
+                        logits, changed, flags, row, row_stride, size, peak, temperature,
+                        is_counted, least, none, _AT_ONCE,
+                    )  # fmt: skip
+                    needed = top_k.to(tl.float64)
+                    if stage == 1:
+                        needed = share * mass.to(tl.float64)
+                    if mass.to(tl.float64) >= needed:
+                        high = end
+                        while high - low > 1:
+                            middle = (low + high) >> 1
+                            mass, up, down = _sweep_row(
+                                logits, changed, flags, row, row_stride, size, peak, temperature,
+                                is_counted, least, middle, _AT_ONCE,
+                            )  # fmt: skip
+                            if mass.to(tl.float64) >= needed:
+                                low = tl.minimum(up, high - 1)
+                            else:
+                                high = tl.maximum(down + 1, low + 1)
+                        least = low
     bits = least.to(tl.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     bound = tl.where(least == none, float("-inf"), bits.to(tl.float32, bitcast=True))
@@ -493,17 +512,14 @@ def _draw(
         return
     numbers = part * blocks + tl.arange(0, blocks)[:, None]
     ids = numbers * block + tl.arange(0, block)[None, :]
-    x = _values(logits, changed, flags, row, row_stride, size, ids).to(tl.float64)
-    kept = (ids < size) & (x >= tl.load(lowest + row))
+    x = _values(logits, changed, flags, row, row_stride, size, ids)
+    kept = (x > float("-inf")) & (x.to(tl.float64) >= tl.load(lowest + row))
     best = tl.full((), float("-inf"), tl.float64)
     winner = tl.zeros((), tl.int32) + size
-    if tl.max(tl.max(kept.to(tl.int32), 1), 0) > 0:
+    if tl.max(kept.to(tl.int32)) > 0:
         place = _word(fields, stride, row, _PLACE).to(tl.uint64, bitcast=True)
         temperature = _number(fields, stride, row, _TEMPERATURE)
-        found = x / temperature - noise(place, numbers, ids, block)
-        found = tl.where(kept, found, float("-inf"))
-        best = tl.max(tl.max(found, 1), 0)
-        winner = tl.min(tl.min(tl.where(kept & (found == best), ids, size), 1), 0)
+        best, winner = best_sum(x, kept, place, temperature, numbers, ids, size, block)
     tl.store(sums + row * parts + part, best)
     tl.store(winners + row * parts + part, winner)
 
@@ -564,8 +580,8 @@ def _best(
         counted = words + _word(fields, stride, row, _SLOT) * size + token
         tl.store(counted, (tl.load(counted) | 1) + _ONE_MORE)
     if ((flags & _LOG_PROBS) != 0) & (token >= 0):
-        part_sums = tl.load(own_sums + at, mask=there, other=0.0)
         wide = own_top.to(tl.float64)
+        part_sums = tl.load(own_sums + at, mask=there, other=0.0)
         part_sums *= tl.exp(own.to(tl.float64) - wide)
         total_log = wide + tl.log(tl.sum(part_sums, 0))
         line = log_probs + row * (2 * _MOST_TOPS + 1)
@@ -600,8 +616,8 @@ class Workspace:
         self.biases = memory(slots, BIASES)
         """From index 1 on."""
         self.changed = memory(rows, vocabulary)
-        self.own_peaks, self.peaks, self.lows = memory(3, rows * parts).unbind()
-        self.own_sums, self.sums = memory(2, rows * parts, dtype=torch.float64).unbind()
+        self.own_peaks, self.own_sums, self.peaks, self.lows = memory(4, rows * parts).unbind()
+        self.sums = memory(rows * parts, dtype=torch.float64)
         self.firsts, self.winners = memory(2, rows * parts, dtype=torch.int32).unbind()
         self.top_logits = memory(rows * parts * MOST_TOPS)
         self.top_ids = memory(rows * parts * MOST_TOPS, dtype=torch.int32)
@@ -622,11 +638,12 @@ def choose_by_rules(
     float64 gets the log-probability of the token, and pairs of the most likely ids with theirs, where wanted.
     """
     rows, size = logits.shape
-    parts = triton.cdiv(size, PART)
+    part_size, warps = parts_of(rows)
+    parts = triton.cdiv(size, part_size)
     common = (logits, logits.stride(0), size, fields, fields.stride(0))
     options = overlap(logits.device)
     padded = {"padded": triton.next_power_of_2(parts), **options}
-    by_part = {"part_size": PART, "num_warps": 8}
+    by_part = {"part_size": part_size, "num_warps": warps}
     _survey[(rows, parts)](
         *common,
         work.words,
@@ -659,8 +676,7 @@ def choose_by_rules(
         *found,
         work.lowest,
         parts,
-        at_once=AT_ONCE,
-        num_warps=8,
+        num_warps=32,
         **padded,
     )
     _draw[(rows, parts)](
@@ -670,9 +686,9 @@ def choose_by_rules(
         work.sums,
         work.winners,
         parts,
-        blocks=PART // BLOCK,
+        blocks=part_size // BLOCK,
         block=BLOCK,
-        num_warps=8,
+        num_warps=warps,
         **options,
     )
     _best[(rows,)](
