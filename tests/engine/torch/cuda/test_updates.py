@@ -7,15 +7,14 @@ from random import Random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trtmesh.engine.adapters.lora import Module, Place, Target, Update
-from trtmesh.engine.backends.torch.cuda.kernels.layers import norm_reference
-from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows, Scale
 from trtmesh.engine.backends.torch.cuda.kernels.updates import (
     FEW_ROWS,
     MANY_ROWS,
     updates_reference,
 )
+from trtmesh.engine.backends.torch.cuda.layers import KernelNorm, LayerProducts
 from trtmesh.engine.backends.torch.cuda.updates import (
     KernelTable,
     KernelUpdates,
@@ -23,6 +22,7 @@ from trtmesh.engine.backends.torch.cuda.updates import (
     StepTiles,
 )
 from trtmesh.engine.backends.torch.model.lora_layers import (
+    AdaptedLinear,
     AdaptedPart,
     AdapterRows,
     DeviceAdapters,
@@ -154,28 +154,28 @@ def test_infinite_row_spoils_no_other_row(device: torch.device) -> None:
     assert torch.equal(spoiled[[0, 2, 3]], alone[[0, 2, 3]])
 
 
-@pytest.mark.parametrize("outputs", [(256, 128, 128), (192, 192), (70,)])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("slot", [-1, 1, 3, 4])
-def test_product_of_a_row_with_its_update(
-    slot: int, scaled: bool, outputs: Sequence[int], device: torch.device
-) -> None:
-    """As a part of the product, the update is that of a product after it."""
-    filled = Filled(200, outputs, torch.float16, device)
-    few = FewRows(device)
-    weight = filled.randn(filled.outputs, 200).to(device) / 8
-    given = filled.randn(1, 200).to(device)
-    scale = Scale(torch.linspace(0.5, 2, 200, device=device), 1e-5) if scaled else None
-    products = filled.products
-    tiles = StepTiles(1, FEW_ROWS, SLOTS, device)
-    tiles.fill(step_of([slot]))
-    products.use(tiles.of(1))
-    normed = norm_reference(given, scale.weight, scale.epsilon) if scale else given
+@pytest.mark.parametrize("rows", [1, 3, 65])
+@torch.inference_mode()
+def test_layers_with_norm_activation_and_sum(rows: int, device: torch.device) -> None:
+    filled = Filled(128, (128, 128), torch.float16, device)
+    own = nn.Linear(128, 256, bias=False, device=device, dtype=torch.float16)
+    linear = AdaptedLinear(own, filled.parts, filled.products)
+    products = LayerProducts(device)
+    before = KernelNorm(torch.linspace(0.5, 2, 128, device=device), 1e-5)
+    slots = [4, -1, 1, *([3] * 62)][:rows]
+    filled.products.begin(step_of(slots))
     factors = [table.factors for table in filled.tables.values()]
-    whole = updates_reference([slot], factors, normed, normed.double() @ weight.double().t())
-    for gated in (False, True) if len(outputs) == 2 else (False,):
-        update = products.shrink(filled.parts, given, scale.weight if scale else None)
-        got = few.product(given, weight, scale=scale, gated=gated, update=update)
-        gate, up = whole.chunk(2, 1)
-        expected = torch.nn.functional.silu(gate) * up if gated else whole
-        assert (got - expected).abs().amax() <= 1e-2 * expected.abs().amax()
+
+    def expected(given: Tensor) -> Tensor:
+        return updates_reference(slots, factors, given, own(given))
+
+    given = filled.randn(rows, 128).to(device)
+    outputs = expected(before(given))
+    gate, up = outputs.chunk(2, 1)
+    added = filled.randn(rows, 256).to(device)
+    for got, wanted in (
+        (products.of_norm(given, before, linear), outputs),
+        (products.of_norm(given, before, linear, gated=True), nn.functional.silu(gate) * up),
+        (products.sum(added.clone(), given, linear), added + expected(given)),
+    ):
+        assert (got - wanted).abs().amax() <= 1e-2 * wanted.abs().amax()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from trtmesh.engine.backends.torch.cuda.kernels.layers import gated_silu, norm, turn
 from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows, Scale
-from trtmesh.engine.backends.torch.cuda.kernels.updates import Inner, expand
+from trtmesh.engine.backends.torch.cuda.kernels.updates import Updates, expand, shrink
 from trtmesh.engine.backends.torch.cuda.updates import KernelUpdates
 from trtmesh.engine.backends.torch.model.attention import Angles
 from trtmesh.engine.backends.torch.model.fused_layers import FusedLayer, FusedMlp, Norm, Rotation
@@ -79,35 +79,38 @@ class LayerProducts:
         self, hidden: Tensor, before: nn.Module, linear: nn.Module, *, gated: bool = False
     ) -> Tensor:
         """linear(before(hidden)); silu(first half of it) * second half where `gated`. `hidden` is [tokens, size]."""
-        own = _own(linear)
+        own, updates = _own(linear), _updates(linear)
         weight = self._weight_for_few(hidden, own)
-        alone = weight is not None and len(hidden) == 1
-        scale = before.scale() if alone and isinstance(before, KernelNorm) else None
-        given = hidden if scale else before(hidden)
-        # Before the weights, whose reading begins meanwhile.
-        update = _shrunk(linear, given, scale)
-        if weight is not None and (alone or update is None):
-            return self._few.product(given, weight, scale=scale, gated=gated, update=update)
-        output = own(given) if weight is None else self._few.product(given, weight)
-        if update:
-            expand(update, output)
-        return gated_silu(output) if gated else output
+        if updates:
+            given = before(hidden)
+            # Before the weights, whose reading begins meanwhile.
+            inner = shrink(updates, given)
+            output = own(given) if weight is None else self._few.product(given, weight)
+            expand(updates, inner, output)
+            return gated_silu(output) if gated else output
+        if weight is None:
+            output = linear(before(hidden))
+            return gated_silu(output) if gated else output
+        if len(hidden) == 1 and isinstance(before, KernelNorm):
+            return self._few.product(hidden, weight, scale=before.scale(), gated=gated)
+        return self._few.product(before(hidden), weight, gated=gated)
 
     def sum(self, hidden: Tensor, given: Tensor, linear: nn.Module) -> Tensor:
         """hidden + linear(given); may change `hidden`."""
         if isinstance(linear, SummedLinear):
             return self._sum_of_ranks(hidden, given, linear)
-        own, update = _own(linear), _shrunk(linear, given)
-        if (weight := self._weight_for_few(given, own)) is not None:
-            if len(given) == 1:
-                return self._few.product(given, weight, added=hidden, update=update)
-            output = self._few.product(given, weight, added=hidden)
-        elif (weight := _plain_weight(own)) is not None:
-            output = hidden.addmm_(given, weight.t())
-        else:
-            output = hidden + own(given)
-        if update:
-            expand(update, output)
+        if updates := _updates(linear):
+            inner = shrink(updates, given)
+            summed = self.sum(hidden, given, _own(linear))
+            expand(updates, inner, summed)
+            return summed
+        weight = self._weight_for_few(given, linear)
+        if weight is not None:
+            return self._few.product(given, weight, added=hidden)
+        weight = _plain_weight(linear)
+        if weight is not None:
+            return hidden.addmm_(given, weight.t())
+        output: Tensor = hidden + linear(given)
         return output
 
     def _sum_of_ranks(self, hidden: Tensor, given: Tensor, linear: SummedLinear) -> Tensor:
@@ -134,13 +137,12 @@ def _own(linear: nn.Module) -> nn.Module:
     return linear.own if isinstance(linear, AdaptedLinear) else linear
 
 
-def _shrunk(linear: nn.Module, given: Tensor, scale: Scale | None = None) -> Inner | None:
-    """The first half of the updates; None for a layer without."""
+def _updates(linear: nn.Module) -> Updates | None:
+    """The updates of a layer with adapters."""
     if not isinstance(linear, AdaptedLinear):
         return None
-    updates = linear.products
-    assert isinstance(updates, KernelUpdates)
-    return updates.shrink(linear.parts, given, scale.weight if scale else None)
+    assert isinstance(linear.products, KernelUpdates)
+    return linear.products.of(linear.parts)
 
 
 def _plain_weight(linear: nn.Module) -> Tensor | None:

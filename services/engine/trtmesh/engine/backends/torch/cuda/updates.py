@@ -15,8 +15,8 @@ from trtmesh.engine.backends.torch.cuda.kernels.updates import (
     MANY_ROWS,
     TILE_WORDS,
     Factors,
-    Inner,
     Tiles,
+    Updates,
     expand,
     most_inner_bytes,
     shrink,
@@ -166,17 +166,13 @@ class KernelUpdates:
         self._tiles = tiles
 
     def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
-        expand(self.shrink(parts, given), output)
+        updates = self.of(parts)
+        expand(updates, shrink(updates, given), output)
 
-    def shrink(
-        self, parts: Sequence[AdaptedPart], given: Tensor, scale: Tensor | None = None
-    ) -> Inner:
-        """A x, for `expand` or a product; `given` is multiplied by `scale`."""
-        return shrink(self._tiles, _factors(parts), given, scale)
-
-
-def _factors(parts: Sequence[AdaptedPart]) -> list[Factors]:
-    return [part.table.factors for part in parts if isinstance(part.table, KernelTable)]
+    def of(self, parts: Sequence[AdaptedPart]) -> Updates:
+        """The updates of a layer in this step."""
+        tables = [part.table for part in parts]
+        return Updates(self._tiles, [t.factors for t in tables if isinstance(t, KernelTable)])
 
 
 class AdaptedSteps:

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
-from trtmesh.engine.backends.torch.cuda.kernels.updates import Inner, row_update
 
 MOST_ROWS = 64
 VALUES = 64
@@ -34,7 +33,6 @@ LEAST_SHARE = 512
 MOST_SHARES = 8
 SHARED_MEMORY = 220_000
 """Most bytes for a program of a product of several rows."""
-NO_UPDATE = ((None,) * 8 + (0,) * 4, {"shares": 0, "tile_rows": 0, "ranks": 0})
 
 
 @triton.jit
@@ -44,18 +42,6 @@ def _one_row(
     output,
     scale,
     added,
-    inner,
-    first_b,
-    second_b,
-    third_b,
-    first_ranks,
-    second_ranks,
-    third_ranks,
-    tiles,
-    first_outputs,
-    second_outputs,
-    third_outputs,
-    most_rank,
     epsilon,
     outputs,
     size,
@@ -65,12 +51,9 @@ def _one_row(
     has_norm: tl.constexpr,
     adds: tl.constexpr,
     gated: tl.constexpr,
-    shares: tl.constexpr,
-    tile_rows: tl.constexpr,
-    ranks: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: `lines` outputs. `inner` and what follows are the update of an adapter, if there are `shares` of it."""
+    """Program: `lines` outputs."""
     if overlaps:
         gdc_launch_dependents()
     line = tl.program_id(0) * lines + tl.arange(0, lines)
@@ -86,27 +69,12 @@ def _one_row(
     if overlaps:
         gdc_wait()
     x = tl.load(given + at, mask=at < size, other=0.0).to(tl.float32)
-    if shares:
-        update = row_update(
-            line, inner, first_b, second_b, third_b, first_ranks, second_ranks, third_ranks, tiles,
-            first_outputs, second_outputs, third_outputs, most_rank, shares, tile_rows, ranks,
-        )  # fmt: skip
-        if gated:
-            second_update = row_update(
-                line + outputs, inner, first_b, second_b, third_b, first_ranks, second_ranks,
-                third_ranks, tiles, first_outputs, second_outputs, third_outputs, most_rank, shares,
-                tile_rows, ranks,
-            )  # fmt: skip
     squares = tl.sum(x * x, 0)
     if has_norm:
         x = x * s
     y = tl.sum(a.to(tl.float32) * x[None, :], 1)
     if gated:
         z = tl.sum(b.to(tl.float32) * x[None, :], 1)
-    if shares:
-        y += update
-        if gated:
-            z += second_update
     for step in tl.static_range(1, steps):
         here = step * columns + at
         more = (line < outputs)[:, None] & (here < size)[None, :]
@@ -238,21 +206,18 @@ class FewRows:
         scale: Scale | None = None,
         added: Tensor | None = None,
         gated: bool = False,
-        update: Inner | None = None,
     ) -> Tensor:
         """given [rows, inputs] @ weight.T, plus `added`; silu(first half of the outputs) * second half where `gated`.
 
-        A `scale` applies to `given`, and an `update` to the product; they need one row. With both, the update is of
-        `given` times the weight of the scale.
+        A `scale` applies to `given`, and needs one row.
         """
         given = given.contiguous()
         rows, outputs = len(given), len(weight)
         output = given.new_empty(rows, outputs // 2 if gated else outputs)
         if rows == 1:
-            self._launch_one(given, weight, output, scale, added, update)
+            self._launch_one(given, weight, output, scale, added)
         else:
             assert scale is None
-            assert update is None
             self._launch_few(given, weight, output, added)
         return output
 
@@ -263,10 +228,8 @@ class FewRows:
         output: Tensor,
         scale: Scale | None,
         added: Tensor | None,
-        update: Inner | None,
     ) -> None:
         size, outputs = given.shape[1], output.shape[1]
-        places, names = update.of_row() if update else NO_UPDATE
         gated = outputs < len(weight)
         columns = min(WIDEST, triton.next_power_of_2(size))
         warps = 4 if columns <= 4096 else 8
@@ -277,7 +240,6 @@ class FewRows:
             output,
             scale.weight if scale else given,
             given if added is None else added,
-            *places,
             scale.epsilon if scale else 0.0,
             outputs,
             size,
@@ -287,7 +249,6 @@ class FewRows:
             has_norm=scale is not None,
             adds=added is not None,
             gated=gated,
-            **names,
             num_warps=warps,
             **self._options,
         )

@@ -28,12 +28,12 @@ FEW_ROWS = 16
 """Rows of a tile of a decode step."""
 MANY_ROWS = 64
 """Rows of a tile of chunks."""
-DEPTHS = {FEW_ROWS: 512, MANY_ROWS: 128}
+DEPTHS = {FEW_ROWS: 256, MANY_ROWS: 128}
 """Inputs multiplied at once, by the rows of a tile."""
 SHARES = {FEW_ROWS: 8, MANY_ROWS: 2}
 """Most programs for the inputs of a tile."""
 FLOAT_DEPTH = 64
-WARPS = 4
+WARPS = {FEW_ROWS: 2, MANY_ROWS: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,11 @@ def _shrink(
     tiles,
     order,
     inner,
-    scale,
     size,
     most_rank,
     tile_rows: tl.constexpr,
     depth: tl.constexpr,
     steps: tl.constexpr,
-    scaled: tl.constexpr,
     ranks: tl.constexpr,
     tile_words: tl.constexpr,
     overlaps: tl.constexpr,
@@ -121,16 +119,11 @@ def _shrink(
     if used:
         source = given + row[:, None] * size + k[None, :]
         x = tl.load(source, mask=in_tile & (k < size)[None, :], other=0.0)
-        if scaled:
-            x = (x * tl.load(scale + k, mask=k < size, other=0.0)[None, :]).to(w.dtype)
         y = tl.dot(x, w, input_precision="ieee")
         for step in range(1, steps):
             more = k + step * depth < size
             w = tl.load(place + step * depth, mask=more[:, None], other=0.0)
             x = tl.load(source + step * depth, mask=in_tile & more[None, :], other=0.0)
-            if scaled:
-                s = tl.load(scale + k + step * depth, mask=more, other=0.0)
-                x = (x * s[None, :]).to(w.dtype)
             y = tl.dot(x, w, y, input_precision="ieee")
         parts = tl.num_programs(1) // runs
         block = (tile * parts + part) * tl.num_programs(2) + share
@@ -208,90 +201,36 @@ def _expand(
         tl.store(to, (before.to(tl.float32) + y).to(output.dtype.element_ty), mask=changed)
 
 
-@triton.jit
-def row_update(
-    line,
-    inner,
-    first_b,
-    second_b,
-    third_b,
-    first_ranks,
-    second_ranks,
-    third_ranks,
-    tiles,
-    first_outputs,
-    second_outputs,
-    third_outputs,
-    most_rank,
-    shares: tl.constexpr,
-    tile_rows: tl.constexpr,
-    ranks: tl.constexpr,
-):
-    """The update of the outputs `line` of the only row of a step, in float32."""
-    third_line = first_outputs + second_outputs
-    there = line < third_line + third_outputs
-    part = (line >= first_outputs).to(tl.int32) + (line >= third_line).to(tl.int32)
-    n = line - tl.where(part == 2, third_line, tl.where(part == 1, first_outputs, 0))
-    slot = tl.load(tiles)
-    there = there & (slot >= 0)
-    slot = tl.maximum(slot, 0)
-    first = tl.load(first_ranks + slot)
-    second = tl.load(second_ranks + slot)
-    third = tl.load(third_ranks + slot)
-    rank = tl.where(part == 2, third, tl.where(part == 1, second, first))
-    rank = tl.where(there, rank, 0)
-    y = tl.zeros_like(line).to(tl.float32)
-    for run in range(0, tl.maximum(tl.maximum(first, second), third), ranks):
-        r = run + tl.arange(0, ranks)
-        used = r[:, None] < rank[None, :]
-        row = (slot * most_rank + r)[:, None]
-        at = row * first_outputs + n[None, :]
-        b = tl.load(first_b + at, mask=used & (part == 0)[None, :], other=0.0)
-        at = row * second_outputs + n[None, :]
-        b += tl.load(second_b + at, mask=used & (part == 1)[None, :], other=0.0)
-        at = row * third_outputs + n[None, :]
-        b += tl.load(third_b + at, mask=used & (part == 2)[None, :], other=0.0)
-        m = tl.zeros(b.shape, tl.float32)
-        for share in tl.static_range(shares):
-            place = (part * shares + share) * tile_rows * most_rank
-            m += tl.load(inner + place[None, :] + r[:, None], mask=used, other=0.0)
-        y += tl.sum(m.to(b.dtype).to(tl.float32) * b.to(tl.float32), 0)
-    return y
-
-
 @dataclass(frozen=True, slots=True)
-class Inner:
-    """A x for the rows of the tiles, and how to go on."""
+class Updates:
+    """The updates of a layer in a step."""
 
     tiles: Tiles
     parts: Sequence[Factors]
-    sums: Tensor
-    shares: int
 
     @property
     def outputs(self) -> tuple[int, ...]:
         """Of MOST_PARTS parts."""
         return (*(each.b.shape[2] for each in self.parts), 0, 0)[:MOST_PARTS]
 
-    def of_row(self) -> tuple[Sequence[Any], dict[str, int]]:
-        """The arguments of `row_update` after `line`, by place and by name."""
-        places = (
-            self.sums,
-            *_three([each.b for each in self.parts]),
-            *_three([each.ranks for each in self.parts]),
-            self.tiles.words,
-            *self.outputs,
-            self.parts[0].b.shape[1],
-        )
-        return places, {"shares": self.shares, "tile_rows": self.tiles.rows, "ranks": RANKS}
+    @property
+    def most_rank(self) -> int:
+        return self.parts[0].a.shape[1]
 
 
-def shrink(
-    tiles: Tiles, parts: Sequence[Factors], given: Tensor, scale: Tensor | None = None
-) -> Inner:
-    """A x of each part; `given` is [rows, inputs], and multiplied by `scale` [inputs]."""
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """A x for the rows of the tiles."""
+
+    sums: Tensor
+    shares: int
+
+
+def shrink(updates: Updates, given: Tensor) -> Inner:
+    """A x of each part; `given` is [rows, inputs]."""
     given = given.contiguous()
-    size, most_rank = given.shape[1], parts[0].a.shape[1]
+    tiles, parts, most_rank = updates.tiles, updates.parts, updates.most_rank
+    size = given.shape[1]
     most = DEPTHS[tiles.rows] if given.dtype.itemsize == 2 else FLOAT_DEPTH
     depth = min(most, max(16, triton.next_power_of_2(size)))
     shares = min(SHARES[tiles.rows], triton.cdiv(size, depth))
@@ -304,19 +243,17 @@ def shrink(
         tiles.words,
         tiles.order,
         sums,
-        given if scale is None else scale,
         size,
         most_rank,
         tile_rows=tiles.rows,
         depth=depth,
         steps=triton.cdiv(size, depth * shares),
-        scaled=scale is not None,
         ranks=RANKS,
         tile_words=TILE_WORDS,
-        num_warps=WARPS,
+        num_warps=WARPS[tiles.rows],
         **overlap(given.device),
     )
-    return Inner(tiles, parts, sums, shares)
+    return Inner(sums, shares)
 
 
 def most_inner_bytes(tiles: int, tile_rows: int, most_rank: int) -> int:
@@ -324,10 +261,10 @@ def most_inner_bytes(tiles: int, tile_rows: int, most_rank: int) -> int:
     return 4 * tiles * MOST_PARTS * SHARES[tile_rows] * tile_rows * most_rank
 
 
-def expand(inner: Inner, output: Tensor) -> None:
+def expand(updates: Updates, inner: Inner, output: Tensor) -> None:
     """Adds B of each part, multiplied with `inner`, to `output` [rows, outputs of all parts]."""
-    tiles, parts = inner.tiles, inner.parts
-    blocks = sum(triton.cdiv(each, COLUMNS) for each in inner.outputs)
+    tiles, parts = updates.tiles, updates.parts
+    blocks = sum(triton.cdiv(each, COLUMNS) for each in updates.outputs)
     _expand[(len(tiles.words), blocks)](
         inner.sums,
         *_three([each.b for each in parts]),
@@ -335,16 +272,16 @@ def expand(inner: Inner, output: Tensor) -> None:
         tiles.words,
         tiles.order,
         output,
-        *inner.outputs,
+        *updates.outputs,
         output.stride(0),
-        parts[0].b.shape[1],
+        updates.most_rank,
         parts=len(parts),
         shares=inner.shares,
         tile_rows=tiles.rows,
         columns=COLUMNS,
         ranks=RANKS,
         tile_words=TILE_WORDS,
-        num_warps=WARPS,
+        num_warps=WARPS[tiles.rows],
         **overlap(output.device),
     )
 
