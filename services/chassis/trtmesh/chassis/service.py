@@ -22,7 +22,6 @@ from prometheus_client import CollectorRegistry, Gauge
 from trtmesh.chassis.addresses import listen
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
 from trtmesh.chassis.fair.messages import MessageAdmission
-from trtmesh.chassis.fair.turns import StartScheduler
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server import GrpcServer
@@ -85,8 +84,6 @@ class Runtime:
     """Of large messages there. None means trusted clients, services of the mesh."""
     admission: MessageAdmission = field(default_factory=MessageAdmission)
     """Of all messages there."""
-    starts: StartScheduler = field(default_factory=StartScheduler)
-    """The turns of the handlers there, and of other starts."""
     retire_connections: Callable[[], None] = lambda: None
     """Has clients of the port open their next calls on other connections, maybe of another process."""
     addresses: dict[str, str] = field(default_factory=dict)
@@ -144,7 +141,6 @@ class _Process:
             runtime.compression,
             runtime.message_limits,
             runtime.admission,
-            runtime.starts,
         )
         runtime.retire_connections = server.retire_connections
         following = asyncio.create_task(certificates.follow())

@@ -114,7 +114,6 @@ class Router:
             WriteScheduler(),
             settings.retries,
             self._recorder,
-            runtime.starts,
         )
         self._requests = Requests(mesh, settings.client)
         self._links: dict[Replica, asyncio.Task[None]] = {}

@@ -235,7 +235,7 @@ class ConnectionQueue:
             take()
 
 
-START_SLICE_SECONDS = 0.002
+START_SLICE_SECONDS = 0.003
 """Time for starts between two rests. Starts run as tasks, so the slice is a number of them, by their mean time."""
 
 MAX_IN_SLICE = 32

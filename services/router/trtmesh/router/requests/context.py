@@ -35,8 +35,8 @@ class Mesh:
     retries: Retries
     recorder: Recorder | None = None
     starts: StartScheduler = field(default_factory=StartScheduler)
-    """Placements of items that no worker took yet. The server's handlers share these turns: with slices of their own,
-    the last calls of a burst would begin before the first items are placed, and delay running streams as much again."""
+    """Placements of items that no worker took yet. With the server's handlers in the same turns, each slice would send
+    half as many items to a tokenizer and half as many to a worker: twice the messages."""
     continuations: StartScheduler = field(default_factory=StartScheduler)
     """Further placements, and ends."""
 

@@ -65,7 +65,6 @@ class GrpcServer(grpc.aio.Server):
         compression: CompressionSettings | None = None,
         message_limits: MessageLimits | None = None,
         admission: MessageAdmission | None = None,
-        starts: StartScheduler | None = None,
     ) -> None:
         """Without `compression` answers are uncompressed. Without `message_limits` clients are trusted with large
         messages of any content. Without `admission` large messages count in no sum."""
@@ -78,7 +77,7 @@ class GrpcServer(grpc.aio.Server):
             admission or MessageAdmission(),
         )
         self.turns = ParseScheduler()
-        self.start_scheduler = starts or StartScheduler()
+        self.start_scheduler = StartScheduler()
         self.budget = Budget(HELD_MESSAGES * max_message_bytes, FreePages().give_back_soon)
         self.answers = Budget(HELD_ANSWERS * max_message_bytes)
         self.idle = Budget(IDLE_CALLS * connections.max_open)
