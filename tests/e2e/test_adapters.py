@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh
+from compat.plain_http import PlainHttp
+from e2e.mesh import INSIDE, SIMULATED, Mesh, eventually, running_mesh
 from router.adapters.contents_of import content
 from trtmesh.chassis.errors import AdapterNotFound
 from trtmesh.client import AdminClient, Client
@@ -51,6 +52,24 @@ async def test_adapters_outlive_evictions_and_workers() -> None:
         await mesh.ready(2)
         assert [await tokens(mesh.client, name) for name in names] == list(first.values())
         await mesh.idle()
+
+
+async def test_adapter_is_a_model_of_its_base_for_openais_clients() -> None:
+    async with (
+        running_mesh(tokenizers=0, engine_flags=ENGINES, router_env=INSIDE) as mesh,
+        PlainHttp(mesh.router.http_address) as http,
+    ):
+        await add(mesh, "mine", b"weights")
+        base, adapter = (await http.get("/v1/models")).json["data"]
+        told = {"id": "mine", "parent": "demo", "root": "demo"}
+        assert adapter == base | told == (await http.get("/v1/models/mine")).json
+        body = {"prompt": PROMPT, "max_tokens": 12, "seed": 3, "return_token_ids": True}
+        for model, name in (("mine", "mine"), ("demo", None)):
+            asked = {"model": model, "temperature": 0, **body}
+            answer = (await http.post("/v1/completions", asked)).json
+            (choice,) = answer["choices"]
+            expected = [*await tokens(mesh.client, name)]
+            assert (answer["model"], choice["token_ids"]) == (model, expected)
 
 
 async def test_stream_keeps_its_version_while_new_requests_get_the_new_one() -> None:
