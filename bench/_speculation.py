@@ -11,7 +11,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 from inspect import getsource
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,35 +126,35 @@ def main(arguments: list[str]) -> dict[str, Any]:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--numbers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--texts", nargs="+", default=["code", "chat"])
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 1.0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     lab = Lab(options.drafts, options.threads)
     results = []
-    for kind in options.texts:
-        for batch in options.batches:
-            batches = prompts_of(kind, batch)
-            runs: dict[str, list[Measured]] = {}
-            compared = modes(options.numbers)
-            for _ in range(options.rounds + 1):
-                for name, lengths in compared.items():
-                    found = lab.run(batches, lengths, options.temperature)
-                    runs.setdefault(name, []).append(found)
-            # The first round warms up.
-            kept = {name: found[1:] for name, found in runs.items()}
-            for name, rounds in kept.items():
-                pairs = zip(rounds, kept[OFF], strict=True)
-                results.append(
-                    {
-                        "text": kind,
-                        "batch": batch,
-                        "drafts": name,
-                        "tokens_s": round(statistics.median(each.rate for each in rounds), 1),
-                        "over_off": round(statistics.median(a.rate / b.rate for a, b in pairs), 3),
-                        "draft_tokens": round(rounds[-1].drafts, 2),
-                        "accepted": round(rounds[-1].accepted, 3),
-                    }
-                )
-                print(results[-1], file=sys.stderr)
-    return {"drafts": options.drafts, "temperature": options.temperature, "results": results}
+    for temperature, kind, batch in product(options.temperatures, options.texts, options.batches):
+        batches = prompts_of(kind, batch)
+        runs: dict[str, list[Measured]] = {}
+        compared = modes(options.numbers)
+        for _ in range(options.rounds + 1):
+            for name, lengths in compared.items():
+                found = lab.run(batches, lengths, temperature)
+                runs.setdefault(name, []).append(found)
+        # The first round warms up.
+        kept = {name: found[1:] for name, found in runs.items()}
+        for name, rounds in kept.items():
+            pairs = zip(rounds, kept[OFF], strict=True)
+            results.append(
+                {
+                    "temperature": temperature,
+                    "text": kind,
+                    "batch": batch,
+                    "drafts": name,
+                    "tokens_s": round(statistics.median(each.rate for each in rounds), 1),
+                    "over_off": round(statistics.median(a.rate / b.rate for a, b in pairs), 3),
+                    "draft_tokens": round(rounds[-1].drafts, 2),
+                    "accepted": round(rounds[-1].accepted, 3),
+                }
+            )
+            print(results[-1], file=sys.stderr)
+    return {"drafts": options.drafts, "results": results}
