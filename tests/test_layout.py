@@ -280,6 +280,7 @@ SMALL_IDEAS = {
     "engine.backends.torch.devices": "a device's name, before CUDA is used",
     "engine.backends.torch.drafts.patience": "a thread that may hang",
     "engine.backends.torch.fields": "what requests may set",
+    "engine.backends.torch.guided.structural_tags": "a notation of its own",
     "engine.backends.torch.model.rope": "what would couple the requests of a batch",
     "engine.backends.torch.sampling.mask_time": "who waits for whose grammar",
     "engine.backends.torch.sampling.rejection": "a rule with the reasons why it is right",

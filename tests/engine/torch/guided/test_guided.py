@@ -28,6 +28,13 @@ DRAWN: dict[str, Any] = {"temperature": 1.5, "seed": 7}
 WORDS = "[a-z]{2,4}( [a-z]{2,4}){2,5}"
 
 
+def tags(**values: Any) -> str:
+    """A structural tag, with other members of its structure."""
+    first = {"begin": "<f=a>", "schema": {"const": 7}, "end": "</f>"} | values
+    second = {"begin": "<f=b>", "schema": {"type": "object", "maxProperties": 0}, "end": "!"}
+    return json.dumps({"structures": [first, second], "triggers": ["<f="]})
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The logits are wider than the tokenizer.
@@ -63,6 +70,23 @@ async def test_whole_text_has_the_form_of_the_guide(
             assert re.fullmatch(form, text), text
     (text,) = await texts(engine, model, guided(kind, guide, max_tokens=60))
     assert re.match(form, text) or len(text) >= 60
+
+
+async def test_trigger_begins_a_tag_of_the_structures(engine: Harness, model: Path) -> None:
+    asked = GuidedDecoding(pb.GUIDE_TYPE_STRUCTURAL_TAG, tags(), 2)
+    grammars: Any = engine.backend._loaded.grammars
+    matcher = grammars._compile_guide(asked)
+    for text, follows, ends in (
+        ("any text < f", True, True),
+        ("a<f=a>7</f>b<f=b>{  }!<f=a>7</f>", True, True),
+        ("a<f=a>7", True, False),
+        ("a<f=a>8", False, False),
+        ("a<f=c>", False, False),
+        ("a<f=b>{   }", False, False),
+    ):
+        place, ids = matcher.copy(), tokens_of(model, text)
+        assert (place.accept(ids) == len(ids)) == follows, text
+        assert not follows or place.may_end == ends, text
 
 
 @pytest.mark.parametrize("most", [None, 0, 1])
@@ -151,6 +175,11 @@ async def test_item_without_a_token_to_choose_ends_with_the_fields_to_blame(
         ("EBNF_GRAMMAR", 'start: %json {"multipleOf": 62615533}', "%json"),
         ("EBNF_GRAMMAR", "start: x\nx[capture, temperature=0.7]: /a+/", "has a temperature"),
         ("EBNF_GRAMMAR", "start: x\nx[capture]: /a+/", "has a capture"),
+        ("STRUCTURAL_TAG", '{"structures": [], "triggers": ["<"]}', "with a structure"),
+        ("STRUCTURAL_TAG", '{"type": "structural_tag", "format": {}}', "must be {"),
+        ("STRUCTURAL_TAG", tags(begin="[f]"), "/structures/0/begin starts with none"),
+        ("STRUCTURAL_TAG", tags(schema={"not": {}}), 'Unimplemented keys: ["not"]'),
+        ("STRUCTURAL_TAG", tags(other=1), "at /structures/0 must be"),
         ("CHOICE", "[]", "must be a JSON array of texts"),
         ("CHOICE", '["a", 1]', "must be a JSON array of texts"),
     ],

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.guided.grammars import Row
 from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
+from trtmesh.engine.backends.torch.guided.structural_tags import tag_grammar
 from trtmesh.engine.guides import FIELD, plain
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -35,7 +36,7 @@ RULE = r"^[ \t]*\w+\[[^\]\n]*\b"
 """The beginning of a rule in Lark's notation, within its attributes."""
 TEMPERATURE = re.compile(RULE + r"temperature\s*=", re.MULTILINE)
 CAPTURE = re.compile(RULE + r"capture\b", re.MULTILINE)
-JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
+JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA, pb.GUIDE_TYPE_STRUCTURAL_TAG)
 
 
 class GuidanceMatcher:
@@ -105,7 +106,9 @@ class GuidanceCompiler:
                 return self._of_regex(guide)
             case pb.GUIDE_TYPE_EBNF_GRAMMAR:
                 return self._compiled(_lark(guide), MAX_ROW_ITEMS)
-        kinds = "JSON, JSON_SCHEMA, REGEX, CHOICE or EBNF_GRAMMAR"
+            case pb.GUIDE_TYPE_STRUCTURAL_TAG:
+                return self._of_tags(guide, asked.max_whitespace)
+        kinds = "JSON, JSON_SCHEMA, REGEX, CHOICE, EBNF_GRAMMAR or STRUCTURAL_TAG"
         name = pb.GuideType.Name(pb.GuideType.ValueType(asked.guide_type))
         raise InvalidField.of("guided_decoding.guide_type", name, f"{kinds} on this worker")
 
@@ -114,11 +117,25 @@ class GuidanceCompiler:
 
         return self._compiled(LLMatcher.grammar_from_regex(regex))
 
+    def _of_tags(self, guide: str, asked_whitespace: int | None) -> GuidanceMatcher:
+        from llguidance import LLMatcher
+
+        grammar = tag_grammar(guide, self._options(asked_whitespace))
+        return self._compiled(LLMatcher.grammar_from_lark(grammar))
+
+    def _options(self, asked_whitespace: int | None) -> dict[str, object]:
+        """The library's options for JSON."""
+        most = self._max_whitespace if asked_whitespace is None else asked_whitespace
+        return {
+            "whitespace_flexible": most > 0,
+            "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}" if most else None,
+            "lenient": False,
+        }
+
     def _of_schema(
         self, schema: dict[str, object], asked_whitespace: int | None
     ) -> GuidanceMatcher:
-        most = self._max_whitespace if asked_whitespace is None else asked_whitespace
-        grammar_of = partial(_schema_grammar, most=most)
+        grammar_of = partial(_schema_grammar, options=self._options(asked_whitespace))
 
         def problem_of(part: dict[str, object]) -> str:
             return self._try(grammar_of(part))[1]
@@ -181,17 +198,10 @@ def compiler_for(
     return GuidanceCompiler(tokenizer, max_whitespace)
 
 
-def _schema_grammar(schema: dict[str, object], most: int) -> str:
+def _schema_grammar(schema: dict[str, object], options: Any) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema),
-        overrides={
-            "whitespace_flexible": most > 0,
-            "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}" if most else None,
-            "lenient": False,
-        },
-    )
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 
 def _lark(text: str) -> str:
