@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.sampling.draws import BLOCK
 
-PARTS = ((8, 2048, 8), (1 << 30, 8192, 16))
+PARTS = ((8, 2048, 8), (1 << 30, 2048, 4))
 """By the most rows: tokens and warps of a program."""
 PART = PARTS[0][1]
 KNOWN = 256
@@ -44,8 +44,8 @@ def _estimate(x):
     low = ((near & 0xFFFFF).to(tl.uint32).to(tl.float32) + 0.5) * 2.220446049250313e-16
     distance = high + low
     series = distance * (1 + distance * (0.5 + distance * (0.33333334 + distance * 0.25)))
-    of_high = tl.where(distance < 0.03, series, -tl.log(1 - distance))
-    return tl.where(is_high, of_high, -tl.log(distance))
+    wait = -tl.log(tl.where(is_high, 1 - distance, distance))
+    return tl.where(is_high & (distance < 0.03), series, wait)
 
 
 @triton.jit

@@ -30,7 +30,8 @@ from trtmesh.engine.backends.torch.cuda.kernels.row_fields import (
 )
 from trtmesh.engine.backends.torch.sampling.draws import BLOCK
 
-PIVOTS = 8
+PIVOTS = 16
+"""So many that even of a flat row no more tokens are in the range than are listed."""
 LISTED = 8192
 """Most tokens listed of a row."""
 AT_ONCE = 8192
