@@ -168,7 +168,9 @@ class _InferStream:
         await self._room.acquire()
         async for request in requests:
             if self._context.half_closed:
-                # The last one needs no task of its own, and its end leaves with the end of the call.
+                # The last one needs no task of its own, and its end leaves with the end of the call. All calls that
+                # began in this pass read their requests in the next.
+                await asyncio.sleep(0)
                 await self._serve_one(request, self._context.message)
                 continue
             task = asyncio.create_task(self._serve_one(request, self._context.message))
