@@ -25,7 +25,7 @@ pytestmark = [
     # Of triton's interpreter.
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
     # Tokens that only fill up belong to no tile, and have what was in memory.
-    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning"),
 ]
 
 NEW_TOKENS = 5
