@@ -131,7 +131,8 @@ class GpuChooser:
         rest = self._rules.by_host(own)
         part = [sequences[row] for row in rest]
         choice = self._chooser.choose(part, logits[rest]) if rest else None
-        return GraphChoice(own, tokens, log_probs if flags & Flag.LOG_PROBS else None, rest, choice)
+        numbers = log_probs if flags & Flag.LOG_PROBS else None
+        return GraphChoice(own, range(len(own)), tokens, numbers, rest, choice)
 
     def rank(self, lanes: Sequence[Continuation], logits: Tensor) -> Ranking:
         return self._chooser.rank(lanes, logits)

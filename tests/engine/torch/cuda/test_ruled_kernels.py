@@ -217,7 +217,7 @@ def test_a_run_of_any_rules_is_that_of_the_cpu(seed: int, device: torch.device) 
         assert expected.read() == {}
         fields = torch.from_numpy(words).to(device)
         choose_by_rules(logits.to(device), fields, work, tokens, log_probs)
-        choice = GraphChoice(rows, tokens, log_probs)
+        choice = GraphChoice(rows, range(len(rows)), tokens, log_probs)
         assert choice.read() == {}
         ruled = words[Field.FLAGS] != 0
         assert ruled.sum() > count / 2
@@ -256,7 +256,7 @@ def test_rows_without_a_token_say_why(device: torch.device) -> None:
     tokens = torch.zeros(2, dtype=torch.int64, device=device)
     log_probs = torch.zeros(2, LOG_PROB_WORDS, dtype=torch.float64, device=device)
     choose_by_rules(logits, torch.from_numpy(words).to(device), work, tokens, log_probs)
-    failures = GraphChoice(rows, tokens, log_probs).read()
+    failures = GraphChoice(rows, range(len(rows)), tokens, log_probs).read()
     expected = CHOOSER.choose(rows, logits.cpu()).read()
     assert {row: str(error) for row, error in failures.items()} == {
         row: str(error) for row, error in expected.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
-from trtmesh.engine.backends.torch.sampling.choice import adjusted
+from trtmesh.engine.backends.torch.accelerator import ORDERING
+from trtmesh.engine.backends.torch.cuda.choice import GraphChoice
+from trtmesh.engine.backends.torch.sampling.choice import Chooser, adjusted
 
 NEW_TOKENS = 24
 SAMPLED = configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.5, top_p=0.95, seed=7)
@@ -215,3 +218,24 @@ async def test_log_probs_come_only_where_asked_for(llama: Path) -> None:
         assert len(with_details.details) == len(with_details.token_ids)
         assert with_details.details[0].top_log_probs == []
         assert without.details == []
+
+
+@pytest.mark.parametrize(
+    ("places", "rest", "expected"),
+    [
+        pytest.param(range(3), [], [7, 8, 9], id="all"),
+        pytest.param([2, 0], [], [9, 7], id="some"),
+        pytest.param([1, 2, 3], [2], [8, 9, 5], id="as many, one of them computed without graphs"),
+        pytest.param(range(5), [3, 4], [7, 8, 9, 5, 5], id="more than graphs computed"),
+    ],
+)
+def test_tokens_of_graphs_beside_other_rows(
+    places: Sequence[int], rest: list[int], expected: list[int]
+) -> None:
+    sequences = [continuation([1, 2], GenerationConfig(), 2) for _ in expected]
+    likely = torch.zeros(len(rest), 10)
+    likely[:, 5] = 1.0
+    others = Chooser(ORDERING).choose([sequences[row] for row in rest], likely) if rest else None
+    choice = GraphChoice(sequences, places, torch.tensor([7, 8, 9]), None, rest, others)
+    assert choice.read() == {}
+    assert choice.token_ids == expected

@@ -12,6 +12,7 @@ from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NOTHING_LEFT
 from trtmesh.engine.backends.torch.sampling.choice import TokenChoice, not_finite, nothing_left
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.sampling.filters import indexes
 
 
 class GraphChoice:
@@ -20,12 +21,17 @@ class GraphChoice:
     def __init__(
         self,
         sequences: SequenceOf[Continuation],
+        places: SequenceOf[int],
         tokens: Tensor,
         log_probs: Tensor | None = None,
         rest: SequenceOf[int] = (),
         choice: TokenChoice | None = None,
     ) -> None:
-        """`log_probs` are those of `choose_by_rules`. `choice` has the rows `rest`."""
+        """`places` are the rows of the sequences in `tokens` and in `log_probs`, those of `choose_by_rules`, which lack
+        the rows `rest`. `choice` has these."""
+        if places != range(len(tokens)):
+            taken = indexes([min(place, len(tokens) - 1) for place in places], tokens)
+            tokens, log_probs = tokens[taken], None if log_probs is None else log_probs[taken]
         self._sequences = sequences
         self._rest = {row: place for place, row in enumerate(rest)}
         self._choice = choice

@@ -90,6 +90,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
+        self.may_follow = False
         places = self._places(sequences, logits)
         if self._rows is None or places is None:
             return self._chooser.choose(sequences, logits.float())
@@ -100,7 +101,9 @@ class GraphRunner:
             for row, place in enumerate(places)
             if row in by_host or place >= len(self._rows.tokens)
         ]
-        self.may_follow = not rest and self._graphs.are_captured
+        # A step that follows finds the tokens by the rows of the sequences.
+        is_whole = places == range(len(self._rows.tokens))
+        self.may_follow = is_whole and not rest and self._graphs.are_captured
         choice = None
         if rest:
             # A copy of a graph's logits, which the next step overwrites.
@@ -108,16 +111,12 @@ class GraphRunner:
             choice = self._chooser.choose([sequences[row] for row in rest], part)
             if len(rest) == len(sequences):
                 return choice
-        tokens, log_probs = self._rows.tokens, self._rows.log_probs
-        if len(places) < len(tokens):
-            taken = indexes([min(place, len(tokens) - 1) for place in places], tokens)
-            tokens, log_probs = tokens[taken], None if log_probs is None else log_probs[taken]
-        return GraphChoice(own, tokens, log_probs, rest, choice)
+        return GraphChoice(own, places, self._rows.tokens, self._rows.log_probs, rest, choice)
 
     def _places(
         self, sequences: SequenceOf[Continuation], logits: Tensor
     ) -> SequenceOf[int] | None:
-        """The rows of the last step with these sequences; None where others are meant."""
+        """The rows of the last step with these sequences, a range for all of them; None where others are meant."""
         if self._rows is not None and logits is self._rows.logits:
             return range(len(sequences))
         known = {id(chunk.sequence): place for place, chunk in enumerate(self._completing)}
