@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +60,17 @@ def small_model(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     patch.setattr(decode_attention, "MOST_SPLITS", 2)
     patch.setattr(self_check, "LONG_CHUNKS", ((1, 3, 1, 2), (2, 1, 1, 1)))
     return tiny_models.build(folder, num_hidden_layers=1, num_key_value_heads=1)
+
+
+def add_up_in_order(patch: pytest.MonkeyPatch) -> None:
+    """Products in the interpreter add up their inputs one after another, as a GPU does for tiles of any shape; those of
+    numpy's library differ with the shape."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+
+    def dot(_: Any, a: Any, b: Any, d: Any, *_others: Any) -> Any:
+        found = d.data.copy()
+        for k in range(a.data.shape[1]):
+            found += a.data[:, k, None].astype(found.dtype) * b.data[k].astype(found.dtype)
+        return interpreter.TensorHandle(found, d.dtype.scalar)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

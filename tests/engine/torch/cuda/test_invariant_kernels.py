@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.torch.cuda.cached_sequences import BLOCK_TOKENS, LAYER, Cache, close, rule
-from engine.torch.cuda.interpreted import Interpreted, small_model
+from engine.torch.cuda.cached_sequences import BLOCK_TOKENS, LAYER, PLAIN, Cache, close, rule
+from engine.torch.cuda.interpreted import Interpreted, add_up_in_order, small_model
 from engine.torch.cuda.references import (
     invariant_product_reference,
     prefill_attention_reference,
@@ -23,17 +23,18 @@ from trtmesh.engine.backends.torch.compute import self_check
 from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
 from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.invariant_layers import Trial, make_invariant
-from trtmesh.engine.backends.torch.cuda.kernels import decode_attention
+from trtmesh.engine.backends.torch.cuda.kernels import invariant_attention
 from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
-    ROWS_AT_ONCE,
+    SHARED_ROWS,
     InvariantProducts,
     shares_of,
 )
+from trtmesh.engine.backends.torch.cuda.kernels.layers import gated_silu, turn
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
+from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import tiles_of
 from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
-from trtmesh.engine.backends.torch.model.attention import Rule
 from trtmesh.engine.backends.torch.model.model import load_model
 
 pytestmark = [
@@ -47,6 +48,12 @@ pytestmark = [
 DTYPES = [torch.float32, torch.bfloat16]
 NEAR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 """Rounding, as a share of the largest value."""
+
+
+@pytest.fixture(autouse=True)
+def sums_in_order(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        add_up_in_order(monkeypatch)
 
 
 @pytest.fixture
@@ -74,11 +81,14 @@ def some_rows(count: int, dice: random.Random) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("outputs", "size"), [(128, 128), (70, 200), (12, 1030), (64, 2048)])
+@pytest.mark.parametrize(
+    ("outputs", "size", "count"), [(128, 128, 97), (70, 200, 300), (12, 1030, 70), (64, 2048, 300)]
+)
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_rows_of_products_do_not_depend_on_each_other(
     outputs: int,
     size: int,
+    count: int,
     is_transposed: bool,
     dtype: torch.dtype,
     device: torch.device,
@@ -86,7 +96,6 @@ def test_rows_of_products_do_not_depend_on_each_other(
 ) -> None:
     dtype = of_type(dtype, device)
     dice = random.Random(size)
-    count = dice.randrange(66, 140)
     torch.manual_seed(size)
     rows = torch.randn(count, size, device=device).to(dtype)
     matrix = (torch.randn(outputs, size, device=device) / size**0.5).to(dtype)
@@ -112,49 +121,45 @@ def test_inputs_are_shared_by_the_shape_of_the_matrix() -> None:
     assert shares(64, 1030) == 1
 
 
-def test_more_rows_than_a_launch_takes(device: torch.device, products: InvariantProducts) -> None:
-    torch.manual_seed(0)
-    rows = torch.randn(ROWS_AT_ONCE + 3, 32, device=device)
-    matrix = torch.randn(5, 32, device=device)
-    every = products.product(rows, matrix)
-    assert near(every, invariant_product_reference(rows, matrix))
-    assert torch.equal(products.product(rows[-2:], matrix), every[-2:])
+@pytest.mark.parametrize("rows", [5, 40, SHARED_ROWS + 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "size"), [(256, 128), (70, 1024)])
+def test_sums_and_activations_within_products_round_as_on_their_own(
+    outputs: int,
+    size: int,
+    dtype: torch.dtype,
+    rows: int,
+    device: torch.device,
+    products: InvariantProducts,
+) -> None:
+    dtype = of_type(dtype, device)
+    torch.manual_seed(rows)
+    given = torch.randn(rows, size, device=device).to(dtype)
+    matrix = (torch.randn(outputs, size, device=device) / size**0.5).to(dtype)
+    hidden = torch.randn(rows, outputs, device=device).to(dtype)
+    for bias in (None, torch.randn(outputs, device=device).to(dtype)):
+        plain = products.product(given, matrix, bias)
+        assert torch.equal(products.product(given, matrix, bias, added=hidden), hidden + plain)
+        assert torch.equal(products.product(given, matrix, bias, gated=True), gated_silu(plain))
+    assert not products._done.any(), "the next launch would add up too early"
 
 
-def attended(
-    cache: Cache, queries: Tensor, kv: Tensor, given: Rule, positions: Tensor, owners: Tensor
-) -> Tensor:
-    workspace = decode_attention.DecodeWorkspace(
-        queries.shape[1], cache.pages, len(queries), queries.device
-    )
-    output = decode_attention.decode_attention(
-        queries,
-        kv,
-        positions,
-        cache.table,
-        cache.width,
-        cache.pages,
-        LAYER,
-        given,
-        workspace,
-        writes=False,
-        owners=owners,
-        tiling=decode_attention.fixed_tiling(cache.pages),
-    )
-    assert not workspace.done.any(), "the next launch would merge too early"
-    return output
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariant_attention, "RUN", 64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "window", "softcap", "sinks", "all"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24)])
-def test_tokens_of_chunks_attend_as_if_each_were_alone(
+@pytest.mark.usefixtures("short_runs")
+def test_tokens_attend_as_if_each_were_alone(
     name: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Chunks of several sequences, the last beyond a run of keys."""
+    """In chunks of several sequences, in others, and decoded together or alone."""
     dtype = of_type(dtype, device)
-    starts, counts = [0, 50, 0, 590], [9, 3, 1, 4]
-    cache = Cache([9, 53, 1, 594], kv_heads, dim, device, dtype)
+    starts, counts = [0, 50, 0, 90], [9, 3, 1, 70]
+    cache = Cache([9, 53, 1, 160], kv_heads, dim, device, dtype)
     owners = [row for row, count in enumerate(counts) for _ in range(count)]
     positions = [
         start + place for start, count in zip(starts, counts, strict=True) for place in range(count)
@@ -162,20 +167,68 @@ def test_tokens_of_chunks_attend_as_if_each_were_alone(
     queries = torch.randn(len(owners), heads, dim, device=device).to(dtype)
     # Their own keys and values are stored.
     kv = torch.stack([stored(cache, *each) for each in zip(owners, positions, strict=True)])
-    tiles = [
-        [row, owners.index(row), start, count]
-        for row, (start, count) in enumerate(zip(starts, counts, strict=True))
-    ]
     given = rule(name, heads, device)
-    where = [torch.tensor(each, device=device) for each in (positions, owners)]
-    expected = prefill_attention_reference(
-        queries, torch.tensor(tiles), cache.table, cache.pages, LAYER, given
-    )
-    every = attended(cache, queries, kv, given, *where)
+
+    def in_chunks(starts: list[int], counts: list[int], rows: list[int]) -> Tensor:
+        tiles = torch.tensor(tiles_of(starts, counts, first_row=0, first=0), device=device)
+        tiles[:, 0] = torch.tensor(rows, device=device)[tiles[:, 0]]
+        # A tile without tokens.
+        tiles = torch.cat((tiles, torch.zeros_like(tiles[:1])))
+        return invariant_attention.attend_chunks(
+            queries, tiles, cache.table, cache.width, cache.pages, LAYER, given
+        )
+
+    every = in_chunks(starts, counts, [0, 1, 2, 3])
+    tiles = torch.tensor(tiles_of(starts, counts, first_row=0, first=0))
+    expected = prefill_attention_reference(queries, tiles, cache.table, cache.pages, LAYER, given)
     assert close(every, expected, torch.float32 if dtype is torch.float32 else torch.bfloat16)
+    others = in_chunks([0, 4, 50, 0, 90, 91, 130], [4, 5, 3, 1, 1, 39, 30], [0, 0, 1, 2, 3, 3, 3])
+    assert torch.equal(others, every)
+    workspace = invariant_attention.RunWorkspace(heads, cache.pages, 165, device)
+    where = torch.tensor(positions, device=device)
+    tables = cache.table[owners]
     for places in some_rows(len(owners), random.Random(dim)):
-        alone = attended(cache, queries[places], kv[places], given, *(w[places] for w in where))
-        assert torch.equal(alone, every[places])
+        before = cache.pages.pool.clone()
+        decoded = invariant_attention.attend_tokens(
+            queries[places], kv[places], where[places], tables[places], cache.width, cache.pages,
+            LAYER, given, workspace,
+        )  # fmt: skip
+        assert torch.equal(decoded, every[places])
+        assert torch.equal(cache.pages.pool, before)
+    assert not workspace.done.any(), "the next launch would merge too early"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("turned", [16, 8])
+def test_a_rotation_within_attention_gives_the_bits_of_one_before(
+    turned: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    dtype = of_type(dtype, device)
+    heads, kv_heads, dim = 4, 2, 16
+    cache = Cache([63, 40, 7], kv_heads, dim, device, dtype)
+    # A row that only fills a graph.
+    cache.table[2] = 0
+    qkv = torch.randn(3, heads + 2 * kv_heads, dim, device=device).to(dtype)
+    angles = torch.randn(3, turned, device=device)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    workspace = invariant_attention.RunWorkspace(heads, cache.pages, 65, device)
+
+    def attended(given: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        cache.pages.pool.copy_(before)
+        output = invariant_attention.attend_tokens(
+            given[:, :heads], given[:, heads:], cache.positions, cache.table, cache.width,
+            cache.pages, LAYER, PLAIN, workspace, angles,
+        )  # fmt: skip
+        return output, cache.pages.pool.clone()
+
+    before = cache.pages.pool.clone()
+    within, stored_within = attended(qkv, (cos, sin))
+    apart = qkv.clone()
+    turn(apart[:, : heads + kv_heads], cos, sin)
+    assert torch.equal(within, attended(apart, None)[0])
+    assert torch.equal(stored_within, attended(apart, None)[1])
+    assert not torch.equal(stored_within, before)
+    assert not stored_within[0].any()
 
 
 def stored(cache: Cache, row: int, position: int) -> Tensor:
@@ -207,11 +260,11 @@ class Dependent(InvariantProducts):
     """Adds up backwards where there are few rows."""
 
     def product(
-        self, rows: Tensor, matrix: Tensor, bias: Tensor | None = None, *, shared: int | None = None
+        self, rows: Tensor, matrix: Tensor, bias: Tensor | None = None, **others: Any
     ) -> Tensor:
         if len(rows) > 8:
-            return super().product(rows, matrix, bias, shared=shared)
-        return super().product(rows.flip(1), matrix.flip(1), bias, shared=shared)
+            return super().product(rows, matrix, bias, **others)
+        return super().product(rows.flip(1), matrix.flip(1), bias, **others)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,100 +1,99 @@
-"""Attention without influence of the batch, or of the chunks of a prompt, on the result for a token, to the last bit.
-Every token, decoded or of a prompt, is a row of the same kernel with the same tiling, and attends to the stored keys
-before its position and to its own key. So a chunk is stored before the attention. A token of a prompt costs as much as
-a decoded token.
-"""
+"""Attention of a flat batch without influence of the batch, or of the chunks of a prompt, on the result for a token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
-    DecodeWorkspace,
-    decode_attention,
-    fixed_tiling,
+from trtmesh.engine.backends.torch.cuda.kernels.invariant_attention import (
+    RunWorkspace,
+    attend_chunks,
+    attend_tokens,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages, TableRows
+from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import tiles_of
 from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
 from trtmesh.engine.backends.torch.cuda.step_inputs import ChunkInputs, GraphAttention, StepInputs
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
-from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
+from trtmesh.engine.backends.torch.model.attention import Angles, Rule, StepTokens
 
-ROWS_AT_ONCE = 256
-"""Rows of a launch; each needs memory."""
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Where the tokens of a step are, on the device."""
+
+    tiles: Tensor
+    """[tiles, 4]; see `tiles_of`."""
+    table: Tensor
+    """[sequences, width]"""
+    width: Tensor
+    static: TableRows | None
+    """All tokens of a graph; None where the step says where they are stored."""
 
 
 class InvariantAttention(GraphAttention):
-    """Attends row by row."""
+    """The new tokens of a graph together, and all else in tiles."""
 
     def __init__(self, cache: KvCache, tables: BlockTables) -> None:
         super().__init__(cache)
         self._pages = Pages(cache.pool)
         self._tables = tables.rows
-        self._tiling = fixed_tiling(self._pages)
-        self._own = torch.arange(len(tables.rows), device=cache.pool.device)
-        self._workspace: DecodeWorkspace | None = None
-        self._rows: TableRows | None = None
-        self._is_static = False
+        self._workspace: RunWorkspace | None = None
+        self._rows: tuple[StepInputs, int] | None = None
+        self._chunks: _Chunks | None = None
 
     def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
         super().begin(step, written)
-        self._rows, self._is_static = self._rows_of(step), False
-
-    def begin_rows(self, inputs: StepInputs, rows: int) -> None:
-        positions, owners = inputs.positions[:rows], self._own[:rows]
-        self._rows = TableRows(positions, owners, inputs.table, inputs.width)
-        self._is_static = True
-
-    def begin_chunks(self, inputs: ChunkInputs, size: int) -> None:
-        self._rows, self._is_static = inputs.rows(size), True
-
-    def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
-        rows = self._rows
-        assert rows
-        if self._is_static:
-            store_tokens(kv, rows, self._pages, layer)
-        else:
-            self._write(layer, kv)
-        parts = [
-            self._attend(layer, queries, kv, rule, rows, slice(first, first + ROWS_AT_ONCE))
-            for first in range(0, len(queries), ROWS_AT_ONCE)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _attend(
-        self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, rows: TableRows, part: slice
-    ) -> Tensor:
-        if self._workspace is None:
-            self._workspace = DecodeWorkspace(
-                queries.shape[1], self._pages, ROWS_AT_ONCE, self.cache.pool.device
-            )
-        return decode_attention(
-            queries[part],
-            kv[part],
-            rows.positions[part],
-            rows.table,
-            rows.width,
-            self._pages,
-            layer,
-            rule,
-            self._workspace,
-            writes=False,
-            owners=rows.owners[part],
-            tiling=self._tiling,
-        )
-
-    def _rows_of(self, step: StepTokens) -> TableRows:
-        device, counts = self.cache.pool.device, step.counts
-        before = np.cumsum(counts) - counts
-        owners = np.repeat(np.arange(len(counts)), counts)
-        positions = np.repeat(step.starts - before, counts) + np.arange(int(counts.sum()))
-        width = int(-(-(step.starts + counts).max() // self.cache.tokens_per_block))
-        return TableRows(
-            torch.from_numpy(positions).to(device),
-            torch.from_numpy(owners).to(device),
+        self._rows, self.turns = None, False
+        device = self.cache.pool.device
+        width = int(-(-(step.starts + step.counts).max() // self.cache.tokens_per_block))
+        tiles = tiles_of(step.starts.tolist(), step.counts.tolist(), first_row=0, first=0)
+        self._chunks = _Chunks(
+            torch.tensor(tiles, device=device),
             torch.from_numpy(self._tables[step.slots, :width]).to(device),
             torch.tensor([width], device=device),
+            None,
         )
+
+    def begin_rows(self, inputs: StepInputs, rows: int) -> None:
+        self._rows, self.turns = (inputs, rows), True
+
+    def begin_chunks(self, inputs: ChunkInputs, size: int) -> None:
+        self._rows, self.turns = None, False
+        rows = inputs.rows(size)
+        self._chunks = _Chunks(inputs.tiles(size), rows.table, rows.width, rows)
+
+    def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
+        if self._rows:
+            return self._attend_rows(layer, queries, kv, rule, None)
+        chunks = self._chunks
+        assert chunks
+        if chunks.static:
+            store_tokens(kv, chunks.static, self._pages, layer)
+        else:
+            self._write(layer, kv)
+        return attend_chunks(
+            queries, chunks.tiles, chunks.table, chunks.width, self._pages, layer, rule
+        )
+
+    def attend_turning(
+        self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, angles: Angles
+    ) -> Tensor:
+        return self._attend_rows(layer, queries, kv, rule, (angles[0][0], angles[1][0]))
+
+    def _attend_rows(
+        self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, angles: Angles | None
+    ) -> Tensor:
+        assert self._rows
+        inputs, count = self._rows
+        if self._workspace is None:
+            positions = self._tables.shape[1] * self.cache.tokens_per_block
+            self._workspace = RunWorkspace(
+                queries.shape[1], self._pages, positions, self.cache.pool.device
+            )
+        return attend_tokens(
+            queries, kv, inputs.positions[:count], inputs.table, inputs.width, self._pages, layer,
+            rule, self._workspace, angles,
+        )  # fmt: skip

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.cuda.device import Cuda, fitted
 from trtmesh.engine.backends.torch.cuda.invariant_attention import InvariantAttention
-from trtmesh.engine.backends.torch.cuda.invariant_layers import InvariantUpdates, make_invariant
+from trtmesh.engine.backends.torch.cuda.invariant_layers import (
+    InvariantLayerProducts,
+    InvariantUpdates,
+    make_invariant,
+)
 from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import InvariantProducts
-from trtmesh.engine.backends.torch.cuda.layers import KernelMlp, KernelNorm, KernelRotation
+from trtmesh.engine.backends.torch.cuda.layers import (
+    KernelLayer,
+    KernelMlp,
+    KernelNorm,
+    KernelRotation,
+)
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.fusing import fuse_layers, fuse_norms
@@ -19,15 +29,15 @@ from trtmesh.engine.backends.torch.model.model import Fitted
 
 
 class InvariantCuda(Cuda):
-    """Every layer computes any number of tokens in the same way: nothing depends on the number, and no norm or sum is
-    part of a product."""
+    """Every layer gives the same bits for any number of tokens."""
 
     def __init__(self, name: torch.device) -> None:
         super().__init__(name)
         self._products = InvariantProducts(name)
 
     def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
-        fuse_layers(module, KernelRotation(), KernelMlp)
+        products = InvariantLayerProducts(self._products)
+        fuse_layers(module, KernelRotation(), KernelMlp, partial(KernelLayer, products))
         fuse_norms(module, KernelNorm)
         make_invariant(module, self._products)
         return fitted(module, dtype)

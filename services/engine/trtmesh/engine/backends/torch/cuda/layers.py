@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +69,20 @@ class KernelMlp(FusedMlp):
         return gated_silu(both) if self.is_silu else super()._gated(both)
 
 
+class ProductsOfLayers(Protocol):
+    """Linear layers with the norm before, and the activation or sum after."""
+
+    def of_norm(
+        self, hidden: Tensor, before: nn.Module, linear: nn.Module, *, gated: bool = False
+    ) -> Tensor:
+        """linear(before(hidden)); silu(first half of it) * second half where `gated`. `hidden` is [tokens, size]."""
+
+    def sum(self, hidden: Tensor, given: Tensor, linear: nn.Module) -> Tensor:
+        """hidden + linear(given); may change `hidden`."""
+
+
 class LayerProducts:
-    """Linear layers with any norm, activation or sum included by the fastest computation."""
+    """Implements ProductsOfLayers by the fastest computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._few = FewRows(device)
@@ -78,7 +90,6 @@ class LayerProducts:
     def of_norm(
         self, hidden: Tensor, before: nn.Module, linear: nn.Module, *, gated: bool = False
     ) -> Tensor:
-        """linear(before(hidden)); silu(first half of it) * second half where `gated`. `hidden` is [tokens, size]."""
         own, updates = _own(linear), _updates(linear)
         weight = self._weight_for_few(hidden, own)
         if updates:
@@ -96,7 +107,6 @@ class LayerProducts:
         return self._few.product(before(hidden), weight, gated=gated)
 
     def sum(self, hidden: Tensor, given: Tensor, linear: nn.Module) -> Tensor:
-        """hidden + linear(given); may change `hidden`."""
         if isinstance(linear, SummedLinear):
             return self._sum_of_ranks(hidden, given, linear)
         if updates := _updates(linear):
@@ -154,7 +164,7 @@ def _plain_weight(linear: nn.Module) -> Tensor | None:
 class KernelLayer(FusedLayer):
     """Computes sums and activations with the products."""
 
-    def __init__(self, products: LayerProducts, own: Any) -> None:
+    def __init__(self, products: ProductsOfLayers, own: Any) -> None:
         super().__init__(own)
         self._products = products
 

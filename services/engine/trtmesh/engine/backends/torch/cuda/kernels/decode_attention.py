@@ -2,14 +2,10 @@
 value.
 
 A sequence's keys are cut into at most MOST_SPLITS runs, by the length of the sequence alone, and the results of the
-runs are merged in order. So with one tiling, the result of a row does not depend on the other rows. `fixed_tiling`
-serves any number of rows, also several of a sequence: each of these attends to the stored keys of the sequence, and to
-its own key.
+runs are merged in order.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -63,7 +59,6 @@ def _decode(
     cos,
     sin,
     positions,
-    owners,
     table,
     width,
     pool,
@@ -97,7 +92,6 @@ def _decode(
     has_softcap: tl.constexpr,
     has_sinks: tl.constexpr,
     writes: tl.constexpr,
-    has_owners: tl.constexpr,
     turned: tl.constexpr,
     stages: tl.constexpr,
     overlaps: tl.constexpr,
@@ -110,10 +104,7 @@ def _decode(
     share = tl.program_id(2)
     log2_e: tl.constexpr = 1.4426950408889634
     position = tl.load(positions + row)
-    owner = row
-    if has_owners:
-        owner = tl.load(owners + row)
-    blocks = table + owner * tl.load(width)
+    blocks = table + row * tl.load(width)
     first = tl.maximum(position - window + 1, 0)
     seen = position - first
     run = tl.maximum(tl.cdiv(tl.cdiv(seen, most_splits), keys) * keys, least_run)
@@ -267,30 +258,6 @@ def most_shared_rows(kv_heads: int) -> int:
     return max(1, MOST_CUT_PAIRS // kv_heads)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Division of a launch's work. The last bits of the result depend on the division."""
-
-    keys: int
-    """Read at once."""
-    stages: int
-    """Of loads."""
-    warps: int
-    splits: int
-    """Number of programs for the runs of a row."""
-
-
-def fast_tiling(pages: Pages, rows: int) -> Tiling:
-    """For this number of rows."""
-    pairs = rows * pages.kv_heads
-    return Tiling(*_shape(pages, pairs), splits(rows, pages.kv_heads))
-
-
-def fixed_tiling(pages: Pages) -> Tiling:
-    """For any number of rows: fast for many, and with programs for the runs of few."""
-    return Tiling(*_shape(pages, FEW_PROGRAMS + 1), MOST_SPLITS)
-
-
 def decode_attention(
     queries: Tensor,
     kv: Tensor,
@@ -304,14 +271,9 @@ def decode_attention(
     *,
     writes: bool,
     angles: tuple[Tensor, Tensor] | None = None,
-    owners: Tensor | None = None,
-    tiling: Tiling | None = None,
 ) -> Tensor:
     """`queries` [rows, heads, dim] and `kv` [rows, 2 * kv_heads, dim] of the new tokens, at `positions` [rows] of
     sequences with their blocks in `table`, a row of `width` [1] blocks each; returns the shape of `queries`.
-
-    `owners` [rows] are the rows of the table, by default 0, 1 and so on; where several tokens have one owner, the keys
-    and values of the earlier tokens must be stored. `tiling` is the fast tiling unless given.
 
     With `writes`, stores the keys and values, except of rows with the null block. `angles` are cosines and sines [rows,
     turned dimensions] by which queries and keys are rotated first, like transformers' `apply_rotary_pos_emb`; None for
@@ -319,16 +281,16 @@ def decode_attention(
     """
     rows, heads, dim = queries.shape
     group = heads // pages.kv_heads
-    tiling = tiling or fast_tiling(pages, rows)
+    keys, stages, warps = _shape(pages, rows * pages.kv_heads)
+    cut = splits(rows, pages.kv_heads)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     cos, sin = angles or (queries, queries)
-    _decode[(rows, pages.kv_heads, tiling.splits)](
+    _decode[(rows, pages.kv_heads, cut)](
         queries,
         kv,
         cos,
         sin,
         positions,
-        positions if owners is None else owners,
         table,
         width,
         pages.pool,
@@ -353,19 +315,18 @@ def decode_attention(
         dim=dim,
         padded_dim=padded(dim),
         block_tokens=pages.block_tokens,
-        keys=tiling.keys,
+        keys=keys,
         group=group,
         padded_group=max(LEAST_SIZE, triton.next_power_of_2(group)),
-        splits=tiling.splits,
+        splits=cut,
         most_splits=MOST_SPLITS,
         least_run=LEAST_RUN,
         has_softcap=rule.softcap is not None,
         has_sinks=rule.sinks is not None,
         writes=writes,
-        has_owners=owners is not None,
         turned=cos.shape[1] if angles else 0,
-        stages=tiling.stages,
-        num_warps=tiling.warps,
+        stages=stages,
+        num_warps=warps,
         **overlap(queries.device),
     )
     return output

@@ -131,5 +131,7 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         half,
         padded_count=triton.next_power_of_2(count),
         padded_half=triton.next_power_of_2(half),
+        # The same rounding as within attention.
+        enable_fp_fusion=False,
         **overlap(heads.device),
     )

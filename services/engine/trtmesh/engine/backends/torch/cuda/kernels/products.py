@@ -189,7 +189,7 @@ class FewRows:
         # Zero between launches.
         self._done = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         self._options = overlap(device)
-        self._has_room = _shared_memory(device) >= SHARED_MEMORY
+        self._has_room = shared_memory(device) >= SHARED_MEMORY
 
     def takes(self, given: Tensor, weight: Tensor) -> bool:
         """Whether there is a kernel for a product of `given` [rows, inputs] and `weight` [outputs, inputs]."""
@@ -288,7 +288,7 @@ class FewRows:
         )
 
 
-def _shared_memory(device: torch.device) -> float:
+def shared_memory(device: torch.device) -> float:
     """Bytes of a program."""
     if device.type != "cuda":
         return math.inf

@@ -1,0 +1,405 @@
+"""Attention with results for a token that do not depend on the batch or on the chunks of a prompt, to the last bit.
+
+Decoded tokens and tokens of prompts go through the same kernel, with rows for some tokens and the query heads of a key
+head; a decoded token leaves most of them empty. Keys are taken in tiles, and tiles in runs, at positions that are the
+same for every token. The results of runs are merged in order, by one program or by several, so cutting changes nothing.
+Keys that a token does not see change nothing either: their weights are 0, and the factor is 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
+    MOST_CUT_PAIRS,
+    NO_WINDOW,
+    capped,
+    padded,
+    splits,
+)
+from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
+from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
+from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import TILE
+from trtmesh.engine.backends.torch.model.attention import Angles, Rule
+
+ROWS = 64
+"""Of a program: the least of a matrix product with its own instructions on Hopper."""
+RUN = 512
+"""Keys of a run."""
+
+
+@triton.jit
+def _merged(m, total, sums, m2, total2, sums2):
+    """Merges the results of two runs: highest score, sum of weights, weighted sum of values."""
+    top = tl.maximum(m, m2)
+    level = tl.where(top == float("-inf"), 0.0, top)
+    one = tl.exp2(m - level)
+    two = tl.exp2(m2 - level)
+    return top, total * one + total2 * two, sums * one[:, None] + sums2 * two[:, None]
+
+
+@triton.jit
+def _turned(x, swapped, cos, sin, sign):
+    """x * cos + rotate_half(x) * sin"""
+    return (x.to(tl.float32) * cos + swapped.to(tl.float32) * (sin * sign)).to(x.dtype)
+
+
+@triton.jit
+def _attend(
+    queries,
+    kv,
+    cos,
+    sin,
+    tiles,
+    table,
+    width,
+    pool,
+    output,
+    partial,
+    stats,
+    done,
+    sinks,
+    layer_offset,
+    block_stride,
+    value_stride,
+    head_stride,
+    query_row,
+    query_head,
+    kv_row,
+    kv_head,
+    angle_row,
+    scale,
+    softcap,
+    window,
+    most_runs,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    padded_group: tl.constexpr,
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+    dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    keys: tl.constexpr,
+    run: tl.constexpr,
+    splits: tl.constexpr,
+    decodes: tl.constexpr,
+    turned: tl.constexpr,
+    has_softcap: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_window: tl.constexpr,
+    stages: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Program: (tokens, KV head, number below `splits`). The splits share the runs. The tokens are a part of a tile of
+    `tiles`, see `tiles_of`; with `decodes` a single one, at the position in `tiles`, which is stored as well."""
+    if overlaps:
+        gdc_launch_dependents()
+    tokens: tl.constexpr = rows // padded_group
+    log2_e: tl.constexpr = 1.4426950408889634
+    kv_at = tl.program_id(1)
+    share = tl.program_id(2)
+    if decodes:
+        token = tl.program_id(0).to(tl.int64)
+        owner = token
+        start = tl.load(tiles + token)
+        length = 1
+    else:
+        # The last tiles of a sequence take longest, and should not begin last.
+        backwards = tl.num_programs(0) - 1 - tl.program_id(0)
+        parts: tl.constexpr = tile // tokens
+        fields = tiles + (backwards // parts) * 4
+        offset = (backwards % parts) * tokens
+        owner = tl.load(fields)
+        token = tl.load(fields + 1) + offset
+        start = tl.load(fields + 2) + offset
+        length = tl.minimum(tl.load(fields + 3) - offset, tokens)
+    blocks = table + owner * tl.load(width)
+    end = start + length
+    first = 0
+    if has_window:
+        first = tl.maximum(start - window + 1, 0)
+    first_run = first // run
+    runs = (end - 1) // run + 1 - first_run
+    if (share < runs) & (length > 0):
+        r = tl.arange(0, rows)
+        d = tl.arange(0, padded_dim)
+        n = tl.arange(0, keys)
+        i = r // padded_group
+        g = r % padded_group
+        in_dim = d < dim
+        there = (i < length) & (g < group)
+        whole = there[:, None] & in_dim[None, :]
+        kind = pool.dtype.element_ty
+        heads = kv_at * group + g
+        own = start + i
+        base = pool + layer_offset + kv_at * head_stride
+        place_of_q = queries + (token + i[:, None]) * query_row + heads[:, None] * query_head
+        if overlaps:
+            gdc_wait()
+        q = tl.load(place_of_q + d[None, :], mask=whole, other=0.0).to(kind)
+        if decodes:
+            place_of_key = kv + token * kv_row + kv_at * kv_head
+            new_key = tl.load(place_of_key + d, mask=in_dim, other=0.0).to(kind)
+            new_value = tl.load(place_of_key + kv_heads * kv_head + d, mask=in_dim, other=0.0)
+            new_value = new_value.to(kind)
+            if turned > 0:
+                # The first `turned` of a head's values, in two halves that rotate against each other.
+                half: tl.constexpr = turned // 2
+                turns = d < turned
+                other_half = tl.where(d < half, d + half, d - half)
+                sign = tl.where(d < half, -1.0, 1.0)
+                angle = token * angle_row + d
+                cos_d = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
+                sin_d = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
+                swapped = tl.load(
+                    place_of_q + other_half[None, :], mask=whole & turns[None, :], other=0.0
+                ).to(kind)
+                q = _turned(q, swapped, cos_d[None, :], sin_d[None, :], sign[None, :])
+                swapped_key = tl.load(place_of_key + other_half, mask=turns, other=0.0).to(kind)
+                new_key = _turned(new_key, swapped_key, cos_d, sin_d, sign)
+            if share == 0:
+                block = tl.load(blocks + start // block_tokens)
+                # Rows that only fill a graph have the null block, which stays zero.
+                if block != 0:
+                    place = base + block * block_stride + (start % block_tokens) * dim + d
+                    tl.store(place, new_key, mask=in_dim)
+                    tl.store(place + value_stride, new_value, mask=in_dim)
+        all_m = tl.full((rows,), float("-inf"), tl.float32)
+        all_total = tl.zeros((rows,), tl.float32)
+        all_sums = tl.zeros((rows, padded_dim), tl.float32)
+        part = (token * kv_heads + kv_at) * most_runs
+        for index in range(share, runs, splits):
+            begin = (first_run + index) * run
+            stop = tl.minimum(begin + run, end)
+            m = tl.full((rows,), float("-inf"), tl.float32)
+            total = tl.zeros((rows,), tl.float32)
+            sums = tl.zeros((rows, padded_dim), tl.float32)
+            if has_window:
+                begin = tl.maximum(begin, first // keys * keys)
+            else:
+                # Keys that all tokens see need no mask.
+                seen = tl.minimum(stop, (start + 1 - decodes) // keys * keys)
+                for at in tl.range(begin, seen, keys, num_stages=stages):
+                    key = at + n
+                    block = tl.load(blocks + key // block_tokens)
+                    place = base + block * block_stride + (key % block_tokens) * dim
+                    spots = place[:, None] + d[None, :]
+                    k = tl.load(spots, mask=in_dim[None, :], other=0.0)
+                    v = tl.load(spots + value_stride, mask=in_dim[None, :], other=0.0)
+                    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                    if has_softcap:
+                        score = capped(score, softcap)
+                    score = score * log2_e
+                    top = tl.maximum(m, tl.max(score, 1))
+                    weights = tl.exp2(score - top[:, None])
+                    before = tl.exp2(m - top)
+                    total = total * before + tl.sum(weights, 1)
+                    sums = tl.dot(
+                        weights.to(kind), v, sums * before[:, None], input_precision="ieee"
+                    )
+                    m = top
+                begin = tl.maximum(begin, seen)
+            for at in tl.range(begin, stop, keys, num_stages=stages):
+                key = at + n
+                stored = key < end - decodes
+                if has_window:
+                    # Blocks before the window may have been dropped.
+                    stored = stored & (key > start - window)
+                block = tl.load(blocks + key // block_tokens, mask=stored, other=0)
+                place = base + block * block_stride + (key % block_tokens) * dim
+                spots = place[:, None] + d[None, :]
+                mask = stored[:, None] & in_dim[None, :]
+                k = tl.load(spots, mask=mask, other=0.0)
+                v = tl.load(spots + value_stride, mask=mask, other=0.0)
+                if decodes:
+                    is_new = (key == start)[:, None]
+                    k = tl.where(is_new, new_key[None, :], k)
+                    v = tl.where(is_new, new_value[None, :], v)
+                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                if has_softcap:
+                    score = capped(score, softcap)
+                visible = key[None, :] <= own[:, None]
+                if has_window:
+                    visible = visible & (key[None, :] > own[:, None] - window)
+                score = tl.where(visible, score * log2_e, float("-inf"))
+                top = tl.maximum(m, tl.max(score, 1))
+                # A token may see none of the keys before its window, nor those of a later run.
+                level = tl.where(top == float("-inf"), 0.0, top)
+                weights = tl.exp2(score - level[:, None])
+                before = tl.exp2(m - level)
+                total = total * before + tl.sum(weights, 1)
+                sums = tl.dot(weights.to(kind), v, sums * before[:, None], input_precision="ieee")
+                m = top
+            if splits == 1 or runs == 1:
+                all_m, all_total, all_sums = _merged(all_m, all_total, all_sums, m, total, sums)
+            else:
+                spot = (part + index) * group + g
+                tl.store(
+                    partial + spot[:, None] * padded_dim + d[None, :], sums, mask=there[:, None]
+                )
+                tl.store(stats + 2 * spot, m, mask=there)
+                tl.store(stats + 2 * spot + 1, total, mask=there)
+        last = runs > 0
+        if splits > 1 and runs > 1:
+            tl.debug_barrier()
+            mine = tl.cdiv(runs - share, splits).to(tl.int32)
+            last = tl.atomic_add(done + token * kv_heads + kv_at, mine) + mine == runs
+            if last:
+                tl.store(done + token * kv_heads + kv_at, 0)
+                for index in range(runs):
+                    spot = (part + index) * group + g
+                    # Not from the first-level cache, which may be older than the other programs' results.
+                    m = tl.load(stats + 2 * spot, mask=there, other=0.0, cache_modifier=".cg")
+                    total = tl.load(
+                        stats + 2 * spot + 1, mask=there, other=1.0, cache_modifier=".cg"
+                    )
+                    sums = tl.load(
+                        partial + spot[:, None] * padded_dim + d[None, :],
+                        mask=there[:, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    all_m, all_total, all_sums = _merged(all_m, all_total, all_sums, m, total, sums)
+        if last:
+            if has_sinks:
+                sink = tl.load(sinks + heads, mask=g < group, other=0.0).to(tl.float32) * log2_e
+                top = tl.maximum(all_m, sink)
+                before = tl.exp2(all_m - top)
+                all_total = all_total * before + tl.exp2(sink - top)
+                all_sums = all_sums * before[:, None]
+            # Empty rows see nothing.
+            all_total = tl.where(all_total > 0, all_total, 1.0)
+            tl.store(
+                output
+                + ((token + i[:, None]) * kv_heads * group + heads[:, None]) * dim
+                + d[None, :],
+                (all_sums / all_total[:, None]).to(output.dtype.element_ty),
+                mask=whole,
+            )
+
+
+class RunWorkspace:
+    """Memory for the results of runs of decoded tokens. All counters are zero between launches."""
+
+    def __init__(self, heads: int, pages: Pages, positions: int, device: torch.device) -> None:
+        """`positions` are those of the longest sequence."""
+        self.most_runs = triton.cdiv(positions, RUN)
+        rows = max(1, MOST_CUT_PAIRS // pages.kv_heads)
+        runs = rows * heads * self.most_runs
+        self.partial = torch.empty(runs * padded(pages.dim), device=device)
+        self.stats = torch.empty(runs * 2, device=device)
+        self.done = torch.zeros(rows * pages.kv_heads, dtype=torch.int32, device=device)
+
+
+def attend_chunks(
+    queries: Tensor,
+    tiles: Tensor,
+    table: Tensor,
+    width: Tensor,
+    pages: Pages,
+    layer: int,
+    rule: Rule,
+) -> Tensor:
+    """Attends `tiles` [tiles, 4] of `queries` [tokens, heads, dim], whose keys and values are stored in blocks of
+    `table`, rows of `width` [1] blocks; returns the shape of `queries`, without meaning for tokens of no tile."""
+    return _launch(queries, queries, tiles, table, width, pages, layer, rule, None)
+
+
+def attend_tokens(
+    queries: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    width: Tensor,
+    pages: Pages,
+    layer: int,
+    rule: Rule,
+    workspace: RunWorkspace,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`queries` [rows, heads, dim] and `kv` [rows, 2 * kv_heads, dim] of a token for each row of `table`, at
+    `positions` [rows]. Stores keys and values, except of rows with the null block.
+
+    `angles` are cosines and sines [rows, turned dimensions] by which queries and keys are rotated first, like
+    transformers' `apply_rotary_pos_emb`; None for rotated queries and keys.
+    """
+    return _launch(queries, kv, positions, table, width, pages, layer, rule, workspace, angles)
+
+
+def _launch(
+    queries: Tensor,
+    kv: Tensor,
+    tiles: Tensor,
+    table: Tensor,
+    width: Tensor,
+    pages: Pages,
+    layer: int,
+    rule: Rule,
+    workspace: RunWorkspace | None,
+    angles: Angles | None = None,
+) -> Tensor:
+    """Decodes where there is a workspace."""
+    _, heads, dim = queries.shape
+    group = heads // pages.kv_heads
+    padded_group = triton.next_power_of_2(group)
+    rows = max(ROWS, padded_group)
+    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    cut = splits(len(tiles), pages.kv_heads) if workspace else 1
+    parts = 1 if workspace else TILE * padded_group // rows
+    row_bytes = padded(dim) * pages.pool.dtype.itemsize
+    wide = row_bytes > 256
+    cos, sin = angles or (queries, queries)
+    _attend[(len(tiles) * parts, pages.kv_heads, cut)](
+        queries,
+        kv,
+        cos,
+        sin,
+        tiles,
+        table,
+        width,
+        pages.pool,
+        output,
+        workspace.partial if workspace else queries,
+        workspace.stats if workspace else queries,
+        workspace.done if workspace else queries,
+        queries if rule.sinks is None else rule.sinks,
+        pages.layer_offset(layer),
+        pages.block_stride,
+        pages.value_stride,
+        pages.head_stride,
+        queries.stride(0),
+        queries.stride(1),
+        kv.stride(0),
+        kv.stride(1),
+        cos.stride(0),
+        rule.scale,
+        rule.softcap or 1.0,
+        rule.window or NO_WINDOW,
+        workspace.most_runs if workspace else 1,
+        kv_heads=pages.kv_heads,
+        group=group,
+        padded_group=padded_group,
+        rows=rows,
+        tile=TILE,
+        dim=dim,
+        padded_dim=padded(dim),
+        block_tokens=pages.block_tokens,
+        keys=32 if wide else 64,
+        run=RUN,
+        splits=cut,
+        decodes=int(workspace is not None),
+        turned=cos.shape[1] if angles else 0,
+        has_softcap=rule.softcap is not None,
+        has_sinks=rule.sinks is not None,
+        has_window=rule.window is not None,
+        stages=1 if wide else 2 if row_bytes <= 128 else 3,
+        num_warps=8 if row_bytes > 128 else 4,
+        # Which product and sum become one operation, rounded once, differs between compiled forms.
+        enable_fp_fusion=False,
+        **overlap(queries.device),
+    )
+    return output
