@@ -55,11 +55,16 @@ def recomputed(compute: Callable[[], Tensor]) -> Replay:
 
 
 def small_model(folder: Path, patch: pytest.MonkeyPatch) -> Path:
-    """A model, graphs and checks for the interpreter, which is slow."""
+    """A model, and graphs and checks as of `make_small`."""
+    make_small(patch)
+    return tiny_models.build(folder, num_hidden_layers=1, num_key_value_heads=1)
+
+
+def make_small(patch: pytest.MonkeyPatch) -> None:
+    """Graphs and checks for the interpreter, which is slow."""
     patch.setattr(chunk_graphs, "SIZES", (8, 16))
     patch.setattr(decode_attention, "MOST_SPLITS", 2)
     patch.setattr(self_check, "LONG_CHUNKS", ((1, 3, 1, 2), (2, 1, 1, 1)))
-    return tiny_models.build(folder, num_hidden_layers=1, num_key_value_heads=1)
 
 
 def add_up_in_order(patch: pytest.MonkeyPatch) -> None:

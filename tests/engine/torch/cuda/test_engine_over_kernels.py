@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.torch.cuda.interpreted import Interpreted, small_model
+from engine.torch.combinations import FAMILIES, Maker, check, frequent, lonely
+from engine.torch.conftest import ModelDir
+from engine.torch.cuda.interpreted import Interpreted, make_small, small_model
 from engine.torch.cuda.launches import recorded
 from engine.torch.harness import Harness, configure, running
 from oracle.adapters import ON, Adapted, load_all
@@ -130,3 +132,20 @@ async def test_sequences_with_adapters_beside_others(
         after = engine.backend.stats()
     assert after.captured_steps - before.captured_steps == after.step_count - before.step_count
     assert "follow" in launches
+
+
+async def test_any_combination_equals_each_item_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, model_dir: ModelDir
+) -> None:
+    """Steps of which graphs compute a part: a round with log-probabilities and logits of prompts, bans and guides."""
+    if device.type == "cuda":
+        pytest.skip("test_any_combination.py of the folder above plays all rounds on a GPU")
+    number = 1
+    model = model_dir(FAMILIES[number])
+    async with lonely(model) as engine:
+        maker = Maker(number, await frequent(engine))
+        settings = maker.settings()
+        items = [maker.item(index) for index in range(9)]
+        make_small(monkeypatch)
+        monkeypatch.setattr(loading, "_device", lambda _: OnCpu(torch.device("cpu")))
+        await check(items, settings, model, engine)
