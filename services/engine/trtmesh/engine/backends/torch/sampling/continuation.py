@@ -5,15 +5,19 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 from trtmesh.chassis.log_prob_sums import next_sum
 from trtmesh.chassis.vocabulary import Sampling
 from trtmesh.engine.backends.torch.guided.grammars import Grammar, Guide
 from trtmesh.engine.backends.torch.sampling.token_rules import Ids, TokenRules
 from trtmesh.engine.stopping import EndRule
+
+if TYPE_CHECKING:
+    # An engine reads its files before it takes the time to import torch.
+    from torch import Tensor
 
 TOP_P_MIN = 1e-6
 """Default lower bound of a decaying top_p, as in TensorRT-LLM."""
