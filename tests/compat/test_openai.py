@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from compat.openai_schemas import check
 from compat.plain_http import PlainHttp, Reply
-from e2e.mesh import Mesh, eventually, scrape
+from e2e.mesh import Mesh, eventually, running_mesh, scrape
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.client import GenerateItem, Prompt, Tokens, chat_item
 
@@ -62,6 +62,17 @@ async def test_models_are_listed_and_described(http: PlainHttp) -> None:
     (model,) = reply.json["data"]
     assert (model["id"], model["parent"], model["max_model_len"]) == ("demo", None, 8192)
     assert (await http.get("/v1/models/demo")).json == model
+
+
+async def test_no_model_is_absent_before_a_worker_was_ready() -> None:
+    async def start(mesh: Mesh) -> None:
+        await mesh.start_router()
+
+    async with running_mesh(start=start) as mesh, PlainHttp(mesh.router.http_address) as http:
+        reply = await http.post(
+            CHAT, {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+        )
+        assert (reply.status, reply.json["error"]["code"]) == (503, "no_worker")
 
 
 async def test_each_prompt_has_its_choices(mesh: Mesh, http: PlainHttp) -> None:

@@ -42,6 +42,9 @@ class ServedModels:
             for adapter in self._adapters_by_name():
                 if adapter.name == name:
                     return adapter
+            if not self._fleet.models():
+                # Clients try again where no worker is ready, and give up where a model is not found.
+                raise NoWorker(self._fleet.why_no_models())
             raise self._unknown(name)
         model = self._requests.served_model(name)
         return Served(model, model)
