@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
+from compat.plain_http import PlainHttp
 from compat.triton import Triton
-from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, router_before, running_mesh
+from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, eventually, router_before, running_mesh
 
 FLAGS = (
     *(*SIMULATED, *WIDE_TOKENS, "--simulated-limits-max-sequence-tokens", "8192"),
@@ -41,3 +42,10 @@ async def mesh(workers: Mesh) -> AsyncIterator[Mesh]:
 async def triton(mesh: Mesh) -> AsyncIterator[Triton]:
     async with Triton(mesh.router.address) as triton:
         yield triton
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(mesh: Mesh) -> AsyncIterator[PlainHttp]:
+    async with PlainHttp(mesh.router.http_address) as http:
+        await eventually(http.is_ready)
+        yield http

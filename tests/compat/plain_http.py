@@ -59,6 +59,9 @@ class PlainHttp:
     ) -> None:
         await self.session.close()
 
+    async def is_ready(self) -> bool:
+        return (await self.get("/v2/health/ready")).status == 200
+
     async def call(self, method: str, path: str, body: Any = None, **more: Any) -> Reply:
         """One request: `body` is sent as JSON unless it is bytes."""
         what = {"data": body} if isinstance(body, bytes) else {"json": body}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from compat.plain_http import PlainHttp
 from compat.test_streams import native_text
 from compat.triton import Triton
@@ -23,17 +21,6 @@ LONG = {"text_input": "long", "max_tokens": 8000}
 GENERATE = "/v2/models/{}/generate"
 STREAM = "/v2/models/{}/generate_stream"
 OF_ENSEMBLES = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(mesh: Mesh) -> AsyncIterator[PlainHttp]:
-    async with PlainHttp(mesh.router.http_address) as http:
-        await eventually(lambda: _is_ready(http))
-        yield http
-
-
-async def _is_ready(http: PlainHttp) -> bool:
-    return (await http.get("/v2/health/ready")).status == 200
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
@@ -222,7 +209,7 @@ async def test_setting_refuses_unknown_parameters(mesh: Mesh) -> None:
     router = await mesh.start("router", "--port", "0", *peers, *strict)
     sentence = "parameter 'user' has no effect in model 'ensemble' and the setting"
     async with PlainHttp(router.http_address) as http, Triton(router.address) as triton:
-        await eventually(lambda: _is_ready(http))
+        await eventually(http.is_ready)
         for endpoint in (GENERATE, STREAM):
             reply = await http.post(endpoint.format("ensemble"), GOOD | {"user": "a"})
             assert (reply.status, sentence in reply.json["error"]) == (400, True)
@@ -309,7 +296,7 @@ async def test_stopping_router_ends_streams_with_an_error(mesh: Mesh) -> None:
     peers = ("--engines", mesh.engines[0].address, "--tokenizers", mesh.tokenizers[0].address)
     router = await mesh.start("router", "--port", "0", *peers, "--grace-seconds", "0.1")
     async with PlainHttp(router.http_address) as http:
-        await eventually(lambda: _is_ready(http))
+        await eventually(http.is_ready)
         told: list[Any] = []
         body = LONG | {"stream": True}
         async with aclosing(http.events(STREAM.format("ensemble"), body)) as events:

@@ -6,12 +6,11 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from compat.openai_schemas import check
 from compat.plain_http import PlainHttp, Reply
 from e2e.mesh import Mesh, eventually, running_mesh, scrape
@@ -24,17 +23,6 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPTS = ["Once upon a time", "def f(x):"]
 DRAWN = {"max_tokens": 7, "seed": 5, "temperature": 0.8, "n": 2}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(mesh: Mesh) -> AsyncIterator[PlainHttp]:
-    async with PlainHttp(mesh.router.http_address) as http:
-        await eventually(lambda: _is_ready(http))
-        yield http
-
-
-async def _is_ready(http: PlainHttp) -> bool:
-    return (await http.get("/v2/health/ready")).status == 200
 
 
 def parts_of(reply: Reply) -> list[Any]:

@@ -42,12 +42,6 @@ async def mesh() -> AsyncIterator[Mesh]:
         yield mesh
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(mesh: Mesh) -> AsyncIterator[PlainHttp]:
-    async with PlainHttp(mesh.router.http_address) as http:
-        yield http
-
-
 async def test_three_doors_say_the_same(mesh: Mesh, http: PlainHttp) -> None:
     (item,) = await mesh.client.complete([PROMPT], log_probs=True, top_log_probs=2, **DRAWS)
     native = item.sequences[0]

@@ -50,13 +50,9 @@ async def router(
     peers = ("--engines", mesh.engines[0].address, "--tokenizers", mesh.tokenizers[0].address)
     started = await mesh.start("router", "--port", "0", *peers, *flags, env=environment)
     async with PlainHttp(started.http_address) as http:
-        await eventually(lambda: _is_ready(http))
+        await eventually(http.is_ready)
         yield http
     await started.stop()
-
-
-async def _is_ready(http: PlainHttp) -> bool:
-    return (await http.get("/v2/health/ready")).status == 200
 
 
 async def test_platform_paths_are_off_by_default(mesh: Mesh) -> None:

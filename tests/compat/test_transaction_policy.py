@@ -36,12 +36,6 @@ NOT_ONE = (
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(mesh: Mesh) -> AsyncIterator[PlainHttp]:
-    async with PlainHttp(mesh.router.http_address) as http:
-        yield http
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def strict(workers: Mesh) -> AsyncIterator[Mesh]:
     flags = ("--triton-strict-transaction-policy", "true")
     async with router_before(workers, *flags) as mesh:
@@ -161,7 +155,7 @@ async def test_strict_generate_refuses_several_responses(
     strict: Mesh, more: dict[str, Any]
 ) -> None:
     async with PlainHttp(strict.router.http_address) as http:
-        await eventually(lambda: _is_ready(http))
+        await eventually(http.is_ready)
         body = {"text_input": "long", "max_tokens": 8000} | more
         reply = await http.post("/v2/models/ensemble/generate", body)
         assert (reply.status, reply.json) == (500, {"error": NOT_ONE})
@@ -170,10 +164,6 @@ async def test_strict_generate_refuses_several_responses(
         )
         assert reply.status == 200
     await strict.idle()
-
-
-async def _is_ready(http: PlainHttp) -> bool:
-    return (await http.get("/v2/health/ready")).status == 200
 
 
 async def test_model_overrides_the_policy_of_the_door() -> None:
