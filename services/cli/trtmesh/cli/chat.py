@@ -131,7 +131,10 @@ class Talk:
             if line == "/stop":
                 # The router knows no request before.
                 await accepted.wait()
-                await self._client.stop(request_id)
+                try:
+                    await self._client.stop(request_id)
+                except TrtmeshError as error:
+                    say_error(f"{error.reason}: {error}")
             else:
                 self._typed.append(line)
 

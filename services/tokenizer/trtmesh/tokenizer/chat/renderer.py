@@ -109,6 +109,9 @@ class ChatRenderer:
                 continue
             try:
                 outcome: str | TrtmeshError = await self._answer(asked)
+            except asyncio.CancelledError:
+                rendered.cancel()
+                raise
             except TrtmeshError as error:
                 outcome = error.with_traceback(None)
             except Exception as error:

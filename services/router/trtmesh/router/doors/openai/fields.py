@@ -86,6 +86,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 """The fields of errors under the names of this API."""
 
+MOST_DIGITS = 10
+"""Of a token id."""
 LEAST_BIAS, MOST_BIAS = -100, 100
 
 
@@ -273,7 +275,8 @@ def _read_structure(fields: Fields, guide: pb.GuidedDecodingConfig) -> None:
 def _read_bias(fields: Fields, sampling: pb.SamplingConfig) -> None:
     """Adds weights to the scores of ids."""
     for key, weight in (fields.take("logit_bias", OBJECT) or {}).items():
-        if not key.isdecimal() or not NUMBER.has(weight):
+        is_id = key.isascii() and key.isdecimal() and len(key) <= MOST_DIGITS
+        if not is_id or not NUMBER.has(weight):
             raise InvalidField("must have a number for each token id", field="logit_bias")
         if not LEAST_BIAS <= weight <= MOST_BIAS:
             raise InvalidField.of("logit_bias", weight, f"in [{LEAST_BIAS}, {MOST_BIAS}]")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from trtmesh.chassis.errors import PromptTooLong
@@ -23,7 +23,7 @@ from trtmesh.router.tokenizers.decoding import TextOptions
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.v1 import tokenizer_pb2 as pb
 
-Answer = Callable[[Requested], Awaitable[dict[str, Any]]]
+T = TypeVar("T")
 
 
 class TextPaths:
@@ -34,35 +34,36 @@ class TextPaths:
 
     def register(self, port: HttpPort) -> None:
         """Adds the paths."""
-        for path, answer, told in (
-            ("/tokenize", self._tokenize, "a prompt or messages to token ids"),
-            ("/detokenize", self._detokenize, "token ids to a text"),
+        tokenize = partial(self._serve, port.bodies, _read_text, self._tokenize)
+        detokenize = partial(self._serve, port.bodies, _read_ids, self._detokenize)
+        for path, handler, told in (
+            ("/tokenize", tokenize, "a prompt or messages to token ids"),
+            ("/detokenize", detokenize, "token ids to a text"),
         ):
             port.error_forms[path[1:]] = OpenAiForm()
-            port.app.router.add_post(path, partial(self._serve, port.bodies, answer))
+            port.app.router.add_post(path, handler)
             port.served[path] = told
 
-    async def _serve(self, bodies: Bodies, answer: Answer, request: web.Request) -> web.Response:
-        async def read(message: ReceivedMessage, body: Body) -> Requested:
+    async def _serve(
+        self,
+        bodies: Bodies,
+        read_fields: Callable[[Requested], T],
+        answer: Callable[[Requested, T], Awaitable[dict[str, Any]]],
+        request: web.Request,
+    ) -> web.Response:
+        async def read(message: ReceivedMessage, body: Body) -> tuple[Requested, T]:
             parse = partial(parse_json, body, bodies.limits.most_json_bytes)
             fields = Fields(await message.run(parse, JSON_COST))
             served = self._served.find(fields.take("model", TEXT) or "")
-            return Requested(fields, served, id_of(request), self._tokenizers)
+            requested = Requested(fields, served, id_of(request), self._tokenizers)
+            return requested, await message.run(partial(read_fields, requested), JSON_COST)
 
-        async with bodies.admitted(request, read) as requested:
-            return named(request, json_response(await answer(requested)))
+        async with bodies.admitted(request, read) as (requested, taken):
+            return named(request, json_response(await answer(requested, taken)))
 
-    async def _tokenize(self, requested: Requested) -> dict[str, Any]:
-        fields, model = requested.fields, requested.served.model
-        command = pb.EncodeCommand(max_token_ids=MAX_PROMPT_TOKENS)
-        special = fields.take("add_special_tokens", BOOLEAN)
-        if (text := fields.take("prompt", TEXT)) is None:
-            command.chat.CopyFrom(conversation(requested))
-            text = command.chat.messages
-        else:
-            command.text = text
-            command.add_special_tokens = special is not False
-        fields.refuse_rest()
+    async def _tokenize(self, requested: Requested, command: pb.EncodeCommand) -> dict[str, Any]:
+        model = requested.served.model
+        text = command.chat.messages if command.HasField("chat") else command.text
         self._tokenizers.check_size(model, text)
         encoded = await self._tokenizers.encode(model, command)
         if count := encoded.omitted_token_ids:
@@ -78,9 +79,25 @@ class TextPaths:
             "tokens": token_ids,
         }
 
-    async def _detokenize(self, requested: Requested) -> dict[str, Any]:
-        ids = checked_ids("tokens", requested.fields.need("tokens", LIST))
-        requested.fields.refuse_rest()
+    async def _detokenize(self, requested: Requested, ids: Sequence[int]) -> dict[str, Any]:
         options = TextOptions(skip_special_tokens=False)
         model = requested.served.model
         return {"prompt": await self._tokenizers.decode(model, ids, options)}
+
+
+def _read_text(requested: Requested) -> pb.EncodeCommand:
+    fields = requested.fields
+    command = pb.EncodeCommand(max_token_ids=MAX_PROMPT_TOKENS)
+    if (text := fields.take("prompt", TEXT)) is None:
+        command.chat.CopyFrom(conversation(requested))
+    else:
+        command.text = text
+        command.add_special_tokens = fields.take("add_special_tokens", BOOLEAN) is not False
+    fields.refuse_rest()
+    return command
+
+
+def _read_ids(requested: Requested) -> Sequence[int]:
+    ids = checked_ids("tokens", requested.fields.need("tokens", LIST))
+    requested.fields.refuse_rest()
+    return ids
