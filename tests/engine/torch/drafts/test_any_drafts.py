@@ -32,7 +32,7 @@ FIXED = {"absurd": 3, "perfect": 8}
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     rounds = metafunc.config.getoption("--combinations", default=None)
-    metafunc.parametrize("number", range(rounds or 2))
+    metafunc.parametrize("number", range(rounds or len(FAMILIES)))
 
 
 @pytest.mark.parametrize("source", [*SOURCES, "client"])

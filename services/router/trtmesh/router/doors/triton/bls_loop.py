@@ -176,7 +176,7 @@ class BlsLoop:
         elif entry.event.HasField("item_failed"):
             raise from_proto(entry.event.item_failed.error)
         elif entry.event.HasField("item_finished"):
-            self._stopped = entry.event.item_finished.reason == pb.FINISH_REASON_STOPPED
+            self._stopped |= entry.event.item_finished.reason == pb.FINISH_REASON_STOPPED
 
     def _drafting(self, count: int) -> GenerationRequest:
         """Asks for drafts, by the rules of the choice of tokens alone."""

@@ -61,10 +61,6 @@ class GraphChoice:
                     failures[row] = failed[place]
         return failures
 
-    def log_prob(self, row: int, token: int) -> float:
-        assert self._choice
-        return self._choice.log_prob(self._rest[row], token)
-
     def details(self, row: int) -> TokenDetails:
         if self._choice and row in self._rest:
             return self._choice.details(self._rest[row])

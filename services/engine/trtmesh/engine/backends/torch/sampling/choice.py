@@ -162,9 +162,6 @@ class TokenChoice(Protocol):
     def read(self) -> dict[int, TrtmeshError]:
         """Waits for the device. Returns the rows without a token, and why."""
 
-    def log_prob(self, row: int, token: int) -> float:
-        """The model's log-probability of any token, where the row's item asks for log-probabilities."""
-
     def details(self, row: int) -> TokenDetails:
         """The details for the item's output fields, without the cumulative log-probability."""
 
@@ -191,9 +188,6 @@ class LogitsChoice:
             for row, peak in enumerate(self.peaks.tolist())
             if not math.isfinite(peak)
         }
-
-    def log_prob(self, row: int, token: int) -> float:
-        return float(self.log_probs[row][token])
 
     def details(self, row: int) -> TokenDetails:
         return details_of(
