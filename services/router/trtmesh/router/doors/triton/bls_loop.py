@@ -11,8 +11,8 @@ import asyncio
 import logging
 import secrets
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from trtmesh.chassis.error_wire import from_proto
@@ -33,11 +33,10 @@ log = logging.getLogger(__name__)
 
 DRAFT_SECONDS = 5.0
 """Longest wait for the drafts of a round; then there are none for the rest of the request."""
-Followed = Callable[[LiveRequest], AbstractContextManager[None]]
 
 
 class BlsLoop:
-    """The rounds of a request."""
+    """The rounds of a request. A stop ends it in a round, between two, and while it drafts."""
 
     def __init__(
         self,
@@ -48,14 +47,12 @@ class BlsLoop:
         caller: Caller,
         call: GenerationCall,
         name: Callable[[], str],
-        known: Followed,
-        timed: Followed,
+        timed: Callable[[LiveRequest], AbstractContextManager[None]],
     ) -> None:
-        """`name` gives the name of a verifying round, or ''; `known` makes the client's stop reach a round, and `timed`
-        counts the time of a verifying one. Raises InvalidField."""
+        """`name` gives the name of a verifying round, or ''; `timed` counts the time of one. Raises InvalidField."""
         self._requests, self._metrics, self._draft_model = requests, metrics, draft_model
         self._caller, self._call = caller, call
-        self._name, self._known, self._timed = name, known, timed
+        self._name, self._timed = name, timed
         if request.default_seed is None:
             # Both models draw with one, in every round.
             request = replace(request, default_seed=secrets.randbits(64))
@@ -77,7 +74,9 @@ class BlsLoop:
         self._emitted: list[int] = []
         self._log_prob: float | None = None
         self._perf: list[pb.PerfMetrics] = []
-        self._stopped = False
+        self._stopped = self._failed = False
+        self._running: LiveRequest | None = None
+        """The request of a round, or for its drafts."""
         self._entries = self._rounds()
         self.aclose = self._entries.aclose
 
@@ -85,19 +84,33 @@ class BlsLoop:
         """Waits for news of the request; None at the end."""
         return await anext(self._entries, None)
 
+    def stop(self, batch_indexes: Collection[int]) -> None:
+        """Ends the request, whose only prompt is named or all are. A round that is over cannot stop: the next does."""
+        self._stopped = True
+        if self._running is not None:
+            self._running.stop(batch_indexes)
+
     async def _rounds(self) -> AsyncGenerator[Sequence[Waiting]]:
         ends: list[WaitingEvent] = []
         while not self._is_over(ends):
             request = self._verifying(await self._drafts())
             ends = []
             async with self._open(self._call, request) as live:
-                with self._known(live), self._timed(live):
-                    if self._stopped:
-                        live.stop(())
+                with self._stoppable(live), self._timed(live):
                     while (waiting := await live.client.next_entries()) is not None:
                         yield self._seen(waiting, ends)
         if ends:
             yield ends
+
+    @contextmanager
+    def _stoppable(self, live: LiveRequest) -> Iterator[None]:
+        self._running = live
+        if self._stopped:
+            live.stop(())
+        try:
+            yield
+        finally:
+            self._running = None
 
     def _open(self, call: GenerationCall, request: GenerationRequest) -> RunningCall:
         """Runs a request after the tokens so far."""
@@ -119,7 +132,7 @@ class BlsLoop:
                 ends.append(entry)
                 continue
             elif entry.event.HasField("item_failed"):
-                self._stopped = True
+                self._failed = True
             told.append(entry)
         return told
 
@@ -129,7 +142,7 @@ class BlsLoop:
         finished = [each.item_finished for each in events if each.HasField("item_finished")]
         if not finished:
             # Of an item that failed, or none yet.
-            return self._stopped
+            return self._failed
         sequences = [
             each.sequence_finished for each in events if each.HasField("sequence_finished")
         ]
@@ -148,13 +161,13 @@ class BlsLoop:
         """Those of the next round; none where none are of use, or come."""
         drafts = SequenceOutput(0)
         count = min(self._length, self._most - len(self._emitted) - 1)
-        if count < 1:
+        if count < 1 or self._stopped:
             return drafts
         uncounted = GenerationCall(self._requests.metrics_of(self._draft_model))
         try:
             async with asyncio.timeout(DRAFT_SECONDS):
                 async with self._open(uncounted, self._drafting(count)) as live:
-                    with self._known(live):
+                    with self._stoppable(live):
                         while (waiting := await live.client.next_entries()) is not None:
                             for entry in waiting:
                                 self._take(entry, drafts)

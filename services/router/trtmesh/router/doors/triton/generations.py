@@ -79,7 +79,7 @@ class Generations:
         self._texts = texts
         self._metrics = metrics
         self._engines = engines
-        self._named: dict[RequestKey, LiveRequest] = {}
+        self._named: dict[RequestKey, LiveRequest | BlsLoop] = {}
 
     def refused(self, model: Model) -> None:
         """Counts a request that could not be read."""
@@ -97,9 +97,9 @@ class Generations:
         """Ends the owner's request of any model early, if the request is known and running."""
         if not call.request_id:
             raise template.unnamed_stop()
-        live = self._named.get((owner.name, call.request_id))
-        if live is not None:
-            live.stop(())
+        running = self._named.get((owner.name, call.request_id))
+        if running is not None:
+            running.stop(())
 
     @asynccontextmanager
     async def run(
@@ -130,22 +130,28 @@ class Generations:
             limit = TimeLimit(call.timeout_seconds)
             opening = self._requests.open(request, caller.remaining_seconds, owner, caller.origin)
             async with generation.running(opening) as live:
-                key = (owner.name, call.request_id)
-                if call.request_id:
-                    self._named[key] = live
                 apart = call.streaming and not call.model.merge_tokens and not has_beams(request)
                 complete = partial(self._complete, call.model, answers)
                 unmerged = Unmerged() if apart else None
                 told = GeneratedAnswers(live, answers, complete, limit, unmerged, self._metrics)
-                counting.live = live
-                try:
+                with (
+                    self._known(owner, call.request_id, live),
+                    counting.timed(answers, live),
+                ):
                     async with aclosing(told.each):
                         yield told
-                    counting.generated(live.items, answers.error)
-                finally:
-                    counting.live = None
-                    if self._named.get(key) is live:
-                        del self._named[key]
+
+    @contextmanager
+    def _known(self, owner: Identity, name: str, running: LiveRequest | BlsLoop) -> Iterator[None]:
+        """Lets stops reach a request by the client's name, if it has one."""
+        key = (owner.name, name)
+        if name:
+            self._named[key] = running
+        try:
+            yield
+        finally:
+            if self._named.get(key) is running:
+                del self._named[key]
 
     def _may_loop(self, model: Model, request: GenerationRequest) -> bool:
         """Whether a model of the mesh drafts for a request that asks for it, and the other can verify."""
@@ -167,26 +173,6 @@ class Generations:
         """The answers of rounds over two models."""
         owner, name = caller.identity, call.request_id
         answers = self._answers_of(call, template, request)
-
-        @contextmanager
-        def known(live: LiveRequest) -> Iterator[None]:
-            if name:
-                self._named[owner.name, name] = live
-            try:
-                yield
-            finally:
-                if self._named.get((owner.name, name)) is live:
-                    del self._named[owner.name, name]
-
-        @contextmanager
-        def timed(live: LiveRequest) -> Iterator[None]:
-            counting.live = live
-            try:
-                yield
-                counting.generated(live.items, answers.error)
-            finally:
-                counting.live = None
-
         loop = BlsLoop(
             self._requests,
             self._metrics,
@@ -195,17 +181,17 @@ class Generations:
             caller,
             generation,
             partial(self._mesh_name, owner, name),
-            known,
-            timed,
+            partial(counting.timed, answers),
         )
         limit = TimeLimit(call.timeout_seconds)
-        async with aclosing(loop):
-            while (waiting := await limit.keep(loop.next_entries())) is not None:
-                answers.see(waiting)
-                await self._complete(call.model, answers)
-                for answer in answers.take():
-                    yield answer
-                    self._metrics.client_messages += 1
+        with self._known(owner, name, loop):
+            async with aclosing(loop):
+                while (waiting := await limit.keep(loop.next_entries())) is not None:
+                    answers.see(waiting)
+                    await self._complete(call.model, answers)
+                    for answer in answers.take():
+                        yield answer
+                        self._metrics.client_messages += 1
 
     def _answers_of(
         self, call: Call, template: GenerationTemplate, request: GenerationRequest

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from trtmesh.chassis.errors import Blame, TrtmeshError
 from trtmesh.chassis.metrics import Histogram
 from trtmesh.kserve import grpc_service_pb2
+from trtmesh.router.doors.triton.answers import Answers, PlainText
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Call, Model, Share, Spent
 from trtmesh.router.requests.item import ItemRun
@@ -86,8 +87,17 @@ class Counting:
         """Its request of the mesh, while that runs."""
         self._read_ns = time.monotonic_ns() - call.arrived_ns
 
-    def generated(self, items: Sequence[ItemRun], error: TrtmeshError | None) -> None:
-        """Reads the items of a request of the mesh at its end."""
+    @contextmanager
+    def timed(self, answers: Answers | PlainText, live: LiveRequest) -> Iterator[None]:
+        """Follows a request of the mesh, and reads its items at the end."""
+        self.live = live
+        try:
+            yield
+            self._generated(live.items, answers.error)
+        finally:
+            self.live = None
+
+    def _generated(self, items: Sequence[ItemRun], error: TrtmeshError | None) -> None:
         self.error = error
         self.lengths = [(item.prompt_tokens, item.generated_tokens) for item in items]
         first = items[0]
