@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -163,6 +164,28 @@ async def test_steps_do_not_wait_for_a_drafter_that_hangs(
         stats = engine.backend.stats()
         assert stats.draft_tokens
         assert stats.draft_failures == 1
+
+
+class Followed:
+    """A sequence, as far as a patient drafter looks."""
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+
+async def test_a_drafter_that_hangs_keeps_no_later_sequences() -> None:
+    hanging = Hanging()
+    drafter = PatientDrafter(hanging, seconds=0.01)
+    followed, *later = [cast(Any, Followed(key)) for key in range(100)]
+    with pytest.raises(TimeoutError):
+        drafter.propose([(followed, 1)])
+    kept = [weakref.ref(each) for each in (followed, *later)]
+    for each in (followed, *later):
+        assert drafter.propose([(each, 1)]) == [()]
+        drafter.forget(each)
+    del each, followed, later
+    assert [ref() is not None for ref in kept] == [True] + [False] * 99
+    hanging.go_on.set()
 
 
 async def test_another_tokenizer_is_refused(llama: Path, tmp_path: Path) -> None:

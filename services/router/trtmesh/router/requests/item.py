@@ -73,7 +73,8 @@ class ItemRun:
         """Whether a worker had to load the adapter."""
         self._encoded = NOT_ENCODED
         self._runs: list[SequenceRun] = []
-        self._error: TrtmeshError | None = None
+        self._error: Exception | None = None
+        """Why it ends, or a defect: met on the way of others, which must go on."""
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.encode_seconds = 0.0
@@ -458,6 +459,13 @@ class ItemRun:
 
     def on_settled(self, run: SequenceRun) -> None:
         """Reports the end of a sequence; wakes the item after the last sequence or a failure."""
+        try:
+            self._settle(run)
+        except Exception as defect:  # noqa: BLE001 - raised again where it ends this item alone
+            self._error = defect
+            self.wake()
+
+    def _settle(self, run: SequenceRun) -> None:
         if self._handoffs is not None:
             self._handoffs.on_settled(run)
         if run.error is None:

@@ -41,6 +41,7 @@ class ItemEvents:
         self._of_model = self._metrics.of(context.model)
         self.error = ""
         """Reason word of the failure."""
+        self._over = False
 
     def started(
         self,
@@ -104,14 +105,16 @@ class ItemEvents:
                 log.info("item %d moves (%s): %s", self._batch_index, cause, error.message)
 
     def broke(self, defect: Exception, usage: pb.Usage) -> None:
-        """The item met a defect of this software."""
+        """The item met a defect of this software, maybe after its end."""
         log.error("unexpected error in item %d", self._batch_index, exc_info=defect)
-        self.failed(InternalError(f"{type(defect).__name__}: {defect}"), usage)
+        if not self._over:
+            self.failed(InternalError(f"{type(defect).__name__}: {defect}"), usage)
 
     def failed(self, error: TrtmeshError, usage: pb.Usage) -> None:
         self.error = error.reason
         failed = router_pb.ItemFailed(error=to_proto(error), usage=usage)
         self._put(router_pb.GenerateEvent(item_failed=failed))
+        self._over = True
         self._of_model.failed[error.reason] += 1
         log.info("item %d failed: %s: %s", self._batch_index, error.reason, error.message)
 
@@ -123,6 +126,7 @@ class ItemEvents:
     ) -> None:
         finished = router_pb.ItemFinished(reason=reason, usage=usage, perf_metrics=perf_metrics)
         self._put(router_pb.GenerateEvent(item_finished=finished))
+        self._over = True
         self._of_model.finished[reason] += 1
 
     def _put(self, event: router_pb.GenerateEvent) -> None:

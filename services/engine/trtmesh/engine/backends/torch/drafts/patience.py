@@ -38,6 +38,8 @@ class PatientDrafter:
         self._calls = SimpleQueue[Call | None]()
         self._asked = Answer()
         self._asked.set_result(())
+        self._known = set[int]()
+        """Keys of the sequences that the drafter follows: a hanging one is told of no other ends."""
         self.seconds_apart = 0.0
         # The thread must not keep the drafter, whose end is that of the thread.
         weakref.finalize(self, self._calls.put, None)
@@ -47,6 +49,7 @@ class PatientDrafter:
         """Raises TimeoutError after the longest wait; until that call ends, nobody gets drafts."""
         if not self._asked.done():
             return [()] * len(wishes)
+        self._known.update(sequence.key for sequence, _ in wishes)
         asked = self._asked = Answer()
 
         def answer() -> None:
@@ -63,8 +66,10 @@ class PatientDrafter:
         return asked.result(self._seconds)
 
     def forget(self, sequence: Sequence) -> None:
-        drafter = self.drafter
-        self._calls.put(lambda: drafter.forget(sequence))
+        if sequence.key in self._known:
+            self._known.remove(sequence.key)
+            drafter = self.drafter
+            self._calls.put(lambda: drafter.forget(sequence))
 
 
 def _run(calls: SimpleQueue[Call | None]) -> None:
