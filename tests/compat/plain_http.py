@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from io import BytesIO
 from types import TracebackType
 from typing import Any, Self
 
@@ -63,8 +64,8 @@ class PlainHttp:
         return (await self.get("/v2/health/ready")).status == 200
 
     async def call(self, method: str, path: str, body: Any = None, **more: Any) -> Reply:
-        """One request: `body` is sent as JSON unless it is bytes."""
-        what = {"data": body} if isinstance(body, bytes) else {"json": body}
+        """One request: `body` is sent as JSON unless it is bytes, a large one as a file."""
+        what = {"data": body} if isinstance(body, (bytes, BytesIO)) else {"json": body}
         if body is None:
             what = {}
         async with self.session.request(method, self._base + path, **what, **more) as response:

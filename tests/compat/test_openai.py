@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -132,13 +133,12 @@ AS_TEMPLATES_GET_IT: list[dict[str, Any]] = [
 
 
 async def test_chat_answers_as_the_native_api_does(mesh: Mesh, http: PlainHttp) -> None:
-    talk = [TALK[0], TALK[1], TALK[3]]
-    native = [chat_item([AS_TEMPLATES_GET_IT[0], AS_TEMPLATES_GET_IT[1], AS_TEMPLATES_GET_IT[3]])]
+    native = [chat_item(AS_TEMPLATES_GET_IT)]
     items = await mesh.client.complete(
         native, max_tokens=7, seed=5, temperature=0.8, num_return_sequences=2
     )
     expected = [sequence.text for sequence in items[0].sequences]
-    body = {"model": "demo", "messages": talk, **DRAWN}
+    body = {"model": "demo", "messages": TALK, **DRAWN}
     whole = (await http.post(CHAT, body)).json
     check("CreateChatCompletionResponse", whole)
     assert [choice["message"]["content"] for choice in whole["choices"]] == expected
@@ -193,7 +193,9 @@ CHAT_REFUSED = [
         "invalid_field",
         "add_generation_prompt",
     ),
-    ({"max_completion_tokens": 0}, "invalid_field", "max_tokens"),
+    ({"max_completion_tokens": 0}, "invalid_field", "max_completion_tokens"),
+    ({"max_tokens": 0}, "invalid_field", "max_tokens"),
+    ({"logprobs": True, "top_logprobs": -1}, "invalid_field", "top_logprobs"),
     ({"prompt": "x"}, "invalid_request", "prompt"),
 ]
 
@@ -207,6 +209,24 @@ async def test_chat_error_names_its_field(
         check("ErrorResponse", reply.json)
         error = reply.json["error"]
         assert (reply.status, error["code"], error["param"]) == (400, code, param), error
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(CHAT, "messages"), (CHAT, "prediction"), (COMPLETIONS, "prompt")]
+)
+async def test_text_that_no_tokenizer_takes_is_named(
+    http: PlainHttp, path: str, field: str
+) -> None:
+    text = "x" * 5_000_000
+    large = {
+        "messages": [{"role": "user", "content": text}],
+        "prediction": {"type": "content", "content": text},
+        "prompt": text,
+    }
+    own = BODY if path == COMPLETIONS else CHAT_BODY
+    body = json.dumps(own | {field: large[field]}).encode()
+    reply = await http.call("POST", path, BytesIO(body))
+    assert (reply.status, reply.json["error"]["param"]) == (400, field)
 
 
 async def test_chat_takes_what_asks_for_nothing(http: PlainHttp) -> None:

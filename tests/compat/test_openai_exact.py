@@ -133,7 +133,7 @@ async def test_bias_bans_and_stops(http: PlainHttp) -> None:
     assert (stopped["finish_reason"], len(stopped["token_ids"])) == ("stop", 1)
     for wrong in ({}, {"regex": "("}, {"regex": "a", "choice": ["a"]}):
         reply = await http.post(COMPLETIONS, body | {"structured_outputs": wrong})
-        assert reply.status == 400
+        assert (reply.status, reply.json["error"]["param"]) == (400, "structured_outputs")
 
 
 @pytest.mark.parametrize("parts", [False, True])

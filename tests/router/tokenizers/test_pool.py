@@ -412,6 +412,16 @@ async def test_tokenizer_with_another_fingerprint_gets_no_work() -> None:
         assert sorted(len(t.decodes) for t in (one, other)) == [0, 4]
 
 
+async def test_tokenizer_with_other_templates_gets_no_work() -> None:
+    before = ScriptedTokenizer()  # of a release that does not tell
+    one, same = (ScriptedTokenizer(door_fingerprint="t1") for _ in range(2))
+    async with pool_of(one, same, before, ScriptedTokenizer(door_fingerprint="t2")) as pool:
+        await eventually(lambda: all(t.ready for t in pool.tokenizers.values()))
+        problems = [pool.problem(t) for t in pool.tokenizers.values()]
+        assert len([p for p in problems if not p]) >= 3
+        assert all("chat templates" in p for p in problems if p)
+
+
 async def test_tokenizer_without_a_fingerprint_gets_no_work() -> None:
     unknown, known = ScriptedTokenizer(fingerprint=""), ScriptedTokenizer()
     async with pool_of(unknown, known) as pool:

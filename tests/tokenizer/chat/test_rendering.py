@@ -222,10 +222,22 @@ def _renderers() -> list[psutil.Process]:
 
 async def test_conversation_that_nobody_awaits_is_not_rendered() -> None:
     slow = next(iter(HOSTILE))
-    async with rendering(default=CHATML, slow=slow) as renderer:
-        first = asyncio.create_task(renderer.render(chat(TALK, template_name="slow")))
-        left = asyncio.create_task(renderer.render(chat(TALK, template_name="slow")))
+    async with rendering(default=CHATML, slow=slow) as renderer, asyncio.timeout(120):
+        await renderer.render(chat(TALK))
+        (process,) = _renderers()
+        left = [
+            asyncio.create_task(renderer.render(chat(TALK, template_name="slow"))) for _ in range(9)
+        ]
         await asyncio.sleep(0)
-        left.cancel()
-        first.cancel()
+        for each in left:
+            each.cancel()
         assert (await renderer.render(chat(TALK))).startswith("<|im_start|>")
+        # One that renders them is killed.
+        assert _renderers() == [process]
+
+
+async def test_large_conversation_is_refused_before_it_is_read() -> None:
+    async with rendering(default=CHATML) as renderer:
+        with pytest.raises(InvalidField, match="with all of the conversation but must have"):
+            await renderer.render(pb.Chat(messages="[" * MOST_BYTES, tools="[]"))
+        assert _renderers() == []

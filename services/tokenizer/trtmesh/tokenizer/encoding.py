@@ -62,7 +62,11 @@ class EncodeRequest:
     def is_plain(self) -> bool:
         """Whether it is a text alone, of which all ids are wanted."""
         return self.text is not None and not (
-            self.words or self.spelled_words or self.stop_texts or self.max_token_ids
+            self.words
+            or self.spelled_words
+            or self.stop_texts
+            or self.max_token_ids
+            or self.described_ids
         )
 
     def texts(self, *, special: bool) -> Iterator[str]:

@@ -140,4 +140,5 @@ def _describe(
         schema_revision=SCHEMA_REVISION,
         max_text_bytes=max_text_bytes,
         instance=instance,
+        door_fingerprint=vocabulary.chat_templates.fingerprint,
     )

@@ -98,9 +98,9 @@ class Parked:
 class TokenizerPool:
     """All tokenizers. Work of a lost tokenizer moves to another, or waits a bounded time.
 
-    All tokenizers of a model must have the same fingerprint. The first ready tokenizer sets it; tokenizers with another
-    get no work. If all tokenizers of the mesh serve a single model, they serve every model: workers compare
-    fingerprints.
+    All tokenizers of a model must have the same fingerprint and the same chat templates. The first ready tokenizer sets
+    them; tokenizers with others get no work. If all tokenizers of the mesh serve a single model, they serve every
+    model: workers compare fingerprints.
 
     Jobs queue per model while every able tokenizer is full. Answers, new tokenizers and losses move the queues, so
     while jobs are queued every able tokenizer has jobs to answer.
@@ -117,6 +117,7 @@ class TokenizerPool:
         self.lookup_problem = ""
         """Why tokenizers may be missing that are configured, or ''."""
         self._fingerprints: dict[str, str] = {}
+        self._door_fingerprints: dict[str, str] = {}
         self._end_ids: dict[str, tuple[int, ...]] = {}
         """Of the fingerprints' tokenizers; kept when all are lost, so that sequences end alike."""
         self._able_of: dict[str, list[Tokenizer]] = {}
@@ -159,13 +160,20 @@ class TokenizerPool:
             return (
                 "it reports no fingerprint, so whether workers have the same tokenizer is unknown"
             )
-        agreed = self._fingerprints.get(tokenizer.description.model)
-        if tokenizer.description.fingerprint == agreed:
-            return ""
-        return (
-            f"its fingerprint {tokenizer.description.fingerprint} differs from {agreed}, the one in use for"
-            f" model {tokenizer.description.model}; serve the same tokenizer files from every tokenizer"
-        )
+        about = tokenizer.description
+        agreed = self._fingerprints.get(about.model)
+        if about.fingerprint != agreed:
+            return (
+                f"its fingerprint {about.fingerprint} differs from {agreed}, the one in use for"
+                f" model {about.model}; serve the same tokenizer files from every tokenizer"
+            )
+        theirs = self._door_fingerprints.get(about.model)
+        if theirs and about.door_fingerprint not in ("", theirs):
+            return (
+                f"its chat templates are others than those in use for model {about.model};"
+                " serve the same files from every tokenizer"
+            )
+        return ""
 
     def answers_elsewhere(self, tokenizer: Tokenizer) -> bool:
         """Whether another tokenizer of the same model is able and answers in time."""
@@ -267,6 +275,7 @@ class TokenizerPool:
             # No ready tokenizer disagrees: a restart of all tokenizers may change a model's files.
             self._fingerprints[model] = fingerprint
             about = tokenizer.description
+            self._door_fingerprints[model] = about.door_fingerprint
             self._end_ids[model] = (about.eos_id,) if about.HasField("eos_id") else ()
         self.on_change()
         self._move_queues()

@@ -1,6 +1,7 @@
 """What a tokenizer and its renderer say to each other: frames of a length and as many bytes.
 
-First come the templates and special tokens, then conversations, all as JSON. Each conversation is answered by a mark,
+First come the templates and special tokens, then conversations, all as JSON. Of a conversation comes what is asked,
+then each part as the client sent it, since to parse large ones takes long. Each conversation is answered by a mark,
 with the text or the problem. The renderer imports nothing else of trtmesh.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 from typing import BinaryIO
 
 LENGTH_BYTES = 4
-RENDERED, REFUSED = b"+", b"-"
+RENDERED, REFUSED, INVALID = b"+", b"-", b"!"
+"""A text, the problem of a template, or the name of a part, a space and its problem."""
 CPU_SECONDS = 2.0
 """Most CPU time of a rendering; beyond it the system ends the process."""
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")

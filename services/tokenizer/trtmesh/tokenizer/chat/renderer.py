@@ -8,9 +8,7 @@ import logging
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from trtmesh.chassis.errors import (
     Draining,
@@ -20,14 +18,7 @@ from trtmesh.chassis.errors import (
     QueueFull,
     TrtmeshError,
 )
-from trtmesh.chassis.json_text import load_json
-from trtmesh.tokenizer.chat.frames import (
-    CPU_SECONDS,
-    LENGTH_BYTES,
-    OWN_VARIABLES,
-    RENDERED,
-    framed,
-)
+from trtmesh.tokenizer.chat.frames import CPU_SECONDS, INVALID, LENGTH_BYTES, RENDERED, framed
 from trtmesh.tokenizer.chat.templates import ChatTemplates
 from trtmesh.v1 import chat_pb2 as pb
 
@@ -38,6 +29,8 @@ WALL_SECONDS = 30.0
 """Longest wait for an answer, on a machine too busy to give a rendering its CPU time."""
 MAX_WAITING = 1024
 """Most waiting conversations; beyond, QUEUE_FULL."""
+PARTS = ("messages", "tools", "documents", "template_kwargs")
+"""What a conversation has as JSON."""
 
 
 class ChatRenderer:
@@ -76,31 +69,27 @@ class ChatRenderer:
 
     def _asked(self, chat: pb.Chat) -> bytes:
         """The conversation as the process reads it. Raises InvalidRequest."""
-        messages = _list_of("messages", chat.messages)
-        if not messages:
-            raise InvalidField("must have one message or more", field="chat.messages")
-        tools = _list_of("tools", chat.tools) if chat.HasField("tools") else None
-        documents = _list_of("documents", chat.documents) if chat.HasField("documents") else None
-        kwargs = _json_of("template_kwargs", chat.template_kwargs or "{}")
-        if not isinstance(kwargs, dict) or kwargs.keys() & set(OWN_VARIABLES):
-            limit = f"must be a JSON object without {', '.join(OWN_VARIABLES)}"
-            raise InvalidField(limit, field="chat.template_kwargs")
+        given = {field.name for field, _ in chat.ListFields()}
+        parts = {name: getattr(chat, name).encode() for name in PARTS if name in given}
+        if (size := sum(map(len, parts.values()))) > self._most_bytes:
+            raise InvalidField(
+                f"has {size} bytes with all of the conversation but must have at most {self._most_bytes}"
+                " (encoding.max_text_bytes)",
+                field="chat.messages",
+            )
         continues = chat.continue_final_message
         if continues and chat.add_generation_prompt:
             fields = ("chat.add_generation_prompt", "chat.continue_final_message")
             raise InvalidField("exclude each other; set one of them", fields=fields)
         begins = chat.add_generation_prompt or not chat.HasField("add_generation_prompt")
         asked = {
-            "template": self._templates.find(chat.template_name, with_tools=tools is not None),
-            "messages": messages,
-            "tools": tools,
-            "documents": documents,
-            "kwargs": kwargs,
+            "template": self._templates.find(chat.template_name, with_tools="tools" in parts),
             "add_generation_prompt": begins and not continues,
             "continue_final_message": continues,
             "most_bytes": self._most_bytes,
+            "parts": list(parts),
         }
-        return json.dumps(asked).encode()
+        return b"".join(map(framed, (json.dumps(asked).encode(), *parts.values())))
 
     async def _render_waiting(self) -> None:
         while self._waiting:
@@ -132,7 +121,7 @@ class ChatRenderer:
         assert process.stdout is not None
         try:
             async with asyncio.timeout(WALL_SECONDS):
-                process.stdin.write(framed(asked))
+                process.stdin.write(asked)
                 await process.stdin.drain()
                 length = await process.stdout.readexactly(LENGTH_BYTES)
                 answer = await process.stdout.readexactly(int.from_bytes(length, "big"))
@@ -141,6 +130,9 @@ class ChatRenderer:
         told = answer[1:].decode()
         if answer[:1] == RENDERED:
             return told
+        if answer[:1] == INVALID:
+            name, _, problem = told.partition(" ")
+            raise InvalidField(problem, field=f"chat.{name}")
         raise InvalidRequest(f"were refused by the chat template: {told}", field="chat.messages")
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -181,17 +173,3 @@ class ChatRenderer:
         with suppress(ProcessLookupError):
             process.kill()
         return await process.wait()
-
-
-def _json_of(name: str, text: str) -> Any:
-    try:
-        return load_json(text)
-    except json.JSONDecodeError as error:
-        raise InvalidField(f"is not JSON: {error}", field=f"chat.{name}") from None
-
-
-def _list_of(name: str, text: str) -> Sequence[Mapping[str, Any]]:
-    values = _json_of(name, text)
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise InvalidField("must be a JSON array of objects", field=f"chat.{name}")
-    return values

@@ -19,7 +19,15 @@ import jinja2.utils
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from trtmesh.tokenizer.chat.frames import CPU_SECONDS, REFUSED, RENDERED, framed, read_frame
+from trtmesh.tokenizer.chat.frames import (
+    CPU_SECONDS,
+    INVALID,
+    OWN_VARIABLES,
+    REFUSED,
+    RENDERED,
+    framed,
+    read_frame,
+)
 
 MEMORY_BYTES = 2**30
 """Most address space of the process."""
@@ -164,16 +172,47 @@ def _cut_at_mark(text: str, ending: str) -> str:
     return text[:end] if text.startswith(TAG, end) else text[:end].rstrip()
 
 
+class InvalidPartError(Exception):
+    """A part of a conversation is not what it must be."""
+
+
+def _conversation(parts: Mapping[str, bytes]) -> dict[str, Any]:
+    """The parts as templates get them. Raises InvalidPartError."""
+    parsed = {name: _parsed(name, text) for name, text in parts.items()}
+    kwargs = parsed.pop("template_kwargs", {})
+    if not isinstance(kwargs, dict) or kwargs.keys() & set(OWN_VARIABLES):
+        limit = f"must be a JSON object without {', '.join(OWN_VARIABLES)}"
+        raise InvalidPartError(f"template_kwargs {limit}")
+    for name, values in parsed.items():
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise InvalidPartError(f"{name} must be a JSON array of objects")
+    if not parsed.get("messages"):
+        raise InvalidPartError("messages must have one message or more")
+    return {"tools": None, "documents": None, **parsed, "kwargs": kwargs}
+
+
+def _parsed(name: str, text: bytes) -> Any:
+    try:
+        return json.loads(text or (b"{}" if name == "template_kwargs" else b""))
+    except RecursionError:
+        raise InvalidPartError(f"{name} is not JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidPartError(f"{name} is not JSON: {error}") from None
+
+
 def _serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
     first = json.loads(read_frame(incoming) or b"{}")
     templates = Templates(first["templates"], first["special_tokens"])
     while (frame := read_frame(incoming)) is not None:
+        asked = json.loads(frame)
+        parts = {name: read_frame(incoming) or b"" for name in asked["parts"]}
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         try:
-            asked = json.loads(frame)
-            text = templates.render(asked)
+            text = templates.render(asked | _conversation(parts))
             if len(answer := RENDERED + text.encode()) > asked["most_bytes"]:
                 answer = REFUSED + b"its text has more than %d bytes" % asked["most_bytes"]
+        except InvalidPartError as error:
+            answer = INVALID + str(error).encode("utf-8", "replace")
         except Exception as error:  # noqa: BLE001 - templates are programs of strangers
             answer = REFUSED + _problem_of(error).encode("utf-8", "replace")
         signal.setitimer(signal.ITIMER_PROF, 0)

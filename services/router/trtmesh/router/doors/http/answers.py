@@ -13,6 +13,7 @@ from trtmesh.chassis.fair.messages import LARGE_BYTES
 PIECE_ELEMENTS = 2**12
 """Elements of a list that are encoded at once, in 3 ms."""
 LEAST_COMPRESSED_BYTES = 256
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 COMPRESSIONS = {
     coding.value: coding for coding in (web.ContentCoding.gzip, web.ContentCoding.deflate)
 }

@@ -17,7 +17,6 @@ from trtmesh.router.doors.openai.fields import (
     TEXT,
     Fields,
     joined,
-    put,
     read_config,
 )
 from trtmesh.router.doors.openai.log_probs import TokenTexts, chat_shape
@@ -41,11 +40,10 @@ class Chats:
         fields = requested.fields
         _refuse_unserved(fields)
         config = read_config(fields)
-        most, former = (
-            fields.take(name, INTEGER) for name in ("max_completion_tokens", "max_tokens")
-        )
-        if (most := former if most is None else most) is not None:
-            put(config, "stopping.max_tokens", "max_completion_tokens", most)
+        # The first of them counts.
+        for name in ("max_tokens", "max_completion_tokens"):
+            if (most := fields.take(name, INTEGER)) is not None:
+                fields.put(config, "stopping.max_tokens", name, most)
         _read_log_probs(fields, config.output, config)
         item = router_pb.GenerateItem(chat=conversation(requested))
         return requested.wanted([item], config, is_large=is_large)
@@ -98,12 +96,13 @@ def _read_log_probs(fields: Fields, output: pb.OutputConfig, config: pb.Generati
     if (top := fields.take("top_logprobs", INTEGER)) is not None:
         if not output.log_probs:
             raise InvalidField("belongs to a request with logprobs", field="top_logprobs")
-        put(config, "output.top_log_probs", "top_logprobs", top)
+        fields.put(config, "output.top_log_probs", "top_logprobs", top)
 
 
 def conversation(requested: Requested) -> chat_pb2.Chat:
     """The conversation of a body. Raises InvalidField or NoTokenizer."""
     fields = requested.fields
+    fields.call("messages", "prompt", "prompt.text", "text", "items")
     messages = [
         _message(f"messages[{number}]", message)
         for number, message in enumerate(fields.need("messages", LIST))
@@ -137,6 +136,8 @@ def _message(name: str, given: Any) -> dict[str, Any]:
         message["content"] = joined(f"{name}.content", message["content"])
     elif "content" in message and not TEXT.has(message["content"]):
         raise InvalidField("must be a text or a list of parts", field=f"{name}.content")
+    if (refusal := message.pop("refusal", None)) is not None:
+        message.setdefault("content", refusal)
     if "tool_calls" in message:
         calls = message["tool_calls"]
         if not LIST.has(calls):

@@ -13,7 +13,6 @@ from trtmesh.router.doors.openai.fields import (
     TEXT,
     Fields,
     checked_ids,
-    put,
     read_config,
 )
 from trtmesh.router.doors.openai.log_probs import TokenTexts, completion_shape
@@ -38,10 +37,13 @@ class Completions:
         _refuse_unserved(fields)
         config = read_config(fields)
         most = fields.take("max_tokens", INTEGER)
-        put(config, "stopping.max_tokens", "max_tokens", MAX_TOKENS if most is None else most)
+        fields.put(
+            config, "stopping.max_tokens", "max_tokens", MAX_TOKENS if most is None else most
+        )
         if (top := fields.take("logprobs", INTEGER)) is not None:
             config.output.log_probs = True
-            put(config, "output.top_log_probs", "logprobs", top)
+            fields.put(config, "output.top_log_probs", "logprobs", top)
+        fields.call("prompt", "prompt.text", "text", "items")
         special = fields.take_flag("add_special_tokens", default=True)
         items = [
             router_pb.GenerateItem(prompt=prompt)

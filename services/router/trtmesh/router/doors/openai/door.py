@@ -15,7 +15,7 @@ from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import GenerationCall
-from trtmesh.router.doors.http.answers import json_response
+from trtmesh.router.doors.http.answers import EVENT_STREAM, json_response
 from trtmesh.router.doors.http.authorising import IDENTITY
 from trtmesh.router.doors.http.bodies import Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
@@ -23,7 +23,7 @@ from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.openai.answer import Events, Form, Frame, Parts, Wanted, Whole
 from trtmesh.router.doors.openai.chat import Chats
 from trtmesh.router.doors.openai.completions import Completions
-from trtmesh.router.doors.openai.errors import OpenAiForm, error_object, id_of, named
+from trtmesh.router.doors.openai.errors import FIELD_NAMES, OpenAiForm, error_object, id_of, named
 from trtmesh.router.doors.openai.fields import TEXT, Fields, read_prediction
 from trtmesh.router.doors.openai.log_probs import TokenBytes
 from trtmesh.router.doors.openai.requested import Requested
@@ -35,7 +35,6 @@ from trtmesh.router.requests.requests import Requests
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
-EVENT_STREAM = "text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 NOTHING_SCORED: Mapping[int, bytes] = MappingProxyType({})
 
@@ -131,6 +130,7 @@ class OpenAi:
         model = ""
         try:
             fields = Fields(await message.run(parse, JSON_COST))
+            request[FIELD_NAMES] = fields.names
             served = self._served.find(fields.take("model", TEXT) or "")
             model = served.model
             predicted = await self._predicted(fields, model)
@@ -144,6 +144,7 @@ class OpenAi:
         """The ids of the answer that the client expects, if it says one. Raises the pool's errors."""
         if (text := read_prediction(fields)) is None:
             return ()
+        fields.call("prediction", "text")
         self._tokenizers.check_size(model, text)
         command = tokenizer_pb.EncodeCommand(text=text)
         encoded = await self._tokenizers.encode(model, command)
@@ -194,14 +195,14 @@ class EventStream:
         errors = self._events.errors
         if errors and self._response is None:
             raise errors[0]
-        rest = b"".join(map(_error_event, errors)) or self._parts.usage(self._events.usage)
+        rest = b"".join(map(self._error_event, errors)) or self._parts.usage(self._events.usage)
         return await self._finished(rest)
 
     async def fail(self, error: TrtmeshError) -> web.StreamResponse:
         """Ends the stream with an error. Raises it before the first event."""
         if self._response is None:
             raise error
-        return await self._finished(_error_event(error))
+        return await self._finished(self._error_event(error))
 
     async def _finished(self, rest: bytes) -> web.StreamResponse:
         response = await self._begun()
@@ -217,6 +218,5 @@ class EventStream:
             self._response = response
         return self._response
 
-
-def _error_event(error: TrtmeshError) -> bytes:
-    return b"data: " + orjson.dumps({"error": error_object(error)}) + b"\n\n"
+    def _error_event(self, error: TrtmeshError) -> bytes:
+        return b"data: " + orjson.dumps({"error": error_object(self._request, error)}) + b"\n\n"

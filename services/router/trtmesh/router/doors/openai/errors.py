@@ -17,6 +17,8 @@ from trtmesh.router.doors.openai.fields import NAMES
 from trtmesh.router.values.request import MAX_REQUEST_ID_LENGTH
 
 REQUEST_ID = web.RequestKey("openai_request_id", str)
+FIELD_NAMES = web.RequestKey("openai_field_names", dict)
+"""The fields of errors under the names that a request used."""
 
 CODES = MappingProxyType(
     {
@@ -41,10 +43,11 @@ def id_of(request: web.Request) -> str:
     return request[REQUEST_ID]
 
 
-def error_object(error: TrtmeshError) -> dict[str, Any]:
+def error_object(request: web.Request, error: TrtmeshError) -> dict[str, Any]:
     """An error as an object, with the fields under the names of this API."""
-    param = NAMES.get(error.field, error.field) or None
-    sentence = error.sentence(lambda field: NAMES.get(field, field))
+    names = {**NAMES, **request.get(FIELD_NAMES, {})}
+    param = names.get(error.field, error.field) or None
+    sentence = error.sentence(lambda field: names.get(field, field))
     if error.batch_index:
         sentence = f"prompt[{error.batch_index}]: {sentence}"
     code = CODES.get(error.reason, error.reason.lower())
@@ -57,7 +60,7 @@ class OpenAiForm:
     door: ClassVar[str] = "openai"
 
     def refused(self, request: web.Request, error: TrtmeshError, sentence: str) -> web.Response:
-        response = json_response({"error": error_object(error)}, error.row.http)
+        response = json_response({"error": error_object(request, error)}, error.row.http)
         response.headers.update(error_headers(error))
         # Others, such as those of a lost worker, ended work that a retry would do again.
         may_retry = error.row.blame is Blame.LOAD

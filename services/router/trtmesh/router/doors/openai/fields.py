@@ -84,7 +84,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "text": "prompt",
     }
 )
-"""The fields of errors under the names of this API."""
+"""The fields of errors under the names of this API, where the request does not say which of several it used."""
 
 MOST_DIGITS = 10
 """Of a token id."""
@@ -97,6 +97,8 @@ class Fields:
     def __init__(self, given: Mapping[str, Any], prefix: str = "") -> None:
         self._prefix = prefix
         self._left = {name: value for name, value in given.items() if value is not None}
+        self.names: dict[str, str] = {}
+        """The fields of errors under the names that the request used."""
 
     def take(self, name: str, kind: Kind) -> Any:
         """Returns the value of a field, or None if it is absent. Raises InvalidField for another kind of value."""
@@ -129,9 +131,27 @@ class Fields:
         if value is not None and value != neutral:
             raise InvalidField(why, field=self._prefix + name)
 
+    def put(self, config: pb.GenerationConfig, path: str, name: str, value: Any) -> None:
+        """Sets the field of a config that a field means. Raises InvalidField for a number that it cannot hold."""
+        self.names[path] = name
+        *groups, last = path.split(".")
+        owner: Any = config
+        for group in groups:
+            owner = getattr(owner, group)
+        try:
+            setattr(owner, last, value)
+        except (ValueError, OverflowError):
+            limit = "in the range of 32 bits, and not negative"
+            raise InvalidField.of(name, value, limit) from None
+
+    def call(self, name: str, *paths: str) -> None:
+        """The request said all these by one field."""
+        self.names |= dict.fromkeys(paths, name)
+
     def refuse_rest(self) -> None:
         """Raises InvalidRequest for a field that nobody has taken: it might be a wish."""
         for name in self._left:
+            self.call(name, name)
             raise InvalidRequest(
                 "is a field that this endpoint does not know; leave it out",
                 field=self._prefix + name,
@@ -152,12 +172,12 @@ def read_config(fields: Fields) -> pb.GenerationConfig:
         value = fields.take(name, kind)
         # As other servers turn it off.
         if value is not None and not (name == "top_k" and value < 0):
-            put(config, path, name, value)
+            fields.put(config, path, name, value)
     if (seed := fields.take("seed", INTEGER)) is not None:
         config.sampling.seed = seed % 2**64
     if (priority := fields.take("priority", INTEGER)) is not None:
         # Lower is earlier, as in vLLM.
-        put(config, "priority", "priority", -priority)
+        fields.put(config, "priority", "priority", -priority)
     _read_stops(fields, config.stopping)
     _read_format(fields, config)
     _read_structure(fields, config.guided_decoding)
@@ -165,19 +185,6 @@ def read_config(fields: Fields) -> pb.GenerationConfig:
     for name in WITHOUT_EFFECT:
         fields.take(name, ANY)
     return config
-
-
-def put(config: pb.GenerationConfig, path: str, name: str, value: Any) -> None:
-    """Sets a field of a config. Raises InvalidField for a number that the field cannot hold."""
-    *groups, field = path.split(".")
-    owner: Any = config
-    for group in groups:
-        owner = getattr(owner, group)
-    try:
-        setattr(owner, field, value)
-    except (ValueError, OverflowError):
-        limit = "in the range of 32 bits, and not negative"
-        raise InvalidField.of(name, value, limit) from None
 
 
 def _read_stops(fields: Fields, stopping: pb.StoppingConfig) -> None:
@@ -260,6 +267,7 @@ def _read_structure(fields: Fields, guide: pb.GuidedDecodingConfig) -> None:
     if (given := fields.take("structured_outputs", OBJECT)) is None:
         return
     told = Fields(given, "structured_outputs.")
+    fields.call("structured_outputs", "guided_decoding.guide", "guided_decoding.guide_type")
     guides = {kind: told.take(name, value) for name, kind, value in GUIDES}
     asked = {kind: value for kind, value in guides.items() if value is not None}
     is_json = told.take_flag("json_object")

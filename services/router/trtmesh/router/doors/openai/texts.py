@@ -15,7 +15,7 @@ from trtmesh.router.doors.http.bodies import Bodies, Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
 from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.openai.chat import conversation
-from trtmesh.router.doors.openai.errors import OpenAiForm, id_of, named
+from trtmesh.router.doors.openai.errors import FIELD_NAMES, OpenAiForm, id_of, named
 from trtmesh.router.doors.openai.fields import BOOLEAN, LIST, TEXT, Fields, checked_ids
 from trtmesh.router.doors.openai.requested import Requested
 from trtmesh.router.doors.openai.served import ServedModels
@@ -54,6 +54,7 @@ class TextPaths:
         async def read(message: ReceivedMessage, body: Body) -> tuple[Requested, T]:
             parse = partial(parse_json, body, bodies.limits.most_json_bytes)
             fields = Fields(await message.run(parse, JSON_COST))
+            request[FIELD_NAMES] = fields.names
             served = self._served.find(fields.take("model", TEXT) or "")
             requested = Requested(fields, served, id_of(request), self._tokenizers)
             return requested, await message.run(partial(read_fields, requested), JSON_COST)

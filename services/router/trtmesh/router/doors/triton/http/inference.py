@@ -14,7 +14,7 @@ from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
-from trtmesh.router.doors.http.answers import compressed, to_json
+from trtmesh.router.doors.http.answers import EVENT_STREAM, compressed, to_json
 from trtmesh.router.doors.http.authorising import IDENTITY
 from trtmesh.router.doors.http.bodies import Bodies, Body
 from trtmesh.router.doors.http.errors import WORDING, error_headers
@@ -33,8 +33,6 @@ from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.server import TritonServer
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.tensors import Output
-
-EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
