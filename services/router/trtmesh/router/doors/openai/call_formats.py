@@ -1,0 +1,62 @@
+"""How families of models write calls of tools: the same data makes grammars, and finds calls in texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """Calls as a text."""
+
+    marker: str
+    """Announces calls."""
+    key: str
+    """Name of the arguments in the JSON object of a call. Without it the text is `name[ARGS]{...}`."""
+    gap: str = ""
+    """Stands between the marker and what follows."""
+    bracket: str = ""
+    """Opens a list of calls."""
+    separator: str = ""
+    """Stands between the calls of a list."""
+    closing: str = ""
+    may_lack_marker: bool = False
+    """Whether a call may be the beginning of an answer."""
+    between: str = ""
+    """Stands between two calls, each with its marker."""
+
+    @property
+    def opening(self) -> str:
+        return "" if self.may_lack_marker else self.marker + self.gap + self.bracket
+
+    def head(self, name: str) -> str:
+        """A call up to its arguments."""
+        return f'{{"name": "{name}", "{self.key}": ' if self.key else f"{name}[ARGS]"
+
+    @property
+    def tail(self) -> str:
+        """A call behind its arguments."""
+        return "}" if self.key else ""
+
+    @property
+    def trigger(self) -> str:
+        """The first characters of every call under a grammar."""
+        return '{"name": "' if self.may_lack_marker else self.marker
+
+
+HERMES = CallFormat("<tool_call>", "arguments", gap="\n", closing="\n</tool_call>", between="\n")
+LLAMA3_JSON = CallFormat("<|python_tag|>", "parameters", separator="; ", may_lack_marker=True)
+MISTRAL_LIST = CallFormat("[TOOL_CALLS]", "arguments", bracket="[", separator=", ", closing="]")
+MISTRAL = CallFormat("[TOOL_CALLS]", "")
+
+FORMATS: Mapping[str, Sequence[CallFormat]] = MappingProxyType(
+    {
+        "hermes": (HERMES,),
+        "llama3_json": (LLAMA3_JSON,),
+        "mistral_list": (MISTRAL_LIST, MISTRAL),
+        "mistral": (MISTRAL, MISTRAL_LIST),
+    }
+)
+"""By the name that a tokenizer gives. Grammars are of the first; the others are understood too."""
