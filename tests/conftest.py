@@ -56,7 +56,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["TERM"] = "xterm"
 
 # The same examples in every run, without a deadline; `make check` has some of them. `pytest
-# --hypothesis-profile=default`, as in `make soak`, draws new ones, and twice as many.
+# --hypothesis-profile=default`, as in `make soak`, draws new ones, and twice as many, or those of `searches.py`.
 settings.register_profile(
     "same examples every time",
     max_examples=50,

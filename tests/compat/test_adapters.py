@@ -116,15 +116,22 @@ async def holders(mesh: Mesh, number: int) -> set[str]:
     return set()
 
 
+@pytest.mark.parametrize(
+    ("model", "number"),
+    [
+        ("ensemble", 21),
+        pytest.param("tensorrt_llm", 22, marks=pytest.mark.soak),
+        pytest.param("tensorrt_llm_bls", 23, marks=pytest.mark.soak),
+    ],
+)
 async def test_number_is_served_by_a_worker_that_never_had_the_weights(
-    mesh: Mesh, triton: Triton
+    mesh: Mesh, triton: Triton, model: str, number: int
 ) -> None:
-    number = 21
-    first = await text(triton, "ensemble", by_number(number) | weights("docstrings"))
+    first = await text(triton, model, by_number(number) | weights("docstrings"))
     (worker,) = await holders(mesh, number)
     await mesh.admin.drain_worker(worker, finish_seconds=0)
     try:
-        assert await text(triton, "ensemble", by_number(number)) == first
+        assert await text(triton, model, by_number(number)) == first
     finally:
         await mesh.admin.resume_worker(worker)
     assert len(await holders(mesh, number)) == 2

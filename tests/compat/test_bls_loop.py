@@ -79,7 +79,8 @@ async def test_nothing_changes_but_the_number_of_steps(
             assert value == pytest.approx(found.outputs[name], abs=1e-4)
         else:
             assert value.tolist() == found.outputs[name].tolist()
-    assert 0 <= rate_of(found) < 1
+    # Drafts follow no guide, so none need fit.
+    assert 0 < rate_of(found) < 1 or "guided_decoding_guide" in values
 
 
 async def test_logits_of_drafts_decide_by_the_seed(triton: Triton) -> None:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from process_constants import constants
 from processes import ServiceProcess, service_process
+from searches import examples
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -168,7 +169,9 @@ async def test_every_answer_is_json_and_no_5xx(router: ServiceProcess) -> None:
     connection = HTTPConnection(host, int(port), timeout=60)
     before = len(router.stderr)
 
-    @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples(120, soak=300), deadline=None, suppress_health_check=list(HealthCheck)
+    )
     @given(st.sampled_from([GENERATE, INFER, GENERATE + "_stream", "/v2/logging"]), RAW, st.data())
     def fuzz(path: str, body: bytes, data: Any) -> None:
         if data.draw(st.booleans()) and body:

@@ -6,13 +6,16 @@ import asyncio
 import re
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 from compat.triton import PATIENCE_SECONDS, Triton
-from e2e.mesh import Mesh, eventually, router_before
+from e2e.mesh import Mesh, eventually, page_of, router_before, samples_in
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -227,6 +230,25 @@ async def test_length_histograms(mesh: Mesh, triton: Triton) -> None:
     )
     assert (prompts["count"], prompts["sum"]) == (2, 4)
     assert (outputs["count"], outputs["sum"], outputs["10"], outputs["50"]) == (2, 24, 0, 2)
+
+
+async def test_pages_are_those_of_prometheus(mesh: Mesh, triton: Triton) -> None:
+    """Other tests read them by expressions."""
+    await triton.infer("ensemble", {"text_input": "a", "max_tokens": 3})
+    for process in (mesh.router, *mesh.tokenizers, *mesh.engines):
+        page = await page_of(process)
+        families = text_string_to_metric_families(page)
+        found = named([sample for family in families for sample in family.samples])
+        assert len(found) > 20
+        assert found == named(samples_in(page))
+
+
+def named(samples: Sequence[Sample]) -> dict[tuple[Any, ...], float]:
+    """Values by names and labels. The parser ends the name of every counter alike."""
+    return {
+        (each.name.removesuffix("_total"), *sorted(each.labels.items())): each.value
+        for each in samples
+    }
 
 
 async def test_failures_are_counted_by_reason(mesh: Mesh, triton: Triton) -> None:

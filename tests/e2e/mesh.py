@@ -108,12 +108,19 @@ def decode(token_ids: Sequence[int], model_dir: Path = DEMO) -> str:
 
 async def samples_of(process: ServiceProcess) -> Sequence[Sample]:
     """The metric samples of a process."""
-    url = f"http://127.0.0.1:{process.metrics_port}/metrics"
-    text = await asyncio.to_thread(_read, url)
+    return samples_in(await page_of(process))
+
+
+def samples_in(page: str) -> Sequence[Sample]:
     return [
         Sample(name, dict(LABEL.findall(labels)), float(value))
-        for name, labels, value in SAMPLE.findall(text)
+        for name, labels, value in SAMPLE.findall(page)
     ]
+
+
+async def page_of(process: ServiceProcess) -> str:
+    """The page of metrics of a process."""
+    return await asyncio.to_thread(_read, f"http://127.0.0.1:{process.metrics_port}/metrics")
 
 
 async def scrape(process: ServiceProcess, **labels: str) -> Mapping[str, float]:

@@ -7,6 +7,7 @@ from handoff.model import Edge, Model, World
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from searches import examples
 
 STARTS = "a local sequence starts"
 
@@ -80,4 +81,6 @@ class RandomWalk(RuleBasedStateMachine):
 
 
 TestRandomWalk = RandomWalk.TestCase
-TestRandomWalk.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestRandomWalk.settings = settings(
+    max_examples=examples(100, soak=300), stateful_step_count=60, deadline=None
+)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from searches import examples
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.safetensors_header import MOST_HEADER_BYTES, read_entries
 from trtmesh.engine.adapters.safetensors_file import read_tensors
@@ -36,7 +37,7 @@ def test_tensors_are_those_of_the_library() -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, 500), st.integers(0, 255))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150, soak=400), deadline=None)
 def test_spoiled_files_are_refused_or_equal_to_the_library(
     tail: bytes, position: int, value: int
 ) -> None:

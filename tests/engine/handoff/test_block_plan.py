@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from searches import examples
 from trtmesh.engine.handoff.block_plan import BlockCopies, copies, problem_between
 from trtmesh.engine.handoff.lease import Problem
 from trtmesh.engine.kv_memory import Shard
@@ -46,7 +47,7 @@ sizes = st.sampled_from([16, 32]) | st.integers(1, 40)
 splits = st.sampled_from([(1, "heads"), (2, "heads"), (4, "heads"), (3, "layers")])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100, soak=200), deadline=None)
 @given(sizes, sizes, splits, splits, st.integers(1, 100), st.data())
 def test_copies_fill_any_receiver_from_any_sender(
     source_size: int,

@@ -9,6 +9,7 @@ import pytest
 from counting import counted_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from searches import examples
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.engine.scheduling.adapter_slots import PATIENCE_STEPS, AdapterSlots, Order
@@ -86,7 +87,7 @@ def adapters(count: int) -> list[StoredAdapter]:
 @given(
     st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 3), st.integers(1, 20), st.booleans()
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80, soak=150), deadline=None)
 def test_no_sequence_starves(
     seed: int, slots: int, copy_steps: int, longest: int, popular: bool
 ) -> None:

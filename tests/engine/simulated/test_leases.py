@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from searches import examples
 from trtmesh.chassis.block_hashes import extend_names
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.chassis.vocabulary import KvCache
@@ -309,4 +310,6 @@ class Handoffs(RuleBasedStateMachine):
 
 
 TestHandoffs = Handoffs.TestCase
-TestHandoffs.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestHandoffs.settings = settings(
+    max_examples=examples(50, soak=100), stateful_step_count=40, deadline=None
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -32,10 +33,16 @@ GPU: dict[str, Any] = {"batch_invariant": True, "device": "cuda:0"}
 BOTH = ["float32", "bfloat16"]
 
 
-def on_devices(**families: list[str]) -> pytest.MarkDecorator:
-    """The types of each family on a CPU, and half precision on a GPU, where float32 is compared at load."""
+def on_devices(soak: Collection[str] = (), **families: list[str]) -> pytest.MarkDecorator:
+    """The types of each family on a CPU, some in `make soak` alone, and half precision on a GPU, where float32 is
+    compared at load."""
     cases = [
-        pytest.param(family, {**CPU, "dtype": dtype}, id=f"{family}-{dtype}-cpu")
+        pytest.param(
+            family,
+            {**CPU, "dtype": dtype},
+            id=f"{family}-{dtype}-cpu",
+            marks=[pytest.mark.soak] if f"{family}-{dtype}" in soak else [],
+        )
         for family, dtypes in families.items()
         for dtype in dtypes
     ]
@@ -153,7 +160,7 @@ async def test_mates_change_no_bit(
 
 # PEFT reads a name that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@on_devices(llama=["bfloat16"], gpt2=["float32"])
+@on_devices(soak=["llama-float32"], llama=BOTH, gpt2=["float32"])
 async def test_tokens_and_log_probs_with_adapters_are_those_of_the_sequence_alone(
     family: str, settings: dict[str, Any], model_dir: ModelDir, tmp_path: Path
 ) -> None:

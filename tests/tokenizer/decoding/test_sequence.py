@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from searches import examples
 from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidRequest
@@ -20,7 +21,9 @@ from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 Family = tuple[Tokenizer, Detokenizer]
 FAMILIES = ("byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "word_piece")
 PROPERTY = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(80, soak=150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 STOPS = ["e", " the", "quick b", "�", "界", "\n\n", "ö", "##"]
 

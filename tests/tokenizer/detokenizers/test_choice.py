@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from searches import examples
 from tokenizer.tokenizers_zoo import (
     CORPUS,
     ZOO,
@@ -27,7 +28,9 @@ from trtmesh.tokenizer.detokenizers.pieces import PieceDetokenizer
 Family = tuple[Tokenizer, Detokenizer]
 
 SAME_FAMILY_EACH_TIME = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(80, soak=250),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from searches import examples
 from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of, llama2_bpe
 from tokenizers import Tokenizer
 from trtmesh.tokenizer.detokenizers.base import REPLACEMENT, TextDecoder
@@ -34,7 +35,9 @@ def text_of(decoder: TextDecoder, ids: list[int]) -> str:
 
 
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(100, soak=300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     first=st.sampled_from(CORPUS),

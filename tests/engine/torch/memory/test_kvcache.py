@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from searches import examples
 from torch import Tensor
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape, copy_blocks
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
@@ -23,7 +24,7 @@ def copy_in_any_order(
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50, soak=100), deadline=None)
 def test_moves_in_runs_are_moves_one_by_one(seed: int) -> None:
     draw = random.Random(seed)
     blocks, host = 5, 3
