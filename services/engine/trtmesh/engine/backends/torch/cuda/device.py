@@ -77,6 +77,9 @@ FLOAT_BYTES = 4
 class Cuda(Accelerator):
     """Runs models with fused layers and kernels of this package."""
 
+    adds_logs = True
+    """Whether kernels compute log-probabilities, with sums in an order that depends on the number of rows."""
+
     def __init__(self, name: torch.device, group: RankGroup | None = None) -> None:
         """`group` are the ranks of a divided model; None for a whole model."""
         super().__init__(name)
@@ -129,7 +132,7 @@ class Cuda(Accelerator):
             share = self._group.share
         else:
             work = Workspace(slots, max(slots, MOST_CHUNKS), model.vocabulary_size, self.name)
-            rules = RuledRows(slots, work.words, work.biases)
+            rules = RuledRows(slots, work.words, work.biases, adds_logs=self.adds_logs)
             choice = partial(RuledChoice, rules, work, self._recorder())
         inputs = StepInputs(tables.rows, cache.tokens_per_block, rules, self.name)
         adapted = _adapted(model, slots, FEW_ROWS, slots)

@@ -31,6 +31,8 @@ from trtmesh.engine.backends.torch.model.model import Fitted
 class InvariantCuda(Cuda):
     """Every layer gives the same bits for any number of tokens."""
 
+    adds_logs = False
+
     def __init__(self, name: torch.device) -> None:
         super().__init__(name)
         self._products = InvariantProducts(name)

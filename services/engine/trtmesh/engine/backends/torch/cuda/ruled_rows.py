@@ -30,10 +30,16 @@ class RuledRows:
     table of counts is loaded again where other tokens were chosen, or the slot has another sequence."""
 
     def __init__(
-        self, slots: int, words: Tensor | None = None, biases: Tensor | None = None
+        self,
+        slots: int,
+        words: Tensor | None = None,
+        biases: Tensor | None = None,
+        *,
+        adds_logs: bool = True,
     ) -> None:
         """`words` [slots, vocabulary] int32 and `biases` [slots, BIASES] float32 are on the device; None where kernels
-        apply no rules."""
+        apply no rules. Without `adds_logs`, the host chooses for rows with log-probabilities."""
+        self._adds_logs = adds_logs
         self._words = words
         self._biases = biases
         self._owners: list[Sequence | None] = [None] * slots
@@ -104,7 +110,8 @@ class RuledRows:
         bans_ends = bool(rule.min_tokens and rule.end_ids)
         changes = rules.penalises or rules.biases or rules.bars_words
         is_ruled = rules.filters or rules.adjusts or bans_ends or rules.wants_details
-        self._by_host[slot] = is_ruled and (self._words is None or _needs_host(sequence))
+        can_choose = self._words is not None and (self._adds_logs or not rules.wants_log_probs)
+        self._by_host[slot] = is_ruled and (not can_choose or _needs_host(sequence))
         if sequence.config.beam_search.beam_width > 1:
             self._by_host[slot] = True
         if self._by_host[slot]:
