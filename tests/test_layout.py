@@ -106,6 +106,7 @@ ROOMS = {
         "vocabulary",
         "chat",
         "detokenizers",
+        "defaults",
         "conversion",
         "workload",
         "metrics",
@@ -244,6 +245,7 @@ ROOMS = {
         "answer_parser",
         "call_formats",
         "said",
+        "settings",
     ),
     "router.doors.triton": (
         "triton",
@@ -289,6 +291,7 @@ SMALL_IDEAS = {
     "engine.backends.torch.sampling.rejection": "a rule with the reasons why it is right",
     "engine.gateways.choice": "imports only the contracts that settings choose",
     "engine.gateways.trtllm.tokenizer_files": "what gateways may download",
+    "tokenizer.defaults": "what a model recommends, of which no text depends",
     "router.__main__": "a program, of which a mesh in one process is another",
     "router.adapters.writing": "a queue with a life of its own",
     "router.doors.guard": "what every gRPC server of the router asks",

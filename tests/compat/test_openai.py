@@ -5,16 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 from compat.openai_schemas import check
 from compat.plain_http import PlainHttp, Reply
-from e2e.mesh import Mesh, eventually, running_mesh, scrape
+from e2e.mesh import (
+    DEMO,
+    INSIDE,
+    SIMULATED,
+    WIDE_TOKENS,
+    Mesh,
+    eventually,
+    running_mesh,
+    scrape,
+)
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.client import GenerateItem, Prompt, Tokens, chat_item
 
@@ -262,6 +273,50 @@ async def test_texts_and_conversations_are_tokenized(http: PlainHttp) -> None:
         reply = await http.post(path, body)
         check("ErrorResponse", reply.json)
         assert reply.json["error"]["param"] == param
+
+
+async def test_operator_names_models_and_the_model_gives_defaults(tmp_path: Path) -> None:
+    model_dir = tmp_path / "demo"
+    shutil.copytree(DEMO, model_dir)
+    (model_dir / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 5}')
+    settings = {
+        "TRTMESH_TOKENIZER_MODEL_DIR": str(model_dir),
+        "TRTMESH_TOKENIZER_ALLOW_REQUEST_TEMPLATES": "true",
+        "TRTMESH_ROUTER_OPENAI_ALIASES": '{"gpt-5": "other", "gone": "nowhere"}',
+        "TRTMESH_ROUTER_MODELS": "demo,other",
+    }
+
+    async def start(mesh: Mesh) -> None:
+        flags = (*SIMULATED, *WIDE_TOKENS)
+        await asyncio.gather(
+            mesh.start_engine(*flags), mesh.start_engine(*flags, "--model", "other")
+        )
+        await mesh.start_router(env=INSIDE | settings)
+        await mesh.ready(2, 1)
+
+    async with running_mesh(start=start) as mesh, PlainHttp(mesh.router.http_address) as http:
+        listed = (await http.get("/v1/models")).json["data"]
+        assert [(each["id"], each["root"], each["parent"]) for each in listed] == [
+            ("demo", "demo", None),
+            ("other", "other", None),
+            ("gpt-5", "other", None),
+        ]
+        template = "Say: {{ messages[0].content }}"
+        body = {"messages": CHAT_BODY["messages"], "chat_template": template}
+        answers = [
+            (await http.post(CHAT, body | {"model": name})).json for name in ("demo", "gpt-5")
+        ]
+        prompt = [Prompt(text="Say: x", add_special_tokens=False)]
+        for answer, model in zip(answers, ("demo", "other"), strict=True):
+            (item,) = await mesh.client.complete(prompt, model=model, max_tokens=5, temperature=0)
+            assert answer["choices"][0]["message"]["content"] == item.text
+        assert answers[1]["model"] == "gpt-5"
+        longer = await http.post(CHAT, body | {"temperature": 1, "max_completion_tokens": 9})
+        assert longer.json["usage"]["completion_tokens"] == 9
+        completed = await http.post(COMPLETIONS, {"prompt": "x"})
+        assert completed.json["usage"]["completion_tokens"] == 16
+        gone = await http.post(COMPLETIONS, {"prompt": "x", "model": "gone"})
+        assert (gone.status, gone.json["error"]["code"]) == (404, "model_not_found")
 
 
 WALKS = 150

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.tokenizer import conversion
 from trtmesh.tokenizer.vocabulary import load_vocabulary
+from trtmesh.v1 import generation_pb2 as generation_pb
 
 IMPORTS = (
     *(
@@ -98,6 +99,21 @@ def test_default_of_several_templates_is_used(own_model_dir: Path) -> None:
     config = own_model_dir / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": templates}))
     assert load_vocabulary(own_model_dir).chat_templates.default == "b"
+
+
+def test_defaults_are_those_of_the_model(
+    own_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = load_vocabulary(own_model_dir).door_fingerprint
+    given = {"temperature": 0.5, "top_k": 20, "top_p": 7, "max_new_tokens": 9, "do_sample": True}
+    (own_model_dir / "generation_config.json").write_text(json.dumps(given | {"min_p": "x"}))
+    read = load_vocabulary(own_model_dir)
+    sampling = generation_pb.SamplingConfig(temperature=0.5, top_k=20)
+    stopping = generation_pb.StoppingConfig(max_tokens=9)
+    assert read.defaults == generation_pb.GenerationConfig(sampling=sampling, stopping=stopping)
+    assert read.door_fingerprint != before
+    assert "top_p is left out" in caplog.text
+    assert "min_p is left out" in caplog.text
 
 
 def test_only_tokenizer_json_is_required(own_model_dir: Path) -> None:

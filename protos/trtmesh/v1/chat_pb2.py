@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15trtmesh/v1/chat.proto\x12\ntrtmesh.v1\"\x9a\x02\n\x04\x43hat\x12\x10\n\x08messages\x18\x01 \x01(\t\x12\x12\n\x05tools\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x16\n\tdocuments\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x1c\n\x0ftemplate_kwargs\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x1a\n\rtemplate_name\x18\x05 \x01(\tH\x03\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x06 \x01(\x08H\x04\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08\x42\x08\n\x06_toolsB\x0c\n\n_documentsB\x12\n\x10_template_kwargsB\x10\n\x0e_template_nameB\x18\n\x16_add_generation_promptb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15trtmesh/v1/chat.proto\x12\ntrtmesh.v1\"\xbe\x02\n\x04\x43hat\x12\x10\n\x08messages\x18\x01 \x01(\t\x12\x12\n\x05tools\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x16\n\tdocuments\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x1c\n\x0ftemplate_kwargs\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x1a\n\rtemplate_name\x18\x05 \x01(\tH\x03\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x06 \x01(\x08H\x04\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08\x12\x15\n\x08template\x18\x08 \x01(\tH\x05\x88\x01\x01\x42\x08\n\x06_toolsB\x0c\n\n_documentsB\x12\n\x10_template_kwargsB\x10\n\x0e_template_nameB\x18\n\x16_add_generation_promptB\x0b\n\t_templateb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'trtmesh.v1.chat_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHAT']._serialized_start=38
-  _globals['_CHAT']._serialized_end=320
+  _globals['_CHAT']._serialized_end=356
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,7 @@ class Chat(google.protobuf.message.Message):
     TEMPLATE_NAME_FIELD_NUMBER: builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
+    TEMPLATE_FIELD_NUMBER: builtins.int
     messages: builtins.str
     """JSON array of objects: the messages, each with its `role`, and in most models with its `content`."""
     tools: builtins.str
@@ -46,6 +47,8 @@ class Chat(google.protobuf.message.Message):
     """Whether the text ends with the beginning of an answer. Unset means true, and false with `continue_final_message`."""
     continue_final_message: builtins.bool
     """Whether the text ends within the last message, for the model to continue. Excludes `add_generation_prompt`."""
+    template: builtins.str
+    """A template in place of the model's. Tokenizers refuse it unless their operator trusts requests with it."""
     def __init__(
         self,
         *,
@@ -56,13 +59,16 @@ class Chat(google.protobuf.message.Message):
         template_name: builtins.str | None = ...,
         add_generation_prompt: builtins.bool | None = ...,
         continue_final_message: builtins.bool = ...,
+        template: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_documents", b"_documents", "_template_kwargs", b"_template_kwargs", "_template_name", b"_template_name", "_tools", b"_tools", "add_generation_prompt", b"add_generation_prompt", "documents", b"documents", "template_kwargs", b"template_kwargs", "template_name", b"template_name", "tools", b"tools"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_documents", b"_documents", "_template_kwargs", b"_template_kwargs", "_template_name", b"_template_name", "_tools", b"_tools", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "documents", b"documents", "messages", b"messages", "template_kwargs", b"template_kwargs", "template_name", b"template_name", "tools", b"tools"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_documents", b"_documents", "_template", b"_template", "_template_kwargs", b"_template_kwargs", "_template_name", b"_template_name", "_tools", b"_tools", "add_generation_prompt", b"add_generation_prompt", "documents", b"documents", "template", b"template", "template_kwargs", b"template_kwargs", "template_name", b"template_name", "tools", b"tools"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_documents", b"_documents", "_template", b"_template", "_template_kwargs", b"_template_kwargs", "_template_name", b"_template_name", "_tools", b"_tools", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "documents", b"documents", "messages", b"messages", "template", b"template", "template_kwargs", b"template_kwargs", "template_name", b"template_name", "tools", b"tools"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]) -> typing.Literal["add_generation_prompt"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_documents", b"_documents"]) -> typing.Literal["documents"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_template", b"_template"]) -> typing.Literal["template"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_template_kwargs", b"_template_kwargs"]) -> typing.Literal["template_kwargs"] | None: ...
     @typing.overload

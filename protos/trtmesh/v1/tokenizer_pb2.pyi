@@ -543,6 +543,7 @@ class GetTokenizerResponse(google.protobuf.message.Message):
     MAX_TEXT_BYTES_FIELD_NUMBER: builtins.int
     INSTANCE_FIELD_NUMBER: builtins.int
     DOOR_FINGERPRINT_FIELD_NUMBER: builtins.int
+    DEFAULTS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Name of its model."""
     fingerprint: builtins.str
@@ -566,10 +567,14 @@ class GetTokenizerResponse(google.protobuf.message.Message):
     instance: builtins.str
     """Random name of the process: two addresses with one name are one tokenizer. Empty means unknown."""
     door_fingerprint: builtins.str
-    """Hash of what makes requests complete: the chat templates. Empty means unknown."""
+    """Hash of what makes requests complete: chat templates and defaults. Empty means unknown."""
     @property
     def special_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Every special token id."""
+
+    @property
+    def defaults(self) -> trtmesh.v1.generation_pb2.GenerationConfig:
+        """What the model's generation_config.json recommends for requests that leave it out."""
 
     def __init__(
         self,
@@ -587,9 +592,10 @@ class GetTokenizerResponse(google.protobuf.message.Message):
         max_text_bytes: builtins.int = ...,
         instance: builtins.str = ...,
         door_fingerprint: builtins.str = ...,
+        defaults: trtmesh.v1.generation_pb2.GenerationConfig | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "eos_id", b"eos_id", "pad_id", b"pad_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "door_fingerprint", b"door_fingerprint", "eos_id", b"eos_id", "fingerprint", b"fingerprint", "instance", b"instance", "kind", b"kind", "max_text_bytes", b"max_text_bytes", "model", b"model", "pad_id", b"pad_id", "schema_revision", b"schema_revision", "special_ids", b"special_ids", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "defaults", b"defaults", "eos_id", b"eos_id", "pad_id", b"pad_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "defaults", b"defaults", "door_fingerprint", b"door_fingerprint", "eos_id", b"eos_id", "fingerprint", b"fingerprint", "instance", b"instance", "kind", b"kind", "max_text_bytes", b"max_text_bytes", "model", b"model", "pad_id", b"pad_id", "schema_revision", b"schema_revision", "special_ids", b"special_ids", "vocabulary_size", b"vocabulary_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bos_id", b"_bos_id"]) -> typing.Literal["bos_id"] | None: ...
     @typing.overload

@@ -198,6 +198,24 @@ async def test_wrong_conversation_is_told(wrong: dict[str, Any], problem: str) -
             await renderer.render(pb.Chat(**{"messages": json.dumps(TALK), **wrong}))
 
 
+async def test_request_brings_a_template_where_that_is_allowed() -> None:
+    own = chat(
+        TALK, template="{{ messages[1].content }}{{ eos_token }}", add_generation_prompt=True
+    )
+    async with rendering(default=CHATML) as renderer:
+        with pytest.raises(InvalidField, match=r"chat\.template is not taken"):
+            await renderer.render(own)
+    trusting = ChatRenderer(ChatTemplates({}, SPECIAL), MOST_BYTES, takes_templates=True)
+    try:
+        assert await trusting.render(own) == "Hello.  </s>"
+        with pytest.raises(InvalidRequest, match="2 s of CPU time"):
+            await trusting.render(chat(TALK, template=next(iter(HOSTILE))))
+        with pytest.raises(InvalidRequest, match="has no chat template"):
+            await trusting.render(chat(TALK))
+    finally:
+        await trusting.close()
+
+
 async def test_model_without_a_template_says_so() -> None:
     async with rendering() as renderer:
         with pytest.raises(InvalidRequest, match="has no chat template"):

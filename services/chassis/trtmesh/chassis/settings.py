@@ -41,6 +41,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 from trtmesh.chassis.config_file import SECTIONS, read_config_file, suggestion
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.validation import joined, problem_of
 
 LeafPath = tuple[str, ...]
@@ -67,6 +68,11 @@ def none_word(value: object) -> object:
 
 OptionalPort = Annotated[Port | None, BeforeValidator(none_word)]
 """A TCP port, or None; `none` in a flag or a variable."""
+
+
+def parse_json_text(value: object) -> object:
+    """Parses a text, which a flag or a variable has for an object; anything else stays as it is."""
+    return load_json(value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True)

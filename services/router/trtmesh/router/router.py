@@ -142,8 +142,12 @@ class Router:
         self._http = self._make_http() if settings.http.port is not None else None
         self._triton = self._make_triton() if settings.triton.enabled else None
         if self._http is not None:
-            served = ServedModels(self._fleet, self._adapters, self._requests)
-            openai = OpenAi(self._requests, served, self._tokenizers, self._metrics)
+            served = ServedModels(
+                self._fleet, self._adapters, self._requests, settings.openai.aliases
+            )
+            openai = OpenAi(
+                settings.openai, self._requests, served, self._tokenizers, self._metrics
+            )
             openai.register(self._http)
         self._metrics.gauges = self._gauges()
         runtime.registry.register(self._metrics)

@@ -14,6 +14,7 @@ from trtmesh.router.admission import AdmissionLimits
 from trtmesh.router.callers.callers import ApiKeySettings
 from trtmesh.router.callers.limits import RateLimit
 from trtmesh.router.doors.admin.door import AdminSettings
+from trtmesh.router.doors.openai.settings import OpenAiSettings
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.fleet.bridge import ForeignWorkerSettings
@@ -46,6 +47,7 @@ class RouterSettings(SecuredSettings):
     see that its health is NOT_SERVING."""
     http: HttpSettings = HttpSettings()
     triton: TritonSettings = TritonSettings()
+    openai: OpenAiSettings = OpenAiSettings()
     admin: AdminSettings = AdminSettings()
     admission: AdmissionLimits = AdmissionLimits()
     api_keys: ApiKeySettings = ApiKeySettings()

@@ -66,7 +66,11 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         encoder = Encoder(
             vocabulary.tokenizer, speller, stops, self._settings.encoding, self._metrics
         )
-        renderer = ChatRenderer(vocabulary.chat_templates, self._settings.encoding.max_text_bytes)
+        renderer = ChatRenderer(
+            vocabulary.chat_templates,
+            self._settings.encoding.max_text_bytes,
+            takes_templates=self._settings.allow_request_templates,
+        )
         self._shared = Shared(
             self._limits, vocabulary, encoder, renderer, self._workload, self._metrics
         )
@@ -140,5 +144,6 @@ def _describe(
         schema_revision=SCHEMA_REVISION,
         max_text_bytes=max_text_bytes,
         instance=instance,
-        door_fingerprint=vocabulary.chat_templates.fingerprint,
+        door_fingerprint=vocabulary.door_fingerprint,
+        defaults=vocabulary.defaults,
     )

@@ -21,6 +21,8 @@ class TokenizerSettings(SecuredSettings):
     model_dir: Path
     """Directory with tokenizer.json, or older tokenizer files, and tokenizer_config.json."""
     encoding: EncodingSettings = EncodingSettings()
+    allow_request_templates: bool = False
+    """Whether a request may bring a chat template of its own, to run in the process for templates."""
 
     @model_validator(mode="after")
     def _an_answer_fits_a_message(self) -> Self:

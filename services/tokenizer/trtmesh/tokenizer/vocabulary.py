@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ from trtmesh.chassis.tokenizer_loading import (
 )
 from trtmesh.tokenizer.chat.templates import SPECIAL_TOKENS, ChatTemplates, read_templates
 from trtmesh.tokenizer.conversion import convert
+from trtmesh.tokenizer.defaults import read_defaults
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 from trtmesh.tokenizer.detokenizers.continuation import Continuations
+from trtmesh.v1 import generation_pb2 as pb
 
 _SPECIAL_TOKEN_FILES = (CONFIG_FILE, SPECIAL_TOKENS_FILE)
 
@@ -44,9 +48,17 @@ class Vocabulary:
     special_ids: tuple[int, ...]
     special_tokens: SpecialTokens
     chat_templates: ChatTemplates
+    defaults: pb.GenerationConfig
+    """What the model recommends for requests."""
     tokenizer: Tokenizer
     detokenizer: Detokenizer
     continuations: Continuations
+
+    @property
+    def door_fingerprint(self) -> str:
+        """Equal where chat templates and defaults are."""
+        templates = json.dumps(dict(self.chat_templates.by_name), sort_keys=True).encode()
+        return sha256(templates + self.defaults.SerializeToString(deterministic=True)).hexdigest()
 
 
 def load_vocabulary(model_dir: Path) -> Vocabulary:
@@ -73,6 +85,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
         special_ids=tuple(sorted(i for i, token in added.items() if token.special)),
         special_tokens=SpecialTokens.of(tokenizer),
         chat_templates=read_templates(model_dir, configs[0], _named_of(configs)),
+        defaults=read_defaults(model_dir),
         tokenizer=tokenizer,
         detokenizer=detokenizer,
         continuations=Continuations(tokenizer, detokenizer),

@@ -13,6 +13,7 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
 from trtmesh.router.tokenizers.tokenizer import EncodeJob, Tokenizer
 from trtmesh.v1 import tokenizer_pb2 as pb
+from trtmesh.v1.generation_pb2 import GenerationConfig
 
 FIRST_TOKENIZER_SECONDS = 2.0
 """Longest wait for a first tokenizer before workers are connected: their greeting names the fingerprint in use."""
@@ -34,6 +35,8 @@ WAIT_SECONDS = 10.0
 
 RETRY_MS = 1000
 """Time for clients to wait before a retry if no tokenizer is free, in milliseconds."""
+
+UNKNOWN = pb.GetTokenizerResponse()
 
 W = TypeVar("W", bound=Hashable)
 
@@ -98,8 +101,8 @@ class Parked:
 class TokenizerPool:
     """All tokenizers. Work of a lost tokenizer moves to another, or waits a bounded time.
 
-    All tokenizers of a model must have the same fingerprint and the same chat templates. The first ready tokenizer sets
-    them; tokenizers with others get no work. If all tokenizers of the mesh serve a single model, they serve every
+    All tokenizers of a model must have the same fingerprint, chat templates and defaults. The first ready tokenizer
+    sets them; tokenizers with others get no work. If all tokenizers of the mesh serve a single model, they serve every
     model: workers compare fingerprints.
 
     Jobs queue per model while every able tokenizer is full. Answers, new tokenizers and losses move the queues, so
@@ -116,10 +119,8 @@ class TokenizerPool:
         self.tokenizers: dict[str, Tokenizer] = {}
         self.lookup_problem = ""
         """Why tokenizers may be missing that are configured, or ''."""
-        self._fingerprints: dict[str, str] = {}
-        self._door_fingerprints: dict[str, str] = {}
-        self._end_ids: dict[str, tuple[int, ...]] = {}
-        """Of the fingerprints' tokenizers; kept when all are lost, so that sequences end alike."""
+        self._agreed: dict[str, pb.GetTokenizerResponse] = {}
+        """What the tokenizers of a model agree on; kept when all are lost, so that requests and ends stay alike."""
         self._able_of: dict[str, list[Tokenizer]] = {}
         self._most_bytes_of: dict[str, int] = {}
         """Answers by model, until a tokenizer changes."""
@@ -146,11 +147,19 @@ class TokenizerPool:
 
     def fingerprint_of(self, model: str) -> str:
         """Fingerprint of the tokenizers of `model`; '' before the first one was ready."""
-        return self._fingerprints.get(self._tokenizer_model(model), "")
+        return self._agreement(model).fingerprint
 
     def end_ids_of(self, model: str) -> tuple[int, ...]:
         """The end id of the tokenizers of `model`, if any; None before the first tokenizer was ready."""
-        return self._end_ids.get(self._tokenizer_model(model), ())
+        agreed = self._agreement(model)
+        return (agreed.eos_id,) if agreed.HasField("eos_id") else ()
+
+    def defaults_of(self, model: str) -> GenerationConfig:
+        """What the model recommends for requests; empty before the first tokenizer was ready."""
+        return self._agreement(model).defaults
+
+    def _agreement(self, model: str) -> pb.GetTokenizerResponse:
+        return self._agreed.get(self._tokenizer_model(model), UNKNOWN)
 
     def problem(self, tokenizer: Tokenizer) -> str:
         """Why a tokenizer gets no work; '' if it gets some."""
@@ -161,17 +170,16 @@ class TokenizerPool:
                 "it reports no fingerprint, so whether workers have the same tokenizer is unknown"
             )
         about = tokenizer.description
-        agreed = self._fingerprints.get(about.model)
-        if about.fingerprint != agreed:
+        agreed = self._agreed.get(about.model, UNKNOWN)
+        if about.fingerprint != agreed.fingerprint:
             return (
-                f"its fingerprint {about.fingerprint} differs from {agreed}, the one in use for"
+                f"its fingerprint {about.fingerprint} differs from {agreed.fingerprint}, the one in use for"
                 f" model {about.model}; serve the same tokenizer files from every tokenizer"
             )
-        theirs = self._door_fingerprints.get(about.model)
-        if theirs and about.door_fingerprint not in ("", theirs):
+        if agreed.door_fingerprint and about.door_fingerprint not in ("", agreed.door_fingerprint):
             return (
-                f"its chat templates are others than those in use for model {about.model};"
-                " serve the same files from every tokenizer"
+                "its chat templates or its generation_config.json are others than those in use for"
+                f" model {about.model}; serve the same files from every tokenizer"
             )
         return ""
 
@@ -273,10 +281,7 @@ class TokenizerPool:
             for other in others
         ):
             # No ready tokenizer disagrees: a restart of all tokenizers may change a model's files.
-            self._fingerprints[model] = fingerprint
-            about = tokenizer.description
-            self._door_fingerprints[model] = about.door_fingerprint
-            self._end_ids[model] = (about.eos_id,) if about.HasField("eos_id") else ()
+            self._agreed[model] = tokenizer.description
         self.on_change()
         self._move_queues()
         for job in self._waiting_jobs.leave():
@@ -384,9 +389,9 @@ class TokenizerPool:
         return [each for each in self.tokenizers.values() if each.description.model == wanted]
 
     def _tokenizer_model(self, model: str) -> str:
-        if model in self._fingerprints or len(self._fingerprints) != 1:
+        if model in self._agreed or len(self._agreed) != 1:
             return model
-        return next(iter(self._fingerprints))
+        return next(iter(self._agreed))
 
     def _none_ready(self, model: str) -> NoTokenizer:
         reasons = "; ".join(

@@ -36,8 +36,11 @@ PARTS = ("messages", "tools", "documents", "template_kwargs")
 class ChatRenderer:
     """Renders one conversation after the other, in the order of arrival."""
 
-    def __init__(self, templates: ChatTemplates, max_text_bytes: int) -> None:
-        self._templates = templates
+    def __init__(
+        self, templates: ChatTemplates, max_text_bytes: int, *, takes_templates: bool = False
+    ) -> None:
+        """`takes_templates` says whether a conversation may bring its own."""
+        self._templates, self._takes_templates = templates, takes_templates
         self._most_bytes = max_text_bytes
         self._waiting: deque[tuple[bytes, asyncio.Future[str]]] = deque()
         self._work: asyncio.Task[None] | None = None
@@ -71,7 +74,13 @@ class ChatRenderer:
         """The conversation as the process reads it. Raises InvalidRequest."""
         given = {field.name for field, _ in chat.ListFields()}
         parts = {name: getattr(chat, name).encode() for name in PARTS if name in given}
-        if (size := sum(map(len, parts.values()))) > self._most_bytes:
+        if chat.HasField("template") and not self._takes_templates:
+            raise InvalidField(
+                "is not taken from requests here (tokenizer.allow_request_templates)",
+                field="chat.template",
+            )
+        size = sum(map(len, parts.values())) + len(chat.template)
+        if size > self._most_bytes:
             raise InvalidField(
                 f"has {size} bytes with all of the conversation but must have at most {self._most_bytes}"
                 " (encoding.max_text_bytes)",
@@ -83,13 +92,20 @@ class ChatRenderer:
             raise InvalidField("exclude each other; set one of them", fields=fields)
         begins = chat.add_generation_prompt or not chat.HasField("add_generation_prompt")
         asked = {
-            "template": self._templates.find(chat.template_name, with_tools="tools" in parts),
+            **self._template(chat),
             "add_generation_prompt": begins and not continues,
             "continue_final_message": continues,
             "most_bytes": self._most_bytes,
             "parts": list(parts),
         }
         return b"".join(map(framed, (json.dumps(asked).encode(), *parts.values())))
+
+    def _template(self, chat: pb.Chat) -> dict[str, str]:
+        """The name of the template, or its source."""
+        if chat.HasField("template"):
+            return {"source": chat.template}
+        with_tools = chat.HasField("tools")
+        return {"template": self._templates.find(chat.template_name, with_tools=with_tools)}
 
     async def _render_waiting(self) -> None:
         while self._waiting:

@@ -123,12 +123,10 @@ class Templates:
 
     def render(self, asked: Mapping[str, Any]) -> str:
         """The text of a conversation. Raises whatever the template does."""
-        name, source = asked["template"], self._by_name[asked["template"]]
-        if name not in self._compiled:
-            self._compiled[name] = self._environment.from_string(source)
+        source, template = self._template(asked)
         messages = [_plain_message(message) for message in asked["messages"]]
         ending = _mark_end(messages, source) if asked["continue_final_message"] else ""
-        text = self._compiled[name].render(
+        text = template.render(
             messages=messages,
             tools=asked["tools"],
             documents=asked["documents"],
@@ -136,6 +134,15 @@ class Templates:
             **{**self._special_tokens, **asked["kwargs"]},
         )
         return _cut_at_mark(text, ending) if asked["continue_final_message"] else text
+
+    def _template(self, asked: Mapping[str, Any]) -> tuple[str, jinja2.Template]:
+        """The conversation's own template or the model's, as text and compiled."""
+        if "source" in asked:
+            return asked["source"], self._environment.from_string(asked["source"])
+        name = asked["template"]
+        if name not in self._compiled:
+            self._compiled[name] = self._environment.from_string(self._by_name[name])
+        return self._by_name[name], self._compiled[name]
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +31,6 @@ class ChatTemplates:
     def default(self) -> str | None:
         """The template of a conversation without tools, if there is one."""
         return self.by_name.get(DEFAULT)
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal where the templates are."""
-        return sha256(json.dumps(dict(self.by_name), sort_keys=True).encode()).hexdigest()
 
     def find(self, name: str, *, with_tools: bool) -> str:
         """The name of a conversation's template; '' lets its tools decide. Raises InvalidRequest."""

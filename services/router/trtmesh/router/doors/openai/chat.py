@@ -39,7 +39,7 @@ class Chats:
         """Raises TrtmeshError."""
         fields = requested.fields
         _refuse_unserved(fields)
-        config = read_config(fields)
+        config = read_config(fields, requested.defaults)
         # The first of them counts.
         for name in ("max_tokens", "max_completion_tokens"):
             if (most := fields.take(name, INTEGER)) is not None:
@@ -88,7 +88,6 @@ def _refuse_unserved(fields: Fields) -> None:
     fields.refuse("modalities", "must be text alone", neutral=["text"])
     fields.refuse("audio", "is not served: models here write text")
     fields.refuse("web_search_options", "is not served: nothing here searches the web")
-    fields.refuse("chat_template", "is not served: the model's own template is used")
 
 
 def _read_log_probs(fields: Fields, output: pb.OutputConfig, config: pb.GenerationConfig) -> None:
@@ -107,10 +106,11 @@ def conversation(requested: Requested) -> chat_pb2.Chat:
         _message(f"messages[{number}]", message)
         for number, message in enumerate(fields.need("messages", LIST))
     ]
-    if any(m["role"] == "developer" for m in messages) and not requested.names_developers():
+    template = fields.take("chat_template", TEXT)
+    if any(m["role"] == "developer" for m in messages) and not requested.names_developers(template):
         # The older name of the same.
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-    chat = chat_pb2.Chat(messages=orjson.dumps(messages).decode())
+    chat = chat_pb2.Chat(messages=orjson.dumps(messages).decode(), template=template)
     if documents := fields.take_list("documents", OBJECT):
         chat.documents = orjson.dumps(documents).decode()
     if kwargs := fields.take("chat_template_kwargs", OBJECT):

@@ -35,7 +35,7 @@ class Completions:
         """Raises TrtmeshError."""
         fields = requested.fields
         _refuse_unserved(fields)
-        config = read_config(fields)
+        config = read_config(fields, requested.defaults)
         most = fields.take("max_tokens", INTEGER)
         fields.put(
             config, "stopping.max_tokens", "max_tokens", MAX_TOKENS if most is None else most

@@ -28,6 +28,7 @@ from trtmesh.router.doors.openai.fields import TEXT, Fields, read_prediction
 from trtmesh.router.doors.openai.log_probs import TokenBytes
 from trtmesh.router.doors.openai.requested import Requested
 from trtmesh.router.doors.openai.served import ServedModels
+from trtmesh.router.doors.openai.settings import OpenAiSettings
 from trtmesh.router.doors.openai.texts import TextPaths
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
@@ -56,11 +57,13 @@ class OpenAi:
 
     def __init__(
         self,
+        settings: OpenAiSettings,
         requests: Requests,
         served: ServedModels,
         tokenizers: TokenizerPool,
         metrics: RouterMetrics,
     ) -> None:
+        self._has_defaults = settings.model_defaults
         self._requests = requests
         self._tokenizers = tokenizers
         self._token_bytes = TokenBytes(tokenizers)
@@ -134,7 +137,8 @@ class OpenAi:
             served = self._served.find(fields.take("model", TEXT) or "")
             model = served.model
             predicted = await self._predicted(fields, model)
-            requested = Requested(fields, served, request_id, self._tokenizers, predicted)
+            defaults = self._tokenizers.defaults_of(model) if self._has_defaults else None
+            requested = Requested(fields, served, request_id, self._tokenizers, predicted, defaults)
             return await message.read(partial(endpoint.read, requested))
         except TrtmeshError:
             self._requests.metrics_of(model).requests["refused"] += 1

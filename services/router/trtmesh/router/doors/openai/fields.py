@@ -78,6 +78,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "chat.add_generation_prompt": "add_generation_prompt",
         "chat.continue_final_message": "continue_final_message",
         "chat.documents": "documents",
+        "chat.template": "chat_template",
         "items": "prompt",
         "prompt.token_ids": "prompt",
         "prompt.text": "prompt",
@@ -164,15 +165,18 @@ def check_all(name: str, values: Iterable[Any], kind: Kind) -> None:
         raise InvalidField(f"must be a list, and each of it {kind.word}", field=name)
 
 
-def read_config(fields: Fields) -> pb.GenerationConfig:
+def read_config(fields: Fields, defaults: pb.GenerationConfig | None) -> pb.GenerationConfig:
     """The config of a request, but for the number of tokens and for log-probabilities. Raises InvalidField."""
     # Unset, all these would mean greedy decoding.
     config = pb.GenerationConfig(sampling=pb.SamplingConfig(temperature=1.0))
+    if defaults is not None:
+        config.MergeFrom(defaults)
     for name, (kind, path) in DIRECT.items():
         value = fields.take(name, kind)
-        # As other servers turn it off.
-        if value is not None and not (name == "top_k" and value < 0):
-            fields.put(config, path, name, value)
+        if value is not None:
+            # As other servers turn it off.
+            is_off = name == "top_k" and value < 0
+            fields.put(config, path, name, 0 if is_off else value)
     if (seed := fields.take("seed", INTEGER)) is not None:
         config.sampling.seed = seed % 2**64
     if (priority := fields.take("priority", INTEGER)) is not None:

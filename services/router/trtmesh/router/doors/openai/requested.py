@@ -25,10 +25,13 @@ class Requested:
     tokenizers: TokenizerPool
     predicted_ids: Sequence[int] = ()
     """The answer that the client expects."""
+    defaults: pb.GenerationConfig | None = None
+    """What the model recommends, if that counts."""
 
-    def names_developers(self) -> bool:
-        """Whether the model's chat template knows the role of developers. Raises NoTokenizer."""
-        return "developer" in self.tokenizers.describe(self.served.model).chat_template
+    def names_developers(self, template: str | None) -> bool:
+        """Whether this chat template, or the model's, knows the role of developers. Raises NoTokenizer."""
+        own = template or self.tokenizers.describe(self.served.model).chat_template
+        return "developer" in own
 
     def wanted(
         self,

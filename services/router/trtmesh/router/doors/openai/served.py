@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trtmesh.chassis.errors import ModelNotFound, NoWorker
@@ -28,16 +28,24 @@ class Served:
 
 
 class ServedModels:
-    """The models of the mesh, and every registered adapter as a model whose parent is its base."""
+    """The models of the mesh, every registered adapter as a model whose parent is its base, and further names."""
 
-    def __init__(self, fleet: Fleet, adapters: Adapters, requests: Requests) -> None:
+    def __init__(
+        self, fleet: Fleet, adapters: Adapters, requests: Requests, aliases: Mapping[str, str]
+    ) -> None:
         self._fleet = fleet
         self._adapters = adapters
         self._requests = requests
+        self._aliases = aliases
         self._since = int(time.time())
 
     def find(self, name: str) -> Served:
         """What a name means; '' is the default model. Raises ModelNotFound or NoWorker."""
+        if name in self._aliases:
+            return replace(self._find(self._aliases[name]), name=name)
+        return self._find(name)
+
+    def _find(self, name: str) -> Served:
         if name and name not in self._fleet.models() and name not in self._fleet.configured:
             for adapter in self._adapters_by_name():
                 if adapter.name == name:
@@ -64,9 +72,12 @@ class ServedModels:
         return described
 
     def all(self) -> list[Served]:
-        """The models, then the adapters, each by name."""
+        """The models, then the adapters, then further names of either, each by name."""
         models = [Served(model, model) for model in sorted(self._fleet.models())]
-        return [*models, *sorted(self._adapters_by_name(), key=lambda adapter: adapter.name)]
+        named = [*models, *sorted(self._adapters_by_name(), key=lambda adapter: adapter.name)]
+        by_name = {served.name: served for served in named}
+        meant = ((name, by_name.get(self._aliases[name])) for name in sorted(self._aliases))
+        return named + [replace(served, name=name) for name, served in meant if served]
 
     def _adapters_by_name(self) -> Iterator[Served]:
         """The adapters that operators registered. Of one that any model may have, the parent is the default model."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
-from trtmesh.chassis.json_text import load_json
-from trtmesh.chassis.settings import Settings, none_word, split_commas
+from trtmesh.chassis.settings import Settings, none_word, parse_json_text, split_commas
 
 TemplateName = Literal[
     "ensemble",
@@ -116,12 +115,7 @@ class TritonModelSettings(Settings):
         return draft_model
 
 
-def _parse_json(value: object) -> object:
-    """Parses a text; passes anything else through."""
-    return load_json(value) if isinstance(value, str) else value
-
-
-TritonModels = Annotated[Mapping[ModelName, TritonModelSettings], BeforeValidator(_parse_json)]
+TritonModels = Annotated[Mapping[ModelName, TritonModelSettings], BeforeValidator(parse_json_text)]
 """Models by name; a flag or a variable gives them as JSON."""
 
 
