@@ -132,6 +132,15 @@ class HttpServer:
         return _Connection(self, self._runner.server)
 
 
+def free_transport(request: web.BaseRequest) -> asyncio.Transport | None:
+    """The transport of a request, if it takes bytes at once."""
+    connection = request.protocol
+    transport = connection.transport
+    if transport is None or connection.writing_paused or transport.is_closing():
+        return None
+    return transport
+
+
 def _begun_in_turn(handle: _Handle) -> _Handle:
     """Has each request begin in a turn of the connection: the search for a handler takes time, too."""
 

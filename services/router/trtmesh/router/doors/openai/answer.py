@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,6 +18,9 @@ from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
+DONE = b"data: [DONE]\n\n"
+BLANK = "\0"
+"""Stands for a text until one is known."""
 SCORED_COST = 64
 """Cost of a token with its log-probability, in bytes."""
 
@@ -67,8 +71,39 @@ class Piece(NamedTuple):
     """The tokens with their log-probabilities, where asked for."""
 
 
-class Form(Protocol):
-    """How the answers of an endpoint look."""
+class Writer(Protocol):
+    """Writes an answer as a stream."""
+
+    def of(self, piece: Piece, bytes_of: Mapping[int, bytes]) -> bytes:
+        """The events of news, if any."""
+
+    def end(self, usage: Consumption) -> bytes:
+        """The events behind the last choice."""
+
+    def failed(self, errors: Sequence[Mapping[str, Any]]) -> bytes:
+        """The last events of a stream with errors, after the choices of other prompts."""
+
+
+class Gathered(Protocol):
+    """Gathers an answer."""
+
+    def add(self, piece: Piece) -> None:
+        """Takes news."""
+
+    @property
+    def scored(self) -> Iterable[Scored]:
+        """All tokens with log-probabilities."""
+
+    @property
+    def cost(self) -> int:
+        """Bytes of a message that takes as long to parse as this answer takes to write."""
+
+    def written(self, usage: Consumption, bytes_of: Mapping[int, bytes]) -> bytes:
+        """The answer as JSON."""
+
+
+class Choices(ABC):
+    """An endpoint whose answers are lists of choices."""
 
     id_prefix: str
     whole: str
@@ -76,12 +111,21 @@ class Form(Protocol):
     chunk: str
     """The `object` of a part of a stream."""
 
+    def writer(self, wanted: Wanted, frame: Frame) -> Writer:
+        return Parts(wanted, self, frame)
+
+    def gathered(self, wanted: Wanted, frame: Frame) -> Gathered:
+        return Whole(wanted, self, frame)
+
+    @abstractmethod
     def opening(self, choice: int) -> dict[str, Any] | None:
         """The first part of a choice in a stream, if it has one before its text."""
 
+    @abstractmethod
     def part(self, piece: Piece, texts: TokenTexts) -> dict[str, Any]:
         """A part of a choice in a stream."""
 
+    @abstractmethod
     def choice(self, piece: Piece, texts: TokenTexts) -> dict[str, Any]:
         """A whole choice."""
 
@@ -148,7 +192,7 @@ class Frame:
 class Whole:
     """An answer as one object."""
 
-    def __init__(self, wanted: Wanted, form: Form, frame: Frame) -> None:
+    def __init__(self, wanted: Wanted, form: Choices, frame: Frame) -> None:
         self._wanted, self._form, self._frame = wanted, form, frame
         self._texts: list[list[str]] = [[] for _ in range(wanted.choices)]
         self._token_ids: list[list[int]] = [[] for _ in range(wanted.choices)]
@@ -163,16 +207,13 @@ class Whole:
 
     @property
     def scored(self) -> Iterable[Scored]:
-        """All tokens with log-probabilities."""
         return chain.from_iterable(self._scored)
 
     @property
     def cost(self) -> int:
-        """Bytes of a message that takes as long to parse as this answer takes to write."""
         return SCORED_COST * sum(1 + len(each.top) for each in self.scored)
 
     def written(self, usage: Consumption, bytes_of: Mapping[int, bytes]) -> bytes:
-        """The answer as JSON."""
         choices = [self._choice(index, bytes_of) for index in range(self._wanted.choices)]
         answer = self._frame.of(self._form.whole)
         return orjson.dumps(answer | {"choices": choices, "usage": usage.told()})
@@ -188,18 +229,28 @@ class Whole:
 class Parts:
     """An answer as the events of a stream."""
 
-    def __init__(self, wanted: Wanted, form: Form, frame: Frame) -> None:
+    def __init__(self, wanted: Wanted, form: Choices, frame: Frame) -> None:
         self._form, self._wanted = form, wanted
+        self._is_plain = not (wanted.has_log_probs or wanted.with_token_ids)
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """The event of a text without it, by choice."""
         self._texts: dict[int, TokenTexts] = {}
         self._frame = frame.of(form.chunk)
         self._head = b"data: " + orjson.dumps(self._frame)[:-1] + b',"choices":['
 
     def of(self, piece: Piece, bytes_of: Mapping[int, bytes]) -> bytes:
-        """The events of news, if any."""
+        if self._is_plain and piece.text and not piece.finish_reason:
+            around = self._around.get(piece.choice)
+            if around is not None:
+                return around[0] + orjson.dumps(piece.text) + around[1]
         events = b""
         texts = self._texts.get(piece.choice)
         if texts is None:
             texts = self._texts[piece.choice] = TokenTexts(self._wanted.tokens_as_ids)
+            before, _, behind = self._event(
+                self._form.part(Piece(piece.choice, BLANK), texts)
+            ).rpartition(orjson.dumps(BLANK))
+            self._around[piece.choice] = before, behind
             if (opening := self._form.opening(piece.choice)) is not None:
                 events = self._event(opening)
         texts.bytes_of = bytes_of
@@ -210,12 +261,14 @@ class Parts:
     def _event(self, choice: dict[str, Any]) -> bytes:
         return self._head + orjson.dumps(choice) + b"]}\n\n"
 
-    def usage(self, usage: Consumption) -> bytes:
-        """The event of the usage, if the client asked for it."""
+    def end(self, usage: Consumption) -> bytes:
         if not self._wanted.with_usage:
-            return b""
+            return DONE
         last = self._frame | {"choices": [], "usage": usage.told()}
-        return b"data: " + orjson.dumps(last) + b"\n\n"
+        return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
+
+    def failed(self, errors: Sequence[Mapping[str, Any]]) -> bytes:
+        return b"".join(b"data: %b\n\n" % orjson.dumps({"error": each}) for each in errors) + DONE
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.quoting import quoted
-from trtmesh.router.doors.openai.answer import Piece, Wanted
+from trtmesh.router.doors.openai.answer import Choices, Piece, Wanted
 from trtmesh.router.doors.openai.fields import (
     BOOLEAN,
     INTEGER,
@@ -28,7 +28,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-class Chats:
+class Chats(Choices):
     """The endpoint."""
 
     path = "/v1/chat/completions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.router.doors.openai.answer import Piece, Wanted
+from trtmesh.router.doors.openai.answer import Choices, Piece, Wanted
 from trtmesh.router.doors.openai.fields import (
     ANY,
     INTEGER,
@@ -24,7 +24,7 @@ MAX_TOKENS = 16
 """Generated tokens where the request does not say, as OpenAI has it."""
 
 
-class Completions:
+class Completions(Choices):
     """The endpoint."""
 
     path = "/v1/completions"

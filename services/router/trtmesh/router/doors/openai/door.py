@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Protocol
 
-import orjson
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from trtmesh.chassis.errors import SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.fair.messages import ReceivedMessage
+from trtmesh.chassis.forwarding import Sink
+from trtmesh.chassis.http_server import free_transport
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import GenerationCall
 from trtmesh.router.doors.http.answers import EVENT_STREAM, json_response
@@ -20,7 +21,7 @@ from trtmesh.router.doors.http.authorising import IDENTITY
 from trtmesh.router.doors.http.bodies import Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
 from trtmesh.router.doors.http.port import HttpPort
-from trtmesh.router.doors.openai.answer import Events, Form, Frame, Parts, Wanted, Whole
+from trtmesh.router.doors.openai.answer import Events, Frame, Gathered, Piece, Wanted, Writer
 from trtmesh.router.doors.openai.chat import Chats
 from trtmesh.router.doors.openai.completions import Completions
 from trtmesh.router.doors.openai.errors import FIELD_NAMES, OpenAiForm, error_object, id_of, named
@@ -33,20 +34,27 @@ from trtmesh.router.doors.openai.texts import TextPaths
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
+from trtmesh.router.streams.client_stream import Waiting
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
-DONE = b"data: [DONE]\n\n"
 NOTHING_SCORED: Mapping[int, bytes] = MappingProxyType({})
 
 
-class Endpoint(Form, Protocol):
+class Endpoint(Protocol):
     """A path that generates."""
 
     path: str
+    id_prefix: str
 
     def read(self, requested: Requested, *, is_large: bool) -> Wanted:
         """The request of a body. Raises TrtmeshError."""
+
+    def writer(self, wanted: Wanted, frame: Frame) -> Writer:
+        """Writes its answer as a stream."""
+
+    def gathered(self, wanted: Wanted, frame: Frame) -> Gathered:
+        """Gathers its answer."""
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (Chats(), Completions())
@@ -103,17 +111,17 @@ class OpenAi:
                 opening = self._requests.open(wanted.request, None, owner, origin)
                 frame = Frame(f"{endpoint.id_prefix}{request_id}", wanted.model)
                 if wanted.streamed:
-                    parts = Parts(wanted, endpoint, frame)
-                    stream = EventStream(request, wanted, parts, self._token_bytes)
+                    writer = endpoint.writer(wanted, frame)
+                    stream = EventStream(request, wanted, writer, self._token_bytes, self._metrics)
                     try:
                         async with call.running(opening) as live:
-                            await stream.serve(live, self._metrics)
+                            await live.client.forward(stream)
                     except SlowClient:
                         raise
                     except TrtmeshError as error:
                         return await stream.fail(error)
                     return await stream.end()
-                whole = Whole(wanted, endpoint, frame)
+                whole = endpoint.gathered(wanted, frame)
                 async with call.running(opening) as live:
                     events = await _collect(live, wanted, whole)
                 self._metrics.client_messages += 1
@@ -159,7 +167,7 @@ async def _refuse_embeddings(_: web.Request) -> web.StreamResponse:
     raise UnsupportedCall("embeddings are not served: this mesh runs models that generate")
 
 
-async def _collect(live: LiveRequest, wanted: Wanted, whole: Whole) -> Events:
+async def _collect(live: LiveRequest, wanted: Wanted, whole: Gathered) -> Events:
     """Gathers a whole answer. Raises the first error of an item, which ends the others: an answer has no place for
     it."""
     events = Events(wanted)
@@ -171,46 +179,71 @@ async def _collect(live: LiveRequest, wanted: Wanted, whole: Whole) -> Events:
     return events
 
 
-class EventStream:
+class EventStream(Sink[Sequence[Waiting]]):
     """An answer as server-sent events. It begins with the first token, so an early error has a status of its own; later
     ones are events at the end, after the choices of the other prompts."""
 
     def __init__(
-        self, request: web.Request, wanted: Wanted, parts: Parts, token_bytes: TokenBytes
+        self,
+        request: web.Request,
+        wanted: Wanted,
+        writer: Writer,
+        token_bytes: TokenBytes,
+        metrics: RouterMetrics,
     ) -> None:
-        self._request, self._parts = request, parts
+        self._request, self._writer, self._metrics = request, writer, metrics
         self._model, self._token_bytes = wanted.request.model, token_bytes
+        self._needs_bytes = wanted.has_log_probs
+        self._chunked = request.version >= HttpVersion11
         self._events = Events(wanted)
         self._response: web.StreamResponse | None = None
 
-    async def serve(self, live: LiveRequest, metrics: RouterMetrics) -> None:
-        """Writes the choices. Raises the first error of an item if there is no choice."""
-        while (waiting := await live.client.next_entries()) is not None:
-            pieces = list(self._events.read(waiting))
-            bytes_of: Mapping[int, bytes] = NOTHING_SCORED
-            if tokens := [token for piece in pieces for token in piece.scored or ()]:
-                bytes_of = await self._token_bytes.of(self._model, tokens)
-            if written := b"".join(self._parts.of(piece, bytes_of) for piece in pieces):
-                await (await self._begun()).write(written)
-                metrics.client_messages += 1
+    def write_now(self, message: Sequence[Waiting]) -> bool:
+        if self._response is None or self._needs_bytes:
+            return False
+        if (transport := free_transport(self._request)) is None:
+            return False
+        written = self._written(self._events.read(message), NOTHING_SCORED)
+        if written:
+            # As aiohttp writes it, for a fifth of the time.
+            transport.write(b"%x\r\n%b\r\n" % (len(written), written) if self._chunked else written)
+            self._metrics.client_messages += 1
+        return True
+
+    async def write(self, message: Sequence[Waiting]) -> None:
+        pieces = list(self._events.read(message))
+        bytes_of: Mapping[int, bytes] = NOTHING_SCORED
+        if tokens := [token for piece in pieces for token in piece.scored or ()]:
+            bytes_of = await self._token_bytes.of(self._model, tokens)
+        if written := self._written(pieces, bytes_of):
+            await (await self._begun()).write(written)
+            self._metrics.client_messages += 1
+
+    def _written(self, pieces: Iterable[Piece], bytes_of: Mapping[int, bytes]) -> bytes:
+        return b"".join(self._writer.of(piece, bytes_of) for piece in pieces)
 
     async def end(self) -> web.StreamResponse:
-        """Ends the stream with the errors of items, if any, else with the usage."""
+        """Ends the stream, with the errors of items if any. Raises the first of them if there is no choice."""
         errors = self._events.errors
         if errors and self._response is None:
             raise errors[0]
-        rest = b"".join(map(self._error_event, errors)) or self._parts.usage(self._events.usage)
-        return await self._finished(rest)
+        if errors:
+            return await self._fail(errors)
+        return await self._finished(self._writer.end(self._events.usage))
 
     async def fail(self, error: TrtmeshError) -> web.StreamResponse:
         """Ends the stream with an error. Raises it before the first event."""
         if self._response is None:
             raise error
-        return await self._finished(self._error_event(error))
+        return await self._fail([error])
+
+    async def _fail(self, errors: Sequence[TrtmeshError]) -> web.StreamResponse:
+        told = [error_object(self._request, error) for error in errors]
+        return await self._finished(self._writer.failed(told))
 
     async def _finished(self, rest: bytes) -> web.StreamResponse:
         response = await self._begun()
-        await response.write(rest + DONE)
+        await response.write(rest)
         await response.write_eof()
         return response
 
@@ -221,6 +254,3 @@ class EventStream:
             await named(self._request, response).prepare(self._request)
             self._response = response
         return self._response
-
-    def _error_event(self, error: TrtmeshError) -> bytes:
-        return b"data: " + orjson.dumps({"error": error_object(self._request, error)}) + b"\n\n"
