@@ -21,7 +21,7 @@ INSTALLED_DEV := .venv/installed-dev
 FOREIGN := .foreign
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check types-of-services fast-tests test fresh-protos every-test conformance compat-clients gateway-test foreign-test lint types protos bench chaos soak images compose-up compose-test attack gpu-test tensorrt-llm-test
+.PHONY: help demo check types-of-services fast-tests test fresh-protos every-test conformance compat-clients console-test gateway-test foreign-test lint types protos bench chaos soak images compose-up compose-test attack gpu-test tensorrt-llm-test
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,10 @@ conformance: $(INSTALLED_DEV)  ## Run h2spec on every port and gRPC's interop ca
 
 compat-clients: $(INSTALLED_DEV)  ## Run grpcio 1.49.1 and newest, grpclib and grpc-js against a stack; installs them below .compat-clients
 	$(BIN)/pytest -v -m clients --timeout=0 tests/compat_clients
+
+console-test: $(INSTALLED_DEV)  ## Open the console in chromium, which the machine must have; installs playwright
+	$(PIP) 'playwright>=1.50,<2'
+	$(BIN)/pytest -v -m browser tests/browser
 
 gateway-test: $(INSTALLED_DEV)  ## Run SMG's gateway of PyPI before engines of ours; installs it below .foreign
 	$(BIN)/pytest -v -s -m gateways --timeout=600 tests/gateways

@@ -573,6 +573,7 @@ def test_wheel_contains_only_the_packages(tmp_path: Path) -> None:
     assert {Path(top).suffix for top in outside} == {".dist-info"}
     inside = {name.parts[1] for name in names if name.parts[0] == "trtmesh"}
     assert inside == set(PACKAGES)
+    assert any(name.name == "console.html" for name in names)
 
 
 def test_dependencies_are_bounded_above_and_below() -> None:

@@ -59,7 +59,8 @@ class HttpLimits:
 
 
 class HttpServer:
-    """Serves an application from `open` to `close`. A disconnect cancels the client's request."""
+    """Serves an application from `open` to `close`: at the address of `listen`, else the connections of another server,
+    each by a protocol of `connection`. A disconnect cancels the client's request."""
 
     def __init__(
         self, app: web.Application, limits: HttpLimits, tls: ServerTls | None = None
@@ -87,12 +88,12 @@ class HttpServer:
         return address, self._socket.getsockname()[1]
 
     async def open(self) -> None:
-        assert self._socket is not None
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
         server.request_handler = _begun_in_turn(server.request_handler)
-        self._listener = await serve(self._socket, self._connection, self._tls)
+        if self._socket is not None:
+            self._listener = await serve(self._socket, self.connection, self._tls)
 
     def retire_connections(self) -> None:
         """Has every client open another connection for the next request, maybe to another process: from now on each
@@ -127,7 +128,8 @@ class HttpServer:
         """Waits for another turn of the running handler, which has waited for the client since the first turn."""
         await _connection_of(request).turn()
 
-    def _connection(self) -> _Connection:
+    def connection(self) -> asyncio.Protocol:
+        """The protocol of a new connection."""
         assert self._runner.server is not None
         return _Connection(self, self._runner.server)
 

@@ -307,6 +307,11 @@ class Plan:
         """Whether the routers ask clients for a key."""
         return self._given.value("router", "api_keys.file") is not None
 
+    @property
+    def has_console(self) -> bool:
+        """Whether the routers serve the console at their admin addresses."""
+        return self._given.value("router", "admin.console") != "none"
+
     def admin_token(self) -> AdminToken | None:
         """Returns the admin token of the routers. Raises SettingsError."""
         file = self._given.value("router", "admin.token_file")

@@ -45,6 +45,8 @@ async def _serve(stack: Stack) -> int:
         scheme = "https://" if plan.ca else ""
         put(f"ready: trtmesh generate --router {router.address}{ca} {GENERATE_ARGUMENTS}")
         put(f"       trtmesh status --admin {router.admin_address}{ca}")
+        if plan.has_console:
+            put(f"       console at {scheme or 'http://'}{router.admin_address}/console")
         if router.http_address:
             key = CURL_KEY if plan.needs_api_key else ""
             url = f"{scheme}{router.http_address}/v2/models/ensemble/generate"

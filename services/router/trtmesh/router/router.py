@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
@@ -29,9 +29,11 @@ from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.following import Followed
 from trtmesh.router.admission import Admission, RateLimiter
 from trtmesh.router.callers.callers import Callers
+from trtmesh.router.doors.admin.console import Console
 from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.doors.guard import CallerGuard
+from trtmesh.router.doors.http.authorising import Handler
 from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.native import MeshService
 from trtmesh.router.doors.openai.door import OpenAi
@@ -125,22 +127,9 @@ class Router:
             self._link,
             settings.admin.allow_link_local,
         )
-        self._admin_door = AdminDoor(
-            RouterAdminService(
-                self._fleet,
-                self._handoffs,
-                self._adapters,
-                self._members,
-                self._tokenizers,
-                self._requests,
-            ),
-            settings.admin,
-            settings.max_message_bytes,
-            runtime.certificates.server(H2),
-            settings.connections,
-        )
         self._http = self._make_http() if settings.http.port is not None else None
         self._triton = self._make_triton() if settings.triton.enabled else None
+        generating: Mapping[str, Handler] = {}
         if self._http is not None:
             served = ServedModels(
                 self._fleet, self._adapters, self._requests, settings.openai.aliases
@@ -149,6 +138,8 @@ class Router:
                 settings.openai, self._requests, served, self._tokenizers, self._metrics
             )
             openai.register(self._http)
+            generating = openai.generating
+        self._admin_door = self._make_admin_door(generating)
         self._metrics.gauges = self._gauges()
         runtime.registry.register(self._metrics)
         if self._recorder is not None:
@@ -179,6 +170,38 @@ class Router:
             token,
             self._settings.max_message_bytes,
             self._runtime.certificates.peer_files,
+        )
+
+    def _make_admin_door(self, generating: Mapping[str, Handler]) -> AdminDoor:
+        settings, certificates = self._settings, self._runtime.certificates
+        service = RouterAdminService(
+            self._fleet,
+            self._handoffs,
+            self._adapters,
+            self._members,
+            self._tokenizers,
+            self._requests,
+        )
+        token = AdminToken.read(settings.admin.token_file, os.environ)
+        has_console = settings.admin.console != "none"
+        console = Console(
+            service,
+            settings.admin,
+            token,
+            self._requests,
+            self._callers,
+            self._metrics,
+            generating,
+            self._name,
+        )
+        return AdminDoor(
+            service,
+            settings.admin,
+            token,
+            console if has_console else None,
+            settings.max_message_bytes,
+            certificates.server(HTTP_1_1, H2) if has_console else certificates.server(H2),
+            settings.connections,
         )
 
     def _make_http(self) -> HttpPort:

@@ -13,7 +13,7 @@ from trtmesh.router.adapters.settings import AdapterSettings
 from trtmesh.router.admission import AdmissionLimits
 from trtmesh.router.callers.callers import ApiKeySettings
 from trtmesh.router.callers.limits import RateLimit
-from trtmesh.router.doors.admin.door import AdminSettings
+from trtmesh.router.doors.admin.settings import AdminSettings
 from trtmesh.router.doors.openai.settings import OpenAiSettings
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.doors.triton.settings import TritonSettings

@@ -37,8 +37,8 @@ class ServerTls:
     context: Callable[[], ssl.SSLContext]
     """The context for a new connection."""
     handshakes: Handshakes
-    protocol: str
-    """The protocol of the port, by the name in ALPN."""
+    protocols: Sequence[str]
+    """The protocols of the port by their names in ALPN, the one for clients of several first."""
     client_names: frozenset[str]
 
 
@@ -46,8 +46,8 @@ class ServerTls:
 class _Contexts:
     """Everything made from a reading of the files."""
 
-    servers: Mapping[str, ssl.SSLContext]
-    """By protocol; empty without a certificate."""
+    servers: Mapping[Sequence[str], ssl.SSLContext]
+    """By protocols; empty without a certificate."""
     peers: PeerTls | None
 
 
@@ -64,14 +64,14 @@ class Certificates:
         self._contexts = self._load()
         self._handshakes = Handshakes(HANDSHAKES_PER_SECOND)
 
-    def server(self, protocol: str) -> ServerTls | None:
-        """Returns the TLS of a port for `protocol`, H2 or HTTP_1_1, or None for plain text."""
+    def server(self, *protocols: str) -> ServerTls | None:
+        """Returns the TLS of a port for H2, HTTP_1_1 or, in this order, HTTP_1_1 and H2; None for plain text."""
         if not self._contexts.servers:
             return None
         return ServerTls(
-            lambda: self._contexts.servers[protocol],
+            lambda: self._contexts.servers[protocols],
             self._handshakes,
-            protocol,
+            protocols,
             frozenset(self._settings.client_names),
         )
 
@@ -133,15 +133,16 @@ class Certificates:
     def _load(self) -> _Contexts:
         settings = self._settings
         peers = self.peer_files
-        servers: dict[str, ssl.SSLContext] = {}
+        servers: dict[Sequence[str], ssl.SSLContext] = {}
         if settings.certificate is not None:
             certificate = self._file("certificate", settings.certificate)
             key = self._file("key", settings.key) if settings.key else certificate
             ca = self._file("client_ca", settings.client_ca) if settings.client_ca else None
             required = settings.client_certificates == "required"
-            for protocol in (H2, HTTP_1_1):
+            # Browsers offer both, and speak HTTP/2 where it is chosen.
+            for protocols in ((H2,), (HTTP_1_1,), (HTTP_1_1, H2)):
                 own = OwnCertificate(certificate, key)
-                servers[protocol] = server_context(own, ca, protocol, required=required)
+                servers[protocols] = server_context(own, ca, protocols, required=required)
         return _Contexts(servers, peers.peer_tls() if peers else None)
 
     def _file(self, name: str, path: Path) -> PemFile:

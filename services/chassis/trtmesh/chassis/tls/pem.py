@@ -74,11 +74,11 @@ class OwnCertificate:
 
 
 def server_context(
-    own: OwnCertificate, client_ca: PemFile | None, protocol: str, *, required: bool
+    own: OwnCertificate, client_ca: PemFile | None, protocols: Sequence[str], *, required: bool
 ) -> ssl.SSLContext:
-    """Returns the context of a port for `protocol` (ALPN). Raises SettingsError."""
+    """Returns the context of a port for `protocols` (ALPN). Raises SettingsError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _strengthen(context, protocol)
+    _strengthen(context, *protocols)
     # A resumed session skips the check of the client's certificate. TLS 1.2 still resumes by session id, which Python
     # cannot turn off: the listener looks at the dates again.
     context.options |= ssl.OP_NO_TICKET

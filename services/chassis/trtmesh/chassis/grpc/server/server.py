@@ -22,6 +22,7 @@ from trtmesh.chassis.grpc.metadata import Metadata
 from trtmesh.chassis.grpc.server.call import CallPolicy, Handler
 from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.connection import ServerConnection
+from trtmesh.chassis.grpc.server.first_bytes import Factory, FirstBytes
 from trtmesh.chassis.grpc.server.headers import RequestHeaders
 from trtmesh.chassis.grpc.server.refusals import Refusal
 from trtmesh.chassis.http2.connection import set_user_timeout
@@ -65,9 +66,11 @@ class GrpcServer(grpc.aio.Server):
         compression: CompressionSettings | None = None,
         message_limits: MessageLimits | None = None,
         admission: MessageAdmission | None = None,
+        http: Factory | None = None,
     ) -> None:
         """Without `compression` answers are uncompressed. Without `message_limits` clients are trusted with large
-        messages of any content. Without `admission` large messages count in no sum."""
+        messages of any content. Without `admission` large messages count in no sum. `http` makes the protocols of
+        connections that do not begin as HTTP/2; without it they are refused."""
         connections = connections or ConnectionSettings()
         self.max_age_seconds = connections.max_age_seconds
         self.policy = CallPolicy(
@@ -83,6 +86,7 @@ class GrpcServer(grpc.aio.Server):
         self.idle = Budget(IDLE_CALLS * connections.max_open)
         self.connection_counts = ConnectionCounts(connections)
         self._guard = guard
+        self._http = http
         self._tls = tls
         self._handlers: dict[str, Handler] = {}
         self._generic: list[grpc.GenericRpcHandler] = []
@@ -123,9 +127,13 @@ class GrpcServer(grpc.aio.Server):
 
     async def start(self) -> None:
         while self._sockets:
-            server = await serve(self._sockets[0], lambda: ServerConnection(self), self._tls)
+            server = await serve(self._sockets[0], self._connection, self._tls)
             self._servers.append(server)
             del self._sockets[0]
+
+    def _connection(self) -> asyncio.Protocol:
+        own = ServerConnection(self)
+        return FirstBytes(own, self._http) if self._http is not None else own
 
     def retire_connections(self) -> None:
         """Has every present client open the next call on another connection, maybe to another process. Open calls

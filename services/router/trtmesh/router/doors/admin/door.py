@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,8 +13,9 @@ from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.errors import Unauthenticated
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.grpc.server.refusals import Refusal
-from trtmesh.chassis.settings import Port, Settings
 from trtmesh.chassis.tls.certificates import ServerTls
+from trtmesh.router.doors.admin.console import Console
+from trtmesh.router.doors.admin.settings import AdminSettings
 from trtmesh.v1 import router_admin_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -26,38 +25,28 @@ HEALTH_NAME = "grpc.health.v1.Health"
 LOOPBACK_HOSTS = ("127.", "localhost", "::1", "[::1]")
 
 
-class AdminSettings(Settings):
-    """Address for admins."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: Port = 8003
-    """Port to listen on."""
-    allow_link_local: bool = False
-    """Whether admins may add workers at link-local addresses and at those of cloud metadata."""
-    token_file: Path | None = None
-    """File with the token required of calls; if unset, the variable TRTMESH_ADMIN_TOKEN; if neither, no token."""
-
-
 class AdminDoor:
-    """Serves RouterAdminService from `open` to `close`, and is healthy even while the mesh is not.
+    """Serves RouterAdminService and the console from `open` to `close`, and is healthy even while the mesh is not.
 
-    With a token configured, every call except health checks must carry it.
+    With a token configured, every call of gRPC except health checks must carry it.
     """
 
     def __init__(
         self,
         service: router_admin_pb2_grpc.RouterAdminServiceServicer,
         settings: AdminSettings,
+        token: AdminToken | None,
+        console: Console | None,
         max_message_bytes: int,
         tls: ServerTls | None = None,
         connections: ConnectionSettings | None = None,
     ) -> None:
         self._settings = settings
-        token = AdminToken.read(settings.token_file, os.environ)
+        self._console = console
         self._guarded = token is not None
         guard = TokenGuard(token) if token else None
-        self._server = GrpcServer(max_message_bytes, guard, tls, connections)
+        http = console.connection if console else None
+        self._server = GrpcServer(max_message_bytes, guard, tls, connections, http=http)
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(service, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -81,11 +70,15 @@ class AdminDoor:
     async def open(self) -> None:
         """Starts to answer."""
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
+        if self._console is not None:
+            await self._console.open()
         await self._server.start()
 
     async def close(self) -> None:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace=0.5)
+        if self._console is not None:
+            await self._console.close()
 
 
 class TokenGuard:

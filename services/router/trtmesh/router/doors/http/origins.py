@@ -16,8 +16,9 @@ LOCALHOST = "localhost"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def only_from(allowed: Collection[str]) -> Middleware:
-    """Refuses requests of web pages with an origin other than this server and the origins in `allowed`.
+def only_from(allowed: Collection[str], setting: str = "http.allowed_origins") -> Middleware:
+    """Refuses requests of web pages with an origin other than this server and the origins in `allowed`, which is the
+    value of `setting`.
 
     Browsers name the origin with every POST, and ask nobody before sending plain text or a form, which suffices for a
     request here. Other clients send no origin. An origin equal to the host of the request shows little: the owner of a
@@ -29,12 +30,27 @@ def only_from(allowed: Collection[str]) -> Middleware:
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is not None and not _is_allowed(origin, request.host):
             raise web.HTTPForbidden(
-                text=f"web pages of origin {cut(origin)!r} may not send requests (http.allowed_origins)"
+                text=f"web pages of origin {cut(origin)!r} may not send requests ({setting})"
             )
         return await handler(request)
 
     def _is_allowed(origin: str, host: str) -> bool:
         return ANY in allowed or origin in allowed or _is_own(origin, host)
+
+    return check
+
+
+def only_under(allowed: Collection[str], setting: str) -> Middleware:
+    """Refuses requests to a name that may point anywhere, unless an origin in `allowed` has it: a page under such a
+    name reads answers as its own, and names no origin to read."""
+    names = {urlsplit(each).netloc for each in allowed}
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = request.host
+        if not (ANY in allowed or host in names or _is_own(f"http://{host}", host)):
+            raise web.HTTPForbidden(text=f"this is not served under {cut(host)!r} ({setting})")
+        return await handler(request)
 
     return check
 

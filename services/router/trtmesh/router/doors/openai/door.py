@@ -17,7 +17,7 @@ from trtmesh.chassis.http_server import free_transport
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import GenerationCall
 from trtmesh.router.doors.http.answers import EVENT_STREAM, json_response
-from trtmesh.router.doors.http.authorising import IDENTITY
+from trtmesh.router.doors.http.authorising import IDENTITY, Handler
 from trtmesh.router.doors.http.bodies import Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
 from trtmesh.router.doors.http.port import HttpPort
@@ -91,6 +91,11 @@ class OpenAi:
         for endpoint in ENDPOINTS:
             router.add_post(endpoint.path, partial(self._generate, endpoint))
             port.served[endpoint.path] = "as OpenAI's API"
+
+    @property
+    def generating(self) -> Mapping[str, Handler]:
+        """What generates, by path, for other ports that know the caller; after `register`."""
+        return {each.path: partial(self._generate, each) for each in ENDPOINTS}
 
     async def _models(self, request: web.Request) -> web.Response:
         described = [self._served.describe(each) for each in self._served.all()]

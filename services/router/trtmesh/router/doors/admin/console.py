@@ -1,0 +1,280 @@
+"""The console: a page for operators at the admin address, and what the page asks there.
+
+`/console/feed` is an endless stream of looks at the router, `/console/calls/METHOD` a method of the admin API with
+messages as JSON, and the paths of the OpenAI door below `/console` serve the playground. Looks and the calls of READS
+change nothing and need no token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn, cast
+
+import grpc
+import orjson
+from aiohttp import hdrs, web
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.message import Message
+from trtmesh.chassis.bearer import BEARER_METADATA_KEY, AdminToken
+from trtmesh.chassis.error_wire import from_status
+from trtmesh.chassis.errors import InvalidRequest, Unauthenticated
+from trtmesh.chassis.http_server import HttpLimits, HttpServer
+from trtmesh.chassis.rpc import RpcContext
+from trtmesh.router.callers.callers import Callers
+from trtmesh.router.doors.admin.service import RouterAdminService
+from trtmesh.router.doors.admin.settings import AdminSettings
+from trtmesh.router.doors.http.authorising import IDENTITY, Handler
+from trtmesh.router.doors.http.errors import PlainForm, answering
+from trtmesh.router.doors.http.json_bodies import parse_json
+from trtmesh.router.doors.http.origins import only_from, only_under
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.requests.requests import Requests
+from trtmesh.v1 import router_admin_pb2 as pb
+
+READS = frozenset({"Explain", "ListAdapters", "ListRequests"})
+"""Methods for everybody who may look."""
+CHANGES = frozenset({"DrainWorker", "ResumeWorker", "SetWorkerRole", "StopRequest"})
+"""Methods for admins."""
+
+LOOK_SECONDS = 1.0
+"""Time between two looks."""
+MOST_VIEWERS = 32
+"""Most streams of looks at once."""
+MOST_ROWS = 200
+"""Most workers, tokenizers, requests, handoffs or adapters in an answer."""
+MOST_ITEMS = 8
+"""Most items of a request in a look."""
+ITEMS_PER_LOOK = 512
+"""Items after which a look leaves out the younger requests."""
+MOST_BYTES = 2**16
+"""Longest body of a call."""
+RECEIVE_SECONDS = 10.0
+"""Time for a browser to send it."""
+LIMITS = HttpLimits(
+    max_open=256, max_per_address=256, held_bytes=2**24, idle_seconds=75.0, unread_seconds=10.0
+)
+
+PAGE = Path(__file__).with_name("page")
+TYPES = MappingProxyType({".html": "text/html", ".css": "text/css", ".js": "text/javascript"})
+HEADERS = MappingProxyType(
+    {
+        hdrs.CACHE_CONTROL: "no-cache",
+        "Content-Security-Policy": (
+            "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+            " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+)
+
+
+class ConsoleForm(PlainForm):
+    door: ClassVar[str] = "console"
+
+
+class Console:
+    """Serves the page from `open` to `close`, on connections of the admin address."""
+
+    def __init__(
+        self,
+        service: RouterAdminService,
+        settings: AdminSettings,
+        token: AdminToken | None,
+        requests: Requests,
+        callers: Callers,
+        metrics: RouterMetrics,
+        generating: Mapping[str, Handler],
+        name: str,
+    ) -> None:
+        """`generating` are the handlers of the playground by path, none without a port for HTTP; `name` is the
+        router's."""
+        self._service, self._requests, self._callers = service, requests, callers
+        self._token = token
+        self._reads_need_token = settings.console == "token"
+        self._generating = generating
+        self._facts = {"router": name, "guarded": token is not None}
+        self._viewers = 0
+        self._looked = -LOOK_SECONDS
+        self._looking: asyncio.Task[bytes] | None = None
+        answer = answering({"": ConsoleForm(), "console": ConsoleForm()}, metrics.note_http_request)
+        origins, setting = settings.allowed_origins, "admin.allowed_origins"
+        app = web.Application(
+            middlewares=[answer, only_under(origins, setting), only_from(origins, setting)],
+            client_max_size=MOST_BYTES,
+        )
+        app.router.add_get("/", _go_to_page)
+        for file in sorted(PAGE.iterdir()):
+            path = "/console" if file.name == "console.html" else f"/console/{file.name}"
+            app.router.add_get(path, _file_handler(file))
+        app.router.add_get("/console/feed", self._feed)
+        app.router.add_post("/console/calls/{method}", self._call)
+        for path in generating:
+            app.router.add_post(f"/console{path}", self._generate)
+        self._http = HttpServer(app, LIMITS)
+
+    def connection(self) -> asyncio.Protocol:
+        return self._http.connection()
+
+    async def open(self) -> None:
+        await self._http.open()
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        await self._http.close()
+
+    async def _feed(self, request: web.Request) -> web.StreamResponse:
+        self._check_reader(request)
+        if self._viewers >= MOST_VIEWERS:
+            raise web.HTTPServiceUnavailable(text=f"{MOST_VIEWERS} others look already")
+        self._viewers += 1
+        try:
+            response = web.StreamResponse(headers=HEADERS)
+            response.content_type = "text/event-stream"
+            await response.prepare(request)
+            while True:
+                await response.write(b"data: " + await self._next_look() + b"\n\n")
+        finally:
+            self._viewers -= 1
+
+    async def _next_look(self) -> bytes:
+        """The next look, made once for all who wait. Nobody looks while nobody waits."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look_in_time())
+        return await asyncio.shield(self._looking)
+
+    async def _look_in_time(self) -> bytes:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._looked + LOOK_SECONDS - loop.time())
+        self._looked = loop.time()
+        context = _call_of_page()
+        fleet = await self._service.ListWorkers(pb.ListWorkersRequest(), context)
+        for worker in fleet.workers:
+            for long in ("supported_fields", "end_ids", "kv_shapes", "kv_transports"):
+                worker.engine.ClearField(long)
+        listed = pb.ListRequestsRequest(limit=self._requests_in_look())
+        requests = await self._service.ListRequests(listed, context)
+        items = [len(each.items) for each in requests.requests]
+        for each in requests.requests:
+            del each.items[MOST_ITEMS:]
+        handoffs = await self._service.ListHandoffs(pb.ListHandoffsRequest(), context)
+        look = self._facts | {
+            "time": time.time(),
+            "playground": bool(self._generating),
+            "needs_key": self._callers.check_keys,
+            "fleet": await _as_dict(fleet),
+            "requests": await _as_dict(requests),
+            "items": items,
+            "handoffs": await _as_dict(handoffs),
+        }
+        return orjson.dumps(look)
+
+    def _requests_in_look(self) -> int:
+        """How many requests, the oldest first, have few items together; at least one."""
+        sizes = accumulate(len(live.items) for live in self._requests.live.values())
+        few = sum(
+            1 for _, size in zip(range(MOST_ROWS), sizes, strict=False) if size <= ITEMS_PER_LOOK
+        )
+        return max(1, few)
+
+    async def _call(self, request: web.Request) -> web.Response:
+        method = request.match_info["method"]
+        if method not in READS | CHANGES:
+            raise web.HTTPNotFound
+        (self._check_token if method in CHANGES else self._check_reader)(request)
+        try:
+            async with asyncio.timeout(RECEIVE_SECONDS):
+                body = parse_json(await request.read(), MOST_BYTES)
+        except TimeoutError:
+            raise web.HTTPRequestTimeout from None
+        try:
+            asked = ParseDict(body, getattr(pb, f"{method}Request")())
+        except ParseError as error:
+            raise InvalidRequest(f"the body is no {method}Request: {error}") from None
+        answer = await getattr(self._service, method)(asked, _call_of_page())
+        return web.Response(
+            body=orjson.dumps(await _as_dict(answer)),
+            content_type="application/json",
+            headers=HEADERS,
+        )
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """Serves the playground, for admins. It is a client like others, with a key of its own."""
+        self._check_token(request)
+        keys = request.headers.getall("x-api-key", ())
+        request[IDENTITY] = self._callers.identify([("x-api-key", key) for key in keys])
+        return await self._generating[request.path.removeprefix("/console")](request)
+
+    def _check_reader(self, request: web.Request) -> None:
+        """Raises Unauthenticated. A wrong token is wrong everywhere: so a page learns it at once."""
+        if self._reads_need_token or hdrs.AUTHORIZATION in request.headers:
+            self._check_token(request)
+
+    def _check_token(self, request: web.Request) -> None:
+        """Raises Unauthenticated."""
+        shown = request.headers.getall(hdrs.AUTHORIZATION, ())
+        if self._token and not self._token.is_in((BEARER_METADATA_KEY, each) for each in shown):
+            raise Unauthenticated("the call has no admin token or a wrong one")
+
+
+class _PageCall:
+    """The context of a call over HTTP."""
+
+    _trailing: Any = ()
+
+    def invocation_metadata(self) -> Any:
+        return ()
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        self._trailing = trailing_metadata
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        raise from_status(code, details, self._trailing)
+
+
+def _call_of_page() -> RpcContext:
+    # The methods of READS and CHANGES use nothing else of a context.
+    return cast(RpcContext, _PageCall())
+
+
+async def _as_dict(message: Message) -> dict[str, Any]:
+    """A message as JSON has it, with at most MOST_ROWS of a list; a long list yields to the event loop."""
+    written: dict[str, Any] = {}
+    rows = {field.name: value for field, value in message.ListFields() if _is_list(value)}
+    for name in rows:
+        written[name] = []
+        for each in list(rows[name])[:MOST_ROWS]:
+            written[name].append(_plain(each))
+            await asyncio.sleep(0)
+        message.ClearField(name)
+    return _plain(message) | written
+
+
+def _is_list(value: Any) -> bool:
+    return not isinstance(value, (str, bytes, Message)) and hasattr(value, "add")
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    return MessageToDict(
+        message, always_print_fields_with_no_presence=True, preserving_proto_field_name=True
+    )
+
+
+async def _go_to_page(_: web.Request) -> web.Response:
+    raise web.HTTPFound("console")
+
+
+def _file_handler(file: Path) -> Handler:
+    body, content_type = file.read_bytes(), TYPES.get(file.suffix, "image/svg+xml")
+
+    async def send(_: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=content_type, headers=HEADERS)
+
+    return send

@@ -1,0 +1,245 @@
+"""The console's page and what it asks, over real sockets: who may look, who may change, and what looks cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from router.scripted import (
+    PATIENCE_SECONDS,
+    READY,
+    RouterClient,
+    ScriptedEngine,
+    serving_engine,
+    serving_router,
+    until_states,
+)
+from trtmesh.router.doors.admin import console
+from trtmesh.router.doors.admin.console import CHANGES, READS
+from trtmesh.router.doors.admin.service import RouterAdminService
+from yarl import URL
+
+SECRET = "s3cret-and-long"
+NOBODY = "127.0.0.1:1"
+WITH_TOKEN = {"Authorization": f"Bearer {SECRET}"}
+GENERATING = ("v1/chat/completions", "v1/completions")
+
+
+class Browser:
+    """Asks the console of a router."""
+
+    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
+        self._session = session
+        self.url = f"http://{address}/console"
+
+    async def get(self, path: str = "", **headers: str) -> tuple[int, str, Mapping[str, str]]:
+        async with self._session.get(self.url + path, headers=headers) as response:
+            return response.status, await response.text(), response.headers
+
+    async def call(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        sent = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        url = f"{self.url}/{path}"
+        async with self._session.post(url, data=sent, headers=headers) as response:
+            return response.status, await response.json()
+
+    @asynccontextmanager
+    async def feed(self, **headers: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        async with self._session.get(f"{self.url}/feed", headers=headers) as response:
+            yield response
+
+
+async def look(response: aiohttp.ClientResponse) -> Any:
+    """The next look of a feed."""
+    event = await response.content.readuntil(b"\n\n")
+    return json.loads(event.removeprefix(b"data: "))
+
+
+@asynccontextmanager
+async def browser_of(client: RouterClient) -> AsyncIterator[Browser]:
+    async with aiohttp.ClientSession() as session:
+        yield Browser(session, client.admin.address)
+
+
+@asynccontextmanager
+async def opened(engines: tuple[str, ...] = (NOBODY,), **settings: Any) -> AsyncIterator[Browser]:
+    async with serving_router(engines, **settings) as client, browser_of(client) as browser:
+        yield browser
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_text(f"{SECRET}\n")
+    return file
+
+
+async def test_page_has_all_its_files_and_no_code_in_line() -> None:
+    async with opened() as browser:
+        status, page, headers = await browser.get()
+        assert (status, headers["Content-Type"]) == (200, "text/html")
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert not re.search(r"<style|style=|\son\w+=|<script(?![^>]* src=)", page)
+        wanted, seen = set(re.findall(r'(?:href|src)="console(/[^"]+)"', page)), set[str]()
+        while wanted:
+            path = wanted.pop()
+            seen.add(path)
+            status, text, headers = await browser.get(path)
+            assert (status, headers["X-Content-Type-Options"]) == (200, "nosniff"), path
+            assert set(re.findall(r"https?://[^/]*", text)) <= {"http://www.w3.org"}
+            assert not re.search(r"innerHTML|insertAdjacentHTML|eval\(|document\.write", text)
+            wanted |= {f"/{name}" for name in re.findall(r'from "\./([^"]+)"', text)} - seen
+        assert seen == {f"/{file.name}" for file in console.PAGE.iterdir()} - {"/console.html"}
+
+
+async def test_token_is_needed_for_changes_and_not_for_looks(token: Path) -> None:
+    async with opened(admin={"token_file": token}, http={"port": 0}) as browser:
+        changes = [*(f"calls/{method}" for method in CHANGES), *GENERATING]
+        for path in changes:
+            status, answer = await browser.call(path)
+            assert (status, answer) == (
+                401,
+                {"error": "the call has no admin token or a wrong one"},
+            ), path
+            assert (await browser.call(path, **WITH_TOKEN))[0] != 401, path
+        for method in READS:
+            assert (await browser.call(f"calls/{method}"))[0] != 401
+            wrong, _ = await browser.call(f"calls/{method}", Authorization="Bearer x")
+            assert wrong == 401
+        async with browser.feed() as feed:
+            assert (await look(feed))["guarded"]
+        async with browser.feed(Authorization=f"Bearer {SECRET}x") as feed:
+            assert feed.status == 401
+
+
+async def test_looks_may_need_the_token_too(token: Path) -> None:
+    async with opened(admin={"token_file": token, "console": "token"}) as browser:
+        assert (await browser.get())[0] == 200
+        for method in READS:
+            assert (await browser.call(f"calls/{method}"))[0] == 401
+        async with browser.feed() as feed:
+            assert feed.status == 401
+        async with browser.feed(**WITH_TOKEN) as feed:
+            assert (await look(feed))["fleet"]["policy"] == "auto"
+
+
+async def test_address_without_a_console_speaks_grpc_alone() -> None:
+    async with opened(admin={"console": "none"}) as browser:
+        status, text, _ = await browser.get()
+        assert (status, "This port speaks gRPC" in text) == (400, True)
+
+
+async def test_pages_of_others_get_nothing() -> None:
+    allowed = {"allowed_origins": "https://mesh.example"}
+    async with opened(admin=allowed) as browser:
+        own = f"http://{URL(browser.url).authority}"
+        for origin, expected in (
+            (own, 200),
+            ("https://mesh.example", 200),
+            ("https://evil.example", 403),
+            ("null", 403),
+        ):
+            assert (await browser.call("calls/ListRequests", Origin=origin))[0] == expected, origin
+        # A name of others that points here: the page under it would read answers as its own.
+        assert (await browser.get(Host="mesh.example"))[0] == 200
+        for host in ("evil.example:8003", "::1"):
+            for path in ("", "/feed"):
+                status, text, _ = await browser.get(path, Host=host)
+                assert (status, "admin.allowed_origins" in text) == (403, True), host
+
+
+async def test_engine_that_dies_is_gone_in_the_next_looks() -> None:
+    engine = ScriptedEngine(worker="w")
+    async with serving_engine(engine) as address, serving_router([address]) as client:
+        await until_states(client, [READY], [])
+        async with browser_of(client) as browser, browser.feed() as feed:
+            (worker,) = (await look(feed))["fleet"]["workers"]
+            assert (worker["worker"], worker["state"]) == ("w", "WORKER_STATE_READY")
+            engine.refusal = "stays away"
+            await engine.hang_up()
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while worker["state"] == "WORKER_STATE_READY":
+                    (worker,) = (await look(feed))["fleet"]["workers"]
+            assert worker["problem"]
+
+
+async def test_looks_are_shared_and_nobody_looks_without_a_viewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    list_workers = RouterAdminService.ListWorkers
+
+    async def counted(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return await list_workers(*arguments)
+
+    monkeypatch.setattr(RouterAdminService, "ListWorkers", counted)
+    monkeypatch.setattr(console, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(console, "MOST_VIEWERS", 2)
+    async with opened() as browser:
+        await asyncio.sleep(0.2)
+        assert looks == 0
+        async with browser.feed() as one, browser.feed() as other:
+            both = [await asyncio.gather(look(one), look(other)) for _ in range(5)]
+            times = [{seen["time"] for seen in side} for side in zip(*both, strict=True)]
+            assert len(times[0] & times[1]) >= 4
+            assert looks <= 7
+            async with browser.feed() as third:
+                assert third.status == 503
+                assert (await third.json())["error"] == "2 others look already"
+        await asyncio.sleep(0.2)
+        seen = looks
+        await asyncio.sleep(0.2)
+        assert looks == seen
+        # Their places are free again.
+        async with browser.feed() as feed:
+            await look(feed)
+
+
+async def test_calls_answer_as_the_admin_api_does() -> None:
+    engine = ScriptedEngine(worker="w", supported_fields=["stopping.max_tokens"])
+    async with serving_engine(engine) as address, serving_router([address]) as client:
+        await until_states(client, [READY], [])
+        stream = client.generate([[1, 2]], request_id="<b>", text=False, max_tokens=9)
+        await anext(stream)
+        await engine.submitted()
+        async with browser_of(client) as browser, browser.feed() as feed:
+            seen = await look(feed)
+            (request,) = seen["requests"]["requests"]
+            assert (request["request_id"], seen["items"]) == ("<b>", [1])
+            assert request["items"][0]["worker"] == "w"
+            status, answer = await browser.call("calls/Explain", {"request_id": "<b>"})
+            assert (status, answer["placements"][0]["worker"]) == (200, "w")
+            assert answer["placements"][0]["candidates"][0]["excluded_by"] == ""
+            status, answer = await browser.call(
+                "calls/StopRequest", {"stop": {"request_id": "<b>"}}
+            )
+            assert (status, answer) == (200, {"stopped_items": 1})
+            status, answer = await browser.call(
+                "calls/DrainWorker", {"worker": "w", "finish_ms": 0}
+            )
+            assert (status, answer["worker"]["worker"]) == (200, "w")
+            status, answer = await browser.call("calls/Explain", {"request_id": "unknown"})
+            assert (status, "no recorded decision" in answer["error"]) == (404, True)
+        await stream.aclose()
+
+
+async def test_what_is_no_call_is_refused() -> None:
+    async with opened() as browser:
+        for method in ("RemoveWorker", "AddWorker", "UploadAdapter", "__init__"):
+            assert (await browser.call(f"calls/{method}"))[0] == 404
+        for body in (b"[]", b"{", b'{"nothing": 1}', b'{"request_id": 1}'):
+            status, answer = await browser.call("calls/Explain", body)
+            assert status == 400, answer
+        assert (await browser.call("calls/Explain", b" " * 2**17))[0] == 413
+        # The playground is OpenAI's door, which is not there without a port for HTTP.
+        assert (await browser.call(GENERATING[0]))[0] == 404
