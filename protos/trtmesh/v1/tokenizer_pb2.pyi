@@ -328,12 +328,15 @@ class Encoded(google.protobuf.message.Message):
     OMITTED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SPELLED_WORDS_FIELD_NUMBER: builtins.int
     TOKEN_BYTES_FIELD_NUMBER: builtins.int
+    TEXT_END_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """The command's handle."""
     omitted_token_ids: builtins.int
     """Number of the text's ids, or of those of its beginning, if they are more than the command's `max_token_ids`. The
     other fields are then unset.
     """
+    text_end: builtins.str
+    """The last characters of the conversation as a text, at most 64: it may end within the answer."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids of the text."""
@@ -369,9 +372,10 @@ class Encoded(google.protobuf.message.Message):
         omitted_token_ids: builtins.int = ...,
         spelled_words: collections.abc.Iterable[Global___Spellings] | None = ...,
         token_bytes: collections.abc.Iterable[builtins.bytes] | None = ...,
+        text_end: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error", "stop_vocabulary", b"stop_vocabulary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "omitted_token_ids", b"omitted_token_ids", "spelled_words", b"spelled_words", "stop_vocabulary", b"stop_vocabulary", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "omitted_token_ids", b"omitted_token_ids", "spelled_words", b"spelled_words", "stop_vocabulary", b"stop_vocabulary", "text_end", b"text_end", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
 
 Global___Encoded: typing_extensions.TypeAlias = Encoded
 
@@ -544,6 +548,8 @@ class GetTokenizerResponse(google.protobuf.message.Message):
     INSTANCE_FIELD_NUMBER: builtins.int
     DOOR_FINGERPRINT_FIELD_NUMBER: builtins.int
     DEFAULTS_FIELD_NUMBER: builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: builtins.int
+    REASONING_FORMAT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Name of its model."""
     fingerprint: builtins.str
@@ -568,6 +574,10 @@ class GetTokenizerResponse(google.protobuf.message.Message):
     """Random name of the process: two addresses with one name are one tokenizer. Empty means unknown."""
     door_fingerprint: builtins.str
     """Hash of what makes requests complete: chat templates and defaults. Empty means unknown."""
+    tool_format: builtins.str
+    """How the model writes calls of tools: `hermes`, `llama3_json`, `mistral`, `mistral_list`, or `none` if unknown."""
+    reasoning_format: builtins.str
+    """How the model writes its reasoning: `think`, or `none`."""
     @property
     def special_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Every special token id."""
@@ -593,9 +603,11 @@ class GetTokenizerResponse(google.protobuf.message.Message):
         instance: builtins.str = ...,
         door_fingerprint: builtins.str = ...,
         defaults: trtmesh.v1.generation_pb2.GenerationConfig | None = ...,
+        tool_format: builtins.str = ...,
+        reasoning_format: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "defaults", b"defaults", "eos_id", b"eos_id", "pad_id", b"pad_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "defaults", b"defaults", "door_fingerprint", b"door_fingerprint", "eos_id", b"eos_id", "fingerprint", b"fingerprint", "instance", b"instance", "kind", b"kind", "max_text_bytes", b"max_text_bytes", "model", b"model", "pad_id", b"pad_id", "schema_revision", b"schema_revision", "special_ids", b"special_ids", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "defaults", b"defaults", "door_fingerprint", b"door_fingerprint", "eos_id", b"eos_id", "fingerprint", b"fingerprint", "instance", b"instance", "kind", b"kind", "max_text_bytes", b"max_text_bytes", "model", b"model", "pad_id", b"pad_id", "reasoning_format", b"reasoning_format", "schema_revision", b"schema_revision", "special_ids", b"special_ids", "tool_format", b"tool_format", "vocabulary_size", b"vocabulary_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bos_id", b"_bos_id"]) -> typing.Literal["bos_id"] | None: ...
     @typing.overload

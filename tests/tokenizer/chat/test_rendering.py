@@ -89,8 +89,10 @@ async def test_ids_are_those_of_transformers(model_dir: Path, name: str) -> None
                 expected = theirs.apply_chat_template(
                     messages, tokenize=True, return_dict=False, **_kwargs(fields)
                 )
-                ids = await encoded(link, number + 1, chat(messages, **fields))
-                assert ids == expected, (name, number)
+                answer = await encoded(link, number + 1, chat(messages, **fields))
+                assert list(answer.token_ids) == expected, (name, number)
+                text = theirs.decode(expected, skip_special_tokens=False)
+                assert answer.text_end == text[-64:]
 
 
 CASES: list[tuple[list[Any], dict[str, Any]]] = [
@@ -112,11 +114,19 @@ def _kwargs(fields: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-async def encoded(link: Link, handle: int, asked: pb.Chat) -> list[int]:
+async def encoded(link: Link, handle: int, asked: pb.Chat) -> tokenizer_pb2.Encoded:
     command = tokenizer_pb2.EncodeCommand(handle=handle, chat=asked)
     answer = await link.encode(tokenizer_pb2.TokenizerCommand(encode=command))
     assert not answer.HasField("error"), answer.error
-    return list(answer.token_ids)
+    return answer
+
+
+async def test_template_that_adds_arguments_to_text_gets_text() -> None:
+    added = "{% for m in messages if m.tool_calls %}{{ '```' + m.tool_calls[0].function.arguments }}{% endfor %}"
+    async with rendering(default=added, wrong="{{ 'a' + 1 }}") as renderer:
+        assert await renderer.render(chat(CALLS)) == '```{"x": 1, "é": [2.5]}'
+        with pytest.raises(InvalidRequest, match="TypeError: can only concatenate"):
+            await renderer.render(chat(CALLS, template_name="wrong"))
 
 
 @pytest.mark.parametrize("template", [LLAMA_3, QWEN])

@@ -100,6 +100,8 @@ class EncodedTexts:
     token_bytes: Sequence[bytes] = ()
     omitted: int = 0
     """Number of the text's ids, or of the beginning's ids, if beyond the wanted number. Then all else is empty."""
+    text_end: str = ""
+    """The last characters of a conversation's text."""
 
     @property
     def token_count(self) -> int:

@@ -29,6 +29,8 @@ from trtmesh.v1 import tokenizer_pb2 as pb
 
 TOKEN_BYTES = 4
 """About the size of a token's id or text in an event."""
+TEXT_END_CHARACTERS = 64
+"""Told of a rendered conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +166,13 @@ class RouterStream:
         """Renders a conversation, and encodes it as a text with the special tokens of the template alone."""
         try:
             text = await self._shared.renderer.render(command.chat)
-            return await self._shared.encoder.submit(replace(_request_of(command), text=text))
+            request = replace(_request_of(command), text=text)
+            encoded = await self._shared.encoder.submit(request)
         except TrtmeshError as error:
             return error.with_traceback(None)
+        if isinstance(encoded, EncodedTexts):
+            return replace(encoded, text_end=text[-TEXT_END_CHARACTERS:])
+        return encoded
 
     def _cancel_encodes(self, handles: Iterable[int]) -> None:
         """Removes encodes from the queue; ignores handles answered already."""
@@ -262,6 +268,7 @@ def _fill_encoded(encoded: pb.Encoded, texts: EncodedTexts, metrics: TokenizerMe
     metrics.encoded_tokens += texts.token_count
     encoded.token_ids.extend(texts.token_ids)
     encoded.omitted_token_ids = texts.omitted
+    encoded.text_end = texts.text_end
     for ids in texts.words:
         encoded.words.add(ids=ids)
     for spellings in texts.spelled_words:

@@ -15,6 +15,7 @@ from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.tokenizer_loading import for_words
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
+from trtmesh.tokenizer.chat.speaking import reasoning_format, tool_format
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import Encoder, encode_in_this_thread_alone
 from trtmesh.tokenizer.metrics import TokenizerMetrics
@@ -115,8 +116,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         self, request: pb.GetTokenizerRequest, context: RpcContext
     ) -> pb.GetTokenizerResponse:
         async with answering(context):
-            most = self._settings.encoding.max_text_bytes
-            return _describe(self._ready().vocabulary, most, self._instance)
+            return _describe(self._ready().vocabulary, self._settings, self._instance)
 
     def direct_texts(self) -> DirectTexts:
         """The texts of a router in this process, beside its stream. Call after `start`."""
@@ -129,8 +129,10 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
 
 
 def _describe(
-    vocabulary: Vocabulary, max_text_bytes: int, instance: str
+    vocabulary: Vocabulary, settings: TokenizerSettings, instance: str
 ) -> pb.GetTokenizerResponse:
+    tools = tool_format(vocabulary.chat_templates, settings.tool_format)
+    reasoning = reasoning_format(vocabulary.chat_templates, settings.reasoning_format)
     return pb.GetTokenizerResponse(
         model=vocabulary.model,
         fingerprint=vocabulary.fingerprint,
@@ -142,8 +144,10 @@ def _describe(
         chat_template=vocabulary.chat_templates.default,
         kind=vocabulary.kind,
         schema_revision=SCHEMA_REVISION,
-        max_text_bytes=max_text_bytes,
+        max_text_bytes=settings.encoding.max_text_bytes,
         instance=instance,
-        door_fingerprint=vocabulary.door_fingerprint,
+        door_fingerprint=f"{vocabulary.door_fingerprint} {tools} {reasoning}",
         defaults=vocabulary.defaults,
+        tool_format=tools,
+        reasoning_format=reasoning,
     )

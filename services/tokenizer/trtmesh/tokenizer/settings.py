@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 from pydantic import model_validator
 from trtmesh.chassis.settings import Port
 from trtmesh.chassis.tls.settings import SecuredSettings
+from trtmesh.tokenizer.chat.speaking import ReasoningFormat, ToolFormat
 from trtmesh.tokenizer.encoding import EncodingSettings
 
 
@@ -23,6 +24,10 @@ class TokenizerSettings(SecuredSettings):
     encoding: EncodingSettings = EncodingSettings()
     allow_request_templates: bool = False
     """Whether a request may bring a chat template of its own, to run in the process for templates."""
+    tool_format: ToolFormat = ToolFormat.AUTO
+    """How the model writes calls of tools; auto goes by its chat template."""
+    reasoning_format: ReasoningFormat = ReasoningFormat.AUTO
+    """How the model writes its reasoning; auto goes by its chat template."""
 
     @model_validator(mode="after")
     def _an_answer_fits_a_message(self) -> Self:

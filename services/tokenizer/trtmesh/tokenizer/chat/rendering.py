@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any, BinaryIO
 
 import jinja2
@@ -126,13 +127,19 @@ class Templates:
         source, template = self._template(asked)
         messages = [_plain_message(message) for message in asked["messages"]]
         ending = _mark_end(messages, source) if asked["continue_final_message"] else ""
-        text = template.render(
-            messages=messages,
+        render = partial(
+            template.render,
             tools=asked["tools"],
             documents=asked["documents"],
             add_generation_prompt=asked["add_generation_prompt"],
             **{**self._special_tokens, **asked["kwargs"]},
         )
+        try:
+            text = render(messages=messages)
+        except TypeError:
+            if (written := [_with_written_arguments(each) for each in messages]) == messages:
+                raise
+            text = render(messages=written)
         return _cut_at_mark(text, ending) if asked["continue_final_message"] else text
 
     def _template(self, asked: Mapping[str, Any]) -> tuple[str, jinja2.Template]:
@@ -152,6 +159,22 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain
+
+
+def _with_written_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of calls as text, which some templates add to theirs."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    return {**message, "tool_calls": [_with_written(call) for call in calls]}
+
+
+def _with_written(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    written = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": written}}
 
 
 def _mark_end(messages: list[dict[str, Any]], source: str) -> str:
