@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine.torch.drafts.drafters import Knowing, draft
 from engine.torch.guided.guides import guided
 from engine.torch.harness import configure, running
 from oracle import tiny_models
+from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
 from trtmesh.engine.backends.torch.guided.grammars import FIRST_SECONDS, GuideCounts
 from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.engine.backends.torch.sampling.mask_time import STEP_SECONDS, MaskTime
@@ -89,6 +91,31 @@ async def test_others_have_a_token_in_each_step(
         for key in keys:
             turns = [place for place, each in enumerate(order) if each == key]
             assert all(later - before <= 12 for before, later in pairwise(turns)), order
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("drafts", [0, 4])
+async def test_steps_that_rows_sit_out_are_counted(
+    rows: int, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not drafts without a mask, nor rows that had theirs at the end of their step."""
+    config = guided("REGEX", "[a-z]{9,99}", max_tokens=12)
+    async with running(tiny_models.build(tmp_path, "llama"), drafts="ngram") as engine:
+        (tokens,) = await engine.run([PROMPT], config)
+        draft(engine, Knowing({(0, 0): tokens}), FixedLengths(drafts))
+        before = engine.backend.stats()
+        monkeypatch.setattr(mask_time, "STEP_SECONDS", 1e-9)
+        first = len(engine.outputs)
+        with engine.gate.held():
+            keys = [engine.submit(PROMPT, config)[0] for _ in range(rows)]
+        await engine.ended(keys)
+        after = engine.backend.stats()
+        assert bool(drafts) == (after.draft_tokens > before.draft_tokens)
+        outputs = [set(out.keys) for out in engine.outputs[first:] if out.keys]
+        places = {key: [i for i, out in enumerate(outputs) if key in out] for key in keys}
+        assert (rows > 1) == any(own[0] > 0 for own in places.values())
+        sat_out = sum(own[-1] + 1 - len(own) for own in places.values())
+        assert after.late_masks - before.late_masks == sat_out
 
 
 async def test_only_late_rows_are_not_paused(

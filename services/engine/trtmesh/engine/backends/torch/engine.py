@@ -125,7 +125,8 @@ class Engine:
         self.generated_tokens = 0
         self.drafting = drafting
         self._compute = compute
-        self._mask_time = MaskTime(guide_counts or GuideCounts())
+        self._guide_counts = guide_counts or GuideCounts()
+        self._mask_time = MaskTime(self._guide_counts)
         self._late: list[Late] = []
         """The longest waiting first."""
         self._broken: BackendFailed | None = None
@@ -257,6 +258,7 @@ class Engine:
         self._compute_chunks(chunks, step)
         if self._late:
             self._choose_late(step)
+            self._guide_counts.late_masks += len(self._late)
         for sequence in step.awaited:
             sequence.in_flight = True
         return step
@@ -281,6 +283,7 @@ class Engine:
         self._mask_time.begin()
         following = Launched(forwards=[forward], uncounted=chunks)
         self._choose(forward, following)
+        self._guide_counts.late_masks += len(self._late)
         step.following = following
         return following
 

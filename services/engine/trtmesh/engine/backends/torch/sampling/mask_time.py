@@ -35,13 +35,11 @@ class MaskTime:
         """Makes the masks of the next tokens. Returns the keys of the sequences that have none yet."""
         guided = [sequence for sequence in sequences if sequence.token_rules.guided]
         guided.sort(key=_expected)
-        late = {
+        return {
             sequence.key
             for sequence in guided
             if _expected(sequence) > self._left or not self._makes(sequence)
         }
-        self._counts.late_masks += len(late)
-        return late
 
     def late_again(self, waiting: Sequence[Continuation]) -> set[int]:
         """`late` of the sequences that `late` returned in earlier steps, the longest waiting first."""
@@ -49,7 +47,6 @@ class MaskTime:
         first = next((sequence for sequence in waiting if sequence.key in late), None)
         if first and self._left > 0 and self._makes(first):
             late.remove(first.key)
-            self._counts.late_masks -= 1
         return late
 
     def _makes(self, sequence: Continuation) -> bool:
