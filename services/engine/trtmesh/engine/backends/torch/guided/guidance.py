@@ -103,25 +103,18 @@ class GuidanceCompiler:
             case pb.GUIDE_TYPE_JSON_SCHEMA:
                 return self._of_schema(read_schema(guide), asked.max_whitespace)
             case pb.GUIDE_TYPE_REGEX:
-                return self._of_regex(guide)
+                return self._compiled(_one(f"start: {_regex(guide)}"))
             case pb.GUIDE_TYPE_EBNF_GRAMMAR:
-                return self._compiled(_lark(guide), MAX_ROW_ITEMS)
+                return self._compiled(_one(_lark(guide)), MAX_ROW_ITEMS)
             case pb.GUIDE_TYPE_STRUCTURAL_TAG:
                 return self._of_tags(guide, asked.max_whitespace)
         kinds = "JSON, JSON_SCHEMA, REGEX, CHOICE, EBNF_GRAMMAR or STRUCTURAL_TAG"
         name = pb.GuideType.Name(pb.GuideType.ValueType(asked.guide_type))
         raise InvalidField.of("guided_decoding.guide_type", name, f"{kinds} on this worker")
 
-    def _of_regex(self, regex: str) -> GuidanceMatcher:
-        from llguidance import LLMatcher
-
-        return self._compiled(LLMatcher.grammar_from_regex(regex))
-
     def _of_tags(self, guide: str, asked_whitespace: int | None) -> GuidanceMatcher:
-        from llguidance import LLMatcher
-
-        grammar = tag_grammar(guide, self._options(asked_whitespace))
-        return self._compiled(LLMatcher.grammar_from_lark(grammar))
+        grammar, is_ambiguous = tag_grammar(guide, self._options(asked_whitespace), _lark, _regex)
+        return self._compiled(grammar, MAX_ROW_ITEMS if is_ambiguous else None)
 
     def _options(self, asked_whitespace: int | None) -> dict[str, object]:
         """The library's options for JSON."""
@@ -204,9 +197,22 @@ def _schema_grammar(schema: dict[str, object], options: Any) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 
-def _lark(text: str) -> str:
-    """A grammar in Lark's or GBNF's notation."""
+def _one(grammar: str) -> str:
     from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(grammar)
+
+
+def _regex(expression: str) -> str:
+    """An expression in Lark's notation."""
+    from llguidance import LLMatcher
+
+    (grammar,) = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]
+    return str(grammar["lark_grammar"]).removeprefix("start: ")
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's notation, of one in GBNF's or that."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     if "%json" in text:
@@ -218,7 +224,7 @@ def _lark(text: str) -> str:
     if CAPTURE.search(text):
         raise InvalidField("has a capture, which no answer would return", field=FIELD)
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(text))
+        return str(any_to_lark(text))
     except Exception as error:  # noqa: BLE001 - a parser in Python, with errors of every kind
         raise InvalidField(f"is no grammar: {_sentence(str(error))}", field=FIELD) from None
 

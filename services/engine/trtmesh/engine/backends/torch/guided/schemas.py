@@ -34,31 +34,32 @@ def read_schema(text: str) -> Schema:
     if not isinstance(schema, dict):
         raise InvalidField("must be a JSON object", field=FIELD)
     if "x-guidance" in schema:
-        _refuse("x-guidance", "is not taken; guided_decoding.max_whitespace bounds white space")
+        refuse("x-guidance", "is not taken; guided_decoding.max_whitespace bounds white space")
     values, multiple = 0, 1
     for path, part in parts_of(schema):
         if path.count("/") > MOST_DEPTH:
-            _refuse(path, f"is nested deeper than {MOST_DEPTH} levels")
+            refuse(path, f"is nested deeper than {MOST_DEPTH} levels")
         if isinstance(part.get("enum"), list):
             values += len(part["enum"])
             if values > MOST_ENUM_VALUES:
-                _refuse(f"{path}/enum", f"brings the values of enums above {MOST_ENUM_VALUES}")
+                refuse(f"{path}/enum", f"brings the values of enums above {MOST_ENUM_VALUES}")
         properties = part.get("properties")
         if isinstance(properties, dict) and len(properties) > MOST_PROPERTIES:
-            _refuse(f"{path}/properties", f"has more than {MOST_PROPERTIES} properties")
+            refuse(f"{path}/properties", f"has more than {MOST_PROPERTIES} properties")
         number = part.get("multipleOf")
         if isinstance(number, int | float) and number > 0:
             digits = int("".join(map(str, Decimal(repr(number)).as_tuple().digits)).rstrip("0"))
             multiple = math.lcm(multiple, digits)
             if multiple > MOST_MULTIPLE:
-                _refuse(
+                refuse(
                     f"{path}/multipleOf",
                     f"brings the least common multiple of all multipleOf above {MOST_MULTIPLE}",
                 )
     return schema
 
 
-def _refuse(path: str, problem: str) -> NoReturn:
+def refuse(path: str, problem: str) -> NoReturn:
+    """Raises InvalidField."""
     raise InvalidField(f"at {path or '/'} {problem}", field=FIELD)
 
 

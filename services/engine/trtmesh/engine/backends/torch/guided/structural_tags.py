@@ -1,166 +1,305 @@
-"""Structural tags: free text in which a trigger begins a tag, with JSON of its schema up to its end.
+"""Structural tags: fixed texts around free text, JSON, expressions and grammars, as TensorRT-LLM and vLLM take them.
 
-In the notation of TensorRT-LLM 1.x: `{"structures": [{"begin": "<f=a>", "schema": {}, "end": "</f>"}], "triggers":
-["<f="]}`, with or without `"type": "structural_tag"`; or in that of xgrammar, whose formats contain each other:
-`{"type": "structural_tag", "format": {"type": "or", "elements": [...]}}`. Triggers are texts; special tokens are none.
+Either `{"type": "structural_tag", "format": {...}}` in xgrammar's notation, or the older `{"structures": [{"begin":
+"<f=a>", "schema": {}, "end": "</f>"}], "triggers": ["<f="]}`, in which a trigger in free text begins a tag. Special
+tokens are no texts. Expressions and fixed texts in a row are followed together; others take the longest they can.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from types import UnionType
+from typing import Any, NamedTuple
 
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.json_text import load_json
-from trtmesh.engine.backends.torch.guided.schemas import Schema, read_schema
+from trtmesh.engine.backends.torch.guided.schemas import MOST_DEPTH, Schema, read_schema, refuse
 from trtmesh.engine.guides import FIELD
 
 SHAPE = '{"structures": [{"begin": "...", "schema": {...}, "end": "..."}], "triggers": ["..."]}'
-MOST_DEPTH = 16
-"""Of formats in each other."""
-MOST_FREE_TEXTS = 4
-"""A place in a text may belong to each of them, and their readings multiply."""
-FLAGS = ("at_least_one", "stop_after_first")
-FORMATS: Mapping[str, tuple[Mapping[str, type], Collection[str]]] = MappingProxyType(
-    {
-        "const_string": ({"value": str}, ()),
-        "json_schema": ({"json_schema": dict}, ()),
-        "sequence": ({"elements": list}, ()),
-        "or": ({"elements": list}, ()),
-        "tag": ({"begin": str, "content": dict, "end": str}, ()),
-        "triggered_tags": ({"triggers": list, "tags": list}, FLAGS[1:]),
-        "tags_with_separator": ({"tags": list, "separator": str}, FLAGS),
-    }
-)
-"""Members of each format, and flags that it may have."""
+ANY = "/(?s:.*)/"
+CHOSEN = {"at_least_one": False, "stop_after_first": False}
+FORMATS: dict[str, dict[str, Any]] = {
+    "const_string": {"value": str},
+    "json_schema": {"json_schema": dict | bool, "style": ("json",), "any_order": (False,)}
+    | {"max_whitespace_cnt": (None,), "excludes": ([],)},
+    "regex": {"pattern": str},
+    "grammar": {"grammar": str},
+    "any_text": {"excludes": [], "max_tokens": (None,), "max_chars": (None,)},
+    "sequence": {"elements": list},
+    "or": {"elements": list},
+    "optional": {"content": dict},
+    "star": {"content": dict},
+    "plus": {"content": dict},
+    "repeat": {"content": dict, "min": int, "max": int},
+    "tag": {"begin": str, "content": dict, "end": str | list},
+    "triggered_tags": {"triggers": list, "tags": list, "excludes": [], **CHOSEN},
+    "tags_with_separator": {"tags": list, "separator": str, **CHOSEN},
+}
+"""Members with the type of one that must be there, else the default; in brackets where no other value is taken."""
+
+Ends = Sequence[str] | None
+"""Texts that end free text, as part of it; none where there is no such text, and None where nothing follows."""
 
 
-def tag_grammar(text: str, options: Schema) -> str:
-    """A grammar in Lark's notation; `options` are the library's for JSON. Raises InvalidField."""
-    from llguidance import StructTag
+class Part(NamedTuple):
+    """An expression in Lark's notation."""
 
+    text: str
+    is_regular: bool
+    """Whether an automaton can follow it, with its neighbours of that kind."""
+
+
+def tag_grammar(
+    text: str, options: Schema, lark: Callable[[str], str], regex: Callable[[str], str]
+) -> tuple[str, bool]:
+    """A grammar of llguidance, and whether a text may have many readings under it; `options` are the library's for
+    JSON, `lark` and `regex` read grammars and expressions. Raises InvalidField."""
     try:
         given = load_json(text)
     except json.JSONDecodeError as error:
         raise InvalidField(f"is not JSON: {error}", field=FIELD) from None
-    if _has(given, {"format": dict}, ["type"]) and given.get("type") == "structural_tag":
-        return FormatGrammar(options).of(given["format"])
+    writer = Writer(options, lark, regex)
+    if isinstance(given, dict) and "format" in given:
+        if given.keys() != {"type", "format"} or given["type"] != "structural_tag":
+            problem = 'must be {"type": "structural_tag", "format": {...}}'
+            raise InvalidField(problem, field=FIELD)
+        return writer.grammar(writer.part(given["format"], "/format", None))
     if not _has(given, {"structures": list, "triggers": list}, ["type"]):
         raise InvalidField(f"must be {SHAPE}", field=FIELD)
     if given.get("type", "structural_tag") != "structural_tag" or not given["structures"]:
         raise InvalidField(f"must be {SHAPE}, with a structure", field=FIELD)
     tags = []
     for index, each in enumerate(given["structures"]):
+        path = f"/structures/{index}"
         if not _has(each, {"begin": str, "schema": dict, "end": str}):
-            raise InvalidField(f"at /structures/{index} must be as in {SHAPE}", field=FIELD)
-        begin = each["begin"]
-        trigger = next(
-            (
-                own
-                for own in given["triggers"]
-                if isinstance(own, str) and own and begin.startswith(own)
-            ),
-            None,
-        )
-        if trigger is None:
-            problem = f"at /structures/{index}/begin starts with none of the triggers"
-            raise InvalidField(problem, field=FIELD)
-        schema = read_schema(json.dumps(each["schema"])) | {"x-guidance": options}
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=each["end"]))
-    return StructTag.to_grammar(tags, assume_special=False)
+            refuse(path, f"must be as in {SHAPE}")
+        schema = {"type": "json_schema", "json_schema": each["schema"]}
+        tags.append((f"{path}/begin", each["begin"], writer.ended(schema, path, [each["end"]], ())))
+    options = {"triggers": given["triggers"], "excludes": [], **CHOSEN}
+    return writer.grammar(writer.triggered("", options, tags, None))
 
 
-class FormatGrammar:
-    """A grammar of formats in each other, in Lark's notation."""
+class Writer:
+    """Collects rules for the parts of a tag."""
 
-    def __init__(self, options: Schema) -> None:
-        self._options = options
-        self._rules = ["%llguidance {}", r"TEXT: /(.|\n)*/"]
-        self._free_texts = 0
+    def __init__(
+        self, options: Schema, lark: Callable[[str], str], regex: Callable[[str], str]
+    ) -> None:
+        self._options, self._lark, self._regex = options, lark, regex
+        self._rules: list[str] = []
+        self._grammars: list[dict[str, str]] = []
+        self._is_ambiguous = False
 
-    def of(self, form: Any) -> str:
-        """Raises InvalidField."""
-        start = self._of(form, "/format")
-        return "\n".join([*self._rules, f"start: {start}"])
+    def grammar(self, start: Part) -> tuple[str, bool]:
+        rules = "\n".join(["%llguidance {}", f"start: {self._named(start)}", *self._rules])
+        whole = [{"name": "tag", "lark_grammar": rules}, *self._grammars]
+        return json.dumps({"grammars": whole}), self._is_ambiguous
 
-    def _of(self, form: Any, path: str) -> str:
-        """An expression of the grammar. Raises InvalidField."""
-        kind = form.get("type") if isinstance(form, dict) else None
-        members, flags = FORMATS.get(kind, ({}, ())) if isinstance(kind, str) else ({}, ())
-        if kind not in FORMATS or not _has(form, {"type": str, **members}, flags):
-            told = "; ".join(
-                " ".join((name, *members, *flags)) for name, (members, flags) in FORMATS.items()
-            )
-            raise InvalidField(f"at {path} must be a format: {told}", field=FIELD)
-        if path.count("/") > MOST_DEPTH:
-            raise InvalidField(f"at {path} is nested too deeply", field=FIELD)
-        match kind:
+    def part(self, value: Any, path: str, ends: Ends) -> Part:
+        """A format; free text goes on to one of `ends`."""
+        given = _read(value, path)
+        match kind := given["type"]:
             case "const_string":
-                return json.dumps(form["value"])
+                return _fixed(given["value"])
+            case "regex":
+                return Part(self._regex(given["pattern"]), is_regular=True)
             case "json_schema":
-                schema = read_schema(json.dumps(form["json_schema"]))
-                return f"%json {json.dumps(schema | {'x-guidance': self._options})}"
+                return self._json(given["json_schema"], f"{path}/json_schema")
+            case "grammar":
+                self._is_ambiguous = True
+                name = f"g{len(self._grammars)}"
+                self._grammars.append({"name": name, "lark_grammar": self._lark(given["grammar"])})
+                return Part(f"@{name}", is_regular=False)
+            case "any_text":
+                return self._text(path, _texts(given["excludes"], f"{path}/excludes"), ends)
+            case "sequence" | "or":
+                return self._elements(kind, given["elements"], f"{path}/elements", ends)
             case "tag":
-                return self._tag(form, path, form["begin"])
+                rest = self.ended(given["content"], path, _ends(given, path), ends)
+                return self._row([_fixed(given["begin"]), rest])
             case "triggered_tags":
-                return self._triggered(form, path)
+                tags = self._tags(given["tags"], f"{path}/tags")
+                return self.triggered(path, given, tags, ends)
             case "tags_with_separator":
-                return self._separated(form, path)
-        parts = self._each(form["elements"], path)
-        return f"({(' ' if kind == 'sequence' else ' | ').join(parts)})"
+                return self._separated(given, f"{path}/tags")
+        return self._times(given, path)
 
-    def _each(self, forms: list[Any], path: str) -> list[str]:
-        if not forms:
-            raise InvalidField(f"at {path} must have one format or more", field=FIELD)
-        return [self._of(each, f"{path}/{index}") for index, each in enumerate(forms)]
+    def ended(self, content: Any, path: str, own: Sequence[str], ends: Ends) -> Part:
+        """The content of a tag, and one of its `own` ends."""
+        path = f"{path}/content"
+        if list(own) == [""]:
+            return self.part(content, path, ends)
+        if content.get("type") in ("any_text", "triggered_tags"):
+            return self.part(content, path, own)
+        return self._row([self.part(content, path, ()), self._or(map(_fixed, own))])
 
-    def _tag(self, tag: dict[str, Any], path: str, begin: str) -> str:
-        """A tag of which this part of the beginning is to come."""
-        if tag["content"] == {"type": "any_text"}:
-            # Up to the first place where the end stands.
-            self._count_free_text(path)
-            return self._rule("[lazy]", f"{json.dumps(begin)} TEXT {json.dumps(tag['end'])}")
-        return f"{json.dumps(begin)} {self._of(tag['content'], path)} {json.dumps(tag['end'])}"
-
-    def _triggered(self, form: dict[str, Any], path: str) -> str:
-        self._each(form["tags"], path)
-        self._count_free_text(path)
-        tags: dict[str, list[str]] = {}
-        for index, tag in enumerate(form["tags"]):
-            begin = tag.get("begin", "")
-            triggers = (each for each in form["triggers"] if isinstance(each, str) and each)
-            trigger = next((each for each in triggers if begin.startswith(each)), None)
-            if trigger is None:
-                problem = f"at {path}/{index}/begin starts with none of the triggers"
-                raise InvalidField(problem, field=FIELD)
-            rest = self._tag(tag, f"{path}/{index}", begin[len(trigger) :])
-            tags.setdefault(trigger, []).append(rest)
-        either = " | ".join(
-            f"{self._rule('[lazy]', f'TEXT {json.dumps(trigger)}')} ({' | '.join(rests)})"
-            for trigger, rests in tags.items()
+    def triggered(
+        self, path: str, given: Schema, tags: Sequence[tuple[str, str, Part]], ends: Ends
+    ) -> Part:
+        """Free text in which triggers begin `tags`: the path and text of the beginning of each, and the rest."""
+        triggers = _texts(given["triggers"], f"{path}/triggers")
+        for index, trigger in enumerate(triggers):
+            if not any(begin.startswith(trigger) for _, begin, _ in tags):
+                refuse(f"{path}/triggers/{index}", "begins no structure")
+        without = [*_texts(given["excludes"], f"{path}/excludes"), *triggers]
+        bodies: dict[str, list[Part]] = {}
+        for place, begin, rest in tags:
+            # Of those that fit, the shortest comes first in a text.
+            trigger = min((own for own in triggers if begin.startswith(own)), key=len, default="")
+            if not trigger:
+                refuse(place, "starts with none of the triggers")
+            body = self._row([_fixed(begin[len(trigger) :]), rest])
+            bodies.setdefault(trigger, []).append(body)
+        found = self._or(
+            self._row([self._text(path, without, [trigger]), self._or(own)])
+            for trigger, own in bodies.items()
         )
-        return f"({either} | TEXT)" if form.get("stop_after_first") else f"(({either})* TEXT)"
+        first = self._or(self._row([_fixed(begin), rest]) for _, begin, rest in tags)
+        end = self._or(map(_fixed, ends or [""]))
+        if given["stop_after_first"]:
+            if given["at_least_one"]:
+                return self._row([first, end])
+            return self._or([self._row([found, end]), self._text(path, without, ends)])
+        parts = [Part(f"({found.text})*", is_regular=False), self._text(path, without, ends)]
+        return self._row([first, *parts] if given["at_least_one"] else parts)
 
-    def _separated(self, form: dict[str, Any], path: str) -> str:
-        tag = f"({' | '.join(self._each(form['tags'], path))})"
-        more = "" if form.get("stop_after_first") else f" ({json.dumps(form['separator'])} {tag})*"
-        return f"({tag}{more})" + ("" if form.get("at_least_one") else "?")
+    def _tags(self, given: Sequence[Any], path: str) -> list[tuple[str, str, Part]]:
+        tags = []
+        for index, each in enumerate(given):
+            own = f"{path}/{index}"
+            tag = _read(each, own)
+            if tag["type"] != "tag":
+                refuse(own, "must be a tag")
+            rest = self._rule(self.ended(tag["content"], own, _ends(tag, own), ()))
+            tags.append((f"{own}/begin", tag["begin"], rest))
+        return tags or refuse(path, "is empty")
 
-    def _count_free_text(self, path: str) -> None:
-        self._free_texts += 1
-        if self._free_texts > MOST_FREE_TEXTS:
-            problem = f"at {path} brings the free texts above {MOST_FREE_TEXTS}"
-            raise InvalidField(problem, field=FIELD)
+    def _separated(self, given: Schema, path: str) -> Part:
+        tags = self._tags(given["tags"], path)
+        tag = self._or([self._row([_fixed(begin), rest]) for _, begin, rest in tags])
+        if not given["stop_after_first"]:
+            more = self._row([_fixed(given["separator"]), tag])
+            tag = self._row([tag, Part(f"({more.text})*", more.is_regular)])
+        return tag if given["at_least_one"] else self._or([tag, _fixed("")])
 
-    def _rule(self, attributes: str, expression: str) -> str:
-        name = f"rule_{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {expression}")
-        return name
+    def _elements(self, kind: str, elements: Any, path: str, ends: Ends) -> Part:
+        if not elements:
+            refuse(path, "is empty")
+        last = len(elements) - 1
+        parts = [
+            self.part(each, f"{path}/{index}", ends if kind == "or" or index == last else ())
+            for index, each in enumerate(elements)
+        ]
+        return self._or(parts) if kind == "or" else self._row(parts)
+
+    def _times(self, given: Schema, path: str) -> Part:
+        self._is_ambiguous = True
+        part = self.part(given["content"], f"{path}/content", ())
+        times = {"optional": "?", "star": "*", "plus": "+"}.get(given["type"])
+        if times is None:
+            least, most = given["min"], given["max"]
+            if not (0 <= least <= most or (least >= 0 and most == -1)):
+                refuse(path, "must have 0 <= min <= max, or -1 for any max")
+            times = f"{{{least},{'' if most == -1 else most}}}"
+        return Part(f"({part.text}){times}", part.is_regular)
+
+    def _json(self, schema: Any, path: str) -> Part:
+        if schema is False:
+            refuse(path, "allows nothing")
+        read = {} if schema is True else read_schema(json.dumps(schema))
+        return Part(f"%json {json.dumps(read | {'x-guidance': self._options})}", is_regular=False)
+
+    def _text(self, path: str, excludes: Sequence[str], ends: Ends) -> Part:
+        """Any text up to the first of `ends`, which is part of it, without any of `excludes` before."""
+        # Of the ends too: the library may miss a short one just after an ambiguous text.
+        without = [*excludes, *(ends or ())]
+        found = f"{ANY} {self._or(map(_fixed, without)).text} {ANY}"
+        base = self._define("T", "", f"{ANY} & ~({found})" if without else ANY)
+        if ends is None:
+            return base
+        if not ends:
+            refuse(path, "has no end: free text must be the content of a tag, or come last")
+        end = self._or(map(_fixed, ends))
+        return self._define("t", "[lazy]", f"{base.text} {end.text}")
+
+    def _row(self, parts: Sequence[Part]) -> Part:
+        """One part after the other."""
+        if all(part.is_regular for part in parts):
+            return Part(" ".join(part.text for part in parts), is_regular=True)
+        texts = []
+        for is_regular, group in groupby(parts, key=lambda part: part.is_regular):
+            text = " ".join(part.text for part in group)
+            texts.append(self._named(Part(text, is_regular)))
+        return Part(" ".join(texts), is_regular=False)
+
+    def _or(self, parts: Any) -> Part:
+        """Any of the parts."""
+        every = list(parts)
+        is_regular = all(part.is_regular for part in every)
+        texts = [part.text if is_regular else self._named(part) for part in every]
+        return Part(f"({' | '.join(texts)})", is_regular)
+
+    def _rule(self, part: Part) -> Part:
+        """A part that may be used in several places."""
+        return part if part.is_regular else self._define("r", "", part.text)
+
+    def _named(self, part: Part) -> str:
+        """A part among others."""
+        if not part.is_regular or part.text == '""':
+            return part.text
+        return self._define("T", "", part.text).text
+
+    def _define(self, letter: str, options: str, text: str) -> Part:
+        name = f"{letter}{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {text}")
+        return Part(name, is_regular=False)
 
 
-def _has(value: Any, kinds: dict[str, type], more: Collection[str] = ()) -> bool:
+def _read(value: Any, path: str) -> Schema:
+    """The members of a format, with those left out. Raises InvalidField."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in FORMATS:
+        refuse(f"{path}/type", f"must be one of {', '.join(FORMATS)} on this worker")
+    if path.count("/") > MOST_DEPTH:
+        refuse(path, f"is nested deeper than {MOST_DEPTH} levels")
+    form, given = FORMATS[kind], {"type": kind}
+    for name in [*form, *(value.keys() - form.keys() - {"type"})]:
+        if name not in form:
+            refuse(f"{path}/{name}", "is not known")
+        own = form[name]
+        if isinstance(own, tuple):
+            given[name] = value.get(name, *own)
+            fits = given[name] in own
+        elif isinstance(own, type | UnionType):
+            given[name] = value.get(name)
+            fits = isinstance(given[name], own)
+        else:
+            given[name] = value.get(name, own)
+            fits = isinstance(given[name], type(own))
+        if not fits:
+            refuse(f"{path}/{name}", "is missing, or not taken on this worker")
+    return given
+
+
+def _texts(given: list[Any], path: str) -> list[str]:
+    if not all(isinstance(text, str) and text for text in given):
+        refuse(path, "must be texts")
+    return given
+
+
+def _ends(tag: Schema, path: str) -> list[str]:
+    end = tag["end"]
+    return [end] if isinstance(end, str) else _texts(end, f"{path}/end") or [""]
+
+
+def _fixed(text: str) -> Part:
+    return Part(json.dumps(text), is_regular=True)
+
+
+def _has(value: Any, kinds: dict[str, type], more: Sequence[str] = ()) -> bool:
     """Whether a value is an object with these members, and no others but `more`."""
     if not isinstance(value, dict) or value.keys() - set(more) != kinds.keys():
         return False

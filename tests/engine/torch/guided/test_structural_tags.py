@@ -1,0 +1,131 @@
+"""Structural tags in xgrammar's notation: what xgrammar 0.2.8 accepts of these texts is followed, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from e2e.mesh import DEMO
+from tokenizers import Tokenizer
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.vocabulary import GuidedDecoding
+from trtmesh.engine.backends.torch.guided.grammars import Matcher
+from trtmesh.engine.backends.torch.guided.guidance import GuidanceCompiler, compiler_for
+from trtmesh.v1 import generation_pb2 as pb
+
+Format = dict[str, Any]
+
+
+def form(kind: str, **members: Any) -> Format:
+    return {"type": kind, **members}
+
+
+def tag(begin: str, content: Format, end: Any = "</f>") -> Format:
+    return form("tag", begin=begin, content=content, end=end)
+
+
+DIGITS = form("regex", pattern="[0-9]+")
+ANY = form("any_text")
+SEVEN = form("json_schema", json_schema={"type": "object", "properties": {"a": {"const": 7}}})
+A, B = tag("<f=a>", DIGITS), tag("<f=b>", SEVEN)
+TRIGGERED = form("triggered_tags", triggers=["<f="], tags=[A, B])
+SEPARATED = form("tags_with_separator", tags=[A, B], separator=", ")
+BALANCED = 'root ::= "x" | "(" root ")"'
+
+CASES: list[tuple[Format, list[str], list[str]]] = [
+    (form("const_string", value='a"b/c\n'), ['a"b/c\n'], ["", "a"]),
+    (DIGITS, ["1", "12"], ["", "a"]),
+    (form("regex", pattern="a/b|c\n"), ["a/b", "c\n"], ["a", "c"]),
+    (SEVEN, ['{"a":7}', '{"a": 7}', "{}"], ['{"a":8}', ""]),
+    (form("json_schema", json_schema=True, style="json"), ["[1]", "null"], ["", "{"]),
+    (ANY, ["", "any\ntext"], []),
+    (form("any_text", excludes=["no", "</"]), ["", "n<o/"], ["no", "a</b"]),
+    (form("grammar", grammar=BALANCED), ["x", "((x))"], ["((x)", ""]),
+    (form("sequence", elements=[form("const_string", value="a"), DIGITS, ANY]),
+     ["a1", "a1 text"], ["a", "1"]),
+    (form("sequence", elements=[form("regex", pattern="a*"), form("const_string", value="ab")]),
+     ["ab", "aaaab"], ["b", "aa"]),
+    (form("or", elements=[DIGITS, SEVEN, form("const_string", value="no")]),
+     ["5", "{}", "no"], ["5no", ""]),
+    (form("sequence", elements=[form("optional", content=DIGITS), form("star", content=A)]),
+     ["", "5", "5<f=a>1</f><f=a>2</f>"], ["<f=a>1"]),
+    (form("plus", content=B), ["<f=b>{}</f>", "<f=b>{}</f><f=b>{}</f>"], [""]),
+    (form("repeat", content=SEVEN, min=2, max=3), ["{}{}", "{}{}{}"], ["{}", "{}{}{}{}"]),
+    (form("repeat", content=DIGITS, min=0, max=-1), ["", "123"], ["a"]),
+    (tag("<t>", ANY, ["</t>", "</u>"]), ["<t></t>", "<t>a < b</u>"], ["<t>a</t></t>", "<t>a"]),
+    (tag("<t>", form("grammar", grammar=BALANCED)), ["<t>(x)</f>"], ["<t>(x</f>"]),
+    (tag("<t>", ANY, ""), ["<t>", "<t>and so on"], ["", "t"]),
+    (TRIGGERED, ["", "hi", "x<f=a>1</f>", "<f=a>1</f>y<f=b>{}</f>z"], ["x<f=c", "<f=a>1"]),
+    (TRIGGERED | {"at_least_one": True}, ["<f=a>1</f>", "<f=a>1</f>y<f=b>{}</f>"],
+     ["", "x<f=a>1</f>"]),
+    (TRIGGERED | {"stop_after_first": True}, ["", "hi", "x<f=a>1</f>"], ["<f=a>1</f>y"]),
+    (TRIGGERED | {"at_least_one": True, "stop_after_first": True}, ["<f=b>{}</f>"],
+     ["", "<f=b>{}</f>y", "x<f=b>{}</f>"]),
+    (TRIGGERED | {"excludes": ["bad"]}, ["ok<f=a>1</f>ba"], ["bad", "<f=a>1</f>bad"]),
+    (tag("<t>", TRIGGERED, "</t>"), ["<t></t>", "<t>q<f=a>2</f>z</t>"], ["<t>q", "<t>q</t>z"]),
+    (form("sequence", elements=[tag("<think>", ANY, "</think>"), TRIGGERED]),
+     ["<think>hm</think>", "<think>hm</think>x<f=a>1</f>"], ["x", "<think>x<f=a>1</f>"]),
+    (SEPARATED | {"separator": ""}, ["", "<f=a>1</f><f=b>{}</f>"], ["<f=a>1</f>, <f=b>{}</f>"]),
+    (form("sequence", elements=[tag("", ANY, "!")] * 5 + [SEPARATED]),
+     ["!!!!!", "a!<!!b!!<f=a>1</f>"], ["!!!!", "!!!!!b"]),
+    (SEPARATED, ["", "<f=a>1</f>", "<f=a>1</f>, <f=b>{}</f>"], ["<f=a>1</f>, ", "<f=a>1</f>x"]),
+    (SEPARATED | {"at_least_one": True, "stop_after_first": True}, ["<f=a>1</f>"],
+     ["", "<f=a>1</f>, <f=a>1</f>"]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GuidanceCompiler:
+    found = compiler_for(DEMO, 6144, [0], max_whitespace=8)
+    assert found
+    return found
+
+
+def compiled(compiler: GuidanceCompiler, value: Format) -> Matcher:
+    guide = json.dumps({"type": "structural_tag", "format": value})
+    return compiler(GuidedDecoding(pb.GUIDE_TYPE_STRUCTURAL_TAG, guide))
+
+
+@pytest.mark.parametrize(
+    ("value", "whole", "other"), CASES, ids=[str(n) for n in range(len(CASES))]
+)
+def test_texts_of_a_format(
+    value: Format, whole: list[str], other: list[str], compiler: GuidanceCompiler
+) -> None:
+    start, tokenizer = compiled(compiler, value), Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    for text in (*whole, *other):
+        place, ids = start.copy(), tokenizer.encode(text).ids
+        fits = place.accept(ids) == len(ids) and place.may_end
+        assert fits == (text in whole), text
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (form("token", token="<|tool|>"), "at /format/type must be one of const_string, "),
+        (form("sequence", elements=[ANY, DIGITS]), "at /format/elements/0 has no end"),
+        (form("star", content=ANY), "at /format/content has no end"),
+        (form("sequence", elements=[]), "at /format/elements is empty"),
+        (form("regex"), "at /format/pattern is missing"),
+        (form("regex", pattern="(a"), "unclosed group"),
+        (form("any_text", max_tokens=5), "at /format/max_tokens is missing, or not taken"),
+        (SEVEN | {"style": "qwen_xml"}, "at /format/style is missing, or not taken"),
+        (DIGITS | {"colour": "red"}, "at /format/colour is not known"),
+        (tag("<t>", SEVEN | {"json_schema": {"uniqueItems": True}}), "Unimplemented keys"),
+        (tag("<t>", SEVEN | {"json_schema": False}), "/content/json_schema allows nothing"),
+        (form("tag", begin={"type": "token", "token": 5}, content=ANY, end=""), "at /format/begin"),
+        (TRIGGERED | {"triggers": ["<f=", "<g="]}, "at /format/triggers/1 begins no structure"),
+        (TRIGGERED | {"triggers": ["<f=a"]}, "at /format/tags/1/begin starts with none"),
+        (TRIGGERED | {"tags": [ANY]}, "at /format/tags/0 must be a tag"),
+        (form("grammar", grammar="start: %json {}"), "%json"),
+        (form("repeat", content=DIGITS, min=2, max=1), "at /format must have 0 <= min <= max"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_format_that_cannot_be_followed_is_refused_with_its_path(
+    value: Format, words: str, compiler: GuidanceCompiler
+) -> None:
+    with pytest.raises(InvalidField) as refused:
+        compiled(compiler, value)
+    assert words in refused.value.problem
