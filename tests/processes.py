@@ -84,7 +84,7 @@ class ServiceProcess:
         """Waits for the process to end; returns its exit status."""
         async with asyncio.timeout(seconds):
             await asyncio.shield(self._collecting)
-            return await _end_of(self._process)
+            return await end_of(self._process)
 
     async def stop(self) -> int:
         """Sends SIGTERM, as an orchestrator does, and waits for the end."""
@@ -106,7 +106,7 @@ async def service_process(
     assert process.stdout
     assert process.stderr
     log: list[str] = []
-    async with _reading(process.stdout) as stdout, _reading(process.stderr) as stderr:
+    async with reading(process.stdout) as stdout, reading(process.stderr) as stderr:
         collecting = asyncio.create_task(_collect(stderr, log))
         try:
             with held_ports(flags):
@@ -134,7 +134,7 @@ async def service_process(
             process.kill()
             process.stdin.close()
             await collecting
-            await _end_of(process)
+            await end_of(process)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def imports_of(service: str, flags: Sequence[str]) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def _reading(pipe: IO[bytes]) -> AsyncIterator[asyncio.StreamReader]:
+async def reading(pipe: IO[bytes]) -> AsyncIterator[asyncio.StreamReader]:
     """Reads a pipe, and closes it at the end."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -228,7 +228,7 @@ async def _reading(pipe: IO[bytes]) -> AsyncIterator[asyncio.StreamReader]:
         await asyncio.sleep(0)
 
 
-async def _end_of(process: subprocess.Popen[bytes]) -> int:
+async def end_of(process: subprocess.Popen[bytes]) -> int:
     while (status := process.poll()) is None:  # noqa: ASYNC110 - a process sets no event
         await asyncio.sleep(0.01)
     return status

@@ -37,7 +37,7 @@ ENGINE = (
     *("--simulated-vocabulary-end-probability", "0"),
 )
 PROMPT = ["an adapter changes what follows"]
-TOKENS = 40
+TOKENS = 20
 STEADY = 9
 """Number of an adapter that is always in use."""
 

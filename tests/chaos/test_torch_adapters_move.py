@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 ADAPTER = "unit-tests"
 ADAPTER_DIRECTORY = DEMO.parent / "demo-adapters" / ADAPTER
 PROMPT = ["def fibonacci(n):"]
-TOKENS = 96
+TOKENS = 40
 BEFORE_THE_LOSS = 12
 
 

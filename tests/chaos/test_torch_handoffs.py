@@ -1,6 +1,8 @@
 """Handoffs between workers with a real model under faults: tokens continue unchanged.
 
-Three workers that load a model are much for the suite, so it runs one case and `make chaos` all.
+Three workers that load a model are much for the suite: `make soak` runs one case and `make chaos` all. Every run has
+the faults with simulated workers (`test_handoffs`) and the KV of a real model (`e2e/test_halves`,
+`engine/torch/test_handoffs`).
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         runs_all = metafunc.config.getoption("--every-transport", default=False)
         every = [Case(transport, *fault) for transport in TRANSPORTS for fault in FAULTS]
         chosen = every if runs_all else every[:1]
+        marks = () if runs_all else (pytest.mark.soak,)
         metafunc.parametrize(
             ("mesh", "case"),
-            [(case.transport, case) for case in chosen],
+            [pytest.param(case.transport, case, marks=marks) for case in chosen],
             ids=map(str, chosen),
             indirect=["mesh"],
             scope="module",

@@ -8,79 +8,19 @@ import os
 import re
 import signal
 import socket
-import sys
-import textwrap
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
+from chassis.example_service import HANGUPS
+from forks import fork_server, start_module
+from processes import end_of, reading
 
-PROGRAM = textwrap.dedent(
-    """
-    import asyncio, gc, sys, threading
-    from typing import ClassVar
-    from trtmesh.chassis.errors import ModelUnusable
-    from trtmesh.chassis.service import run
-    from trtmesh.chassis.tls.settings import SecuredSettings
-
-    class ExampleSettings(SecuredSettings):
-        section: ClassVar[str] = "engine"
-        start: str = "well"
-        drain: str = "well"
-        stop: str = "well"
-
-    class Example:
-        service_names = ("example.Service",)
-
-        def __init__(self, settings, runtime):
-            self.settings, self.runtime = settings, runtime
-
-        def register(self, server):
-            pass
-
-        async def start(self):
-            print("starting", file=sys.stderr, flush=True)
-            if self.settings.start == "hang":
-                await asyncio.Event().wait()
-            if self.settings.start == "refuse":
-                raise ModelUnusable("no such model")
-            if self.settings.start == "break":
-                self.runtime.fail(RuntimeError("broke at once"))
-            print("started", file=sys.stderr, flush=True)
-
-        async def drain(self):
-            print("draining", file=sys.stderr, flush=True)
-            if self.settings.drain == "break":
-                self.runtime.fail(RuntimeError("broke while draining"))
-            if self.settings.drain == "grow":
-                return grow()
-            if self.settings.drain != "well":
-                await asyncio.Event().wait()
-            print("drained", file=sys.stderr, flush=True)
-
-        async def stop(self):
-            print("stopped", file=sys.stderr, flush=True)
-            if self.settings.stop == "hang":
-                await asyncio.to_thread(threading.Event().wait)
-
-    def grow():
-        # Objects that stay, as those of thousands of calls.
-        examined = []
-
-        def record(phase, info):
-            if phase == "start":
-                young = range(info["generation"] + 1)
-                examined.append(sum(len(gc.get_objects(generation)) for generation in young))
-
-        gc.callbacks.append(record)
-        kept = [[] for _ in range(1_200_000)]
-        print(f"collections of {len(kept)} objects examined {examined} objects", file=sys.stderr)
-
-    sys.exit(run(ExampleSettings, Example, sys.argv[1:]))
-    """
-)
+TESTS = Path(__file__).parents[1]
+PROGRAM = "chassis.example_service"
+IMPORTS = ("trtmesh.chassis.service", "trtmesh.chassis.tls.settings")
 PATIENCE_SECONDS = 60
 MOST_EXAMINED = 100_000
 """Objects, of which a collection examines some three million a second."""
@@ -90,24 +30,28 @@ SERVING = "trtmesh.chassis.health: serving"
 class Example:
     """A process under test."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        stdout: asyncio.StreamReader,
+        stderr: asyncio.StreamReader,
+    ) -> None:
         self.process = process
+        self.stdout, self._stderr = stdout, stderr
         self.seen = ""
 
     async def until(self, word: str) -> None:
         """Reads standard error until `word` appears."""
-        assert self.process.stderr
         async with asyncio.timeout(PATIENCE_SECONDS):
             while word not in self.seen:
-                line = await self.process.stderr.readline()
+                line = await self._stderr.readline()
                 assert line, f"{word!r} never came:\n{self.seen}"
                 self.seen += line.decode()
 
     async def end(self) -> int:
-        assert self.process.stderr
         async with asyncio.timeout(PATIENCE_SECONDS):
-            self.seen += (await self.process.stderr.read()).decode()
-            return await self.process.wait()
+            self.seen += (await self._stderr.read()).decode()
+            return await end_of(self.process)
 
 
 def has_ipv6() -> bool:
@@ -120,36 +64,27 @@ def has_ipv6() -> bool:
 
 
 @asynccontextmanager
-async def example(
-    tmp_path: Path, *flags: str, hangups: signal.Handlers = signal.SIG_DFL
-) -> AsyncIterator[Example]:
-    program = tmp_path / "example.py"
-    program.write_text(PROGRAM)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(program),
-        *flags,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        # With an unreachable name server, an unknown name may take half a minute.
-        env=os.environ | {"RES_OPTIONS": "timeout:1 attempts:1"},
-        # Tests that run under nohup would hand down that SIGHUP is ignored.
-        preexec_fn=partial(signal.signal, signal.SIGHUP, hangups),
-    )
-    try:
-        yield Example(process)
-    finally:
-        if process.returncode is None:
+async def example(*flags: str, hangups: signal.Handlers = signal.SIG_DFL) -> AsyncIterator[Example]:
+    """Tests that run under nohup would hand down that SIGHUP is ignored."""
+    server = fork_server(IMPORTS)
+    await asyncio.to_thread(server.wait_ready)
+    environment = os.environ | {HANGUPS: str(int(hangups))}
+    process = start_module(server, PROGRAM, flags, environment, bufsize=0, cwd=TESTS)
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    async with reading(process.stdout) as stdout, reading(process.stderr) as stderr:
+        try:
+            yield Example(process, stdout, stderr)
+        finally:
             process.kill()
-        if process.stdin:
             process.stdin.close()
-        await process.wait()
+            await end_of(process)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-async def test_signal_drains_and_stops(tmp_path: Path, number: signal.Signals) -> None:
-    async with example(tmp_path) as process:
+async def test_signal_drains_and_stops(number: signal.Signals) -> None:
+    async with example() as process:
         await process.until(SERVING)
         process.process.send_signal(number)
         assert await process.end() == 0
@@ -160,8 +95,8 @@ async def test_signal_drains_and_stops(tmp_path: Path, number: signal.Signals) -
         assert ("a second Ctrl-C exits at once" in process.seen) == (number == signal.SIGINT)
 
 
-async def test_hangups_and_foreign_signals_cut_nothing_off(tmp_path: Path) -> None:
-    async with example(tmp_path, "--drain", "hang", "--grace-seconds", "0.5") as process:
+async def test_hangups_and_foreign_signals_cut_nothing_off() -> None:
+    async with example("--drain", "hang", "--grace-seconds", "0.5") as process:
         await process.until(SERVING)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             process.process.send_signal(number)
@@ -175,8 +110,8 @@ async def test_hangups_and_foreign_signals_cut_nothing_off(tmp_path: Path) -> No
         assert "grace period of 0.5 s" in process.seen
 
 
-async def test_hangup_is_ignored_under_nohup(tmp_path: Path) -> None:
-    async with example(tmp_path, hangups=signal.SIG_IGN) as process:
+async def test_hangup_is_ignored_under_nohup() -> None:
+    async with example(hangups=signal.SIG_IGN) as process:
         await process.until(SERVING)
         process.process.send_signal(signal.SIGHUP)
         process.process.send_signal(signal.SIGUSR1)
@@ -186,10 +121,9 @@ async def test_hangup_is_ignored_under_nohup(tmp_path: Path) -> None:
         assert await process.end() == 0
 
 
-async def test_process_announces_itself_in_one_line(tmp_path: Path) -> None:
-    async with example(tmp_path, "--metrics-port", "0") as process:
-        assert process.process.stdout
-        announced = json.loads(await process.process.stdout.readline())
+async def test_process_announces_itself_in_one_line() -> None:
+    async with example("--metrics-port", "0") as process:
+        announced = json.loads(await process.stdout.readline())
         assert announced["service"] == "engine"
         assert announced["pid"] == process.process.pid
         assert announced["metrics_port"] > 0
@@ -200,11 +134,11 @@ async def test_process_announces_itself_in_one_line(tmp_path: Path) -> None:
         await process.until(SERVING)
         process.process.terminate()
         assert await process.end() == 0
-        assert await process.process.stdout.read() == b""
+        assert await process.stdout.read() == b""
 
 
-async def test_signal_during_start_stops(tmp_path: Path) -> None:
-    async with example(tmp_path, "--start", "hang") as process:
+async def test_signal_during_start_stops() -> None:
+    async with example("--start", "hang") as process:
         await process.until("starting")
         process.process.terminate()
         assert await process.end() == 0
@@ -212,8 +146,8 @@ async def test_signal_during_start_stops(tmp_path: Path) -> None:
         assert process.seen.count("stopped") == 1
 
 
-async def test_process_stops_after_the_grace_period(tmp_path: Path) -> None:
-    async with example(tmp_path, "--drain", "hang", "--grace-seconds", "0.05") as process:
+async def test_process_stops_after_the_grace_period() -> None:
+    async with example("--drain", "hang", "--grace-seconds", "0.05") as process:
         await process.until(SERVING)
         process.process.terminate()
         assert await process.end() == 0
@@ -222,8 +156,8 @@ async def test_process_stops_after_the_grace_period(tmp_path: Path) -> None:
         assert process.seen.count("stopped") == 1
 
 
-async def test_second_signal_exits_at_once(tmp_path: Path) -> None:
-    async with example(tmp_path, "--drain", "hang") as process:
+async def test_second_signal_exits_at_once() -> None:
+    async with example("--drain", "hang") as process:
         await process.until(SERVING)
         process.process.terminate()
         await process.until("draining\n")
@@ -232,18 +166,16 @@ async def test_second_signal_exits_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drain", "status"), [("well", 0), ("break", 1)])
-async def test_stuck_service_does_not_block_the_exit(
-    tmp_path: Path, drain: str, status: int
-) -> None:
-    async with example(tmp_path, "--stop", "hang", "--drain", drain) as process:
+async def test_stuck_service_does_not_block_the_exit(drain: str, status: int) -> None:
+    async with example("--stop", "hang", "--drain", drain) as process:
         await process.until(SERVING)
         process.process.terminate()
         assert await process.end() == status
         assert "did not stop within" in process.seen
 
 
-async def test_end_of_standard_input_stops(tmp_path: Path) -> None:
-    async with example(tmp_path, "--stop-on-stdin-eof", "true") as process:
+async def test_end_of_standard_input_stops() -> None:
+    async with example("--stop-on-stdin-eof", "true") as process:
         await process.until(SERVING)
         assert process.process.stdin
         process.process.stdin.write(b"ignored\n")
@@ -268,22 +200,21 @@ async def test_end_of_standard_input_stops(tmp_path: Path) -> None:
     ],
 )
 async def test_failed_start_has_an_exit_status_and_a_message(
-    tmp_path: Path, flags: tuple[str, ...], status: int, words: str
+    flags: tuple[str, ...], status: int, words: str
 ) -> None:
-    async with example(tmp_path, *flags) as process:
+    async with example(*flags) as process:
         assert await process.end() == status
         assert words in process.seen
         assert process.seen.count("stopped") == (0 if "flag" in words else 1)
 
 
-async def test_service_listens_on_an_ipv6_address(tmp_path: Path) -> None:
-    async with example(tmp_path, "--host", "::1", "--metrics-port", "0") as process:
-        assert process.process.stdout
+async def test_service_listens_on_an_ipv6_address() -> None:
+    async with example("--host", "::1", "--metrics-port", "0") as process:
         if not has_ipv6():
             assert await process.end() == 2
             assert "on [::1]:0: host '::1' is not an address of this machine" in process.seen
             return
-        address = json.loads(await process.process.stdout.readline())["address"]
+        address = json.loads(await process.stdout.readline())["address"]
         host, port = address.rsplit(":", 1)
         assert host == "[::1]"
         _, writer = await asyncio.open_connection("::1", int(port))
@@ -293,17 +224,17 @@ async def test_service_listens_on_an_ipv6_address(tmp_path: Path) -> None:
         assert await process.end() == 0
 
 
-async def test_failure_while_draining_fails_the_process(tmp_path: Path) -> None:
-    async with example(tmp_path, "--drain", "break") as process:
+async def test_failure_while_draining_fails_the_process() -> None:
+    async with example("--drain", "break") as process:
         await process.until(SERVING)
         process.process.terminate()
         assert await process.end() == 1
         assert "cannot continue: broke while draining" in process.seen
 
 
-async def test_collections_of_garbage_examine_few_objects(tmp_path: Path) -> None:
+async def test_collections_of_garbage_examine_few_objects() -> None:
     """A collection that examines a million objects stops every stream for a third of a second."""
-    async with example(tmp_path, "--drain", "grow") as process:
+    async with example("--drain", "grow") as process:
         await process.until(SERVING)
         process.process.send_signal(signal.SIGTERM)
         assert await process.end() == 0

@@ -141,7 +141,7 @@ async def test_tokens_and_log_probs_are_those_of_the_sequence_alone(
     assert await in_traffic(folder, given, expected, Random(0), **settings) == expected
 
 
-@on_devices(llama=BOTH)
+@on_devices(soak=["llama-float32"], llama=BOTH)
 async def test_mates_change_no_bit(
     family: str, settings: dict[str, Any], model_dir: ModelDir
 ) -> None:
@@ -160,7 +160,7 @@ async def test_mates_change_no_bit(
 
 # PEFT reads a name that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@on_devices(soak=["llama-float32"], llama=BOTH, gpt2=["float32"])
+@on_devices(soak=["llama-float32", "gpt2-float32"], llama=BOTH, gpt2=["float32"])
 async def test_tokens_and_log_probs_with_adapters_are_those_of_the_sequence_alone(
     family: str, settings: dict[str, Any], model_dir: ModelDir, tmp_path: Path
 ) -> None:

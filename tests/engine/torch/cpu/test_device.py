@@ -29,7 +29,6 @@ for setting, weights in ((0, 10**12), (0, 10**6), (2, 10**6)):
     ("given", "threads", "spins"),
     [
         ({}, [str(physical_cores()), "1", "2"], "0"),
-        ({"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "500"}, ["2", "2", "2"], "500"),
         ({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "active"}, ["1", "1", "2"], "30000000000"),
     ],
 )

@@ -31,11 +31,22 @@ FIXED = {"absurd": 3, "perfect": 8}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """In every run a source has one number, and every number about half of the sources."""
     rounds = metafunc.config.getoption("--combinations", default=None)
-    metafunc.parametrize("number", range(rounds or len(FAMILIES)))
+    metafunc.parametrize(
+        ("source", "number"),
+        [
+            pytest.param(
+                source,
+                number,
+                marks=[] if rounds or (place + number) % 2 == 0 else pytest.mark.soak,
+            )
+            for place, source in enumerate([*SOURCES, "client"])
+            for number in range(rounds or len(FAMILIES))
+        ],
+    )
 
 
-@pytest.mark.parametrize("source", [*SOURCES, "client"])
 async def test_any_drafts_change_nothing(
     source: str, number: int, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from trtmesh.v1 import generation_pb2 as pb
 
 SIZE = 24
 """Of the vocabulary."""
-DRAWS = 6000
+DRAWS = 3000
 TOKENS = 12
 """Drafts of an item."""
 
