@@ -234,6 +234,8 @@ ROOMS = {
     "router.doors.openai": (
         "door",
         "texts",
+        "responses",
+        "response_items",
         "chat",
         "completions",
         "requested",

@@ -46,6 +46,8 @@ class Wanted:
     with_token_ids: bool = False
     tokens_as_ids: bool = False
     """Whether log-probabilities name tokens by their numbers."""
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    """What an answer of `/v1/responses` says of its request."""
 
     @property
     def choices(self) -> int:

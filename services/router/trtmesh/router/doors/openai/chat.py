@@ -101,7 +101,7 @@ def _read_log_probs(fields: Fields, output: pb.OutputConfig, config: pb.Generati
 def conversation(requested: Requested) -> chat_pb2.Chat:
     """The conversation of a body. Raises InvalidField or NoTokenizer."""
     fields = requested.fields
-    fields.call("messages", "prompt", "prompt.text", "text", "items")
+    fields.call("messages", "prompt", "prompt.text", "text", "items", "chat.messages")
     messages = [
         _message(f"messages[{number}]", message)
         for number, message in enumerate(fields.need("messages", LIST))

@@ -28,6 +28,7 @@ from trtmesh.router.doors.openai.errors import FIELD_NAMES, OpenAiForm, error_ob
 from trtmesh.router.doors.openai.fields import TEXT, Fields, read_prediction
 from trtmesh.router.doors.openai.log_probs import TokenBytes
 from trtmesh.router.doors.openai.requested import Requested
+from trtmesh.router.doors.openai.responses import StatelessResponses
 from trtmesh.router.doors.openai.served import ServedModels
 from trtmesh.router.doors.openai.settings import OpenAiSettings
 from trtmesh.router.doors.openai.texts import TextPaths
@@ -57,7 +58,7 @@ class Endpoint(Protocol):
         """Gathers its answer."""
 
 
-ENDPOINTS: tuple[Endpoint, ...] = (Chats(), Completions())
+ENDPOINTS: tuple[Endpoint, ...] = (Chats(), Completions(), StatelessResponses())
 
 
 class OpenAi:

@@ -108,6 +108,10 @@ class Fields:
             raise InvalidField(f"must be {kind.word}", field=self._prefix + name)
         return value
 
+    def peek(self, *names: str) -> dict[str, Any]:
+        """The values of those fields that are given, which stay to be taken."""
+        return {name: self._left[name] for name in names if name in self._left}
+
     def need(self, name: str, kind: Kind) -> Any:
         """Returns the value of a required field. Raises InvalidField."""
         value = self.take(name, kind)
