@@ -31,6 +31,7 @@ from engine.field_effects import (
     survives,
 )
 from engine.short_names import by_short_names
+from engine.torch.conftest import Device
 from engine.torch.gpu_choice import GpuChooser
 from oracle import tiny_models
 from trtmesh.chassis.errors import InvalidField
@@ -222,9 +223,10 @@ def alone(case: Case) -> Options:
 
 
 async def test_fields_act_where_a_gpu_chooses(
-    llama: Path, plain: list[int], monkeypatch: pytest.MonkeyPatch
+    device: Device, llama: Path, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself and with all others in a batch, each field gives the tokens of a CPU."""
+    """By itself and with all others in a batch, each field gives the tokens of a CPU. Without a GPU the choice is a
+    GPU's all the same, with other kernels."""
     cases = torch_cases(plain)
     chosen = {path: cases[path] for path in SUPPORTED_FIELDS if path.startswith(CHOSEN_BY)}
     assert all(case.see is everything and not case.settings for case in chosen.values())
@@ -242,13 +244,17 @@ async def test_fields_act_where_a_gpu_chooses(
     async with lab(torch_backend(llama)) as on:
         expected = await results(on)
     monkeypatch.setattr(cpu, "Chooser", GpuChooser)
-    async with lab(torch_backend(llama, max_batch_size=256)) as on:
+    async with lab(torch_backend(llama, **{"max_batch_size": 256, **device})) as on:
         found = await results(on)
         with on.gate.held():
             keys = {path: on.submit(PROMPT, configs[1]) for path, configs in asked.items()}
         together = {path: await on.ended(keys[path]) for path in asked}
     assert [path for path, (before, after, _) in found.items() if before == after] == []
-    assert [path for path in asked if found[path] != expected[path]] == []
+    if not device:
+        assert [path for path in asked if found[path] != expected[path]] == []
+    for path, runs in found.items():
+        tokens = [[token_ids for token_ids, *_ in outcomes] for outcomes in runs]
+        assert tokens == [[ids for ids, *_ in outcomes] for outcomes in expected[path]], path
     # The last bits of logits depend on the batch.
     for path, outcomes in together.items():
         tokens = [outcome.token_ids for outcome in outcomes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.chassis.errors import TrtmeshError
@@ -13,6 +14,8 @@ from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NOTHING_LEFT
 from trtmesh.engine.backends.torch.sampling.choice import TokenChoice, not_finite, nothing_left
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.filters import indexes
+
+_NONE = np.zeros((0, 0))
 
 
 class GraphChoice:
@@ -35,22 +38,20 @@ class GraphChoice:
         self._sequences = sequences
         self._rest = {row: place for place, row in enumerate(rest)}
         self._choice = choice
-        self._on_host = [_copy(each) for each in (tokens, log_probs) if each is not None]
+        self._tokens = _copy(tokens)
+        self._log_probs = _NONE if log_probs is None else _copy(log_probs).numpy()
         untyped: Any = torch.cuda
         self._copied = untyped.Event() if tokens.is_cuda else None
         if self._copied:
             self._copied.record()
         self.token_ids: list[int] = []
-        self._log_probs: list[list[float]] = []
 
     def read(self) -> dict[int, TrtmeshError]:
         if self._copied:
             self._copied.synchronize()
-        tokens, *log_probs = (each.tolist() for each in self._on_host)
-        self.token_ids = tokens
-        self._log_probs = log_probs[0] if log_probs else []
+        self.token_ids = self._tokens.tolist()
         failures: dict[int, TrtmeshError] = {}
-        for row, token in enumerate(tokens):
+        for row, token in enumerate(self.token_ids):
             if token < 0 and row not in self._rest:
                 failures[row] = nothing_left() if token == NOTHING_LEFT else not_finite()
         if self._choice:
@@ -65,13 +66,14 @@ class GraphChoice:
         if self._choice and row in self._rest:
             return self._choice.details(self._rest[row])
         sequence = self._sequences[row]
-        details, output = TokenDetails(sequence.key), sequence.token_rules.output
-        own, *pairs = self._log_probs[row]
-        details.log_probs.append(own)
-        if output.top_log_probs:
-            ids, values = pairs[::2], pairs[1::2]
-            most_likely = list(zip(map(int, ids), values, strict=True))[: output.top_log_probs]
-            details.top_log_probs.append([pair for pair in most_likely if pair[1] > -torch.inf])
+        wanted = 1 + 2 * sequence.token_rules.output.top_log_probs
+        own, *pairs = self._log_probs[row, :wanted].tolist()
+        details = TokenDetails(sequence.key, log_probs=[own])
+        if pairs:
+            most_likely = list(zip(map(int, pairs[::2]), pairs[1::2], strict=True))
+            if pairs[-1] == -torch.inf:
+                most_likely = [pair for pair in most_likely if pair[1] > -torch.inf]
+            details.top_log_probs.append(most_likely)
         return details
 
 
