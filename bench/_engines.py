@@ -156,18 +156,18 @@ class Trtmesh:
 
     def load(self, ranks: list[int], first: int = 1) -> None:
         """Loads an adapter of random weights for each rank, under the numbers from `first` on."""
-        self._load(_contents(self._shape, ranks), first)
+        self._load(adapters_of(self._shape, ranks), first)
         self._wait_for_loads()
 
     def content_bytes(self, rank: int) -> int:
         """The size of such an adapter."""
-        (content,) = _contents(self._shape, [rank])
+        (content,) = adapters_of(self._shape, [rank])
         return content.size_bytes
 
     def gaps(self, prompts: Prompts, ranks: list[int], first: int = 1) -> tuple[list[float], float]:
         """Seconds between the steps of running sequences, while adapters load if there are `ranks`, and the seconds of
         these loads."""
-        contents = _contents(self._shape, ranks)
+        contents = adapters_of(self._shape, ranks)
         self._begin(prompts, GAP_TOKENS, [0] * len(prompts))
         while len(self._decoded.arrivals[-1]) < 5:
             time.sleep(0.01)
@@ -340,7 +340,7 @@ class Later:
         return None if self._steps % self.every else self.submissions.popleft()
 
 
-def _contents(shape: dict[str, Any], ranks: list[int]) -> list[AdapterContent]:
+def adapters_of(shape: dict[str, Any], ranks: list[int]) -> list[AdapterContent]:
     """Adapters of all linear layers of a Llama."""
     hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     heads, kv_heads = shape["num_attention_heads"] * size, shape["num_key_value_heads"] * size

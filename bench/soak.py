@@ -1,10 +1,11 @@
 """Runs thousands of random requests with cancellations through the torch engine and looks for leaks.
 
-Requests of all kinds (shared prefixes, sampling, several sequences, beams, priorities, prompt tables, prompt
-and token logits, migrated sequences, refused prompts and tables) pass a small KV cache with a small host cache, so that
-sequences wait, pause and evict one another; a third is stopped at a random point. The run regularly empties the engine
-and counts its contents. At the end every sequence must have ended exactly once, every block, slot, key and prompt table
-must be free, no container may exceed the engine's own size, and process memory may not have grown since the warm-up.
+Requests of all kinds (shared prefixes, sampling by every rule, several sequences, beams, adapters, priorities, prompt
+tables, prompt and token logits, migrated sequences, refused prompts and tables) pass a small KV cache with a small host
+cache, so that sequences wait, pause and evict one another; a third is stopped at a random point. The run regularly
+empties the engine and counts its contents. At the end every sequence must have ended exactly once, every block, slot,
+key and prompt table must be free, no container may exceed the engine's own size, and process memory may not have grown
+since the warm-up.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _engines import adapters_of
 from _models import SHAPES, build
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import (
+    Adapter,
     BeamSearch,
     GenerationConfig,
     KvCache,
+    Lora,
     Output,
     PromptTuning,
     Sampling,
     Stopping,
     Tensor,
 )
-from trtmesh.engine.backend import StepOutput, Submission
+from trtmesh.engine.backend import AdapterLoad, StepOutput, Submission
 from trtmesh.engine.backends.torch.backend import TorchBackend
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
@@ -52,6 +56,8 @@ HIDDEN = SHAPES["tiny"]["hidden_size"]
 TABLE_ROWS = 8
 BATCH = 16
 QUEUE = 64
+RANKS = (4, 8, 16)
+"""Of the adapters, for fewer slots."""
 WARM_UP_PART = 0.6
 """Long enough to meet every step size, for each of which a library caches something."""
 CONTAINER_LIMIT = BLOCKS + HOST_BLOCKS + BATCH + QUEUE + 128
@@ -64,6 +70,7 @@ SETTINGS = {
     "host_cache": {"bytes": 512 * TOKENS_PER_BLOCK * HOST_BLOCKS},
     "limits": {"max_batch_size": BATCH, "max_queue_size": QUEUE},
     "batching": {"max_step_tokens": 64},
+    "adapters": {"host_bytes": 2**26, "max_batch_adapters": len(RANKS) - 1},
 }
 
 
@@ -78,6 +85,8 @@ class Soak:
         """Sequences by the kind of their request."""
         self.open: set[int] = set()
         self.faults: list[str] = []
+        self.adapters: list[Lora] = []
+        """Those that are loaded."""
         self._prefixes = [self._ids(48) for _ in range(6)]
         self._tables = [self._table(self.draw.uniform(-0.2, 0.2)) for _ in range(3)]
         self._not_numbers = self._table(math.nan)
@@ -86,6 +95,12 @@ class Soak:
     def deliver(self, output: StepOutput) -> None:
         with self._changed:
             self.faults += [f"tokens for {key}" for key in output.keys if key not in self.open]
+            for held in output.adapters:
+                if held.error:
+                    self.faults.append(f"an adapter did not load: {held.error}")
+                own = Lora(held.adapter.id, version=held.adapter.version)
+                if own not in self.adapters:
+                    self.adapters.append(own)
             self.given["prompt_log_probs"] += sum(bool(each.log_probs) for each in output.prompts)
             self.given["context_logits"] += sum(
                 each.context_logits is not None for each in output.prompts
@@ -128,6 +143,14 @@ class Soak:
             with self._changed:
                 self.open.difference_update(submission.keys)
 
+    def load(self, backend: TorchBackend, shape: dict[str, Any]) -> None:
+        for number, content in enumerate(adapters_of(shape, [*RANKS]), 1):
+            identity = Adapter(number, version=content.version)
+            backend.load_adapter(AdapterLoad(identity, content))
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.adapters) == len(RANKS), 120):
+                raise SystemExit("the adapters did not load")
+
     def wait(self, at_most: int) -> None:
         """Waits until at most so many sequences are open."""
         with self._changed:
@@ -168,11 +191,20 @@ class Soak:
         kind = draw.choice(["greedy", "sampled", "several", "penalised", "beams"])
         sampling = {
             "greedy": Sampling(),
-            "sampled": Sampling(temperature=1.2, top_k=40, top_p=0.9, seed=draw.getrandbits(60)),
+            "sampled": dataclasses.replace(self._ruled(), temperature=1.2),
             "several": Sampling(temperature=0.8, num_return_sequences=3, seed=5),
-            "penalised": Sampling(repetition_penalty=1.2, frequency_penalty=0.3),
+            "penalised": dataclasses.replace(self._ruled(), repetition_penalty=1.2),
             "beams": Sampling(),
         }[kind]
+        stopping = dataclasses.replace(
+            stopping,
+            min_tokens=draw.choice([0, 0, 1]),
+            bad_token_ids=tuple(
+                tuple(self._ids(length)) for length in draw.choice([(), (), (1, 1), (1, 2)])
+            ),
+        )
+        lora = draw.choice([None, None, None, *self.adapters])
+        self.given["adapted"] += lora is not None
         return dataclasses.replace(
             GenerationConfig(),
             stopping=stopping,
@@ -188,7 +220,28 @@ class Soak:
             ),
             kv_cache=KvCache(reuse=draw.random() < 0.8, salt=draw.choice(["", "", "other"])),
             priority=draw.randint(-2, 2),
+            lora=lora,
         )
+
+    def _ruled(self) -> Sampling:
+        """Any of the rules that apply to a lone sequence."""
+        draw = self.draw
+        rules: dict[str, Any] = {
+            "top_k": draw.choice([1, 40, 300]),
+            "top_p": draw.choice([0.1, 0.9]),
+            "min_p": 0.02,
+            "presence_penalty": draw.uniform(-1, 1),
+            "frequency_penalty": 0.3,
+            "prompt_ignore_length": draw.randint(0, 20),
+            "no_repeat_ngram_size": 3,
+            "embedding_bias_token_ids": (tuple(self._ids(2)),),
+        }
+        rules = {name: value for name, value in rules.items() if draw.random() < 0.3}
+        if "embedding_bias_token_ids" in rules:
+            rules["embedding_bias_weights"] = (draw.choice([-math.inf, 2.0]),)
+        if "top_p" in rules and draw.random() < 0.2:
+            rules["top_p_decay"] = 0.9
+        return Sampling(seed=draw.getrandbits(60), **rules)
 
     def _tuned(self, prompt: list[int], config: GenerationConfig) -> GenerationConfig:
         """The config with a prompt table, and the prompt with ids of it."""
@@ -281,6 +334,7 @@ def main(arguments: argparse.Namespace) -> int:
             ),
         )
         runner.run(backend.start(soak.deliver, soak.fail))
+        soak.load(backend, json.loads((Path(folder) / "tiny" / "config.json").read_text()))
         started = time.monotonic()
         before = 0
         done = 0.0

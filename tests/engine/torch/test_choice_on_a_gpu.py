@@ -68,9 +68,7 @@ async def part(
     """The tokens after some more from `engine`, which then stops its sequences."""
     found = list(emitted)
     rows = [row for row, tokens in enumerate(emitted) if len(tokens) < NEW_TOKENS]
-    keys = {
-        row: engine.submit(prompts[row], RULES[row], emitted=emitted[row])[0] for row in rows
-    }
+    keys = {row: engine.submit(prompts[row], RULES[row], emitted=emitted[row])[0] for row in rows}
     for key in keys.values():
         await some_tokens(engine, key, PART)
     engine.backend.stop(list(keys.values()), pb.FINISH_REASON_STOPPED)

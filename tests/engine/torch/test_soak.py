@@ -43,5 +43,5 @@ async def test_soak_leaves_no_blocks_and_no_memory(
     assert figures["refused"] > 0
     assert figures["preemptions"] > 0
     assert figures["used_host_blocks"] > 0
-    given = {"prompt_log_probs", "context_logits", "generation_logits", "bad_table"}
+    given = {"prompt_log_probs", "context_logits", "generation_logits", "bad_table", "adapted"}
     assert given <= {name for name, count in figures["given"].items() if count > 5}
