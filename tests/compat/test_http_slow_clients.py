@@ -20,13 +20,20 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROWS = 128
 """This many sequences fill the buffers of a connection within seconds."""
-BODY = json.dumps(
-    {"text_input": ["x"] * ROWS, "max_tokens": [8000] * ROWS, "stream": [True] * ROWS}
-).encode()
-REQUEST = (
-    b"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
-)
+BODIES = {
+    "/v2/models/ensemble/generate_stream": {
+        "text_input": ["x"] * ROWS,
+        "max_tokens": [8000] * ROWS,
+        "stream": [True] * ROWS,
+    },
+    "/v1/completions": {
+        "prompt": ["x"] * ROWS,
+        "max_tokens": 8000,
+        "stream": True,
+        "ignore_eos": True,
+    },
+}
+"""By path."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -36,14 +43,16 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 @asynccontextmanager
-async def client_that_does_not_read(address: str) -> AsyncIterator[socket.socket]:
+async def client_that_does_not_read(address: str, path: str) -> AsyncIterator[socket.socket]:
+    body = json.dumps(BODIES[path]).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     host, _, port = address.rpartition(":")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, (host, int(port)))
-        await loop.sock_sendall(client, REQUEST)
+        await loop.sock_sendall(client, head.encode() + body)
         yield client
 
 
@@ -65,10 +74,11 @@ async def stuck(router: ServiceProcess) -> bool:
     return (await scrape(router))["trtmesh_router_paused_requests"] == 1
 
 
-async def test_slow_client_is_cut_off(mesh: Mesh) -> None:
+@pytest.mark.parametrize("path", BODIES)
+async def test_slow_client_is_cut_off(mesh: Mesh, path: str) -> None:
     router = await start_router(mesh, "--client-unread-seconds", "0.5")
     tasks = (await scrape(router))["trtmesh_tasks"]
-    async with client_that_does_not_read(router.http_address):
+    async with client_that_does_not_read(router.http_address, path):
 
         async def cut_off() -> bool:
             samples = await scrape(router, action="cancelled")
@@ -85,9 +95,10 @@ async def test_slow_client_is_cut_off(mesh: Mesh) -> None:
     assert "Traceback" not in router.stderr
 
 
-async def test_stopping_router_does_not_wait_for_a_slow_client(mesh: Mesh) -> None:
+@pytest.mark.parametrize("path", BODIES)
+async def test_stopping_router_does_not_wait_for_a_slow_client(mesh: Mesh, path: str) -> None:
     router = await start_router(mesh, "--grace-seconds", "0.1", *constants(buffer_tokens=1000))
-    async with client_that_does_not_read(router.http_address):
+    async with client_that_does_not_read(router.http_address, path):
         await eventually(lambda: stuck(router))
         assert await router.stop() == 0
         assert "Traceback" not in router.stderr

@@ -13,6 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from compat.openai_schemas import check
 from compat.plain_http import PlainHttp, Reply
@@ -481,6 +482,22 @@ async def test_client_that_leaves_ends_its_request(mesh: Mesh, http: PlainHttp) 
     await mesh.idle()
     counted = await scrape(mesh.router, door="openai", status="499")
     assert counted["trtmesh_router_http_requests_total"] >= 1
+
+
+async def test_a_thousand_streams_at_once_tell_the_same(http: PlainHttp) -> None:
+    body = {"prompt": PROMPTS[0], "max_tokens": 6, "seed": 5, "stream": True}
+    async with aiohttp.TCPConnector(limit=0) as connector:
+        url = f"http://{http.address}{COMPLETIONS}"
+
+        async def text() -> str:
+            async with session.post(url, json=body) as response:
+                reply = Reply(response.status, response.headers, await response.read())
+            return "".join(part["choices"][0]["text"] for part in parts_of(reply))
+
+        async with aiohttp.ClientSession(connector=connector) as session:
+            texts = await asyncio.gather(*(text() for _ in range(1000)))
+    whole = (await http.post(COMPLETIONS, body | {"stream": False})).json
+    assert set(texts) == {whole["choices"][0]["text"]}
 
 
 async def test_bad_prompt_is_told_after_the_choices_of_others(http: PlainHttp) -> None:
