@@ -35,7 +35,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
     async def start(mesh: Mesh) -> None:
         await mesh.start_engine(*TORCH)
-        await mesh.start_router(env=INSIDE)
+        await mesh.start_router(env={**INSIDE, "TRTMESH_TOKENIZER_TOOL_FORMAT": "hermes"})
         await mesh.ready(1, 1)
 
     async with running_mesh(start=start) as mesh:
@@ -122,6 +122,64 @@ async def test_answer_follows_the_guide(http: PlainHttp, asked: dict[str, Any]) 
         assert isinstance(json.loads(text), dict)
     else:
         assert text.lstrip().startswith("{")
+
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [1, 2]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+GREET: dict[str, Any] = {"type": "function", "function": {"name": "greet", "parameters": PERSON}}
+LEAVE: dict[str, Any] = {"type": "function", "function": {"name": "leave", "strict": True}}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "greet"}}]
+)
+async def test_model_that_must_call_a_tool_calls_it(http: PlainHttp, choice: Any) -> None:
+    body = {"messages": TALK, "tools": [GREET, LEAVE], "tool_choice": choice, "n": 2}
+    body |= {"max_tokens": 200, "seed": 5, "temperature": 1.2}
+    headers = {"X-Request-Id": "mine"}
+    whole = (await http.call("POST", CHAT, body, headers=headers)).json
+    check("CreateChatCompletionResponse", whole)
+    reply = await http.call("POST", CHAT, body | {"stream": True}, headers=headers)
+    parts = parts_of(reply)
+    for index, each in enumerate(whole["choices"]):
+        assert each["message"]["content"] is None
+        told: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            check("CreateChatCompletionStreamResponse", part)
+            for one in part["choices"]:
+                for call in one["delta"].get("tool_calls", ()) if one["index"] == index else ():
+                    have = told.setdefault(call["index"], call | {"function": {"arguments": ""}})
+                    have["function"]["arguments"] += call["function"]["arguments"]
+                    have["function"]["name"] = call["function"].get(
+                        "name", have["function"].get("name")
+                    )
+        assert [
+            call | {"index": number} for number, call in enumerate(each["message"]["tool_calls"])
+        ] == [*told.values()]
+        if each["finish_reason"] == "length":
+            # Its last call is cut off.
+            told.popitem()
+        else:
+            assert each["finish_reason"] == "tool_calls"
+        assert len(told) == 1 or choice == "required"
+        for call in told.values():
+            arguments = json.loads(call["function"]["arguments"])
+            assert isinstance(arguments, dict)
+            if call["function"]["name"] == "greet":
+                assert arguments.keys() == {"name", "age"}
+                assert arguments["age"] in (1, 2)
+
+
+async def test_schema_that_cannot_be_kept_names_the_tools(http: PlainHttp) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+    body = {"messages": TALK, "tools": [tool], "max_tokens": 5}
+    assert (await http.post(CHAT, body)).status == 200
+    reply = await http.post(CHAT, body | {"tool_choice": "required"})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "tools"), reply.json
 
 
 async def test_bias_bans_and_stops(http: PlainHttp) -> None:

@@ -29,6 +29,10 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.breaks_on_token: int | None = None
         self.forgets_a_text = False
         self.spells = True
+        self.text_end = ""
+        """The end of every conversation."""
+        self.last_text = "."
+        """Text held back to the end shows a missing wait for the end."""
         self.characters_of_id = 1
         """Characters of a text that make an id, that of the first."""
         self.omits: int | None = None
@@ -81,8 +85,8 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
             event.decoded.handles.extend(decode.handles)
             for handle, count in zip(decode.handles, decode.token_counts, strict=True):
                 text = "".join(chr(next(ids)) for _ in range(count))
-                # Text held back to the end shows a missing wait for the end.
-                event.decoded.texts.append(text + "." * (handle in decode.finished_handles))
+                is_last = handle in decode.finished_handles
+                event.decoded.texts.append(text + self.last_text * is_last)
             if self.forgets_a_text:
                 del event.decoded.texts[-1]
         else:
@@ -92,7 +96,9 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def _encode(self, command: tpb.EncodeCommand, encoded: tpb.Encoded) -> None:
         encoded.handle = command.handle
-        ids = command.text[:: self.characters_of_id]
+        text = command.chat.messages if command.HasField("chat") else command.text
+        encoded.text_end = self.text_end
+        ids = text[:: self.characters_of_id]
         omitted = len(ids) if 0 < command.max_token_ids < len(ids) else 0
         if omitted := omitted if self.omits is None else self.omits:
             encoded.omitted_token_ids = omitted

@@ -150,6 +150,19 @@ REAL: Sequence[tuple[str, Reading, str, list[Said]]] = [
         [Content("I look."), *call(0, "get", {"a": 1}), *call(1, "get_all", {})],
     ),
     ("Mistral without a mark", NEMO, '[TOOL_CALLS]get{"a": 1}', call(0, "get", {"a": 1})),
+    (
+        "ends of answers",
+        LLAMA3,
+        'Hi <|eot_id|>{"name": "get", "parameters": {}}<|eom_id|>',
+        [Content('Hi {"name": "get", "parameters": {}}')],
+    ),
+    (
+        "the end of a call",
+        LLAMA3,
+        '{"name": "get", "parameters": {}}<|eom_id|>',
+        call(0, "get", {}),
+    ),
+    ("the end of a call of Mistral", NEMO, "[TOOL_CALLS]get[ARGS]{}</s>", call(0, "get", {})),
     ("no call", NEMO, "[TOOL_CALLS]! {}", [Content("[TOOL_CALLS]! {}")]),
 ]
 
@@ -196,7 +209,7 @@ def test_guided_calls_are_told_as_they_come(data: st.DataObject) -> None:
         )
     )
     texts = [json.dumps(each, ensure_ascii=False) for each in arguments]
-    reading = Reading(formats=(form,), tools=TOOLS, is_guided=True)
+    reading = Reading(formats=(form,), tools=TOOLS, is_guided=True, must_call=True)
     text = written(form, list(zip(names, texts, strict=True)))
     whole = [
         each
@@ -210,13 +223,13 @@ def test_guided_calls_are_told_as_they_come(data: st.DataObject) -> None:
     for character in texts[0]:
         (piece, *_) = parser.feed(character)
         assert piece == CallArguments(0, character)
-    cut = data.draw(st.integers(0, len(text)))
-    beginning = [each for each in told(reading, [text[:cut]]) if not isinstance(each, Content)]
-    for each, complete in zip(beginning, whole, strict=False):
-        if isinstance(each, CallArguments) and isinstance(complete, CallArguments):
-            assert complete.text.startswith(each.text)
-        else:
-            assert each == complete
+    for cut in range(len(text)):
+        beginning = told(reading, [text[:cut]])
+        for each, complete in zip(beginning, whole[: len(beginning)], strict=True):
+            if isinstance(each, CallArguments) and isinstance(complete, CallArguments):
+                assert complete.text.startswith(each.text)
+            else:
+                assert each == complete
 
 
 def written(form: CallFormat, calls: Sequence[tuple[str, str]]) -> str:

@@ -13,7 +13,6 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
 from trtmesh.router.tokenizers.tokenizer import EncodeJob, Tokenizer
 from trtmesh.v1 import tokenizer_pb2 as pb
-from trtmesh.v1.generation_pb2 import GenerationConfig
 
 FIRST_TOKENIZER_SECONDS = 2.0
 """Longest wait for a first tokenizer before workers are connected: their greeting names the fingerprint in use."""
@@ -147,18 +146,15 @@ class TokenizerPool:
 
     def fingerprint_of(self, model: str) -> str:
         """Fingerprint of the tokenizers of `model`; '' before the first one was ready."""
-        return self._agreement(model).fingerprint
+        return self.agreed(model).fingerprint
 
     def end_ids_of(self, model: str) -> tuple[int, ...]:
         """The end id of the tokenizers of `model`, if any; None before the first tokenizer was ready."""
-        agreed = self._agreement(model)
+        agreed = self.agreed(model)
         return (agreed.eos_id,) if agreed.HasField("eos_id") else ()
 
-    def defaults_of(self, model: str) -> GenerationConfig:
-        """What the model recommends for requests; empty before the first tokenizer was ready."""
-        return self._agreement(model).defaults
-
-    def _agreement(self, model: str) -> pb.GetTokenizerResponse:
+    def agreed(self, model: str) -> pb.GetTokenizerResponse:
+        """What the tokenizers of `model` say of it; empty before the first was ready, and kept when all are lost."""
         return self._agreed.get(self._tokenizer_model(model), UNKNOWN)
 
     def problem(self, tokenizer: Tokenizer) -> str:

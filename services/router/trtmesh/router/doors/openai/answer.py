@@ -6,13 +6,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import orjson
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Cancelled, DeadlineExceeded, TrtmeshError
+from trtmesh.router.doors.openai.answer_parser import AnswerParser, Reading
 from trtmesh.router.doors.openai.log_probs import Scored, TokenTexts, scored
+from trtmesh.router.doors.openai.said import Content, Reasoning, Said
+from trtmesh.router.doors.openai.tools import ToolUse
 from trtmesh.router.streams.client_stream import Waiting, WaitingTokens
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -48,6 +53,12 @@ class Wanted:
     """Whether log-probabilities name tokens by their numbers."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """What an answer of `/v1/responses` says of its request."""
+    reading: Reading | None = None
+    """How to read the answers, where they may be more than text."""
+    tools: ToolUse | None = None
+    with_reasoning: bool = True
+    reasoning_ids: Sequence[int] = ()
+    """The tokens that begin and end reasoning, where they are one each."""
 
     @property
     def choices(self) -> int:
@@ -71,6 +82,8 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     scored: Sequence[Scored] | None = None
     """The tokens with their log-probabilities, where asked for."""
+    said: Sequence[Said] = ()
+    """In place of the text, where it is more than content."""
 
 
 class Writer(Protocol):
@@ -137,6 +150,7 @@ class Events:
 
     def __init__(self, wanted: Wanted) -> None:
         self._sequences = wanted.sequences
+        self._readers = None if wanted.reading is None else Readers(wanted)
         self.usage = Consumption()
         self.errors: list[TrtmeshError] = []
 
@@ -149,9 +163,10 @@ class Events:
                 text = texts[0] if len(texts) == 1 else "".join(texts)
                 details = entry.details
                 found = None if details is None else scored(entry.token_ids, details)
-                yield Piece(choice, text, entry.token_ids, scored=found)
-            elif (piece := self._read_other(entry.event)) is not None:
-                yield piece
+                piece = Piece(choice, text, entry.token_ids, scored=found)
+                yield piece if self._readers is None else self._readers.read(piece)
+            elif (other := self._read_other(entry.event)) is not None:
+                yield other if self._readers is None else self._readers.read(other)
 
     def _read_other(self, event: router_pb.GenerateEvent) -> Piece | None:
         match event.WhichOneof("event"):
@@ -161,12 +176,64 @@ class Events:
                 return None if reason is None else Piece(choice, finish_reason=reason)
             case "item_finished":
                 self.usage.add(event.item_finished)
+                if self._readers is not None:
+                    self.usage.reasoning = self._readers.reasoning_tokens
                 if (error := _cut_off(event.item_finished.reason)) is not None:
                     self.errors.append(error.of_item(event.batch_index))
             case "item_failed":
                 error = from_proto(event.item_failed.error)
                 self.errors.append(error.of_item(event.batch_index))
         return None
+
+
+class Readers:
+    """Reads the text of each choice."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._parsers: dict[int, AnswerParser] = {}
+        self._is_thinking: dict[int, bool] = {}
+        self.reasoning_tokens = 0
+
+    def read(self, piece: Piece) -> Piece:
+        """The piece, with what its text says in place of it."""
+        if (parser := self._parsers.get(piece.choice)) is None:
+            assert self._wanted.reading is not None
+            new_id = partial(self._call_id, piece.choice)
+            parser = self._parsers[piece.choice] = AnswerParser(self._wanted.reading, new_id)
+            self._is_thinking[piece.choice] = self._wanted.reading.is_thinking
+        self._count(piece)
+        said = parser.feed(piece.text) if piece.text else ()
+        reason = piece.finish_reason
+        if reason is not None:
+            said = [*said, *parser.end()]
+            reason = "tool_calls" if reason == "stop" and parser.calls else reason
+        if not self._wanted.with_reasoning:
+            said = [each for each in said if not isinstance(each, Reasoning)]
+        if len(said) == 1 and isinstance(said[0], Content):
+            return piece._replace(text=said[0].text, finish_reason=reason)
+        return piece._replace(text="", said=said, finish_reason=reason)
+
+    def _count(self, piece: Piece) -> None:
+        """Counts the tokens of the reasoning, with its marks."""
+        if not self._wanted.reasoning_ids:
+            return
+        begin, end = self._wanted.reasoning_ids
+        is_thinking = self._is_thinking[piece.choice]
+        for token in piece.token_ids:
+            is_thinking = is_thinking or token == begin
+            self.reasoning_tokens += is_thinking
+            is_thinking = is_thinking and token != end
+        self._is_thinking[piece.choice] = is_thinking
+
+    def _call_id(self, choice: int, index: int) -> str:
+        """Names a call: the same name in the same place of a request. The templates of some models want nine letters
+        and digits."""
+        tools, request = self._wanted.tools, self._wanted.request
+        place = f"{request.request_id} {choice} {index}".encode()
+        digest = blake2b(place, digest_size=12).hexdigest()
+        is_short = tools is not None and tools.formats[0].has_short_ids
+        return digest[:9] if is_short else f"call_{digest}"
 
 
 def _cut_off(reason: int) -> TrtmeshError | None:
@@ -200,9 +267,11 @@ class Whole:
         self._token_ids: list[list[int]] = [[] for _ in range(wanted.choices)]
         self._scored: list[list[Scored]] = [[] for _ in range(wanted.choices)]
         self._reasons: list[str | None] = [None] * wanted.choices
+        self._said: list[list[Said]] = [[] for _ in range(wanted.choices)]
 
     def add(self, piece: Piece) -> None:
         self._texts[piece.choice].append(piece.text)
+        self._said[piece.choice] += piece.said
         self._token_ids[piece.choice] += piece.token_ids
         self._scored[piece.choice] += piece.scored or ()
         self._reasons[piece.choice] = piece.finish_reason
@@ -223,7 +292,7 @@ class Whole:
     def _choice(self, index: int, bytes_of: Mapping[int, bytes]) -> dict[str, Any]:
         found = self._scored[index] if self._wanted.has_log_probs else None
         text, token_ids = "".join(self._texts[index]), self._token_ids[index]
-        piece = Piece(index, text, token_ids, self._reasons[index], found)
+        piece = Piece(index, text, token_ids, self._reasons[index], found, self._said[index])
         texts = TokenTexts(self._wanted.tokens_as_ids, bytes_of)
         return self._form.choice(piece, texts) | self._wanted.extras(piece)
 
@@ -256,7 +325,8 @@ class Parts:
             if (opening := self._form.opening(piece.choice)) is not None:
                 events = self._event(opening)
         texts.bytes_of = bytes_of
-        if piece.text or piece.finish_reason or piece.scored or self._wanted.with_token_ids:
+        is_news = piece.text or piece.said or piece.finish_reason or piece.scored
+        if is_news or self._wanted.with_token_ids:
             events += self._event(self._form.part(piece, texts) | self._wanted.extras(piece))
         return events
 
@@ -284,6 +354,8 @@ class Consumption:
     """Tokens that the client expected, as far as they were tried."""
     accepted: int = 0
     """Those that came true."""
+    reasoning: int = 0
+    """Generated tokens of reasoning."""
 
     def add(self, finished: router_pb.ItemFinished) -> None:
         usage, metrics = finished.usage, finished.perf_metrics
@@ -301,9 +373,10 @@ class Consumption:
             "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        details: dict[str, int] = {}
         if self.predicted:
-            told["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self.accepted,
-                "rejected_prediction_tokens": self.predicted - self.accepted,
-            }
-        return told
+            details["accepted_prediction_tokens"] = self.accepted
+            details["rejected_prediction_tokens"] = self.predicted - self.accepted
+        if self.reasoning:
+            details["reasoning_tokens"] = self.reasoning
+        return told | {"completion_tokens_details": details} if details else told

@@ -1,14 +1,15 @@
 """Tells the text, the reasoning and the calls of tools of an answer apart, while it comes.
 
 What is said does not depend on how the text was cut into pieces: a decision waits until no further text can change it.
-Nothing is lost: what turns out to be no call is content, with its marker. White space beside a marker belongs to it.
+Nothing is lost: what turns out to be no call is content, with its marker; only the beginning of a call that a grammar
+began, up to its name, is no part of an answer that is cut off there. White space beside a marker belongs to it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -51,13 +52,16 @@ class Reading:
     """Names of the tools."""
     is_guided: bool = False
     """Whether a grammar keeps calls in the first format, so that their arguments are told as they come."""
+    must_call: bool = False
+    """Whether it lets the model say calls alone."""
 
 
 class AnswerParser:
     """Reads one answer."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
+    def __init__(self, reading: Reading, new_id: Callable[[int], str] = lambda _: "") -> None:
+        """`new_id` names calls by their number."""
+        self._reading, self._new_id = reading, new_id
         self._text = ""
         """What is not yet decided."""
         self._has_ended = False
@@ -104,15 +108,30 @@ class AnswerParser:
             if not (yield from self._run(reading.formats[0], start, must_be_known=True)):
                 self._say_text(Content, self._refused)
         markers = {each.trigger if reading.is_guided else each.marker for each in reading.formats}
-        while (found := (yield from self._text_until(Content, *markers))) is not None:
+        ends = reading.formats[0].ends if reading.formats else ()
+        while (found := (yield from self._text_until(Content, *markers, *ends))) is not None:
             start, marker = found
+            if marker in ends:
+                self._say_text(Content, start)
+                self._text = self._text[len(marker) :]
+                continue
             behind = start if reading.is_guided else start + len(marker)
             for each in reading.formats[:1] if reading.is_guided else reading.formats:
                 if (yield from self._run(each, behind)):
                     break
             else:
+                if self._is_cut_off(self._text[start:]):
+                    self._text = ""
+                    continue
                 # Not to be searched again: an answer might have a marker in every place.
                 self._say_text(Content, max(start + len(marker), self._refused))
+
+    def _is_cut_off(self, text: str) -> bool:
+        """Whether the text ends within the beginning of a call: a grammar had begun it, so it is no content."""
+        form = self._reading.formats[0]
+        heads = (form.opening + form.head(name) for name in self._reading.tools)
+        is_cut_off = any(head.startswith(text) for head in heads)
+        return self._has_ended and self._reading.is_guided and is_cut_off
 
     def _reasoning(self) -> Need[None]:
         start = yield from self._space(0)
@@ -138,7 +157,8 @@ class AnswerParser:
                 self._say_text(kind, kept)
                 return start - kept, marker
             if self._has_ended:
-                self._say_text(kind, len(self._text))
+                if not (self._reading.must_call and self._is_cut_off(self._text.strip())):
+                    self._say_text(kind, len(self._text))
                 return None
             start = min(self._partial(marker) for marker in markers) if markers else len(self._text)
             self._say_text(kind, len(self._text[:start].rstrip()))
@@ -185,7 +205,9 @@ class AnswerParser:
         elif at < len(self._text) and form.separator:
             # The rest of the list is no call.
             self._say_text(Content, self._refused)
-            return
+            if not (self._reading.is_guided and self._has_ended):
+                return
+            at = len(self._text)
         yield from self._drop_space(at)
 
     def _call(self, form: CallFormat, at: int, *, must_be_known: bool) -> Need[int | None]:
@@ -221,16 +243,19 @@ class AnswerParser:
         return end
 
     def _say_call(self, name: str, arguments: str) -> None:
+        index = self._begin_call(name)
+        self._say(CallArguments(index, arguments))
+        self._say(CallEnded(index))
+
+    def _begin_call(self, name: str) -> int:
         index = self._calls
         self._calls += 1
-        for said in (CallBegun(index, name), CallArguments(index, arguments), CallEnded(index)):
-            self._say(said)
+        self._say(CallBegun(index, name, self._new_id(index)))
+        return index
 
     def _guided_call(self, form: CallFormat, name: str, start: int) -> Need[int]:
         """Says a call while its arguments come. Where they are cut off, they stay so."""
-        index = self._calls
-        self._calls += 1
-        self._say(CallBegun(index, name))
+        index = self._begin_call(name)
         end = yield from self._value_end(start, index)
         if end is None:
             return len(self._text)

@@ -24,6 +24,10 @@ class CallFormat:
     closing: str = ""
     may_lack_marker: bool = False
     """Whether a call may be the beginning of an answer."""
+    has_short_ids: bool = False
+    """Whether templates want ids of nine letters and digits."""
+    ends: Sequence[str] = ()
+    """Special tokens that end an answer, where special tokens announce calls, so that texts have them."""
     between: str = ""
     """Stands between two calls, each with its marker."""
 
@@ -47,9 +51,23 @@ class CallFormat:
 
 
 HERMES = CallFormat("<tool_call>", "arguments", gap="\n", closing="\n</tool_call>", between="\n")
-LLAMA3_JSON = CallFormat("<|python_tag|>", "parameters", separator="; ", may_lack_marker=True)
-MISTRAL_LIST = CallFormat("[TOOL_CALLS]", "arguments", bracket="[", separator=", ", closing="]")
-MISTRAL = CallFormat("[TOOL_CALLS]", "")
+LLAMA3_JSON = CallFormat(
+    "<|python_tag|>",
+    "parameters",
+    separator="; ",
+    may_lack_marker=True,
+    ends=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+)
+MISTRAL_LIST = CallFormat(
+    "[TOOL_CALLS]",
+    "arguments",
+    bracket="[",
+    separator=", ",
+    closing="]",
+    has_short_ids=True,
+    ends=("</s>",),
+)
+MISTRAL = CallFormat("[TOOL_CALLS]", "", has_short_ids=True, ends=MISTRAL_LIST.ends)
 
 FORMATS: Mapping[str, Sequence[CallFormat]] = MappingProxyType(
     {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import orjson
 from trtmesh.chassis.errors import InvalidField
@@ -21,10 +23,14 @@ from trtmesh.router.doors.openai.fields import (
 )
 from trtmesh.router.doors.openai.log_probs import TokenTexts, chat_shape
 from trtmesh.router.doors.openai.requested import Requested
+from trtmesh.router.doors.openai.said import CallArguments, CallBegun, Content, Reasoning
+from trtmesh.router.doors.openai.tools import ToolUse, guided, read_tools, reading_of
 from trtmesh.v1 import chat_pb2
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+GUIDE = ("guided_decoding.guide", "guided_decoding.guide_type")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -45,29 +51,70 @@ class Chats(Choices):
             if (most := fields.take(name, INTEGER)) is not None:
                 fields.put(config, "stopping.max_tokens", name, most)
         _read_log_probs(fields, config.output, config)
-        item = router_pb.GenerateItem(chat=conversation(requested))
-        return requested.wanted([item], config, is_large=is_large)
+        with_reasoning = fields.take_flag("include_reasoning", default=True)
+        talk = conversation(requested)
+        output = config.output
+        if talk.tools and talk.tools.formats[0].ends and not output.HasField("skip_special_tokens"):
+            output.skip_special_tokens = False
+        reading = reading_of(talk.tools, reasons=requested.about.reasoning_format == "think")
+        if not reading.reasons:
+            # Otherwise the prompt decides, once it is rendered.
+            reading = guided(config.guided_decoding, talk.tools, reading)
+            if reading.is_guided:
+                fields.call("tools", *GUIDE)
+        item = router_pb.GenerateItem(chat=talk.chat)
+        wanted = requested.wanted([item], config, is_large=is_large)
+        if not reading.reasons and talk.tools is None:
+            return wanted
+        return replace(wanted, reading=reading, tools=talk.tools, with_reasoning=with_reasoning)
 
     def opening(self, choice: int) -> dict[str, Any]:
         return _part(choice, {"role": "assistant", "content": ""})
 
     def part(self, piece: Piece, texts: TokenTexts) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
+        delta = _delta(piece)
         found = None if piece.scored is None else chat_shape(piece.scored, texts)
         return _part(piece.choice, delta, found, piece.finish_reason)
 
     def choice(self, piece: Piece, texts: TokenTexts) -> dict[str, Any]:
+        told = _delta(piece)
+        for call in told.get("tool_calls", ()):
+            del call["index"]
+        content = None if told else ""
         return {
             "index": piece.choice,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": {"role": "assistant", "content": content, "refusal": None, **told},
             "logprobs": None if piece.scored is None else chat_shape(piece.scored, texts),
             "finish_reason": piece.finish_reason,
         }
 
 
+def _delta(piece: Piece) -> dict[str, Any]:
+    """The news of a message. Reasoning is under the two names that clients read."""
+    texts: dict[str, list[str]] = {"content": [piece.text], "reasoning": []}
+    calls: dict[int, dict[str, Any]] = {}
+    for said in piece.said:
+        match said:
+            case Content(text):
+                texts["content"].append(text)
+            case Reasoning(text):
+                texts["reasoning"].append(text)
+            case CallBegun(index, name, call_id):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": call_id, "type": "function"}
+                calls[index] |= {"function": function}
+            case CallArguments(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    delta: dict[str, Any] = {name: "".join(parts) for name, parts in texts.items() if any(parts)}
+    if "reasoning" in delta:
+        delta["reasoning_content"] = delta["reasoning"]
+    return delta | {"tool_calls": list(calls.values())} if calls else delta
+
+
 def _part(
     choice: int,
-    delta: Mapping[str, str],
+    delta: Mapping[str, Any],
     log_probs: Mapping[str, Any] | None = None,
     finish_reason: str | None = None,
 ) -> dict[str, Any]:
@@ -80,11 +127,6 @@ def _part(
 
 
 def _refuse_unserved(fields: Fields) -> None:
-    for name in ("tools", "functions", "function_call"):
-        fields.refuse(name, "is not served: no answer here is read as a call of a tool")
-    fields.refuse("tool_choice", "is not served, as there are no tools", neutral="none")
-    # Without tools there is nothing to call at once.
-    fields.take("parallel_tool_calls", BOOLEAN)
     fields.refuse("modalities", "must be text alone", neutral=["text"])
     fields.refuse("audio", "is not served: models here write text")
     fields.refuse("web_search_options", "is not served: nothing here searches the web")
@@ -98,10 +140,21 @@ def _read_log_probs(fields: Fields, output: pb.OutputConfig, config: pb.Generati
         fields.put(config, "output.top_log_probs", "top_logprobs", top)
 
 
-def conversation(requested: Requested) -> chat_pb2.Chat:
+class Talk(NamedTuple):
+    """A conversation."""
+
+    chat: chat_pb2.Chat
+    tools: ToolUse | None
+    """What the model may call."""
+
+
+def conversation(requested: Requested) -> Talk:
     """The conversation of a body. Raises InvalidField or NoTokenizer."""
     fields = requested.fields
-    fields.call("messages", "prompt", "prompt.text", "text", "items", "chat.messages")
+    fields.call(
+        "messages", "prompt", "prompt.text", "prompt.token_ids", "text", "items", "chat.messages"
+    )
+    tools = read_tools(fields, requested.about.tool_format)
     messages = [
         _message(f"messages[{number}]", message)
         for number, message in enumerate(fields.need("messages", LIST))
@@ -113,13 +166,31 @@ def conversation(requested: Requested) -> chat_pb2.Chat:
     chat = chat_pb2.Chat(messages=orjson.dumps(messages).decode(), template=template)
     if documents := fields.take_list("documents", OBJECT):
         chat.documents = orjson.dumps(documents).decode()
-    if kwargs := fields.take("chat_template_kwargs", OBJECT):
+    if tools is not None:
+        chat.tools = orjson.dumps(tools.told).decode()
+    own = template or requested.about.chat_template
+    if kwargs := _effort(fields, own) | (fields.take("chat_template_kwargs", OBJECT) or {}):
         chat.template_kwargs = orjson.dumps(kwargs).decode()
     chat.continue_final_message = fields.take_flag("continue_final_message")
     begins = fields.take("add_generation_prompt", BOOLEAN)
     if begins is not None:
         chat.add_generation_prompt = begins
-    return chat
+    return Talk(chat, tools)
+
+
+def _effort(fields: Fields, template: str) -> dict[str, Any]:
+    """Variables of the template for the effort to reason, as far as it has them. Raises InvalidField."""
+    if (effort := fields.take("reasoning_effort", TEXT)) is None:
+        return {}
+    if effort not in EFFORTS:
+        raise InvalidField.of("reasoning_effort", effort, f"one of {', '.join(EFFORTS)}")
+    thinks = effort != "none"
+    variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    known = {name: value for name, value in variables.items() if name in template}
+    if thinks and not known:
+        problem = "is not known to the chat template of the model; leave it out"
+        raise InvalidField(problem, field="reasoning_effort")
+    return known
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:
@@ -142,6 +213,8 @@ def _message(name: str, given: Any) -> dict[str, Any]:
         calls = message["tool_calls"]
         if not LIST.has(calls):
             raise InvalidField("must be a list", field=f"{name}.tool_calls")
+        # Many templates add it to their text.
+        message.setdefault("content", "")
         message["tool_calls"] = [
             _call(f"{name}.tool_calls[{number}]", call) for number, call in enumerate(calls)
         ]
@@ -149,15 +222,15 @@ def _message(name: str, given: Any) -> dict[str, Any]:
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """A call of a tool, with its arguments parsed."""
+    """A call of a tool, with its arguments parsed. Raises InvalidField."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise InvalidField("must have a function", field=name)
     arguments = function.get("arguments")
     if TEXT.has(arguments):
-        try:
+        with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
-            problem = "must be the text of a JSON object"
-            raise InvalidField(problem, field=f"{name}.function.arguments") from None
+    if not OBJECT.has(arguments):
+        problem = "must be the text of a JSON object"
+        raise InvalidField(problem, field=f"{name}.function.arguments")
     return {**call, "function": {**function, "arguments": arguments}}

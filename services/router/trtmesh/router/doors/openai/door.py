@@ -22,12 +22,13 @@ from trtmesh.router.doors.http.bodies import Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
 from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.openai.answer import Events, Frame, Gathered, Piece, Wanted, Writer
-from trtmesh.router.doors.openai.chat import Chats
+from trtmesh.router.doors.openai.answer_parser import THINK, THOUGHT
+from trtmesh.router.doors.openai.chat import GUIDE, Chats
 from trtmesh.router.doors.openai.completions import Completions
 from trtmesh.router.doors.openai.errors import FIELD_NAMES, OpenAiForm, error_object, id_of, named
 from trtmesh.router.doors.openai.fields import TEXT, Fields, read_prediction
 from trtmesh.router.doors.openai.log_probs import TokenBytes
-from trtmesh.router.doors.openai.requested import Requested
+from trtmesh.router.doors.openai.requested import Requested, encoded, with_prompt
 from trtmesh.router.doors.openai.responses import StatelessResponses
 from trtmesh.router.doors.openai.served import ServedModels
 from trtmesh.router.doors.openai.settings import OpenAiSettings
@@ -151,12 +152,25 @@ class OpenAi:
             served = self._served.find(fields.take("model", TEXT) or "")
             model = served.model
             predicted = await self._predicted(fields, model)
-            defaults = self._tokenizers.defaults_of(model) if self._has_defaults else None
+            defaults = self._tokenizers.agreed(model).defaults if self._has_defaults else None
             requested = Requested(fields, served, request_id, self._tokenizers, predicted, defaults)
-            return await message.read(partial(endpoint.read, requested))
+            wanted = await message.read(partial(endpoint.read, requested))
+            return await self._begun(fields, wanted)
         except TrtmeshError:
             self._requests.metrics_of(model).requests["refused"] += 1
             raise
+
+    async def _begun(self, fields: Fields, wanted: Wanted) -> Wanted:
+        """The request, with a rendered prompt where the model reasons: the prompt may have begun it. Raises the pool's
+        errors."""
+        if wanted.reading is None or not wanted.reading.reasons:
+            return wanted
+        model, chat = wanted.request.model, wanted.request.items[0].chat
+        command = tokenizer_pb.EncodeCommand(chat=chat, words=(THINK, THOUGHT))
+        begun = with_prompt(wanted, await encoded(self._tokenizers, model, command))
+        if begun.reading is not None and begun.reading.is_guided:
+            fields.call("tools", *GUIDE)
+        return begun
 
     async def _predicted(self, fields: Fields, model: str) -> Sequence[int]:
         """The ids of the answer that the client expects, if it says one. Raises the pool's errors."""

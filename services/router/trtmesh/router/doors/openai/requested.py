@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.errors import InvalidField, PromptTooLong
+from trtmesh.chassis.parsing import MAX_PROMPT_TOKENS
 from trtmesh.router.doors.openai.answer import Wanted
+from trtmesh.router.doors.openai.answer_parser import THINK
 from trtmesh.router.doors.openai.fields import OBJECT, Fields
 from trtmesh.router.doors.openai.served import Served
+from trtmesh.router.doors.openai.tools import guided
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.values.request import parse_request
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
+from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,11 @@ class Requested:
     """The answer that the client expects."""
     defaults: pb.GenerationConfig | None = None
     """What the model recommends, if that counts."""
+
+    @property
+    def about(self) -> tokenizer_pb.GetTokenizerResponse:
+        """The tokenizer; empty before the first was ready."""
+        return self.tokenizers.agreed(self.served.model)
 
     def names_developers(self, template: str | None) -> bool:
         """Whether this chat template, or the model's, knows the role of developers. Raises NoTokenizer."""
@@ -85,3 +94,42 @@ class Requested:
         options.refuse("include_obfuscation", "is not served", neutral=False)
         options.refuse_rest()
         return with_usage
+
+
+async def encoded(
+    tokenizers: TokenizerPool, model: str, command: tokenizer_pb.EncodeCommand
+) -> tokenizer_pb.Encoded:
+    """Ids of a text or a conversation. Raises PromptTooLong or the pool's errors."""
+    text = command.chat.messages if command.HasField("chat") else command.text
+    tokenizers.check_size(model, text)
+    command.max_token_ids = MAX_PROMPT_TOKENS
+    answer = await tokenizers.encode(model, command)
+    if count := answer.omitted_token_ids:
+        raise PromptTooLong(
+            f"has {count} tokens or more, but a prompt has at most {MAX_PROMPT_TOKENS}",
+            field="text",
+        )
+    return answer
+
+
+def with_prompt(wanted: Wanted, prompt: tokenizer_pb.Encoded) -> Wanted:
+    """The request with the ids of its conversation, and the guide and reading that they need. Raises InvalidField."""
+    request, reading = wanted.request, wanted.reading
+    assert reading is not None
+    is_thinking = prompt.text_end.rstrip().endswith(THINK)
+    config = pb.GenerationConfig()
+    config.CopyFrom(request.items[0].message)
+    reading = guided(
+        config.guided_decoding, wanted.tools, replace(reading, is_thinking=is_thinking)
+    )
+    item = router_pb.GenerateItem(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=prompt.token_ids)))
+    message = router_pb.GenerateRequest(
+        request_id=request.request_id, model=request.model, items=[item], config=config
+    )
+    marks = [list(word.ids) for word in prompt.words]
+    return replace(
+        wanted,
+        request=parse_request(message, "", is_large=True),
+        reading=reading,
+        reasoning_ids=[ids[0] for ids in marks] if all(len(ids) == 1 for ids in marks) else (),
+    )

@@ -67,9 +67,9 @@ class Items:
                 yield from self._text("output_text", text, log_probs)
             case Reasoning(text):
                 yield from self._text("reasoning_text", text, ())
-            case CallBegun(_, name):
+            case CallBegun(_, name, call_id):
                 yield from self.close("completed")
-                call = {"type": "function_call", "id": _new_id("fc"), "call_id": _new_id("call")}
+                call = {"type": "function_call", "id": _new_id("fc"), "call_id": call_id}
                 yield from self._begin(call | {"name": name, "arguments": ""}, "")
             case CallArguments(_, text):
                 yield from self._delta(text, ())
@@ -140,15 +140,22 @@ class _Answer:
         self._items = Items()
         self._finish_reason: str | None = None
         self._texts = TokenTexts(wanted.tokens_as_ids)
+        self._is_plain = wanted.reading is None
+        self._waiting: list[Any] = []
 
     def _take(self, piece: Piece, bytes_of: Mapping[int, bytes]) -> Iterator[Event]:
         self._finish_reason = piece.finish_reason or self._finish_reason
-        log_probs = []
+        log_probs: list[Any] = []
         if piece.scored:
             self._texts.bytes_of = bytes_of
             log_probs = chat_shape(piece.scored, self._texts)["content"]
-        if piece.text or log_probs:
-            yield from self._items.say(Content(piece.text), log_probs)
+        # Tokens of a text that is not decided yet wait for it.
+        self._waiting += log_probs
+        said = [Content(piece.text)] if piece.text or self._is_plain else piece.said
+        for each in said:
+            if not isinstance(each, Content) or each.text or self._waiting:
+                yield from self._items.say(each, self._waiting)
+                self._waiting = []
 
     def _end(self) -> Iterator[Event]:
         if not self._items.output:
@@ -187,7 +194,7 @@ def _told(usage: Consumption) -> dict[str, Any]:
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
         "output_tokens": usage.generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.generated,
     }
 

@@ -26,6 +26,7 @@ class CallBegun:
     index: int
     """Its number in the answer."""
     name: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

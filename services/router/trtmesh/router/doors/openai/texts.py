@@ -7,9 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
-from trtmesh.chassis.errors import PromptTooLong
 from trtmesh.chassis.fair.messages import ReceivedMessage
-from trtmesh.chassis.parsing import MAX_PROMPT_TOKENS
 from trtmesh.router.doors.http.answers import json_response
 from trtmesh.router.doors.http.bodies import Bodies, Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
@@ -17,7 +15,7 @@ from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.openai.chat import conversation
 from trtmesh.router.doors.openai.errors import FIELD_NAMES, OpenAiForm, id_of, named
 from trtmesh.router.doors.openai.fields import BOOLEAN, LIST, TEXT, Fields, checked_ids
-from trtmesh.router.doors.openai.requested import Requested
+from trtmesh.router.doors.openai.requested import Requested, encoded
 from trtmesh.router.doors.openai.served import ServedModels
 from trtmesh.router.tokenizers.decoding import TextOptions
 from trtmesh.router.tokenizers.pool import TokenizerPool
@@ -64,15 +62,7 @@ class TextPaths:
 
     async def _tokenize(self, requested: Requested, command: pb.EncodeCommand) -> dict[str, Any]:
         model = requested.served.model
-        text = command.chat.messages if command.HasField("chat") else command.text
-        self._tokenizers.check_size(model, text)
-        encoded = await self._tokenizers.encode(model, command)
-        if count := encoded.omitted_token_ids:
-            raise PromptTooLong(
-                f"has {count} tokens or more, but a prompt has at most {MAX_PROMPT_TOKENS}",
-                field="text",
-            )
-        token_ids = list(encoded.token_ids)
+        token_ids = list((await encoded(self._tokenizers, model, command)).token_ids)
         described = self._served.describe(requested.served)
         return {
             "count": len(token_ids),
@@ -88,9 +78,9 @@ class TextPaths:
 
 def _read_text(requested: Requested) -> pb.EncodeCommand:
     fields = requested.fields
-    command = pb.EncodeCommand(max_token_ids=MAX_PROMPT_TOKENS)
+    command = pb.EncodeCommand()
     if (text := fields.take("prompt", TEXT)) is None:
-        command.chat.CopyFrom(conversation(requested))
+        command.chat.CopyFrom(conversation(requested).chat)
     else:
         command.text = text
         command.add_special_tokens = fields.take("add_special_tokens", BOOLEAN) is not False

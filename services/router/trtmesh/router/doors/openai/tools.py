@@ -1,0 +1,254 @@
+"""The tools of a request: which the model may call, which it must, and the grammar that sees to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.router.doors.openai.answer_parser import THINK, THOUGHT, Reading
+from trtmesh.router.doors.openai.call_formats import FORMATS, CallFormat
+from trtmesh.router.doors.openai.fields import LIST, OBJECT, TEXT, Fields, Kind
+from trtmesh.v1 import generation_pb2 as pb
+
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+MODES = ("none", "auto", "required")
+
+Form = dict[str, Any]
+"""A format of structural tags."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call."""
+
+    name: str
+    schema: Mapping[str, Any]
+    """Of its arguments."""
+    is_strict: bool
+    told: Mapping[str, Any]
+    """As the template gets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request."""
+
+    told: Sequence[Mapping[str, Any]]
+    """All of them, as the template gets them."""
+    callable: Sequence[Tool]
+    must_call: bool
+    calls_one: bool
+    """Whether there may be no second call."""
+    formats: Sequence[CallFormat]
+    """Those of the model."""
+
+    @property
+    def needs_guide(self) -> bool:
+        """Whether the model's own habit is not enough."""
+        is_strict = any(tool.is_strict for tool in self.callable)
+        is_limited = len(self.callable) < len(self.told)
+        return self.must_call or self.calls_one or is_strict or is_limited
+
+
+def read_tools(fields: Fields, tool_format: str) -> ToolUse | None:
+    """The tools, unless the request has none or the model is to call none. Raises InvalidField."""
+    for name, other in (("functions", "tools"), ("function_call", "tool_choice")):
+        fields.refuse(name, f"is not served: send {other}")
+    given = fields.take("tools", LIST)
+    choice = fields.take("tool_choice", Kind("a mode or an object", (str, dict)))
+    at_once = fields.take_flag("parallel_tool_calls", default=True)
+    if given is None:
+        if choice not in (None, "none"):
+            raise InvalidField("belongs to a request with tools", field="tool_choice")
+        return None
+    if not given:
+        raise InvalidField("must have one tool or more", field="tools")
+    tools = [_tool(f"tools[{number}]", each) for number, each in enumerate(given)]
+    by_name = {tool.name: tool for tool in tools}
+    if len(by_name) < len(tools):
+        raise InvalidField("have a name twice", field="tools")
+    mode, names = _chosen(choice, by_name)
+    if mode == "none":
+        return None
+    if (formats := FORMATS.get(tool_format)) is None:
+        raise InvalidField(
+            "are not served: the chat template of the model shows no form of calls that is known here"
+            " (tokenizer.tool_format)",
+            field="tools",
+        )
+    is_named = isinstance(choice, dict) and choice["type"] == "function"
+    told, usable = [tool.told for tool in tools], [by_name[name] for name in names]
+    return ToolUse(told, usable, mode == "required", is_named or not at_once, formats)
+
+
+def _tool(path: str, given: Any) -> Tool:
+    if not OBJECT.has(given):
+        raise InvalidField("must be an object", field=path)
+    told = Fields(given, f"{path}.")
+    if (kind := told.need("type", TEXT)) != "function":
+        raise InvalidField.of(f"{path}.type", kind, "function")
+    function = told.need("function", OBJECT)
+    told.refuse_rest()
+    about = Fields(function, f"{path}.function.")
+    name = about.need("name", TEXT)
+    if not NAME.fullmatch(name):
+        raise InvalidField.of(
+            f"{path}.function.name", name, "1 to 64 letters, digits and any of _ . : / -"
+        )
+    about.take("description", TEXT)
+    schema = about.take("parameters", OBJECT)
+    strict = about.take_flag("strict")
+    about.refuse_rest()
+    kept = {key: value for key, value in function.items() if key != "strict" and value is not None}
+    return Tool(name, schema or ANY_OBJECT, strict, {"type": "function", "function": kept})
+
+
+def _chosen(choice: Any, known: Collection[str]) -> tuple[str, Sequence[str]]:
+    """The mode, and the names of the tools that may be called. Raises InvalidField."""
+    if not OBJECT.has(choice):
+        mode = choice or "auto"
+        if mode not in MODES:
+            limit = f"one of {', '.join(MODES)}, or an object"
+            raise InvalidField.of("tool_choice", mode, limit)
+        return mode, list(known)
+    told = Fields(choice, "tool_choice.")
+    match told.need("type", TEXT):
+        case "function":
+            names = [_name("tool_choice.function", told.need("function", OBJECT), known)]
+            mode = "required"
+        case "allowed_tools":
+            path = "tool_choice.allowed_tools."
+            allowed = Fields(told.need("allowed_tools", OBJECT), path)
+            if (mode := allowed.need("mode", TEXT)) not in MODES[1:]:
+                raise InvalidField.of(f"{path}mode", mode, "auto or required")
+            functions = [
+                Fields(each, f"{path}tools[{number}].").need("function", OBJECT)
+                for number, each in enumerate(allowed.take_list("tools", OBJECT))
+            ]
+            names = [_name(f"{path}tools", each, known) for each in functions]
+            allowed.refuse_rest()
+        case kind:
+            raise InvalidField.of("tool_choice.type", kind, "function or allowed_tools")
+    told.refuse_rest()
+    return mode, names
+
+
+def _name(path: str, function: Mapping[str, Any], known: Collection[str]) -> str:
+    name = Fields(function, f"{path}.").need("name", TEXT)
+    if name not in known:
+        raise InvalidField.of(f"{path}.name", name, "the name of one of the tools")
+    return str(name)
+
+
+def reading_of(use: ToolUse | None, *, reasons: bool) -> Reading:
+    """How to read the answers of a model."""
+    if use is None:
+        return Reading(reasons)
+    names = frozenset(tool.name for tool in use.callable)
+    return Reading(reasons, formats=use.formats, tools=names)
+
+
+def guided(config: pb.GuidedDecodingConfig, use: ToolUse | None, reading: Reading) -> Reading:
+    """Has the answer be calls as the tools ask for, or else what the config asks for so far, each after the reasoning.
+    Returns how to read it then. Raises InvalidField for a guide that does not go with them."""
+    has_calls = use is not None and (use.needs_guide or bool(config.guide_type))
+    if not has_calls and not (config.guide_type and reading.is_thinking):
+        return reading
+    content = _content(config)
+    if use is None:
+        answer = content
+    elif use.must_call:
+        answer = _calls(use)
+    elif content is not None:
+        if use.formats[0].may_lack_marker:
+            # Calls that begin as other JSON does.
+            problem = (
+                "does not go with tools that the model may call; set tool_choice, or leave it out"
+            )
+            raise InvalidField(problem, field="response_format")
+        answer = {"type": "or", "elements": [content, _calls(use)]}
+    else:
+        answer = _triggered(use)
+    if reading.is_thinking:
+        answer = _sequence(_thought(""), answer)
+    elif reading.reasons and use is not None and (use.must_call or content is not None):
+        may_think = {"type": "or", "elements": [_thought(THINK), _text("")]}
+        answer = _sequence(may_think, answer)
+    config.guide_type = pb.GUIDE_TYPE_STRUCTURAL_TAG
+    config.guide = orjson.dumps({"type": "structural_tag", "format": answer}).decode()
+    must_call = use is not None and use.must_call
+    return replace(reading, is_guided=has_calls, must_call=must_call)
+
+
+def _content(config: pb.GuidedDecodingConfig) -> Form | None:
+    """The format of a guide for the text of an answer, if there is one. Raises InvalidField."""
+    match config.guide_type:
+        case pb.GUIDE_TYPE_UNSPECIFIED:
+            return None
+        case pb.GUIDE_TYPE_JSON:
+            return _json(ANY_OBJECT)
+        case pb.GUIDE_TYPE_JSON_SCHEMA:
+            return _json(orjson.loads(config.guide))
+        case pb.GUIDE_TYPE_CHOICE:
+            return {"type": "or", "elements": [_text(each) for each in orjson.loads(config.guide)]}
+    problem = "must be JSON or a choice where the model calls tools or reasons"
+    raise InvalidField(problem, field="structured_outputs")
+
+
+def _calls(use: ToolUse) -> Form:
+    """One call or more, and nothing else."""
+    form = use.formats[0]
+    if not form.separator:
+        return _list(use, _tags(use, form.opening, form.closing), form.between)
+    calls = _list(use, _tags(use), form.separator)
+    return _sequence(_text(form.opening), calls, _text(form.closing))
+
+
+def _triggered(use: ToolUse) -> Form:
+    """Free text with calls."""
+    form = use.formats[0]
+    tags = _tags(use, form.opening, form.closing)
+    if form.bracket:
+        calls = _list(use, _tags(use), form.separator)
+        tags = [_tag(form.opening, calls, form.closing)]
+    told = {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags}
+    return told | {"stop_after_first": use.calls_one}
+
+
+def _tags(use: ToolUse, opening: str = "", closing: str = "") -> list[Form]:
+    """A tag for each tool. Where the model need not call, only the arguments of strict tools follow their schema."""
+    form, tags = use.formats[0], []
+    for tool in use.callable:
+        schema = tool.schema if tool.is_strict or use.must_call else ANY_OBJECT
+        tags.append(_tag(opening + form.head(tool.name), _json(schema), form.tail + closing))
+    return tags
+
+
+def _list(use: ToolUse, tags: list[Form], separator: str) -> Form:
+    told = {"type": "tags_with_separator", "tags": tags, "separator": separator}
+    return told | {"at_least_one": True, "stop_after_first": use.calls_one}
+
+
+def _thought(begin: str) -> Form:
+    return _sequence(_tag(begin, {"type": "any_text"}, THOUGHT), _text("\n\n"))
+
+
+def _tag(begin: str, content: Form, end: str) -> Form:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _json(schema: Any) -> Form:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _text(value: str) -> Form:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: Form | None) -> Form:
+    return {"type": "sequence", "elements": elements}

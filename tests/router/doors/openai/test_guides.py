@@ -1,0 +1,101 @@
+"""What the grammars of tools let a model say."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from router.doors.openai.test_answer_parser import told, written
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.engine.backends.torch.guided.structural_tags import tag_grammar
+from trtmesh.router.doors.openai.answer_parser import Reading
+from trtmesh.router.doors.openai.call_formats import FORMATS
+from trtmesh.router.doors.openai.fields import Fields
+from trtmesh.router.doors.openai.said import CallBegun, Content
+from trtmesh.router.doors.openai.tools import guided, read_tools, reading_of
+from trtmesh.v1 import generation_pb2 as pb
+
+TOKENIZER = Path(__file__).parents[4] / "models" / "demo" / "tokenizer.json"
+INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+GET = {"type": "function", "function": {"name": "get", "parameters": INTEGER}}
+STRICT = {"type": "function", "function": {"name": "set", "parameters": INTEGER, "strict": True}}
+CALL, OTHER, WRONG = ("get", '{"a": 1}'), ("set", '{"a": 2}'), ("get", '{"a": "x"}')
+
+
+@cache
+def tokenizer() -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(TOKENIZER.read_text(encoding="utf-8"))
+
+
+def fits(guide: str, text: str) -> bool:
+    """Whether a text is whole under a guide."""
+    from llguidance import LLMatcher
+
+    options = {"whitespace_flexible": True, "whitespace_pattern": "[ \n]{1,2}"}
+    grammar, is_ambiguous = tag_grammar(guide, options, str, str)
+    assert not is_ambiguous
+    matcher = LLMatcher(tokenizer(), grammar, log_level=0)
+    assert not matcher.get_error()
+    ids = tokenizer().tokenize_str(text)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def guide_of(form: str, reading: Reading | None = None, kind: int = 0, **body: Any) -> str:
+    use = read_tools(Fields({"tools": [GET, STRICT], **body}), form)
+    config = pb.GuidedDecodingConfig(guide_type=pb.GuideType.ValueType(kind))
+    assert guided(config, use, reading or reading_of(use, reasons=False)).is_guided
+    return config.guide
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_grammars_of_calls(form: str) -> None:
+    def text(*calls: tuple[str, str]) -> str:
+        return written(FORMATS[form][0], calls)
+
+    named = {"type": "function", "function": {"name": "get"}}
+    one, two = text(CALL), text(CALL, OTHER)
+    cases = [
+        (guide_of(form, tool_choice="required"), [one, two], ["", "x", text(WRONG), f"x{one}"]),
+        (guide_of(form, tool_choice=named), [one], ["", two, text(OTHER)]),
+        (guide_of(form), ["", "x", one, f"x {one}", text(WRONG)], [text(("set", "{}"))]),
+        (guide_of(form, parallel_tool_calls=False), ["x", one], [f"{one} x"]),
+    ]
+    if form == "llama3_json":
+        with pytest.raises(InvalidField, match="does not go with tools"):
+            guide_of(form, kind=pb.GUIDE_TYPE_JSON)
+    else:
+        guide = guide_of(form, kind=pb.GUIDE_TYPE_JSON)
+        cases.append((guide, ['{"b": 1}', one, two], ["", "x"]))
+    for guide, right, wrong in cases:
+        for each in right:
+            assert fits(guide, each), each
+        for each in wrong:
+            assert not fits(guide, each), each
+    reading = Reading(formats=FORMATS[form], tools=frozenset({"get", "set"}), is_guided=True)
+    said = told(reading, [two])
+    assert [each.name for each in said if isinstance(each, CallBegun)] == ["get", "set"]
+    assert not [each for each in said if isinstance(each, Content)]
+
+
+def test_grammars_let_a_model_reason_first() -> None:
+    one = written(FORMATS["hermes"][0], [CALL])
+    begun, free = Reading(reasons=True, is_thinking=True), Reading(reasons=True)
+    for reading, right, wrong in (
+        (begun, [f"Hm, <tool_call>.</think>\n\n{one}"], [one, f"{one}</think>"]),
+        (free, [one, f"<think>Hm.</think>\n\n{one}"], [f"Hm.</think>\n\n{one}", f"Hm. {one}"]),
+    ):
+        guide = guide_of("hermes", reading, tool_choice="required")
+        for each in right:
+            assert fits(guide, each), each
+        for each in wrong:
+            assert not fits(guide, each), each
+    config = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_CHOICE, guide='["yes", "no"]')
+    assert not guided(config, None, begun).is_guided
+    assert fits(config.guide, "Well.</think>\n\nyes")
+    assert not fits(config.guide, "yes")
+    assert json.loads(config.guide)["type"] == "structural_tag"

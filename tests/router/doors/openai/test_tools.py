@@ -1,0 +1,311 @@
+"""Answers of models that call tools and reason, as clients of chats get them: whole, in parts and over a loss."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from compat.openai_schemas import check
+from compat.plain_http import PlainHttp, Reply
+from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
+from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
+from trtmesh.v1 import generation_pb2 as pb
+
+CHAT = "/v1/chat/completions"
+STOP, LENGTH = pb.FINISH_REASON_END_ID, pb.FINISH_REASON_LENGTH
+FIELDS = (
+    *("stopping.max_tokens", "sampling.temperature", "sampling.num_return_sequences"),
+    *("guided_decoding.guide", "guided_decoding.guide_type", "sampling.seed"),
+)
+GET = {"name": "get", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "tools": [{"type": "function", "function": GET}],
+    "max_tokens": 500,
+}
+
+
+class Talk:
+    """A router between clients and scripted peers."""
+
+    def __init__(self, engines: Sequence[ScriptedEngine], http: PlainHttp) -> None:
+        self._engines, self._http = engines, http
+        self.submits = 0
+
+    async def whole(self, body: dict[str, Any], *texts: str, reason: Any = STOP) -> Any:
+        """The choices of an answer with these texts."""
+        reply = await self._answered(body, texts, reason, size=1_000)
+        check("CreateChatCompletionResponse", reply.json)
+        return reply.json["choices"]
+
+    async def parts(
+        self, body: dict[str, Any], *texts: str, reason: Any = STOP, size: int = 1
+    ) -> list[Any]:
+        """The parts of a stream of tokens, `size` at once."""
+        reply = await self._answered(body | {"stream": True}, texts, reason, size)
+        *events, done, rest = reply.body.decode().split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        parts = [json.loads(event.removeprefix("data: ")) for event in events]
+        for part in parts:
+            check("CreateChatCompletionStreamResponse", part)
+        return parts
+
+    async def _answered(
+        self, body: dict[str, Any], texts: Sequence[str], reason: Any, size: int
+    ) -> Reply:
+        headers = {"X-Request-Id": "mine"}
+        calling = asyncio.create_task(self._http.call("POST", CHAT, body, headers=headers))
+        (engine,) = self._engines
+        self.submits += 1
+        handle = (await engine.submitted(self.submits))[-1].handle
+        most = max(map(len, texts))
+        for offset in range(0, most, size):
+            pieces = [
+                (handle + number, offset, list(map(ord, text[offset : offset + size])))
+                for number, text in enumerate(texts)
+                if offset < len(text)
+            ]
+            await engine.step(*pieces)
+        await engine.step(ends=[(handle + number, reason) for number, _ in enumerate(texts)])
+        return await calling
+
+    @property
+    def last(self) -> pb.GenerationConfig:
+        """The config that the engine got."""
+        return self._engines[0].submits[-1].config
+
+
+@asynccontextmanager
+async def talking(tool_format: str, reasoning: str = "none", end: str = "") -> AsyncIterator[Talk]:
+    engine = ScriptedEngine(supported_fields=FIELDS)
+    tokenizer = ScriptedTokenizer(
+        tool_format=tool_format,
+        reasoning_format=reasoning,
+        chat_template="enable_thinking",
+        fingerprint="f1",
+    )
+    tokenizer.last_text, tokenizer.text_end = "", end
+    async with (
+        serving_engine(engine) as address,
+        serving_tokenizer(tokenizer) as texts,
+        serving_router([address], [texts], http={"port": 0}) as client,
+        PlainHttp(client.http_address) as http,
+    ):
+        await until_states(client, [READY], [READY])
+        yield Talk([engine], http)
+
+
+def gathered(parts: Sequence[Any], choice: int = 0) -> dict[str, Any]:
+    """A message from its deltas, as clients gather it, and its end."""
+    message: dict[str, Any] = {}
+    for part in parts:
+        for each in part["choices"]:
+            if each["index"] != choice:
+                continue
+            for name, value in each["delta"].items():
+                if name != "tool_calls":
+                    message[name] = message.get(name, "") + value
+                    continue
+                calls = message.setdefault("tool_calls", [])
+                for call in value:
+                    if call["index"] == len(calls):
+                        calls.append({k: v for k, v in call.items() if k != "index"})
+                    else:
+                        told = calls[call["index"]]["function"]
+                        told["arguments"] += call["function"]["arguments"]
+            message["finish_reason"] = each["finish_reason"]
+    return message
+
+
+HERMES = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
+REAL = [
+    ("hermes", f"Well.\n{HERMES}\n{HERMES.replace('1', '2')}", "Well.", ['{"a": 1}', '{"a": 2}']),
+    ("llama3_json", '{"name": "get", "parameters": {"a": 1}}', None, ['{"a": 1}']),
+    ("mistral", '[TOOL_CALLS]get[ARGS]{"a": 1}', None, ['{"a": 1}']),
+    (
+        "mistral_list",
+        '[TOOL_CALLS][{"name": "get", "arguments": {"a": 1}}]',
+        None,
+        ['{"a": 1}'],
+    ),
+    ("hermes", "No tool, 1 < 2.", "No tool, 1 < 2.", []),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "arguments"), REAL)
+async def test_calls_are_told_whole_and_in_parts(
+    form: str, text: str, content: str | None, arguments: list[str]
+) -> None:
+    async with talking(form) as talk:
+        (choice,) = await talk.whole(BODY, text)
+        assert not talk.last.HasField("guided_decoding")
+        message = choice["message"]
+        calls = message.get("tool_calls", [])
+        assert message["content"] == content
+        assert [call["function"] for call in calls] == [
+            {"name": "get", "arguments": each} for each in arguments
+        ]
+        assert len({call["id"] for call in calls}) == len(calls)
+        if form.startswith("mistral"):
+            assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
+        assert choice["finish_reason"] == ("tool_calls" if arguments else "stop")
+        for size in (1, 7):
+            told = gathered(await talk.parts(BODY, text, size=size))
+            assert told.pop("finish_reason") == choice["finish_reason"]
+            assert told == {"role": "assistant", "content": content or ""} | (
+                {"tool_calls": calls} if calls else {}
+            )
+
+
+async def test_call_that_is_cut_off() -> None:
+    text = HERMES[:-16]
+    async with talking("hermes") as talk:
+        (choice,) = await talk.whole(BODY, text, reason=LENGTH)
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "length")
+        required = BODY | {"tool_choice": "required"}
+        (choice,) = await talk.whole(required, text, reason=LENGTH)
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+        assert call["function"] == {"name": "get", "arguments": '{"a": '}
+        told = gathered(await talk.parts(required, text, reason=LENGTH))
+        assert told["tool_calls"] == [call]
+        assert told["finish_reason"] == "length"
+
+
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "text", "reasoning", "content"),
+    [
+        ("assistant\n", f"{THOUGHT}Four.", "Let me see.", "Four."),
+        ("assistant\n<think>\n", f"{THOUGHT[8:]}Four.", "Let me see.", "Four."),
+        ("assistant\n<think>\n", "Let me", "Let me", None),
+        ("<think>\n\n</think>\n\n", "Four.", None, "Four."),
+        ("assistant\n", f"{THOUGHT}{HERMES}", "Let me see.", None),
+    ],
+)
+async def test_reasoning_is_apart_under_both_names(
+    end: str, text: str, reasoning: str | None, content: str | None
+) -> None:
+    async with talking("hermes", "think", end) as talk:
+        (choice,) = await talk.whole(BODY, text)
+        message = choice["message"]
+        assert message["content"] == content
+        assert message.get("reasoning") == message.get("reasoning_content") == reasoning
+        assert ("tool_calls" in message) == text.endswith(HERMES)
+        told = gathered(await talk.parts(BODY, text))
+        assert told.get("reasoning") == told.get("reasoning_content") == reasoning
+        assert told["content"] == (content or "")
+        assert told.get("tool_calls") == message.get("tool_calls")
+        (choice,) = await talk.whole(BODY | {"include_reasoning": False}, text)
+        assert "reasoning" not in choice["message"]
+        assert choice["message"]["content"] == (content if content or HERMES in text else "")
+
+
+async def test_each_choice_has_a_reader_of_its_own() -> None:
+    texts = [f"a{HERMES}", HERMES.replace("1", "2")]
+    async with talking("hermes") as talk:
+        choices = await talk.whole(BODY | {"n": 2}, *texts)
+        parts = await talk.parts(BODY | {"n": 2}, *texts, size=3)
+        ids = set()
+        for index, choice in enumerate(choices):
+            told = gathered(parts, index)
+            (call,) = choice["message"]["tool_calls"]
+            assert told["tool_calls"] == [call]
+            assert call["function"]["arguments"] == f'{{"a": {index + 1}}}'
+            assert told["content"] == (choice["message"]["content"] or "") == "a" * (not index)
+            ids.add(call["id"])
+        assert len(ids) == 2
+
+
+OTHER = {"type": "function", "function": {"name": "other", "strict": True}}
+STRICT = {"type": "function", "function": GET | {"strict": True}}
+NAMED = {"type": "function", "function": {"name": "get"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+JSON = {"type": "json_object"}
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        ({"tool_choice": "required"}, ["tags_with_separator"]),
+        ({"tool_choice": NAMED}, ["tags_with_separator", "stop_after_first"]),
+        ({"tools": [STRICT]}, ["triggered_tags", "integer"]),
+        ({"tools": [*BODY["tools"], OTHER], "tool_choice": ALLOWED}, ["triggered_tags"]),
+        ({"parallel_tool_calls": False}, ["triggered_tags", "stop_after_first"]),
+        ({"response_format": JSON}, ["or", "tags_with_separator"]),
+        ({"response_format": JSON, "tools": None}, []),
+        ({}, []),
+    ],
+)
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "mistral_list"])
+async def test_grammar_sees_to_what_a_model_must(
+    form: str, change: dict[str, Any], kinds: list[str]
+) -> None:
+    if form == "llama3_json" and "or" in kinds:
+        return
+    async with talking(form, "think", "<think>\n") as talk:
+        await talk.whole(BODY | change, "x</think>\n\n")
+        guide = talk.last.guided_decoding
+        if not kinds:
+            assert guide.guide == "" or "tools" in change
+            return
+        assert guide.guide_type == pb.GUIDE_TYPE_STRUCTURAL_TAG
+        told = json.loads(guide.guide)["format"]
+        thought, answer = told["elements"]
+        assert thought["elements"][0]["end"] == "</think>"
+        text = json.dumps(answer)
+        assert all(f'"{kind}"' in text for kind in kinds)
+        assert ('"stop_after_first": true' in text) == ("stop_after_first" in kinds)
+        assert "other" not in text
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": []}, "tools"),
+    ({"tools": [1]}, "tools[0]"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": BODY["tools"] * 2}, "tools"),
+    ({"tools": [{"type": "function", "function": GET | {"x": 1}}]}, "tools[0].function.x"),
+    ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": {"type": "custom"}}, "tool_choice.type"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "no"}}},
+        "tool_choice.function.name",
+    ),
+    ({"functions": [GET]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "1", "function": {"name": "get", "arguments": "[1]"}}],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+]
+
+
+async def test_errors_name_their_field() -> None:
+    async with talking("hermes", "think") as talk:
+        for change, param in REFUSED:
+            reply = await talk._http.post(CHAT, BODY | change)
+            check("ErrorResponse", reply.json)
+            assert (reply.status, reply.json["error"]["param"]) == (400, param), reply.json
+    async with talking("none") as talk:
+        reply = await talk._http.post(CHAT, BODY)
+        assert (reply.status, reply.json["error"]["param"]) == (400, "tools")
+        assert "tokenizer.tool_format" in reply.json["error"]["message"]
+        (choice,) = await talk.whole(BODY | {"tool_choice": "none"}, HERMES)
+        assert choice["message"]["content"] == HERMES
