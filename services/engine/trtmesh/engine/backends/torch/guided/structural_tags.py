@@ -44,7 +44,7 @@ Ends = Sequence[str] | None
 """Texts that end free text, as part of it; none where there is no such text, and None where nothing follows."""
 
 
-class Part(NamedTuple):
+class Expression(NamedTuple):
     """An expression in Lark's notation."""
 
     text: str
@@ -93,26 +93,26 @@ class Writer:
         self._grammars: list[dict[str, str]] = []
         self._is_ambiguous = False
 
-    def grammar(self, start: Part) -> tuple[str, bool]:
+    def grammar(self, start: Expression) -> tuple[str, bool]:
         rules = "\n".join(["%llguidance {}", f"start: {self._named(start)}", *self._rules])
         whole = [{"name": "tag", "lark_grammar": rules}, *self._grammars]
         return json.dumps({"grammars": whole}), self._is_ambiguous
 
-    def part(self, value: Any, path: str, ends: Ends) -> Part:
+    def part(self, value: Any, path: str, ends: Ends) -> Expression:
         """A format; free text goes on to one of `ends`."""
         given = _read(value, path)
         match kind := given["type"]:
             case "const_string":
                 return _fixed(given["value"])
             case "regex":
-                return Part(self._regex(given["pattern"]), is_regular=True)
+                return Expression(self._regex(given["pattern"]), is_regular=True)
             case "json_schema":
                 return self._json(given["json_schema"], f"{path}/json_schema")
             case "grammar":
                 self._is_ambiguous = True
                 name = f"g{len(self._grammars)}"
                 self._grammars.append({"name": name, "lark_grammar": self._lark(given["grammar"])})
-                return Part(f"@{name}", is_regular=False)
+                return Expression(f"@{name}", is_regular=False)
             case "any_text":
                 return self._text(path, _texts(given["excludes"], f"{path}/excludes"), ends)
             case "sequence" | "or":
@@ -127,7 +127,7 @@ class Writer:
                 return self._separated(given, f"{path}/tags")
         return self._times(given, path)
 
-    def ended(self, content: Any, path: str, own: Sequence[str], ends: Ends) -> Part:
+    def ended(self, content: Any, path: str, own: Sequence[str], ends: Ends) -> Expression:
         """The content of a tag, and one of its `own` ends."""
         path = f"{path}/content"
         if list(own) == [""]:
@@ -137,15 +137,15 @@ class Writer:
         return self._row([self.part(content, path, ()), self._or(map(_fixed, own))])
 
     def triggered(
-        self, path: str, given: Schema, tags: Sequence[tuple[str, str, Part]], ends: Ends
-    ) -> Part:
+        self, path: str, given: Schema, tags: Sequence[tuple[str, str, Expression]], ends: Ends
+    ) -> Expression:
         """Free text in which triggers begin `tags`: the path and text of the beginning of each, and the rest."""
         triggers = _texts(given["triggers"], f"{path}/triggers")
         for index, trigger in enumerate(triggers):
             if not any(begin.startswith(trigger) for _, begin, _ in tags):
                 refuse(f"{path}/triggers/{index}", "begins no structure")
         without = [*_texts(given["excludes"], f"{path}/excludes"), *triggers]
-        bodies: dict[str, list[Part]] = {}
+        bodies: dict[str, list[Expression]] = {}
         for place, begin, rest in tags:
             # Of those that fit, the shortest comes first in a text.
             trigger = min((own for own in triggers if begin.startswith(own)), key=len, default="")
@@ -163,10 +163,10 @@ class Writer:
             if given["at_least_one"]:
                 return self._row([first, end])
             return self._or([self._row([found, end]), self._text(path, without, ends)])
-        parts = [Part(f"({found.text})*", is_regular=False), self._text(path, without, ends)]
+        parts = [Expression(f"({found.text})*", is_regular=False), self._text(path, without, ends)]
         return self._row([first, *parts] if given["at_least_one"] else parts)
 
-    def _tags(self, given: Sequence[Any], path: str) -> list[tuple[str, str, Part]]:
+    def _tags(self, given: Sequence[Any], path: str) -> list[tuple[str, str, Expression]]:
         tags = []
         for index, each in enumerate(given):
             own = f"{path}/{index}"
@@ -177,15 +177,15 @@ class Writer:
             tags.append((f"{own}/begin", tag["begin"], rest))
         return tags or refuse(path, "is empty")
 
-    def _separated(self, given: Schema, path: str) -> Part:
+    def _separated(self, given: Schema, path: str) -> Expression:
         tags = self._tags(given["tags"], path)
         tag = self._or([self._row([_fixed(begin), rest]) for _, begin, rest in tags])
         if not given["stop_after_first"]:
             more = self._row([_fixed(given["separator"]), tag])
-            tag = self._row([tag, Part(f"({more.text})*", more.is_regular)])
+            tag = self._row([tag, Expression(f"({more.text})*", more.is_regular)])
         return tag if given["at_least_one"] else self._or([tag, _fixed("")])
 
-    def _elements(self, kind: str, elements: Any, path: str, ends: Ends) -> Part:
+    def _elements(self, kind: str, elements: Any, path: str, ends: Ends) -> Expression:
         if not elements:
             refuse(path, "is empty")
         last = len(elements) - 1
@@ -195,7 +195,7 @@ class Writer:
         ]
         return self._or(parts) if kind == "or" else self._row(parts)
 
-    def _times(self, given: Schema, path: str) -> Part:
+    def _times(self, given: Schema, path: str) -> Expression:
         self._is_ambiguous = True
         part = self.part(given["content"], f"{path}/content", ())
         times = {"optional": "?", "star": "*", "plus": "+"}.get(given["type"])
@@ -204,15 +204,17 @@ class Writer:
             if not (0 <= least <= most or (least >= 0 and most == -1)):
                 refuse(path, "must have 0 <= min <= max, or -1 for any max")
             times = f"{{{least},{'' if most == -1 else most}}}"
-        return Part(f"({part.text}){times}", part.is_regular)
+        return Expression(f"({part.text}){times}", part.is_regular)
 
-    def _json(self, schema: Any, path: str) -> Part:
+    def _json(self, schema: Any, path: str) -> Expression:
         if schema is False:
             refuse(path, "allows nothing")
         read = {} if schema is True else read_schema(json.dumps(schema))
-        return Part(f"%json {json.dumps(read | {'x-guidance': self._options})}", is_regular=False)
+        return Expression(
+            f"%json {json.dumps(read | {'x-guidance': self._options})}", is_regular=False
+        )
 
-    def _text(self, path: str, excludes: Sequence[str], ends: Ends) -> Part:
+    def _text(self, path: str, excludes: Sequence[str], ends: Ends) -> Expression:
         """Any text up to the first of `ends`, which is part of it, without any of `excludes` before."""
         # Of the ends too: the library may miss a short one just after an ambiguous text.
         without = [*excludes, *(ends or ())]
@@ -225,37 +227,37 @@ class Writer:
         end = self._or(map(_fixed, ends))
         return self._define("t", "[lazy]", f"{base.text} {end.text}")
 
-    def _row(self, parts: Sequence[Part]) -> Part:
+    def _row(self, parts: Sequence[Expression]) -> Expression:
         """One part after the other."""
         if all(part.is_regular for part in parts):
-            return Part(" ".join(part.text for part in parts), is_regular=True)
+            return Expression(" ".join(part.text for part in parts), is_regular=True)
         texts = []
         for is_regular, group in groupby(parts, key=lambda part: part.is_regular):
             text = " ".join(part.text for part in group)
-            texts.append(self._named(Part(text, is_regular)))
-        return Part(" ".join(texts), is_regular=False)
+            texts.append(self._named(Expression(text, is_regular)))
+        return Expression(" ".join(texts), is_regular=False)
 
-    def _or(self, parts: Any) -> Part:
+    def _or(self, parts: Any) -> Expression:
         """Any of the parts."""
         every = list(parts)
         is_regular = all(part.is_regular for part in every)
         texts = [part.text if is_regular else self._named(part) for part in every]
-        return Part(f"({' | '.join(texts)})", is_regular)
+        return Expression(f"({' | '.join(texts)})", is_regular)
 
-    def _rule(self, part: Part) -> Part:
+    def _rule(self, part: Expression) -> Expression:
         """A part that may be used in several places."""
         return part if part.is_regular else self._define("r", "", part.text)
 
-    def _named(self, part: Part) -> str:
+    def _named(self, part: Expression) -> str:
         """A part among others."""
         if not part.is_regular or part.text == '""':
             return part.text
         return self._define("T", "", part.text).text
 
-    def _define(self, letter: str, options: str, text: str) -> Part:
+    def _define(self, letter: str, options: str, text: str) -> Expression:
         name = f"{letter}{len(self._rules)}"
         self._rules.append(f"{name}{options}: {text}")
-        return Part(name, is_regular=False)
+        return Expression(name, is_regular=False)
 
 
 def _read(value: Any, path: str) -> Schema:
@@ -295,8 +297,8 @@ def _ends(tag: Schema, path: str) -> list[str]:
     return [end] if isinstance(end, str) else _texts(end, f"{path}/end") or [""]
 
 
-def _fixed(text: str) -> Part:
-    return Part(json.dumps(text), is_regular=True)
+def _fixed(text: str) -> Expression:
+    return Expression(json.dumps(text), is_regular=True)
 
 
 def _has(value: Any, kinds: dict[str, type], more: Sequence[str] = ()) -> bool:
