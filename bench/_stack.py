@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -33,6 +33,7 @@ class Stack:
     pids: Mapping[str, int]
     engine_metrics_port: int | None = None
     engine_address: str = ""
+    http_address: str = ""
 
     def cpu_seconds(self) -> dict[str, float]:
         """User and system CPU time of each service, by the operating system's accounting."""
@@ -45,6 +46,12 @@ def cpu_seconds(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
+def renderers_of(tokenizer: int) -> list[int]:
+    """The processes in which a tokenizer renders templates, by its process id."""
+    children = Path(f"/proc/{tokenizer}/task").glob("*/children")
+    return [int(pid) for each in children for pid in each.read_text().split()]
+
+
 @contextmanager
 def stack(
     *engine_flags: str,
@@ -53,13 +60,14 @@ def stack(
     tls: TemporaryCa | None = None,
     python: str = sys.executable,
     shape: Shape = "three processes",
+    http_port: str = "none",
 ) -> Iterator[Stack]:
     """Runs one tokenizer, one engine and one router on free ports until the block ends. `model_dir` is the tokenizer's,
     `tls` is for the router's clients; `python` may be that of another tree."""
     children: list[subprocess.Popen[str]] = []
     start = partial(_start, children, python=python)
     of_engine = ("--backend", backend, *engine_flags)
-    of_router = ("--port", "0", "--admin-port", "0", "--http-port", "none",
+    of_router = ("--port", "0", "--admin-port", "0", "--http-port", http_port,
                  *(tls.server_flags if tls else ()))  # fmt: skip
     inside = {"TRTMESH_ROUTER_TOKENIZERS": "local", "TRTMESH_TOKENIZER_MODEL_DIR": str(model_dir)}
     try:
@@ -80,7 +88,10 @@ def stack(
             router = start("router", *of_router, "--tokenizers", tokenizer["address"])
             pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
         wait_until_serving(router["address"], tls.client if tls else None)
-        yield Stack(router["address"], pids, engine["metrics_port"], engine["address"])
+        http_address = router.get("http_address", "")
+        yield Stack(
+            router["address"], pids, engine["metrics_port"], engine["address"], http_address
+        )
     finally:
         _end(children)
 
@@ -157,6 +168,7 @@ class Announcement(TypedDict):
     address: str
     metrics_port: int | None
     pid: int
+    http_address: NotRequired[str]
 
 
 def _start(
