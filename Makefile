@@ -46,9 +46,9 @@ fresh-protos:
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against protos/baseline.binpb
 
-# Tests wait for processes half of their time, so two cores carry four at once.
+# Tests wait for half of their time: of four at once, none or one would compute for a third of it.
 every-test:
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=50
+	$(BIN)/pytest -n 6 --dist loadfile --no-loadscope-reorder --durations=50
 
 conformance: $(INSTALLED_DEV)  ## Run h2spec on every port and gRPC's interop cases; needs H2SPEC, H2SPEC_GRPC, GRPC_INTEROP_CLIENT; FUZZ_SECONDS=600
 	$(BIN)/pytest -v --timeout=0 tests/conformance --fuzz-seconds=$(or $(FUZZ_SECONDS),0)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from log_lines import LogLine, log_lines
-from tiers import ProcessGuard, is_fast, is_left_out, turn_of
+from tiers import ProcessGuard, is_fast, is_left_out, turns_of
 from trtmesh.chassis.logs import set_up_logs
 
 FOREIGN = (
@@ -109,7 +109,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and is_fast(item):
             item.add_marker("fast")
     slow = {item.path for item in items if not item.get_closest_marker("fast")}
-    items.sort(key=lambda item: turn_of(item.path, slow))
+    turns = turns_of([*dict.fromkeys(item.path for item in items)], slow)
+    items.sort(key=lambda item: turns[item.path])
 
 
 LAST_SECONDS = 120

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from engine.torch import harness
 from processes import service_process
-from tiers import TESTS, is_left_out, left_out, reaches_slow, turn_of
+from tiers import TESTS, is_left_out, left_out, reaches_slow, turns_of
 
 
 @asynccontextmanager
@@ -75,9 +75,10 @@ def test_left_out_are_folders_with_what_is_in_them_and_files() -> None:
     assert not is_left_out(Path(TESTS))
 
 
-def test_files_with_processes_run_before_others_of_their_turn() -> None:
-    files = [Path(TESTS, name) for name in ("cli/a.py", "cli/b.py", "router/a.py", "router/b.py")]
-    slow = {files[1], files[3]}
-    ordered = sorted(files, key=lambda file: turn_of(file, slow))
-    assert ordered == [files[3], files[2], files[1], files[0]]
-    assert turn_of(Path(TESTS, "test_tiers.py"), slow) == turn_of(files[0], slow)
+def test_files_that_wait_alternate_with_those_that_compute_and_small_ones_are_last() -> None:
+    names = ("cli/a", "cli/b", "cli/c", "chaos/d", "router/e", "router/f", "e2e/g", "test_h")
+    files = [Path(TESTS, name) for name in names]
+    slow = {files[place] for place in (1, 2, 3, 5)}
+    turns = turns_of(files, slow)
+    ordered = [names[files.index(each)][-1] for each in sorted(files, key=lambda each: turns[each])]
+    assert "".join(ordered) == "bdfceagh"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,8 +31,9 @@ SLOW = {
 LEFT_OUT = Path(TESTS, "left_out.txt")
 """Files and folders, one a line."""
 
-FIRST = ("chaos", "router")
-"""Folders with the longest files."""
+WAITING = ("chaos", "router", "e2e", "chassis")
+"""Folders whose tests wait more than they compute, those with the longest files first. Router's wait without a process
+too."""
 
 PLAIN = {dict, MappingProxyType}
 
@@ -67,10 +68,21 @@ _reaches_nothing_slow = dict[int, object]()
 """Objects by `id`, from which nothing of SLOW is reached; tests share most of their helpers."""
 
 
-def turn_of(path: Path, slow: Container[Path]) -> tuple[int, bool]:
-    """The turn of a file in a run, ahead of higher ones: small files fill the time until the last long one ends."""
-    folder = path.relative_to(TESTS).parts[0]
-    return FIRST.index(folder) if folder in FIRST else len(FIRST), path not in slow
+def turns_of(files: Sequence[Path], slow: Container[Path]) -> dict[Path, float]:
+    """The turn of each file in a run, ahead of higher ones. Files that wait and files that compute alternate from the
+    first to the last, so that no core is idle; small files fill the time until the last long one ends."""
+    long = [each for each in files if each in slow or _folder(each) == "router"]
+    waiting = [each for each in long if _folder(each) in WAITING]
+    waiting.sort(key=lambda each: (WAITING.index(_folder(each)), each not in slow))
+    computing = [each for each in long if _folder(each) not in WAITING]
+    turns = dict.fromkeys(files, 1.0)
+    for lane in (waiting, computing):
+        turns.update({each: place / len(lane) for place, each in enumerate(lane)})
+    return turns
+
+
+def _folder(path: Path) -> str:
+    return path.relative_to(TESTS).parts[0]
 
 
 @cache

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROUNDS = 60
 AT_ONCE = 10
 BACKGROUND = 8
-BACKGROUND_TOKENS = 150
+BACKGROUND_TOKENS = 80
 MOST_TOKENS = 4000
 """Length of a request that ends early: without a stop, blocks would stay in use for this many steps."""
 MOST_STEPS = 200

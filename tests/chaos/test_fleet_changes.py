@@ -24,7 +24,7 @@ from trtmesh.client import ItemResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 PROMPTS = [f"item {number}" for number in range(6)]
-TOKENS = 400
+TOKENS = 150
 NAMES = ("one", "two")
 
 

@@ -23,7 +23,7 @@ from trtmesh.chassis.errors import NoTokenizer, TokenizerLost
 from trtmesh.client import ItemResult
 
 STREAMS = 12
-TOKENS = 300
+TOKENS = 150
 
 # Single bytes: a character needs several tokens, so a migrating sequence may carry half of one.
 BYTES = (

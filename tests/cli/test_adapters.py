@@ -9,6 +9,7 @@ import pty
 import signal
 import struct
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,7 @@ def test_interrupted_upload_leaves_nothing(tmp_path: Path, received_bytes: int) 
             connected = psutil.Process(upload.popen.pid)
             while not connected.net_connections() or router.memory_info().rss < enough:
                 assert upload.popen.poll() is None
+                time.sleep(0.002)
             router.suspend()
             upload.signal(signal.SIGINT)
             assert upload.wait() == 130

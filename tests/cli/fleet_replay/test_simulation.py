@@ -30,7 +30,10 @@ def test_every_item_finishes_and_every_token_is_counted(policy: str) -> None:
 def test_prefix_policies_reuse_more() -> None:
     fleet = FleetModel(workers=6, prefill_tokens_per_second=4000)
     arrivals = shared_prefixes()
-    outcomes = {policy: replay(arrivals, policy, fleet) for policy in POLICIES}
+    outcomes = {
+        policy: replay(arrivals, policy, fleet)
+        for policy in ("prefix_aware", "auto", "round_robin")
+    }
     best = outcomes["prefix_aware"].reusable_tokens
     for policy in ("prefix_aware", "auto"):
         assert outcomes[policy].reused_tokens > 0.8 * best
@@ -121,14 +124,14 @@ def test_every_item_with_an_adapter_finishes(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["lora_aware", "auto"])
 def test_adapters_are_loaded_where_they_live(policy: str) -> None:
-    arrivals, fleet = with_adapters(1000, adapters=50), FleetModel(workers=8, delivery_seconds=0.3)
+    arrivals, fleet = with_adapters(500, adapters=50), FleetModel(workers=8, delivery_seconds=0.3)
     aware, blind = (replay(arrivals, name, fleet) for name in (policy, "round_robin"))
     assert aware.adapter_deliveries < 0.35 * blind.adapter_deliveries
     assert sum(aware.first_token_seconds) < 0.8 * sum(blind.first_token_seconds)
 
 
 def test_low_ranks_do_not_wait_for_high_ones() -> None:
-    arrivals = with_adapters(1200, ranks=(8, 16, 32, 64, 128), rate=60.0)
+    arrivals = with_adapters(600, ranks=(8, 16, 32, 64, 128), rate=60.0)
     fleet = FleetModel(
         workers=8,
         adapter_slots=32,
