@@ -21,11 +21,15 @@ TALK = [{"role": "user", "content": "A function that loads a file of JSON"}]
 DRAWN = {"temperature": 0.9, "seed": 11, "stream": True}
 SCHEMA = {"type": "array", "items": {"enum": ["one", "two", "three"]}, "minItems": 40}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+PARAMETERS = {"type": "object", "properties": {"words": SCHEMA}, "required": ["words"]}
+TOOL = {"name": "count", "parameters": PARAMETERS | {"additionalProperties": False}}
+CALLED = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 LONG = {"messages": TALK, "max_tokens": 120, "ignore_eos": True, **DRAWN}
 STREAMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "texts": (CHAT, LONG | {"n": 4}),
     "structured": (CHAT, LONG | {"response_format": FORMAT, "n": 2}),
+    "calls": (CHAT, LONG | CALLED | {"n": 2}),
     "items": (RESPONSES, {"input": TALK, "max_output_tokens": 120, "ignore_eos": True, **DRAWN}),
 }
 PARTS = 8
@@ -35,15 +39,16 @@ PARTS = 8
 class Told:
     """What a client of a stream is told, and no part of it twice."""
 
-    def __init__(self, path: str, body: dict[str, Any]) -> None:
-        self._path, self._body = path, body
+    def __init__(self, name: str, path: str, body: dict[str, Any]) -> None:
+        self._name, self._path, self._body = name, path, body
         self.bytes: dict[int, bytes] = defaultdict(bytes)
         """Text and end of each choice."""
         self.parts = 0
 
     async def read(self, http: PlainHttp) -> dict[int, bytes]:
         url = f"http://{http.address}{self._path}"
-        async with http.session.post(url, json=self._body) as response:
+        headers = {"X-Request-Id": self._name}
+        async with http.session.post(url, json=self._body, headers=headers) as response:
             assert response.status == 200, await response.read()
             async for line in response.content:
                 if line.startswith(b"data: {"):
@@ -55,6 +60,9 @@ class Told:
         assert "error" not in part
         for choice in part.get("choices", ()):
             said = choice["delta"].get("content", "") + (choice["finish_reason"] or "")
+            for call in choice["delta"].get("tool_calls", ()):
+                function = call["function"]
+                said += call.get("id", "") + function.get("name", "") + function["arguments"]
             self.bytes[choice["index"]] += said.encode()
         if part.get("type") == "response.output_text.delta":
             self.bytes[0] += part["delta"].encode()
@@ -64,7 +72,7 @@ class Told:
 
 async def all_told(http: PlainHttp, mesh: Mesh | None = None, fault: str = "") -> Any:
     """What all streams tell, together. With a mesh, its fault is amid them."""
-    told = [Told(path, body) for path, body in STREAMS.values()]
+    told = [Told(name, path, body) for name, (path, body) in STREAMS.items()]
     async with asyncio.TaskGroup() as group:
         reading = [group.create_task(each.read(http)) for each in told]
 
@@ -97,14 +105,15 @@ FAULTS = {"freeze": freeze, "kill": kill}
 async def test_no_client_notices_a_lost_engine_or_tokenizer() -> None:
     async def start(mesh: Mesh) -> None:
         engines = (mesh.start_engine(*TORCH, "--worker", f"engine-{n}") for n in range(2))
-        tokenizers = (mesh.start_tokenizer() for _ in range(2))
+        tokenizers = (mesh.start_tokenizer(tool_format="hermes") for _ in range(2))
         await asyncio.gather(*engines, *tokenizers)
         await mesh.start_router("--deadlines-silence-seconds", "2")
         await mesh.ready(workers=2, tokenizers=2)
 
     async with running_mesh(start=start) as mesh, PlainHttp(mesh.router.http_address) as http:
         whole = await all_told(http)
-        assert [len(told) for told in whole] == [4, 2, 1]
+        assert [len(told) for told in whole] == [4, 2, 2, 1]
+        assert all(told.startswith(b"call_") for told in whole[2].values())
         assert await all_told(http, mesh, "freeze") == whole
         for process in (mesh.engines[0], mesh.tokenizers[0]):
             process.signal(signal.SIGCONT)

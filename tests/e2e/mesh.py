@@ -326,8 +326,11 @@ class Mesh:
             service_process(service, *shared, *flags, env=env)
         )
 
-    async def start_tokenizer(self, model_dir: Path = DEMO, port: int = 0) -> ServiceProcess:
-        process = await self.start("tokenizer", "--model-dir", str(model_dir), "--port", str(port))
+    async def start_tokenizer(
+        self, model_dir: Path = DEMO, port: int = 0, tool_format: str = "auto"
+    ) -> ServiceProcess:
+        flags = ("--model-dir", str(model_dir), "--port", str(port), "--tool-format", tool_format)
+        process = await self.start("tokenizer", *flags)
         self.tokenizers.append(process)
         return process
 
