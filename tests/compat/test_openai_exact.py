@@ -11,6 +11,7 @@ import pytest_asyncio
 from compat.openai_schemas import check
 from compat.plain_http import PlainHttp
 from compat.test_openai import CHAT, COMPLETIONS, parts_of
+from compat.test_openai_responses import RESPONSES, events_of
 from e2e.mesh import DEMO, INSIDE, Mesh, running_mesh
 from trtmesh.client import chat_item
 
@@ -172,6 +173,42 @@ async def test_model_that_must_call_a_tool_calls_it(http: PlainHttp, choice: Any
             if call["function"]["name"] == "greet":
                 assert arguments.keys() == {"name", "age"}
                 assert arguments["age"] in (1, 2)
+
+
+async def test_calls_and_log_probabilities_are_items_of_responses(http: PlainHttp) -> None:
+    tool = {"type": "function", **GREET["function"], "strict": True}
+    choice = {"type": "function", "name": "greet"}
+    body: dict[str, Any] = {"input": TALK, "tools": [tool], "tool_choice": choice, "seed": 5}
+    body |= {"max_output_tokens": 200}
+    headers = {"X-Request-Id": "mine"}
+    whole = (await http.call("POST", RESPONSES, body, headers=headers)).json
+    check("Response", whole)
+    (call,) = whole["output"]
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "greet", "completed")
+    assert json.loads(call["arguments"]).keys() == {"name", "age"}
+    assert (whole["status"], whole["tools"], whole["tool_choice"]) == ("completed", [tool], choice)
+    reply = await http.call("POST", RESPONSES, body | {"stream": True}, headers=headers)
+    told = events_of(reply)
+    deltas = [e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1
+    assert "".join(deltas) == call["arguments"]
+    kinds = [e["type"].removeprefix("response.") for e in told if not e["type"].endswith("delta")]
+    ended = ["function_call_arguments.done", "output_item.done", "completed"]
+    assert kinds == ["created", "in_progress", "output_item.added", *ended]
+    assert told[-1]["response"]["output"][0] | {"id": call["id"]} == call
+    talk = [
+        *TALK,
+        call,
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "!"},
+    ]
+    plain = {"input": talk, "max_output_tokens": 5, "seed": 5, "top_logprobs": 2}
+    answer = (await http.post(RESPONSES, plain)).json
+    check("Response", answer)
+    events = events_of(await http.post(RESPONSES, plain | {"stream": True}))
+    streamed = [one for e in events if e["type"].endswith("text.delta") for one in e["logprobs"]]
+    for found in (answer["output"][0]["content"][0]["logprobs"], streamed):
+        assert len(found) == 5
+        assert {len(each["top_logprobs"]) for each in found} == {2}
 
 
 async def test_schema_that_cannot_be_kept_names_the_tools(http: PlainHttp) -> None:

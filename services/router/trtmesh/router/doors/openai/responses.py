@@ -29,7 +29,7 @@ PASSED = (
     *(name for name in DIRECT if name != "n"),
     *("seed", "priority", "stop", "stop_token_ids", "logit_bias", "structured_outputs"),
     *("chat_template", "chat_template_kwargs", "documents", "prediction", "stream"),
-    *("parallel_tool_calls", *WITHOUT_EFFECT),
+    *("parallel_tool_calls", "include_reasoning", *WITHOUT_EFFECT),
 )
 """Fields that mean the same as in chats."""
 
@@ -114,6 +114,8 @@ class StatelessResponses:
 
 def _name(chat_name: str) -> str:
     """A field of chats under its name here."""
+    if chat_name.startswith("tool"):
+        return chat_name.replace(".function", "", 1)
     for theirs, ours in NAMES.items():
         if chat_name.startswith(theirs):
             return ours + chat_name.removeprefix(theirs)
@@ -137,7 +139,9 @@ def _as_chat(fields: Fields) -> dict[str, Any]:
     chat["messages"] = _messages(fields)
     chat["max_completion_tokens"] = fields.take("max_output_tokens", INTEGER)
     chat["tools"] = _tools(fields.take("tools", LIST))
-    chat["tool_choice"] = _tool_choice(fields.take("tool_choice", TEXT_OR_OBJECT))
+    choice = _tool_choice(fields.take("tool_choice", TEXT_OR_OBJECT))
+    # What counts without tools, too.
+    chat["tool_choice"] = None if choice == "auto" else choice
     _read_text(fields, chat)
     _read_reasoning(fields, chat)
     _read_included(fields, chat)
