@@ -1,21 +1,19 @@
-"""Environments with one gRPC library each, made once and kept below `.compat-clients/`."""
+"""Environments with one gRPC library each, kept below `.compat-clients/`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+import environments
+from environments import node_environment, python_environment
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / ".compat-clients"
 HERE = Path(__file__).parent
-INSTALL_SECONDS = 600.0
 CASE_SECONDS = 600.0
 
 PROTOBUF = "protobuf>=6.33.5,<8"
@@ -33,17 +31,8 @@ class PythonClient:
     """Cases that the library cannot do."""
 
     def command(self) -> list[str]:
-        """The beginning of a case's command line. Skips the test if the environment cannot be made."""
-        place = KEPT / self.name
-        wanted = "\n".join(self.requirements)
-        stamp = place / "installed"
-        python = place / "bin" / "python"
-        if not stamp.exists() or stamp.read_text() != wanted:
-            shutil.rmtree(place, ignore_errors=True)
-            install(sys.executable, "-m", "venv", str(place))
-            quiet = ("--quiet", "--disable-pip-version-check", "--only-binary", ":all:")
-            install(str(python), "-m", "pip", "install", *quiet, *self.requirements)
-            stamp.write_text(wanted)
+        """The beginning of a case's command line."""
+        python = python_environment(KEPT / self.name, self.requirements)
         return [str(python), "-m", "compat_clients.python_cases", self.library]
 
     def environment(self) -> dict[str, str]:
@@ -60,21 +49,9 @@ class NodeClient:
     missing: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        """The beginning of a case's command line. Skips the test if the environment cannot be made."""
-        node, npm = shutil.which("node"), shutil.which("npm")
-        if node is None or npm is None:
-            pytest.skip("no node or no npm on PATH")
-        place, source = KEPT / self.name, HERE / "grpc_js"
-        wanted = (source / "package-lock.json").read_text()
-        stamp = place / "installed"
-        if not stamp.exists() or stamp.read_text() != wanted:
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir(parents=True)
-            for file in ("package.json", "package-lock.json"):
-                shutil.copy(source / file, place)
-            install(npm, "--prefix", str(place), "ci", "--silent", "--no-audit", "--no-fund")
-            stamp.write_text(wanted)
-        return [node, str(source / self.script)]
+        """The beginning of a case's command line."""
+        node_environment(KEPT / self.name, HERE / "grpc_js")
+        return [shutil.which("node") or "node", str(HERE / "grpc_js" / self.script)]
 
     def environment(self) -> dict[str, str]:
         modules = str(KEPT / self.name / "node_modules")
@@ -82,17 +59,6 @@ class NodeClient:
 
 
 Client = PythonClient | NodeClient
-
-
-def install(*command: str) -> None:
-    """Runs a command that needs a registry. Skips the test if it fails."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False
-    )
-    if done.returncode:
-        problem = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        pytest.skip(f"{' '.join(command[-3:])} failed: {' '.join(problem)}")
-
 
 CLIENTS: tuple[Client, ...] = (
     # The oldest release of which 60 MiB answers are expected, and the newest.
@@ -104,21 +70,6 @@ CLIENTS: tuple[Client, ...] = (
 
 
 async def run(client: Client, *arguments: str) -> None:
-    """Runs a program of the environment, which prints why it fails."""
+    """Runs a program of the environment."""
     command = await asyncio.to_thread(client.command)
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=client.environment(),
-    )
-    try:
-        async with asyncio.timeout(CASE_SECONDS):
-            output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    print(output.decode("utf-8", "replace"))
-    assert process.returncode == 0, output.decode("utf-8", "replace")
+    await environments.run([*command, *arguments], client.environment(), CASE_SECONDS)

@@ -1,0 +1,40 @@
+"""aiperf: load on streams of conversations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REQUESTS = 40
+
+
+def main() -> None:
+    work = Path(os.environ["WORK"])
+    command = [
+        *(str(Path(sys.executable).with_name("aiperf")), "profile"),
+        *("--model", os.environ["MODEL"], "--tokenizer", os.environ["TOKENIZER"]),
+        *("--url", os.environ["BASE_URL"].removesuffix("/v1"), "--endpoint-type", "chat"),
+        *("--streaming", "--concurrency", "4", "--request-count", str(REQUESTS)),
+        *("--isl", "64", "--osl", "16", "--random-seed", "1", "--ui-type", "none"),
+        *("--extra-inputs", "ignore_eos:true", "--artifact-dir", str(work)),
+        *("--no-gpu-telemetry", "--no-server-metrics"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (found,) = work.rglob("profile_export_aiperf.json")
+    figures = json.loads(found.read_text())
+    told = {
+        name: figures[name]["avg"]
+        for name in ("request_count", "output_sequence_length", "time_to_first_token")
+    }
+    assert told["request_count"] == REQUESTS, figures
+    assert "error_request_count" not in figures, figures
+    assert told["output_sequence_length"] == 16, told
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
