@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from trtmesh.engine.backends.torch.preparation import Preparation
+from trtmesh.engine.backends.torch.preparation import PartLease, Preparation
 
 
 def test_request_with_many_items_delays_no_other() -> None:
@@ -12,7 +12,7 @@ def test_request_with_many_items_delays_no_other() -> None:
     preparation = Preparation("parts", most=100)
 
     def add(request_id: str) -> None:
-        def make() -> None:
+        def make(_lease: PartLease) -> None:
             assert may_go_on.wait(60)
             made.append(request_id)
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from engine.torch.guided.guides import guided, text_of
 from engine.torch.harness import Harness, configure, running
+from engine_streams import eventually
 from oracle import tiny_models
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, QueueFull
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.fields import GUIDES
-from trtmesh.engine.backends.torch.guided import grammars
+from trtmesh.engine.backends.torch.guided import grammars, trial
 from trtmesh.v1 import generation_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -247,10 +250,10 @@ async def test_guides_wait_in_a_bounded_queue_unless_their_items_leave(
         found: Any = engine.backend._loaded.grammars
         own, compiled, may_go_on = found._compile_guide, [], threading.Event()
 
-        def compile_guide(asked: GuidedDecoding) -> grammars.Matcher:
+        def compile_guide(asked: GuidedDecoding, check: grammars.Check) -> grammars.Matcher:
             compiled.append(asked.guide or "")
             assert may_go_on.wait(60)
-            matcher: grammars.Matcher = own(asked)
+            matcher: grammars.Matcher = own(asked, check)
             return matcher
 
         monkeypatch.setattr(found, "_compile_guide", compile_guide)
@@ -270,6 +273,37 @@ async def test_guides_wait_in_a_bounded_queue_unless_their_items_leave(
         assert (stats.guides_compiled, stats.guides_kept) == (3, 1)
         assert stats.guide_refusals == {"not_compiled": 0, "not_followed": 0, "queue_full": 1}
         assert stats.guide_compile_seconds > 0 < stats.guide_mask_seconds
+
+
+@pytest.mark.slow
+async def test_compilations_whose_items_left_delay_no_other(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would take minutes; both threads are at it when the clients leave."""
+    begun = list[Popen[bytes]]()
+
+    def endless() -> Popen[bytes]:
+        begun.append(Popen((sys.executable, "-c", "while True: pass"), stdin=PIPE))
+        return begun[-1]
+
+    def at_once() -> int:
+        return sum(process.returncode is None for process in begun)
+
+    monkeypatch.setattr(trial, "_begun", endless)
+    async with running(model) as engine:
+        rules = "".join(f'r{n}: "a"\n' for n in range(200))
+        hostile = [guided("EBNF_GRAMMAR", f'start: "{n}" r1\n{rules}') for n in range(19)]
+        keys = [engine.submit(PROMPT, config)[0] for config in hostile]
+        await eventually(lambda: at_once() == grammars.THREADS)
+        good = engine.submit(PROMPT, guided("REGEX", "a{2}"))
+        engine.backend.stop(keys, pb.FINISH_REASON_CANCELLED)
+        (stream,) = await engine.ended(good)
+        assert text_of(model, stream.token_ids) == "aa"
+        await engine.ended(keys)
+        await eventually(lambda: at_once() == 0)
+        stats = engine.backend.stats()
+        assert (len(begun), stats.guides_compiled) == (grammars.THREADS, 1)
+        assert stats.guide_refusals["not_compiled"] == 0
 
 
 async def test_model_without_a_known_tokenizer_follows_no_guides(model: Path) -> None:

@@ -15,16 +15,14 @@ from e2e.mesh import DEMO
 from engine.torch.conftest import ModelDir
 from engine.torch.guided.guides import guided, text_of
 from engine.torch.harness import running
+from llguidance import gbnf_to_lark
 from public_data import public_json
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.guided.grammars import Grammar, Guide
-from trtmesh.engine.backends.torch.guided.guidance import (
-    MAX_ROW_ITEMS,
-    GuidanceCompiler,
-    compiler_for,
-)
+from trtmesh.engine.backends.torch.guided.guidance import GuidanceCompiler, compiler_for
+from trtmesh.engine.backends.torch.guided.trial import MAX_ROW_ITEMS, SMALL_BYTES
 from trtmesh.v1 import generation_pb2 as pb
 
 VOCABULARY = 6144
@@ -220,6 +218,48 @@ def test_expression_that_explodes_is_refused(compiler: GuidanceCompiler) -> None
     """The library's own limits would accept it, and take a second to refuse one of ten times the size."""
     with pytest.raises(InvalidField, match="too many expressions"):
         compiler(GuidedDecoding(pb.GUIDE_TYPE_REGEX, "((a{300}){300})"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "guide",
+    [
+        "start: r0\n" + "".join(f"r{n}: r{n + 1}{{0,50}} | r{n + 2}\n" for n in range(1500)),
+        "start: T0\n" + "".join(f'T{n}: T{n + 1} "b" | T{n + 2}\n' for n in range(1600)),
+    ],
+    ids=["rules", "terminals"],
+)
+def test_grammar_that_takes_long_to_compile_is_refused(
+    guide: str, compiler: GuidanceCompiler
+) -> None:
+    """The library takes ten seconds and more, within its limits."""
+    last = guide.count("\n") - 1
+    guide += "".join(f'{guide[7]}{n}: "x"\n' for n in (last, last + 1))
+    with pytest.raises(InvalidField, match="more than 1 s of CPU time to compile"):
+        compiler(GuidedDecoding(pb.GUIDE_TYPE_EBNF_GRAMMAR, guide))
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_rules_are_read_in_any_order(
+    step: int, compiler: GuidanceCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is looked at a few times: the library would look at all again for each one out of order."""
+    looks, own = 0, gbnf_to_lark.SequenceNode.is_terminal
+
+    def is_terminal(node: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return bool(own(node))
+
+    monkeypatch.setattr(gbnf_to_lark.SequenceNode, "is_terminal", is_terminal)
+    rules = [f'r{n} ::= r{n + 1} "b" | "a"' for n in range(40)][::step]
+    grammar = "\n".join(["root ::= r0 [0-9]", *rules, 'r40 ::= "x"'])
+    assert len(grammar) <= SMALL_BYTES
+    matcher = compiler(GuidedDecoding(pb.GUIDE_TYPE_EBNF_GRAMMAR, grammar))
+    ids = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode("abbb7").ids
+    assert matcher.accept(ids) == len(ids)
+    assert matcher.may_end
+    assert looks <= 3 * len(rules)
 
 
 def test_grammar_that_takes_more_with_each_token_is_followed_no_further(

@@ -24,6 +24,10 @@ Done = Callable[[Any], None]
 """Takes the part or a TrtmeshError, on the thread that made it."""
 
 
+class Unwanted(Exception):
+    """Ends the making of a part."""
+
+
 class PartLease:
     """The size of a part, counted until all holders have given it back."""
 
@@ -33,10 +37,10 @@ class PartLease:
         self._freed = freed
         self._lock = threading.Lock()
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether there is a holder besides the caller."""
-        return self._holders > 1
+    def check(self) -> None:
+        """Raises Unwanted without a holder besides the caller."""
+        if self._holders <= 1:
+            raise Unwanted
 
     def give_back(self) -> None:
         """Called once by each holder."""
@@ -63,13 +67,13 @@ class Preparation:
         self,
         request_id: str,
         what: str,
-        make: Callable[[], object],
+        make: Callable[[PartLease], object],
         size: int,
         holders: int,
         done: Done,
     ) -> PartLease | None:
-        """Queues a part for `holders` sequences, unless all of them leave before its turn; `what` describes a fault.
-        Returns None without room for its size."""
+        """Queues a part for `holders` sequences, unless all of them leave before its turn; `make` may raise Unwanted if
+        they leave later, and `what` describes a fault. Returns None without room for its size."""
         with self._lock:
             if self.held + size > self._most:
                 return None
@@ -93,16 +97,17 @@ class Preparation:
         self,
         request_id: str,
         what: str,
-        make: Callable[[], object],
+        make: Callable[[PartLease], object],
         lease: PartLease,
         done: Done,
     ) -> None:
-        if not lease.is_wanted:
-            lease.give_back()
-            return
         part: object
         try:
-            part = make()
+            lease.check()
+            part = make(lease)
+        except Unwanted:
+            lease.give_back()
+            return
         except TrtmeshError as error:
             part = error
         except Exception as error:

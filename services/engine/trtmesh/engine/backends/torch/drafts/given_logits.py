@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from trtmesh.chassis.errors import InvalidField, QueueFull
 from trtmesh.chassis.vocabulary import Draft, GenerationConfig
@@ -62,8 +60,9 @@ class DraftLogits:
         """Queues checked logits; `holders` sequences will hold the result. Raises QueueFull where memory is short."""
         assert draft.logits
         what, size = "logits of drafts could not be read", len(draft.logits.data)
-        make = partial(_read, draft)
-        lease = self._preparation.begin(request_id, what, make, size, holders, done)
+        lease = self._preparation.begin(
+            request_id, what, lambda _: _read(draft), size, holders, done
+        )
         if lease is None:
             held = self._preparation.held
             raise QueueFull(

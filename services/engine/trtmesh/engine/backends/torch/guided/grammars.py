@@ -19,12 +19,15 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from trtmesh.chassis.errors import QueueFull
+from trtmesh.chassis.errors import InvalidField, QueueFull
 from trtmesh.chassis.vocabulary import GuidedDecoding
-from trtmesh.engine.backends.torch.preparation import Done, PartLease, Preparation
+from trtmesh.engine.backends.torch.preparation import Done, PartLease, Preparation, Unwanted
+from trtmesh.engine.guides import FIELD
 
 THREADS = 2
 """Grammars compiled at once."""
+MOST_COMPILE_SECONDS = 1.0
+"""Most CPU time to compile a guide. The limits of the library bound each part of it, of which most take far less."""
 MOST_WAITING = 256
 """Guided items between their submission and their end, times sequences counted once."""
 MOST_KEPT = 32
@@ -66,8 +69,10 @@ class Matcher(Protocol):
         """Why the grammar cannot be followed any further, or ''."""
 
 
-Compile = Callable[[GuidedDecoding], Matcher]
-"""The place before the first token. Raises InvalidField for a guide that cannot be kept."""
+Check = Callable[[], None]
+Compile = Callable[[GuidedDecoding, Check], Matcher]
+"""The place before the first token. Calls the check before each part of the work, whose exceptions end it. Raises
+InvalidField for a guide that cannot be kept."""
 
 
 @dataclass(slots=True)
@@ -207,14 +212,14 @@ class Grammars:
             )
         return lease
 
-    def _grammar(self, asked: GuidedDecoding) -> Grammar:
-        """Raises InvalidField."""
+    def _grammar(self, asked: GuidedDecoding, lease: PartLease) -> Grammar:
+        """Raises InvalidField, or Unwanted once no sequence waits for the grammar."""
         name = digest_of(asked)
         with self._lock:
             grammar = self._kept.get(name)
         is_kept = grammar is not None and not grammar.is_spoilt
         if grammar is None or not is_kept:
-            grammar = self._compiled(asked)
+            grammar = self._compiled(asked, lease)
         with self._lock:
             self.counts.kept += is_kept
             self._kept[name] = grammar
@@ -223,15 +228,26 @@ class Grammars:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _compiled(self, asked: GuidedDecoding) -> Grammar:
+    def _compiled(self, asked: GuidedDecoding, lease: PartLease) -> Grammar:
         began, grammar = time.thread_time(), None
+
+        def check() -> None:
+            lease.check()
+            if time.thread_time() - began > MOST_COMPILE_SECONDS:
+                limit = f"takes more than {MOST_COMPILE_SECONDS:.0f} s of CPU time to compile"
+                raise InvalidField(limit, field=FIELD)
+
+        refused = 1
         try:
-            grammar = Grammar(self._compile_guide(asked))
+            grammar = Grammar(self._compile_guide(asked, check))
+        except Unwanted:
+            refused = 0
+            raise
         finally:
             with self._lock:
                 self.counts.compile_seconds += time.thread_time() - began
                 self.counts.compiled += grammar is not None
-                self.counts.not_compiled += grammar is None
+                self.counts.not_compiled += refused if grammar is None else 0
         return grammar
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
-from trtmesh.engine.backends.torch.guided.grammars import Row
+from trtmesh.engine.backends.torch.guided.grammars import Check, Row
 from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
 from trtmesh.engine.backends.torch.guided.structural_tags import tag_grammar
+from trtmesh.engine.backends.torch.guided.trial import MAX_ROW_ITEMS, limits, problem_of_trial
 from trtmesh.engine.guides import FIELD, plain
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -25,13 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 65_536
-MAX_LEXER_STATES = 16_384
-"""Of a kilobyte or two each."""
-INITIAL_LEXER_FUEL = 30_000
-"""Bounds the largest expression. With the library's million, `((a{1000}){1000})` takes a second of CPU time."""
-MAX_ROW_ITEMS = 400
-"""Most open readings of a text under a grammar, which multiply the time of each. With the library's 2,000, a token of
-`start: a` and `a: a a | /[a-z ]/ | a a a` takes up to three seconds; the parts of a schema are no such readings."""
 RULE = r"^[ \t]*\w+\[[^\]\n]*\b"
 """The beginning of a rule in Lark's notation, within its attributes."""
 TEMPERATURE = re.compile(RULE + r"temperature\s*=", re.MULTILINE)
@@ -82,53 +76,56 @@ class GuidanceCompiler:
         self._tokenizer = tokenizer
         self._max_whitespace = max_whitespace
 
-    def __call__(self, asked: GuidedDecoding) -> GuidanceMatcher:
+    def __call__(self, asked: GuidedDecoding, check: Check = lambda: None) -> GuidanceMatcher:
         """Implements Compile."""
+        most = self._max_whitespace if asked.max_whitespace is None else asked.max_whitespace
         try:
-            return self._of(plain(asked))
+            return Compilation(self._tokenizer, most, check).of(plain(asked))
         except (ValueError, ArithmeticError) as error:
             # Numbers of thousands of digits, NaN, halves of surrogate pairs.
             raise InvalidField(f"cannot be read: {_sentence(str(error))}", field=FIELD) from None
 
-    def _of(self, asked: GuidedDecoding) -> GuidanceMatcher:
+
+class Compilation:
+    """The work for a guide. Each part of it is bounded, as it cannot be interrupted."""
+
+    def __init__(self, tokenizer: LLTokenizer, max_whitespace: int, check: Check) -> None:
+        self._tokenizer = tokenizer
+        self._check = check
+        most = max_whitespace
+        self._options: dict[str, object] = {
+            "whitespace_flexible": most > 0,
+            "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}" if most else None,
+            "lenient": False,
+        }
+        """The library's, for JSON."""
+
+    def of(self, asked: GuidedDecoding) -> GuidanceMatcher:
+        """Raises InvalidField."""
         guide = asked.guide or ""
         if len(guide.encode()) > MOST_BYTES:
             raise InvalidField.of(FIELD, f"{len(guide.encode())} bytes", f"at most {MOST_BYTES}")
         if asked.max_whitespace is not None and asked.guide_type not in JSON_TYPES:
             field = "guided_decoding.max_whitespace"
             raise InvalidField("is set, but only guides of JSON have white space", field=field)
-        if asked.guide_type == pb.GUIDE_TYPE_JSON:
-            return self._of_schema({"type": "object"}, asked.max_whitespace)
         match asked.guide_type:
+            case pb.GUIDE_TYPE_JSON:
+                return self._of_schema({"type": "object"})
             case pb.GUIDE_TYPE_JSON_SCHEMA:
-                return self._of_schema(read_schema(guide), asked.max_whitespace)
+                return self._of_schema(read_schema(guide))
             case pb.GUIDE_TYPE_REGEX:
                 return self._compiled(_one(f"start: {_regex(guide)}"))
             case pb.GUIDE_TYPE_EBNF_GRAMMAR:
                 return self._compiled(_one(_lark(guide)), MAX_ROW_ITEMS)
             case pb.GUIDE_TYPE_STRUCTURAL_TAG:
-                return self._of_tags(guide, asked.max_whitespace)
+                grammar, is_ambiguous = tag_grammar(guide, self._options, _lark, _regex)
+                return self._compiled(grammar, MAX_ROW_ITEMS if is_ambiguous else None)
         kinds = "JSON, JSON_SCHEMA, REGEX, CHOICE, EBNF_GRAMMAR or STRUCTURAL_TAG"
         name = pb.GuideType.Name(pb.GuideType.ValueType(asked.guide_type))
         raise InvalidField.of("guided_decoding.guide_type", name, f"{kinds} on this worker")
 
-    def _of_tags(self, guide: str, asked_whitespace: int | None) -> GuidanceMatcher:
-        grammar, is_ambiguous = tag_grammar(guide, self._options(asked_whitespace), _lark, _regex)
-        return self._compiled(grammar, MAX_ROW_ITEMS if is_ambiguous else None)
-
-    def _options(self, asked_whitespace: int | None) -> dict[str, object]:
-        """The library's options for JSON."""
-        most = self._max_whitespace if asked_whitespace is None else asked_whitespace
-        return {
-            "whitespace_flexible": most > 0,
-            "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}" if most else None,
-            "lenient": False,
-        }
-
-    def _of_schema(
-        self, schema: dict[str, object], asked_whitespace: int | None
-    ) -> GuidanceMatcher:
-        grammar_of = partial(_schema_grammar, options=self._options(asked_whitespace))
+    def _of_schema(self, schema: dict[str, object]) -> GuidanceMatcher:
+        grammar_of = partial(_schema_grammar, options=self._options)
 
         def problem_of(part: dict[str, object]) -> str:
             return self._try(grammar_of(part))[1]
@@ -140,7 +137,10 @@ class GuidanceCompiler:
         return self._begun(own)
 
     def _compiled(self, grammar: str, max_row_items: int | None = None) -> GuidanceMatcher:
-        own, problem = self._try(grammar, max_row_items)
+        # Grammars, unlike schemas and expressions.
+        problem = max_row_items and problem_of_trial(grammar, self._check)
+        if not problem:
+            own, problem = self._try(grammar, max_row_items)
         if problem:
             raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
         return self._begun(own)
@@ -149,6 +149,7 @@ class GuidanceCompiler:
         """The first mask may take as long as a thousand others, and copies share what was made for it. A second one
         fails where the first met a limit."""
         for _ in range(2):
+            self._check()
             first = own.deep_copy()
             first.compute_bitmask()
             if first.is_error():
@@ -158,15 +159,10 @@ class GuidanceCompiler:
 
     def _try(self, grammar: str, max_row_items: int | None = None) -> tuple[LLMatcher, str]:
         """A grammar at its start, and why it cannot be followed or would be followed in part only."""
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
-        limits = LLParserLimits(
-            max_lexer_states=MAX_LEXER_STATES,
-            initial_lexer_fuel=INITIAL_LEXER_FUEL,
-            verbose_errors=False,
-            max_items_in_row=max_row_items,
-        )
-        own = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        self._check()
+        own = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits(max_row_items))
         problem = own.get_error() or "; ".join(own.get_grammar_warnings())
         return own, _sentence(problem)
 
@@ -213,7 +209,7 @@ def _regex(expression: str) -> str:
 
 def _lark(text: str) -> str:
     """A grammar in Lark's notation, of one in GBNF's or that."""
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import GrammarParser, is_lark_syntax, resolve
 
     if "%json" in text:
         # Beyond the limits of schemas.
@@ -223,10 +219,42 @@ def _lark(text: str) -> str:
         raise InvalidField("has a temperature, which is that of the item alone", field=FIELD)
     if CAPTURE.search(text):
         raise InvalidField("has a capture, which no answer would return", field=FIELD)
+    if is_lark_syntax(text):
+        return text
     try:
-        return str(any_to_lark(text))
+        rules = GrammarParser().parse(text)
+        # Those within others first, as the library looks at all rules again for each one out of order.
+        rules = {name: rules[name] for name in _inner_first(rules)}
+        resolve(rules)
+        return "\n".join(["%llguidance {}", *map(str, rules.values())])
     except Exception as error:  # noqa: BLE001 - a parser in Python, with errors of every kind
         raise InvalidField(f"is no grammar: {_sentence(str(error))}", field=FIELD) from None
+
+
+def _inner_first(rules: dict[str, Any]) -> list[str]:
+    """The names of GBNF's rules."""
+    found = dict[str, None]()
+    for rule in rules:
+        waiting, seen = [rule], set[str]()
+        while waiting:
+            name = waiting[-1]
+            if name in found or name not in rules or name in seen:
+                found.setdefault(waiting.pop())
+                continue
+            seen.add(name)
+            waiting += _used(rules[name])
+    return [name for name in found if name in rules]
+
+
+def _used(node: Any) -> list[str]:
+    """The names of the rules in an expression."""
+    waiting, names = [node], []
+    while waiting:
+        part = waiting.pop()
+        waiting += part.children()
+        if type(part).__name__ == "RuleRefNode":
+            names.append(part.name)
+    return names
 
 
 def _sentence(problem: str) -> str:

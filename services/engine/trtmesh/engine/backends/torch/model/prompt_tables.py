@@ -12,7 +12,6 @@ import copy
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -155,9 +154,10 @@ class PromptTables:
                 value=str(size),
                 limit=f"at most {self._most_bytes} bytes",
             )
-        make = partial(self.embedding.read, asked)
         what = "prompt table could not be read"
-        lease = self._preparation.begin(request_id, what, make, size, holders, done)
+        lease = self._preparation.begin(
+            request_id, what, lambda _: self.embedding.read(asked), size, holders, done
+        )
         if lease is None:
             held = self.held_bytes
             raise QueueFull(

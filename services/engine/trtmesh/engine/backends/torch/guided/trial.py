@@ -1,0 +1,86 @@
+"""Compiles a grammar in a process first: one that can be killed, which a thread in the library cannot.
+
+The library's limits bound the work for a schema or an expression to some tenths of a second. A grammar's rules may use
+each other so that it takes minutes within all of them. The process knows no tokens but bytes, so that it begins soon.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+PROGRAM = "trtmesh.engine.backends.torch.guided.trial"
+SMALL_BYTES = 1024
+"""A grammar of so many bytes takes less time than a process."""
+CPU_SECONDS = 1.0
+MEMORY_BYTES = 2**31
+"""Most address space of the process."""
+LOOK_SECONDS = 0.02
+"""Between two looks at whether a result is still wanted."""
+
+MAX_LEXER_STATES = 16_384
+"""Of a kilobyte or two each."""
+INITIAL_LEXER_FUEL = 30_000
+"""Bounds the largest expression. With the library's million, `((a{1000}){1000})` takes a second of CPU time."""
+MAX_ROW_ITEMS = 400
+"""Most open readings of a text under a grammar, which multiply the time of each. With the library's 2,000, a token of
+`start: a` and `a: a a | /[a-z ]/ | a a a` takes up to three seconds; the parts of a schema are no such readings."""
+
+
+def limits(max_row_items: int | None) -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES,
+        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        verbose_errors=False,
+        max_items_in_row=max_row_items,
+    )
+
+
+def problem_of_trial(grammar: str, check: Callable[[], None]) -> str:
+    """Why a grammar of the library cannot be compiled, as far as its time goes, or ''. Raises what `check` does."""
+    given: bytes | None = grammar.encode()
+    if len(grammar) <= SMALL_BYTES:
+        return ""
+    with _begun() as process:
+        try:
+            while process.returncode is None:
+                check()
+                try:
+                    process.communicate(given, LOOK_SECONDS)
+                except TimeoutExpired:
+                    # It goes on with what it was given.
+                    given = None
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode == -signal.SIGPROF:
+        return f"it takes more than {CPU_SECONDS:g} s of CPU time to compile"
+    status = process.returncode
+    return f"the process that compiles it ended with status {status}" if status else ""
+
+
+def _begun() -> Popen[bytes]:
+    command = (sys.executable, "-m", PROGRAM)
+    return Popen(command, stdin=PIPE, stdout=DEVNULL)  # noqa: S603 - no word of it is a stranger's
+
+
+def main() -> None:
+    from llguidance import LLMatcher, LLTokenizer
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0, limits=limits(MAX_ROW_ITEMS))
+
+
+if __name__ == "__main__":
+    main()
