@@ -6,8 +6,8 @@ import math
 
 import torch
 from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale
 from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages, TableRows
-from trtmesh.engine.backends.torch.cuda.kernels.products import Scale
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NO_TOKEN
 from trtmesh.engine.backends.torch.model.attention import Rule
 

@@ -8,11 +8,8 @@ import pytest
 import torch
 from engine.torch.cuda.references import product_reference
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.kernels.products import (
-    FewRows,
-    Scale,
-    shares,
-)
+from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale
+from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows, shares
 
 pytestmark = [
     pytest.mark.gpu,

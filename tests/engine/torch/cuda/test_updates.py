@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from trtmesh.engine.adapters.lora import Module, Place, Target, Update
+from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale, norm_reference
+from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows
 from trtmesh.engine.backends.torch.cuda.kernels.updates import (
     FEW_ROWS,
     MANY_ROWS,
+    expand,
+    expand_gated,
+    shrink,
+    shrink_normed,
     updates_reference,
 )
 from trtmesh.engine.backends.torch.cuda.layers import KernelNorm, LayerProducts
@@ -82,7 +88,7 @@ class Filled:
         """By tiles of a step with more rows."""
         tiles = StepTiles(len(slots) + 9, tile_rows, SLOTS, self.device)
         tiles.fill(step_of(slots))
-        self.products.use(tiles.of(len(slots)))
+        self.products.use(tiles)
         given = self.randn(len(slots), self.inputs).to(self.device)
         output = self.randn(len(slots), self.outputs).to(self.device)
         before = output.clone()
@@ -131,13 +137,13 @@ def test_tiles_have_every_row_once(device: torch.device) -> None:
         slots = [dice.randrange(-1, SLOTS) for _ in range(count)]
         tiles.fill(step_of(slots))
         found = tiles.of(count)
-        rows = {
-            int(row): int(slot)
+        rows = [
+            (int(row), int(slot))
             for slot, first, rows, _ in found.words.tolist()
-            if slot >= 0
             for row in found.order[first : first + rows].tolist()
-        }
-        assert rows == {row: slot for row, slot in enumerate(slots) if slot >= 0}
+            if row < count
+        ]
+        assert sorted(rows) == list(enumerate(slots))
 
 
 # Of triton's interpreter.
@@ -154,11 +160,87 @@ def test_infinite_row_spoils_no_other_row(device: torch.device) -> None:
     assert torch.equal(spoiled[[0, 2, 3]], alone[[0, 2, 3]])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 65])
+def near(got: Tensor, expected: Tensor) -> bool:
+    close = 1e-5 if got.dtype == torch.float32 else 1e-2
+    # Refuses NaN too.
+    return bool((got - expected).abs().amax() <= close * expected.abs().amax())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_norm_before_and_activation_after(
+    rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    if dtype is torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter multiplies no matrices of bfloat16")
+    filled = Filled(200, (192, 192), dtype, device)
+    slots = [4, -1, 1, *([3] * 20), *([-1] * 17)][:rows]
+    tiles = StepTiles(48, FEW_ROWS, SLOTS, device)
+    tiles.fill(step_of(slots))
+    filled.products.use(tiles)
+    updates = filled.products.of(filled.parts, rows)
+    scale = Scale(torch.linspace(0.5, 2, 200, device=device), 1e-5)
+    given = filled.randn(rows, 200).to(device) * 5
+    normed, inner = shrink_normed(updates, given, scale)
+    wanted = norm_reference(given, scale.weight, scale.epsilon)
+    assert near(normed, wanted)
+    output = filled.randn(rows, 384).to(device)
+    factors = [table.factors for table in filled.tables.values()]
+    expected = updates_reference(slots, factors, wanted, output)
+    gate, up = expected.chunk(2, 1)
+    assert near(expand_gated(updates, inner, output), nn.functional.silu(gate) * up)
+    expand(updates, inner, output)
+    assert near(output, expected)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(200, (96, 96)), (1280, (70, 24, 24))])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.inference_mode()
-def test_layers_with_norm_activation_and_sum(rows: int, device: torch.device) -> None:
-    filled = Filled(128, (128, 128), torch.float16, device)
-    own = nn.Linear(128, 256, bias=False, device=device, dtype=torch.float16)
+def test_update_of_a_lone_row_within_its_product(
+    inputs: int, outputs: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    if dtype is torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter multiplies no matrices of bfloat16")
+    filled = Filled(inputs, outputs, dtype, device)
+    few = FewRows(device)
+    weight = filled.randn(filled.outputs, inputs).to(device)
+    given = filled.randn(1, inputs).to(device)
+    added = filled.randn(1, filled.outputs).to(device)
+    scale = Scale(torch.linspace(0.5, 2, inputs, device=device), 1e-5)
+    factors = [table.factors for table in filled.tables.values()]
+    for slot in range(-1, SLOTS):
+        tiles = StepTiles(48, FEW_ROWS, SLOTS, device)
+        tiles.fill(step_of([slot]))
+        filled.products.use(tiles)
+        updates = filled.products.of(filled.parts, 1)
+
+        def expected(x: Tensor, base: Tensor, slot: int = slot) -> Tensor:
+            return updates_reference(
+                [slot], factors, x, base.double() + x.double() @ weight.t().double()
+            )
+
+        update = updates, shrink(updates, given)
+        assert near(few.product(given, weight, added=added, update=update), expected(given, added))
+        normed = norm_reference(given.double(), scale.weight, scale.epsilon)
+        wanted = expected(normed, torch.zeros_like(added))
+        update = updates, shrink(updates, given, scale)
+        assert near(few.product(given, weight, scale=scale, update=update), wanted)
+        if len(outputs) == 2:
+            gate, up = wanted.chunk(2, 1)
+            got = few.product(given, weight, scale=scale, gated=True, update=update)
+            assert near(got, nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 65])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.inference_mode()
+def test_layers_with_norm_activation_and_sum(
+    rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    if dtype is torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter multiplies no matrices of bfloat16")
+    filled = Filled(128, (128, 128), dtype, device)
+    own = nn.Linear(128, 256, bias=False, device=device, dtype=dtype)
     linear = AdaptedLinear(own, filled.parts, filled.products)
     products = LayerProducts(device)
     before = KernelNorm(torch.linspace(0.5, 2, 128, device=device), 1e-5)

@@ -6,9 +6,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from trtmesh.engine.backends.torch.cuda.kernels.layers import gated_silu, norm, turn
-from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows, Scale
-from trtmesh.engine.backends.torch.cuda.kernels.updates import Updates, expand, shrink
+from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale, gated_silu, norm, turn
+from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows
+from trtmesh.engine.backends.torch.cuda.kernels.updates import (
+    Updates,
+    expand,
+    expand_gated,
+    shrink,
+    shrink_normed,
+)
 from trtmesh.engine.backends.torch.cuda.updates import KernelUpdates
 from trtmesh.engine.backends.torch.model.attention import Angles
 from trtmesh.engine.backends.torch.model.fused_layers import FusedLayer, FusedMlp, Norm, Rotation
@@ -90,15 +96,10 @@ class LayerProducts:
     def of_norm(
         self, hidden: Tensor, before: nn.Module, linear: nn.Module, *, gated: bool = False
     ) -> Tensor:
-        own, updates = _own(linear), _updates(linear)
+        own, updates = _own(linear), _updates(linear, len(hidden))
         weight = self._weight_for_few(hidden, own)
         if updates:
-            given = before(hidden)
-            # Before the weights, whose reading begins meanwhile.
-            inner = shrink(updates, given)
-            output = own(given) if weight is None else self._few.product(given, weight)
-            expand(updates, inner, output)
-            return gated_silu(output) if gated else output
+            return self._updated(hidden, before, own, weight, updates, gated=gated)
         if weight is None:
             output = linear(before(hidden))
             return gated_silu(output) if gated else output
@@ -106,11 +107,47 @@ class LayerProducts:
             return self._few.product(hidden, weight, scale=before.scale(), gated=gated)
         return self._few.product(before(hidden), weight, gated=gated)
 
+    def _updated(
+        self,
+        hidden: Tensor,
+        before: nn.Module,
+        own: nn.Module,
+        weight: Tensor | None,
+        updates: Updates,
+        *,
+        gated: bool,
+    ) -> Tensor:
+        """`of_norm` with updates; `weight` is None where no kernel of few rows computes `own`."""
+        # Rows times the scale alone may be infinite in float16.
+        scale = None
+        if isinstance(before, KernelNorm) and hidden.dtype is not torch.float16:
+            scale = before.scale()
+        given = hidden
+        # Before the weights, whose reading begins meanwhile.
+        if scale is None:
+            given = before(hidden)
+            inner = shrink(updates, given)
+        elif weight is not None and len(hidden) == 1:
+            inner = shrink(updates, hidden, scale)
+        else:
+            given, inner = shrink_normed(updates, hidden, scale)
+        if weight is not None and len(hidden) == 1:
+            update = updates, inner
+            return self._few.product(given, weight, scale=scale, gated=gated, update=update)
+        output: Tensor = own(given) if weight is None else self._few.product(given, weight)
+        if gated:
+            return expand_gated(updates, inner, output)
+        expand(updates, inner, output)
+        return output
+
     def sum(self, hidden: Tensor, given: Tensor, linear: nn.Module) -> Tensor:
         if isinstance(linear, SummedLinear):
             return self._sum_of_ranks(hidden, given, linear)
-        if updates := _updates(linear):
+        if updates := _updates(linear, len(given)):
             inner = shrink(updates, given)
+            weight = self._weight_for_few(given, _own(linear))
+            if weight is not None and len(given) == 1:
+                return self._few.product(given, weight, added=hidden, update=(updates, inner))
             summed = self.sum(hidden, given, _own(linear))
             expand(updates, inner, summed)
             return summed
@@ -147,12 +184,12 @@ def _own(linear: nn.Module) -> nn.Module:
     return linear.own if isinstance(linear, AdaptedLinear) else linear
 
 
-def _updates(linear: nn.Module) -> Updates | None:
-    """The updates of a layer with adapters."""
+def _updates(linear: nn.Module, rows: int) -> Updates | None:
+    """The updates of a layer with adapters, in a step with so many rows."""
     if not isinstance(linear, AdaptedLinear):
         return None
     assert isinstance(linear.products, KernelUpdates)
-    return linear.products.of(linear.parts)
+    return linear.products.of(linear.parts, rows)
 
 
 def _plain_weight(linear: nn.Module) -> Tensor | None:

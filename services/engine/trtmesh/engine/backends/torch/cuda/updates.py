@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.engine.adapters.lora import Target, Update
@@ -105,41 +106,43 @@ class StepTiles:
         self._first_row = TILE_WORDS * self._most_tiles(most_rows)
         self._staged = StagedWords(self._first_row + most_rows, device)
         self._step: Sequence[AdapterRows] = ()
-        self._used = 0
+        self._fill(())
 
     def of(self, rows: int) -> Tiles:
         """The tiles of any step with so many rows; some have no rows."""
-        return self._first(self._most_tiles(rows))
+        words = self._staged.buffer[: TILE_WORDS * self._most_tiles(rows)].view(-1, TILE_WORDS)
+        return Tiles(words, self._staged.buffer[self._first_row :], self._tile_rows)
 
-    def fill(self, step: Sequence[AdapterRows]) -> Tiles:
+    def fill(self, step: Sequence[AdapterRows]) -> None:
         """Takes the rows of the adapters; of a step like the last one, nothing is copied."""
         if step != self._step:
             self._step = step
-            self._used = self._fill(step)
-        return self._first(self._used)
+            self._fill(step)
 
-    def _fill(self, step: Sequence[AdapterRows]) -> int:
+    def _fill(self, step: Sequence[AdapterRows]) -> None:
+        """The rows without an adapter come last, in order: the step may have any of these."""
         words = self._staged.begin()
         tiles = words[: self._first_row].reshape(-1, TILE_WORDS)
         order = words[self._first_row :]
+        is_free = np.ones(len(order), dtype=bool)
         at = tile = 0
         for each in step:
             count = len(each.rows)
             order[at : at + count] = each.rows
+            is_free[each.rows] = False
             for first in range(0, count, self._tile_rows):
                 tiles[tile] = each.slot, at + first, min(self._tile_rows, count - first), 0
                 tile += 1
             at += count
-        tiles[tile:] = -1
+        order[at:] = np.flatnonzero(is_free)
+        tiles[tile:] = -1, len(order), 0, 0
+        free = np.arange(at, len(order), self._tile_rows)
+        tiles[tile : tile + len(free), 1] = free
+        tiles[tile : tile + len(free), 2] = np.minimum(self._tile_rows, len(order) - free)
         self._staged.send(len(words))
-        return tile
-
-    def _first(self, tiles: int) -> Tiles:
-        words = self._staged.buffer[: TILE_WORDS * tiles].view(-1, TILE_WORDS)
-        return Tiles(words, self._staged.buffer[self._first_row :], self._tile_rows)
 
     def _most_tiles(self, rows: int) -> int:
-        return min(rows, rows // self._tile_rows + self._most_slots)
+        return min(rows, rows // self._tile_rows + self._most_slots + 1)
 
 
 class KernelUpdates:
@@ -151,7 +154,7 @@ class KernelUpdates:
         self.device = a.device
         self._most_rank = max(table.a.shape[1] for table in tables)
         self._own = StepTiles(max_tokens, MANY_ROWS, self.slots, self.device)
-        self._tiles = self._own.of(0)
+        self._tiles = self._own
 
     def most_bytes(self, tokens: int) -> int:
         """Memory for a layer of a step with so many tokens."""
@@ -159,20 +162,23 @@ class KernelUpdates:
         return most_inner_bytes(tiles, MANY_ROWS, self._most_rank)
 
     def begin(self, step: Sequence[AdapterRows]) -> None:
-        self.use(self._own.fill(step))
+        self._own.fill(step)
+        self.use(self._own)
 
-    def use(self, tiles: Tiles) -> None:
+    def use(self, tiles: StepTiles) -> None:
         """Takes the tiles of the next steps from there."""
         self._tiles = tiles
 
     def add(self, parts: Sequence[AdaptedPart], given: Tensor, output: Tensor) -> None:
-        updates = self.of(parts)
+        updates = self.of(parts, len(given))
         expand(updates, shrink(updates, given), output)
 
-    def of(self, parts: Sequence[AdaptedPart]) -> Updates:
-        """The updates of a layer in this step."""
+    def of(self, parts: Sequence[AdaptedPart], rows: int) -> Updates:
+        """The updates of a layer in this step, which has so many rows."""
         tables = [part.table for part in parts]
-        return Updates(self._tiles, [t.factors for t in tables if isinstance(t, KernelTable)])
+        return Updates(
+            self._tiles.of(rows), [t.factors for t in tables if isinstance(t, KernelTable)]
+        )
 
 
 class AdaptedSteps:
@@ -210,7 +216,7 @@ class AdaptedSteps:
         results = {size: replay() for size, replay in plain.items()}
 
         def adapted(rows: int) -> Tensor:
-            self._updates.use(self._tiles.of(rows))
+            self._updates.use(self._tiles)
             with self._adapters.adapted():
                 return results[rows].copy_(step(rows))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,14 @@ from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 
 MOST_COLUMNS = 1024
 """Of a program, in an elementwise kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A norm: given / sqrt(mean(given ** 2) + epsilon) * weight; `weight` is float32."""
+
+    weight: Tensor
+    epsilon: float
 
 
 @triton.jit

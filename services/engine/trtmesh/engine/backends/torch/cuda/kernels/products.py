@@ -7,7 +7,6 @@ still runs, and need no kernels for norm, activation and sum.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
+from trtmesh.engine.backends.torch.cuda.kernels.updates import (
+    Inner,
+    Updates,
+    rank_of,
+    row_arguments,
+    row_factors,
+    row_inner,
+    row_update,
+)
 
 MOST_ROWS = 64
 VALUES = 64
@@ -42,6 +51,18 @@ def _one_row(
     output,
     scale,
     added,
+    inner,
+    first_b,
+    second_b,
+    third_b,
+    first_ranks,
+    second_ranks,
+    third_ranks,
+    tiles,
+    first_outputs,
+    second_outputs,
+    third_outputs,
+    most_rank,
     epsilon,
     outputs,
     size,
@@ -51,9 +72,13 @@ def _one_row(
     has_norm: tl.constexpr,
     adds: tl.constexpr,
     gated: tl.constexpr,
+    shares: tl.constexpr,
+    padded_shares: tl.constexpr,
+    tile_rows: tl.constexpr,
+    ranks: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: `lines` outputs."""
+    """Program: `lines` outputs. With `shares` of its inner product, the update of an adapter is added."""
     if overlaps:
         gdc_launch_dependents()
     line = tl.program_id(0) * lines + tl.arange(0, lines)
@@ -66,9 +91,39 @@ def _one_row(
         b = tl.load(place + second, mask=there, other=0.0)
     if has_norm:
         s = tl.load(scale + at, mask=at < size, other=0.0)
+    if shares:
+        slot = tl.load(tiles)
+        part = 0
+        n = line
+        wide = first_outputs
+        if not gated:
+            begin = tl.program_id(0) * lines
+            third = first_outputs + second_outputs
+            part = (begin >= first_outputs).to(tl.int32) + (begin >= third).to(tl.int32)
+            n = line - tl.where(part == 2, third, tl.where(part == 1, first_outputs, 0))
+            wide = tl.where(
+                part == 2, third_outputs, tl.where(part == 1, second_outputs, first_outputs)
+            )
+        rank = rank_of(part, slot, first_ranks, second_ranks, third_ranks)
+        factors = row_factors(
+            n, part, slot, 0, rank, first_b, second_b, third_b, wide, most_rank, shares,
+            padded_shares, ranks,
+        )  # fmt: skip
+        if gated:
+            up_rank = rank_of(1, slot, first_ranks, second_ranks, third_ranks)
+            up_factors = row_factors(
+                n, 1, slot, 0, up_rank, first_b, second_b, third_b, wide, most_rank, shares,
+                padded_shares, ranks,
+            )  # fmt: skip
     if overlaps:
         gdc_wait()
     x = tl.load(given + at, mask=at < size, other=0.0).to(tl.float32)
+    if shares:
+        inners = row_inner(inner, part, 0, rank, most_rank, shares, padded_shares, tile_rows, ranks)
+        if gated:
+            up_inners = row_inner(
+                inner, 1, 0, up_rank, most_rank, shares, padded_shares, tile_rows, ranks
+            )
     squares = tl.sum(x * x, 0)
     if has_norm:
         x = x * s
@@ -87,6 +142,28 @@ def _one_row(
         if gated:
             b = tl.load(place + second + step * columns, mask=more, other=0.0)
             z += tl.sum(b.to(tl.float32) * x[None, :], 1)
+    if shares:
+        y += row_update(factors, inners)
+        for run in range(ranks, rank, ranks):
+            factors = row_factors(
+                n, part, slot, run, rank, first_b, second_b, third_b, wide, most_rank, shares,
+                padded_shares, ranks,
+            )  # fmt: skip
+            inners = row_inner(
+                inner, part, run, rank, most_rank, shares, padded_shares, tile_rows, ranks
+            )
+            y += row_update(factors, inners)
+        if gated:
+            z += row_update(up_factors, up_inners)
+            for run in range(ranks, up_rank, ranks):
+                up_factors = row_factors(
+                    n, 1, slot, run, up_rank, first_b, second_b, third_b, wide, most_rank, shares,
+                    padded_shares, ranks,
+                )  # fmt: skip
+                up_inners = row_inner(
+                    inner, 1, run, up_rank, most_rank, shares, padded_shares, tile_rows, ranks
+                )
+                z += row_update(up_factors, up_inners)
     if has_norm:
         length = tl.rsqrt(squares / size + epsilon)
         y = y * length
@@ -172,14 +249,6 @@ def _few_rows(
         tl.store(output + spot, y.to(output.dtype.element_ty), mask=in_rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """A norm: given / sqrt(mean(given ** 2) + epsilon) * weight; `weight` is float32."""
-
-    weight: Tensor
-    epsilon: float
-
-
 class FewRows:
     """Products of up to MOST_ROWS rows with half-precision weights."""
 
@@ -206,18 +275,21 @@ class FewRows:
         scale: Scale | None = None,
         added: Tensor | None = None,
         gated: bool = False,
+        update: tuple[Updates, Inner] | None = None,
     ) -> Tensor:
         """given [rows, inputs] @ weight.T, plus `added`; silu(first half of the outputs) * second half where `gated`.
 
-        A `scale` applies to `given`, and needs one row.
+        A `scale` applies to `given`, and an `update` to the product; they need one row. With both, the update is of
+        `given` times the weight of the scale.
         """
         given = given.contiguous()
         rows, outputs = len(given), len(weight)
         output = given.new_empty(rows, outputs // 2 if gated else outputs)
         if rows == 1:
-            self._launch_one(given, weight, output, scale, added)
+            self._launch_one(given, weight, output, scale, added, update)
         else:
             assert scale is None
+            assert update is None
             self._launch_few(given, weight, output, added)
         return output
 
@@ -228,18 +300,24 @@ class FewRows:
         output: Tensor,
         scale: Scale | None,
         added: Tensor | None,
+        update: tuple[Updates, Inner] | None,
     ) -> None:
         size, outputs = given.shape[1], output.shape[1]
         gated = outputs < len(weight)
         columns = min(WIDEST, triton.next_power_of_2(size))
         warps = 4 if columns <= 4096 else 8
         lines = max(1, VALUES * 32 * warps // columns // (2 if gated else 1))
+        if update:
+            # A program computes outputs of one part.
+            lines = math.gcd(lines, *update[0].outputs)
+        places, names = row_arguments(update)
         _one_row[(triton.cdiv(outputs, lines),)](
             given,
             weight,
             output,
             scale.weight if scale else given,
             given if added is None else added,
+            *places,
             scale.epsilon if scale else 0.0,
             outputs,
             size,
@@ -249,6 +327,7 @@ class FewRows:
             has_norm=scale is not None,
             adds=added is not None,
             gated=gated,
+            **names,
             num_warps=warps,
             **self._options,
         )

@@ -1,7 +1,8 @@
 """The updates of adapters, B A x, in two kernels: shrink multiplies by A, expand by B.
 
-A program takes a tile: rows with the same slot, at most as many as a matrix instruction multiplies at once. Rows
-without an adapter belong to no tile, and ranks beyond that of the slot are left out.
+A program takes a tile: rows with the same slot, at most as many as a matrix instruction multiplies at once. Ranks
+beyond that of the slot are left out. Each launch beside those of a layer costs 2 us, so the norm before is part of
+shrink, and the activation after is part of expand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 
 RANKS = 16
@@ -23,7 +25,7 @@ MOST_PARTS = 3
 COLUMNS = 128
 """Outputs of a program."""
 TILE_WORDS = 4
-"""Slot, or -1; first of its rows in the order; rows; nothing."""
+"""Slot, or -1 without an adapter; first of its rows in the order; rows; nothing."""
 FEW_ROWS = 16
 """Rows of a tile of a decode step."""
 MANY_ROWS = 64
@@ -34,6 +36,8 @@ SHARES = {FEW_ROWS: 8, MANY_ROWS: 2}
 """Most programs for the inputs of a tile."""
 FLOAT_DEPTH = 64
 WARPS = {FEW_ROWS: 2, MANY_ROWS: 4}
+NORM_WARPS = 4
+"""Of a launch with norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class Tiles:
     words: Tensor
     """[tiles, TILE_WORDS] int64"""
     order: Tensor
-    """Rows, those of a tile side by side, [rows] int64."""
+    """All rows, those of a tile side by side, [rows] int64."""
     rows: int
     """Of a tile at most: FEW_ROWS or MANY_ROWS."""
 
@@ -71,8 +75,26 @@ def _of_part(part, first, second, third):
 
 
 @triton.jit
+def _norm_row(given, scale, normed, lengths, epsilon, row, size, columns: tl.constexpr, overlaps):
+    """given / sqrt(mean(given ** 2) + epsilon) * scale of a row, and the factor before the scale."""
+    at = tl.arange(0, columns)
+    there = at < size
+    s = tl.load(scale + at, mask=there, other=0.0)
+    if overlaps:
+        gdc_wait()
+    place = row.to(tl.int64) * size + at
+    x = tl.load(given + place, mask=there, other=0.0).to(tl.float32)
+    length = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+    tl.store(normed + place, (x * length * s).to(normed.dtype.element_ty), mask=there)
+    tl.store(lengths + row, length)
+
+
+@triton.jit
 def _shrink(
     given,
+    scale,
+    normed,
+    lengths,
     first_a,
     second_a,
     third_a,
@@ -82,58 +104,107 @@ def _shrink(
     tiles,
     order,
     inner,
+    epsilon,
+    norms,
+    tile_count,
     size,
     most_rank,
+    parts: tl.constexpr,
+    shares: tl.constexpr,
     tile_rows: tl.constexpr,
     depth: tl.constexpr,
     steps: tl.constexpr,
+    columns: tl.constexpr,
+    scaled: tl.constexpr,
+    has_norms: tl.constexpr,
     ranks: tl.constexpr,
     tile_words: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: (tile, part and ranks, share of the inputs). `inner` is [tiles, parts, shares, tile_rows, most_rank]."""
+    """Program: a row of the norm for each of `norms`, then (share of the inputs, part and ranks, tile). `inner` is
+    [tiles, parts, shares, tile_rows, most_rank]."""
     if overlaps:
         gdc_launch_dependents()
-    tile = tl.program_id(0)
-    runs = most_rank // ranks
-    part = tl.program_id(1) // runs
-    run = tl.program_id(1) % runs
-    share = tl.program_id(2)
-    slot = tl.load(tiles + tile * tile_words)
-    first = tl.load(tiles + tile * tile_words + 1)
-    count = tl.load(tiles + tile * tile_words + 2)
-    there = slot >= 0
-    slot = tl.maximum(slot, 0)
-    rank = tl.load(_of_part(part, first_ranks, second_ranks, third_ranks) + slot)
-    used = there & (run * ranks < rank)
-    r = run * ranks + tl.arange(0, ranks)
-    k = share * steps * depth + tl.arange(0, depth)
-    place = _of_part(part, first_a, second_a, third_a)
-    place += (slot * most_rank + r[None, :]) * size + k[:, None]
-    w = tl.load(place, mask=used & (k < size)[:, None], other=0.0)
-    at = tl.arange(0, tile_rows)
-    in_tile = (at < count)[:, None]
-    row = tl.load(order + first + at, mask=used & (at < count), other=0)
-    if overlaps:
-        gdc_wait()
-    if used:
-        source = given + row[:, None] * size + k[None, :]
-        x = tl.load(source, mask=in_tile & (k < size)[None, :], other=0.0)
-        y = tl.dot(x, w, input_precision="ieee")
-        for step in range(1, steps):
-            more = k + step * depth < size
-            w = tl.load(place + step * depth, mask=more[:, None], other=0.0)
-            x = tl.load(source + step * depth, mask=in_tile & more[None, :], other=0.0)
-            y = tl.dot(x, w, y, input_precision="ieee")
-        parts = tl.num_programs(1) // runs
-        block = (tile * parts + part) * tl.num_programs(2) + share
-        to = inner + block.to(tl.int64) * tile_rows * most_rank
-        tl.store(to + at[:, None] * most_rank + r[None, :], y)
+    index = tl.program_id(0)
+    if has_norms:
+        if index < norms:
+            _norm_row(given, scale, normed, lengths, epsilon, index, size, columns, overlaps)
+        index -= norms
+    if index >= 0:
+        tile = index % tile_count
+        index = index // tile_count
+        runs = most_rank // ranks
+        part = index % (parts * runs) // runs
+        run = index % runs
+        share = index // (parts * runs)
+        slot = tl.load(tiles + tile * tile_words)
+        first = tl.load(tiles + tile * tile_words + 1)
+        count = tl.load(tiles + tile * tile_words + 2)
+        there = slot >= 0
+        slot = tl.maximum(slot, 0)
+        rank = tl.load(_of_part(part, first_ranks, second_ranks, third_ranks) + slot)
+        used = there & (run * ranks < rank)
+        r = run * ranks + tl.arange(0, ranks)
+        k = share * steps * depth + tl.arange(0, depth)
+        place = _of_part(part, first_a, second_a, third_a)
+        place += (slot * most_rank + r[None, :]) * size + k[:, None]
+        w = tl.load(place, mask=used & (k < size)[:, None], other=0.0)
+        at = tl.arange(0, tile_rows)
+        in_tile = (at < count)[:, None]
+        row = tl.load(order + first + at, mask=used & (at < count), other=0)
+        if scaled:
+            s = tl.load(scale + k, mask=used & (k < size), other=0.0)
+        if overlaps:
+            gdc_wait()
+        if used:
+            source = given + row[:, None] * size + k[None, :]
+            x = tl.load(source, mask=in_tile & (k < size)[None, :], other=0.0)
+            if scaled:
+                x = (x * s[None, :]).to(w.dtype)
+            y = tl.dot(x, w, input_precision="ieee")
+            for step in range(1, steps):
+                more = k + step * depth < size
+                w = tl.load(place + step * depth, mask=more[:, None], other=0.0)
+                x = tl.load(source + step * depth, mask=in_tile & more[None, :], other=0.0)
+                if scaled:
+                    s = tl.load(scale + k + step * depth, mask=more, other=0.0)
+                    x = (x * s[None, :]).to(w.dtype)
+                y = tl.dot(x, w, y, input_precision="ieee")
+            block = (tile * parts + part) * shares + share
+            to = inner + block.to(tl.int64) * tile_rows * most_rank
+            tl.store(to + at[:, None] * most_rank + r[None, :], y)
+
+
+@triton.jit
+def _expanded(
+    source,
+    place,
+    w,
+    rank,
+    in_outputs,
+    outputs,
+    most_rank,
+    shares: tl.constexpr,
+    tile_rows: tl.constexpr,
+    columns: tl.constexpr,
+    ranks: tl.constexpr,
+):
+    """The product of the sum of the shares at `source` with B; `w` are the first ranks of B, at `place`."""
+    y = tl.zeros((tile_rows, columns), tl.float32)
+    for run in range(0, rank, ranks):
+        m = tl.zeros((tile_rows, ranks), tl.float32)
+        for share in tl.static_range(shares):
+            m += tl.load(source + share * tile_rows * most_rank + run)
+        y = tl.dot(m.to(w.dtype), w, y, input_precision="ieee")
+        place += ranks * outputs
+        w = tl.load(place, mask=(run + ranks < rank) & in_outputs, other=0.0)
+    return y
 
 
 @triton.jit
 def _expand(
     inner,
+    lengths,
     first_b,
     second_b,
     third_b,
@@ -143,6 +214,8 @@ def _expand(
     tiles,
     order,
     output,
+    gated,
+    rows,
     first_outputs,
     second_outputs,
     third_outputs,
@@ -152,21 +225,30 @@ def _expand(
     shares: tl.constexpr,
     tile_rows: tl.constexpr,
     columns: tl.constexpr,
+    has_lengths: tl.constexpr,
+    gates: tl.constexpr,
     ranks: tl.constexpr,
     tile_words: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: (tile, `columns` outputs of a part)."""
+    """Program: (tile, `columns` outputs of a part). With `gates`, the outputs of two parts, and the activation of all
+    rows, also of those without an adapter."""
     if overlaps:
         gdc_launch_dependents()
     tile = tl.program_id(0)
     block = tl.program_id(1)
-    second = tl.cdiv(first_outputs, columns)
-    third = second + tl.cdiv(second_outputs, columns)
-    part = (block >= second).to(tl.int32) + (block >= third).to(tl.int32)
-    outputs = tl.where(part == 2, third_outputs, tl.where(part == 1, second_outputs, first_outputs))
-    block -= tl.where(part == 2, third, tl.where(part == 1, second, 0))
+    part = 0
+    outputs = first_outputs
+    if not gates:
+        second = tl.cdiv(first_outputs, columns)
+        third = second + tl.cdiv(second_outputs, columns)
+        part = (block >= second).to(tl.int32) + (block >= third).to(tl.int32)
+        outputs = tl.where(
+            part == 2, third_outputs, tl.where(part == 1, second_outputs, first_outputs)
+        )
+        block -= tl.where(part == 2, third, tl.where(part == 1, second, 0))
     n = block * columns + tl.arange(0, columns)
+    in_outputs = (n < outputs)[None, :]
     slot = tl.load(tiles + tile * tile_words)
     first = tl.load(tiles + tile * tile_words + 1)
     count = tl.load(tiles + tile * tile_words + 2)
@@ -174,31 +256,109 @@ def _expand(
     slot = tl.maximum(slot, 0)
     rank = tl.load(_of_part(part, first_ranks, second_ranks, third_ranks) + slot)
     rank = tl.where(there, rank, 0)
+    changes = rank > 0
     r = tl.arange(0, ranks)
-    place = _of_part(part, first_b, second_b, third_b)
-    place += (slot * most_rank + r[:, None]) * outputs + n[None, :]
-    w = tl.load(place, mask=(rank > 0) & (n < outputs)[None, :], other=0.0)
+    at_b = (slot * most_rank + r[:, None]) * outputs + n[None, :]
+    place = _of_part(part, first_b, second_b, third_b) + at_b
+    w = tl.load(place, mask=(rank > 0) & in_outputs, other=0.0)
+    if gates:
+        changes = count > 0
+        other_rank = tl.where(there, tl.load(second_ranks + slot), 0)
+        other_place = second_b + at_b
+        other_w = tl.load(other_place, mask=(other_rank > 0) & in_outputs, other=0.0)
     at = tl.arange(0, tile_rows)
-    row = tl.load(order + first + at, mask=(rank > 0) & (at < count), other=0)
+    row = tl.load(order + first + at, mask=changes & (at < count), other=rows)
     if overlaps:
         gdc_wait()
-    if rank > 0:
+    if changes:
+        changed = (row < rows)[:, None] & in_outputs
         begin = tl.where(part > 0, first_outputs, 0) + tl.where(part > 1, second_outputs, 0)
         to = output + row[:, None] * row_stride + begin + n[None, :]
-        changed = (at < count)[:, None] & (n < outputs)[None, :]
-        before = tl.load(to, mask=changed, other=0.0)
+        before = tl.load(to, mask=changed, other=0.0).to(tl.float32)
         source = inner + (tile * parts + part).to(tl.int64) * shares * tile_rows * most_rank
         source += at[:, None] * most_rank + r[None, :]
-        y = tl.zeros((tile_rows, columns), tl.float32)
-        for run in range(0, rank, ranks):
-            m = tl.zeros((tile_rows, ranks), tl.float32)
-            for share in tl.static_range(shares):
-                m += tl.load(source + share * tile_rows * most_rank + run)
-            y = tl.dot(m.to(w.dtype), w, y, input_precision="ieee")
-            more = run + ranks < rank
-            place += ranks * outputs
-            w = tl.load(place, mask=more & (n < outputs)[None, :], other=0.0)
-        tl.store(to, (before.to(tl.float32) + y).to(output.dtype.element_ty), mask=changed)
+        length = tl.full((tile_rows, 1), 1.0, tl.float32)
+        if has_lengths:
+            length = tl.load(lengths + row, mask=row < rows, other=0.0)[:, None]
+        y = before + length * _expanded(
+            source,
+            place,
+            w,
+            rank,
+            in_outputs,
+            outputs,
+            most_rank,
+            shares,
+            tile_rows,
+            columns,
+            ranks,
+        )
+        if gates:
+            z = tl.load(to + outputs, mask=changed, other=0.0).to(tl.float32)
+            source += shares * tile_rows * most_rank
+            z += length * _expanded(
+                source, other_place, other_w, other_rank, in_outputs, outputs, most_rank, shares,
+                tile_rows, columns, ranks,
+            )  # fmt: skip
+            y = y / (1.0 + tl.exp(-y)) * z
+            to = gated + row[:, None] * outputs + n[None, :]
+        tl.store(to, y.to(output.dtype.element_ty), mask=changed)
+
+
+@triton.jit
+def rank_of(part, slot, first_ranks, second_ranks, third_ranks):
+    """The rank of a part of a slot; 0 without an adapter."""
+    rank = tl.load(_of_part(part, first_ranks, second_ranks, third_ranks) + tl.maximum(slot, 0))
+    return tl.where(slot >= 0, rank, 0)
+
+
+@triton.jit
+def row_factors(
+    n,
+    part,
+    slot,
+    run,
+    rank,
+    first_b,
+    second_b,
+    third_b,
+    outputs,
+    most_rank,
+    shares: tl.constexpr,
+    padded_shares: tl.constexpr,
+    ranks: tl.constexpr,
+):
+    """B of the outputs `n` of a part for some ranks, once for each share."""
+    k = tl.arange(0, padded_shares * ranks)
+    r = run + k % ranks
+    place = _of_part(part, first_b, second_b, third_b)
+    place += (tl.maximum(slot, 0) * most_rank + r)[None, :] * outputs + n[:, None]
+    return tl.load(place, mask=((r < rank) & (k // ranks < shares))[None, :], other=0.0)
+
+
+@triton.jit
+def row_inner(
+    inner,
+    part,
+    run,
+    rank,
+    most_rank,
+    shares: tl.constexpr,
+    padded_shares: tl.constexpr,
+    tile_rows: tl.constexpr,
+    ranks: tl.constexpr,
+):
+    """The shares of A x of the only row of a step, in the order of `row_factors`."""
+    k = tl.arange(0, padded_shares * ranks)
+    r = run + k % ranks
+    source = inner + (part * shares + k // ranks) * tile_rows * most_rank + r
+    return tl.load(source, mask=(r < rank) & (k // ranks < shares), other=0.0)
+
+
+@triton.jit
+def row_update(factors, inner):
+    """In float32."""
+    return tl.sum(factors.to(tl.float32) * inner[None, :], 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,36 +384,67 @@ class Inner:
 
     sums: Tensor
     shares: int
+    lengths: Tensor | None = None
+    """The factors of the rows, [rows] float32, where `sums` are of rows without these."""
 
 
-def shrink(updates: Updates, given: Tensor) -> Inner:
-    """A x of each part; `given` is [rows, inputs]."""
+def shrink(updates: Updates, given: Tensor, scale: Scale | None = None) -> Inner:
+    """A x of each part; `given` is [rows, inputs]. With a `scale`, of rows times its weight."""
+    return _shrunk(updates, given.contiguous(), scale, None, None)
+
+
+def shrink_normed(updates: Updates, given: Tensor, scale: Scale) -> tuple[Tensor, Inner]:
+    """The rows with the norm, and A x for these."""
     given = given.contiguous()
+    normed = torch.empty_like(given)
+    lengths = torch.empty(len(given), device=given.device)
+    return normed, _shrunk(updates, given, scale, normed, lengths)
+
+
+def _shrunk(
+    updates: Updates,
+    given: Tensor,
+    scale: Scale | None,
+    normed: Tensor | None,
+    lengths: Tensor | None,
+) -> Inner:
     tiles, parts, most_rank = updates.tiles, updates.parts, updates.most_rank
     size = given.shape[1]
     most = DEPTHS[tiles.rows] if given.dtype.itemsize == 2 else FLOAT_DEPTH
     depth = min(most, max(16, triton.next_power_of_2(size)))
     shares = min(SHARES[tiles.rows], triton.cdiv(size, depth))
     count = len(tiles.words)
+    norms = 0 if normed is None else len(given)
     sums = torch.empty(count * len(parts) * shares * tiles.rows * most_rank, device=given.device)
-    _shrink[(count, len(parts) * (most_rank // RANKS), shares)](
+    _shrink[(norms + count * len(parts) * (most_rank // RANKS) * shares,)](
         given,
+        scale.weight if scale else given,
+        given if normed is None else normed,
+        sums if lengths is None else lengths,
         *_three([each.a for each in parts]),
         *_three([each.ranks for each in parts]),
         tiles.words,
         tiles.order,
         sums,
+        scale.epsilon if scale else 0.0,
+        norms,
+        count,
         size,
         most_rank,
+        parts=len(parts),
+        shares=shares,
         tile_rows=tiles.rows,
         depth=depth,
         steps=triton.cdiv(size, depth * shares),
+        columns=triton.next_power_of_2(size) if norms else 1,
+        scaled=scale is not None,
+        has_norms=norms > 0,
         ranks=RANKS,
         tile_words=TILE_WORDS,
-        num_warps=WARPS[tiles.rows],
+        num_warps=NORM_WARPS if norms else WARPS[tiles.rows],
         **overlap(given.device),
     )
-    return Inner(sums, shares)
+    return Inner(sums, shares, lengths)
 
 
 def most_inner_bytes(tiles: int, tile_rows: int, most_rank: int) -> int:
@@ -263,15 +454,32 @@ def most_inner_bytes(tiles: int, tile_rows: int, most_rank: int) -> int:
 
 def expand(updates: Updates, inner: Inner, output: Tensor) -> None:
     """Adds B of each part, multiplied with `inner`, to `output` [rows, outputs of all parts]."""
-    tiles, parts = updates.tiles, updates.parts
     blocks = sum(triton.cdiv(each, COLUMNS) for each in updates.outputs)
+    _launch_expand(updates, inner, output, output, blocks)
+
+
+def expand_gated(updates: Updates, inner: Inner, output: Tensor) -> Tensor:
+    """silu(first half) * second half of the outputs of two parts after `expand`."""
+    size = output.shape[1] // 2
+    gated = output.new_empty(len(output), size)
+    _launch_expand(updates, inner, output, gated, triton.cdiv(size, COLUMNS))
+    return gated
+
+
+def _launch_expand(
+    updates: Updates, inner: Inner, output: Tensor, gated: Tensor, blocks: int
+) -> None:
+    tiles, parts = updates.tiles, updates.parts
     _expand[(len(tiles.words), blocks)](
         inner.sums,
+        inner.sums if inner.lengths is None else inner.lengths,
         *_three([each.b for each in parts]),
         *_three([each.ranks for each in parts]),
         tiles.words,
         tiles.order,
         output,
+        gated,
+        len(output),
         *updates.outputs,
         output.stride(0),
         updates.most_rank,
@@ -279,11 +487,41 @@ def expand(updates: Updates, inner: Inner, output: Tensor) -> None:
         shares=inner.shares,
         tile_rows=tiles.rows,
         columns=COLUMNS,
+        has_lengths=inner.lengths is not None,
+        gates=gated is not output,
         ranks=RANKS,
         tile_words=TILE_WORDS,
         num_warps=WARPS[tiles.rows],
         **overlap(output.device),
     )
+
+
+NO_UPDATE: tuple[tuple[Any, ...], dict[str, int]] = (
+    (None,) * 8 + (0,) * 4,
+    {"shares": 0, "padded_shares": 0, "tile_rows": 0, "ranks": 0},
+)
+
+
+def row_arguments(update: tuple[Updates, Inner] | None) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """The arguments of a product of the only row of a step, by place and by name."""
+    if update is None:
+        return NO_UPDATE
+    updates, inner = update
+    places = (
+        inner.sums,
+        *_three([each.b for each in updates.parts]),
+        *_three([each.ranks for each in updates.parts]),
+        updates.tiles.words,
+        *updates.outputs,
+        updates.most_rank,
+    )
+    names = {
+        "shares": inner.shares,
+        "padded_shares": int(triton.next_power_of_2(inner.shares)),
+        "tile_rows": updates.tiles.rows,
+        "ranks": RANKS,
+    }
+    return places, names
 
 
 def _three(given: Sequence[Any]) -> Sequence[Any]:
