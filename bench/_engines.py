@@ -289,6 +289,14 @@ class Trtmesh:
         # The first step may have completed a prompt.
         return statistics.median(shares[1:])
 
+    def path(self) -> str:
+        """How most steps were computed so far."""
+        stats = self.backend.stats()
+        if 2 * stats.captured_steps < stats.step_count:
+            return "operation by operation"
+        engine: Any = self.backend._loaded.engine
+        return "fused" if engine._compute._runner._model.plain else "graphs of transformers' layers"
+
     def close(self) -> None:
         self._runner.run(self.backend.close())
         self._runner.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -99,11 +99,11 @@ def build(
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=WEIGHT_STD)
-    _save(model, folder, dtype)
+    save_model(model, folder, dtype)
     return folder
 
 
-def _save(model: LlamaForCausalLM, folder: Path, dtype: torch.dtype) -> None:
+def save_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """Writes the files of `save_pretrained`. It would hold the weights twice in host memory first, which takes a
     minute for 16 GB from a GPU."""
     config: Any = model.config

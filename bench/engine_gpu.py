@@ -9,6 +9,7 @@ the KV of a step, at the rate of a copy, over the time of the step.
 `traffic`: tokens a second of what people send over those of greedy text in the same run, by rows and mixture: sampling,
 penalties, log-probabilities, adapters; `batch_invariant` over the same without, also in milliseconds of lone prompts;
 and milliseconds to the first token (p50) of prompts of 128 tokens at once, through the Backend and a mesh.
+`families`: tokens a second of 32 sequences by families of transformers, their share of a copy, and how steps run.
 `peers`: transformers' `generate` with a static batch, and its continuous batching, without and with CUDA graphs.
 `mesh`: clients, router, tokenizer and engine as processes, over the Backend alone; and the time to the first token of
 a lone prompt of 128 tokens. This and `traffic` are of the first shape.
@@ -22,6 +23,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -34,12 +36,13 @@ from typing import Any, TypeVar
 import torch
 from _ceilings import copy_rate, prefill_operations, product_rate, step_bytes
 from _engines import Prompts, Remote
+from _families import FAMILIES, build_family, family_step_bytes
 from _mesh_streams import Clients, clients
 from _models import LETTERS, SHAPES, build, quick_folder, save_tokenizer
 from _stack import stack
 from _traffic import ADAPTED, CHOICES, RANKS, SLOTS, Mixture
 
-PARTS = ("decode", "prefill", "mixed", "uneven", "traffic", "mesh", "peers")
+PARTS = ("decode", "prefill", "mixed", "uneven", "traffic", "mesh", "families", "peers")
 GRAPHS = "continuous_graphs"
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "generate": ("Generate", {}),
@@ -62,6 +65,8 @@ UNEVEN_BATCH = 32
 UNEVEN_SHORT = 160
 UNEVEN_LESS = 192
 """How much shorter than the longest prompt the long one is."""
+FAMILY_ROWS = 32
+FAMILY_STEP_TOKENS = 512
 MESH_STREAMS = (32, 256)
 MESH_TOKENS = 512
 """The streams of a mesh begin one after another, so few tokens would leave no time in which all run."""
@@ -380,6 +385,39 @@ class Bench:
             rates = self._rates(engine, name, lengths, self.arguments.stream_tokens)
             yield str(streams), round(statistics.median(rates), 1)
 
+    def family(self, name: str) -> Cells:
+        folder, tokens, rows = self._folder / name, self.arguments.tokens, FAMILY_ROWS
+        positions = PROMPT_TOKENS + tokens + 16
+        sizes = build_family(
+            folder, name, self.dtype, self.arguments.device, positions,
+            tiny=self.device.type == "cpu",
+        )  # fmt: skip
+        self._release()
+        engine = Remote(COMMAND_SECONDS)
+        try:
+            engine.open(
+                "Trtmesh", folder, self.arguments.dtype, 0, device=self.arguments.device,
+                kv_cache={"prefix_reuse": False, "tokens": rows * positions},
+                batching={"max_step_tokens": FAMILY_STEP_TOKENS}, limits={"max_batch_size": rows},
+            )  # fmt: skip
+            rates = [
+                engine.decode(self._family_prompts(run), tokens).steady_rate
+                for run in range(self.arguments.runs + 1)
+            ][1:]
+            rate = statistics.median(rates)
+            least = family_step_bytes(sizes, rows, rows * (PROMPT_TOKENS + tokens // 2))
+            yield "tokens_a_second", round(rate, 1)
+            yield "step_ms", round(1000 * rows / rate, 3)
+            yield "share", round(least / self.copy_rate * rate / rows, 3)
+            yield "path", engine.call("path")
+        finally:
+            engine.end()
+            shutil.rmtree(folder)
+
+    def _family_prompts(self, seed: int) -> Prompts:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(2, 320, (FAMILY_ROWS, PROMPT_TOKENS), generator=generator).tolist()
+
     def mesh(self, name: str, backend: Figures) -> Cells:
         """Streams through real processes; `backend` are the tokens a second of the Backend alone."""
         folder = self.model(name)
@@ -469,15 +507,21 @@ def _texts(count: int, seed: int) -> list[str]:
 def run(bench: Bench) -> Figures:
     arguments, found = bench.arguments, Figures()
     first, parts = arguments.shapes[0], arguments.parts
-    for name in bench.parts_in_time("shape", arguments.shapes):
+    shapes = arguments.shapes if set(parts) - {"families"} else []
+    for name in bench.parts_in_time("shape", shapes):
         own = [part for part in parts if part not in ("mesh", "traffic") or name == first]
         found[name] = bench.shape(name, own)
     if {"mesh", "traffic"} & set(parts) and first in found:
         for name in bench.parts_in_time("mesh", [first]):
             backend = found[name].get("mesh", {})
             found[name]["mesh"] = bench.collect(f"{name} mesh", bench.mesh(name, backend))
+    if "families" in parts:
+        found["families"] = {
+            name: bench.collect(f"family {name}", bench.family(name))
+            for name in bench.parts_in_time("families", arguments.families)
+        }
     for peer in arguments.peers if "peers" in parts else ():
-        for name in bench.parts_in_time(peer, found):
+        for name in bench.parts_in_time(peer, [each for each in found if each in SHAPES]):
             decode = found[name].get("decode", {})
             found[name][peer] = bench.collect(f"{name} {peer}", bench.peer(name, peer, decode))
     return found
@@ -501,6 +545,7 @@ def main(arguments: argparse.Namespace) -> int:
         "dtype": arguments.dtype,
         "copy_tb_a_second": round(bench.copy_rate / 1e12, 3),
         "product_tflop_a_second": round(bench.product_rate / 1e12, 1),
+        "families": found.pop("families", {}),
         "shapes": found,
         "left_out": bench.left_out,
         "failed": bench.failed,
@@ -516,6 +561,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["1B", "8B"])
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--batch-invariant", action="store_true", help="also with this setting")

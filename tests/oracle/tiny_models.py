@@ -44,6 +44,16 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3": ("gemma3_text", {**GEMMA, "layer_types": FULL_AND_SLIDING}),
     "phi": ("phi", {**WITHOUT_HEAD_DIM, "num_key_value_heads": 4}),
     "phi3": ("phi3", {**WITHOUT_HEAD_DIM, "sliding_window": None}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            **SHAPE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "mlp_only_layers": [],
+        },
+    ),
     "mixtral": ("mixtral", {**MOE, "sliding_window": None}),
     "gpt_oss": (
         "gpt_oss",

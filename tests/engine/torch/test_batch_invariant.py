@@ -130,7 +130,14 @@ async def in_traffic(
 
 
 @on_devices(
-    llama=BOTH, gemma2=["float32"], mistral=["float32"], gpt2=["float32"], qwen3=["bfloat16"]
+    llama=BOTH,
+    gemma2=["float32"],
+    mistral=["float32"],
+    gpt2=["float32"],
+    qwen3=["bfloat16"],
+    # On a GPU alone.
+    mixtral=[],
+    qwen3_moe=[],
 )
 async def test_tokens_and_log_probs_are_those_of_the_sequence_alone(
     family: str, settings: dict[str, Any], model_dir: ModelDir
@@ -184,14 +191,16 @@ async def test_without_it_the_last_bits_depend_on_the_traffic(llama: Path) -> No
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
 
 
-devices = pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, pytest.mark.slow])],
+@pytest.mark.parametrize(
+    ("family", "device"),
+    [
+        *((family, "cpu") for family in ("llama", "gemma2", "mistral", "gpt2", "qwen3")),
+        *(
+            pytest.param(family, "cuda:0", marks=[pytest.mark.gpu, pytest.mark.slow])
+            for family in ("llama", "gemma2", "mistral", "gpt2", "qwen3", "mixtral", "qwen3_moe")
+        ),
+    ],
 )
-
-
-@devices
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", "qwen3"])
 async def test_tokens_are_those_of_generate(family: str, device: str, model_dir: ModelDir) -> None:
     folder = model_dir(family)
     model = tiny_models.reference_model(folder)
@@ -205,12 +214,18 @@ async def test_tokens_are_those_of_generate(family: str, device: str, model_dir:
         assert await engine.run(given, free) == expected
 
 
-@devices
-@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "device"),
+    [
+        ("gpt_oss", "cpu"),
+        ("mixtral", "cpu"),
+        pytest.param("gpt_oss", "cuda:0", marks=[pytest.mark.gpu, pytest.mark.slow]),
+    ],
+)
 async def test_a_model_whose_layers_look_at_the_whole_batch_is_refused(
     family: str, device: str, model_dir: ModelDir
 ) -> None:
-    """The experts of a mixture multiply as many rows as tokens chose them."""
+    """Experts of transformers multiply as many rows as tokens chose them."""
     with pytest.raises(ModelUnusable, match="batch_invariant is refused"):
         async with running(model_dir(family), batch_invariant=True, device=device):
             pass

@@ -20,6 +20,7 @@ from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
 from trtmesh.engine.backends.torch.cuda.capturing import Record
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
 from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
+from trtmesh.engine.backends.torch.cuda.experts import KernelExperts
 from trtmesh.engine.backends.torch.cuda.kernels.block_copies import copy_blocks
 from trtmesh.engine.backends.torch.cuda.kernels.layers import norm, norm_reference
 from trtmesh.engine.backends.torch.cuda.kernels.ruled_choice import Workspace
@@ -50,6 +51,7 @@ from trtmesh.engine.backends.torch.cuda.updates import (
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, CopiesBlocks, KvCache
 from trtmesh.engine.backends.torch.memory.shortage import shortage
 from trtmesh.engine.backends.torch.model.fusing import (
+    fuse_experts,
     fuse_layers,
     fuse_norms,
     is_plain,
@@ -89,6 +91,7 @@ class Cuda(Accelerator):
         products = LayerProducts(module.device)
         fuse_layers(module, KernelRotation(), KernelMlp, partial(KernelLayer, products))
         fuse_norms(module, KernelNorm)
+        fuse_experts(module, KernelExperts)
         untyped: Any = module
         head = untyped.get_output_embeddings()
         if type(head) is nn.Linear:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.cuda.device import Cuda, fitted
+from trtmesh.engine.backends.torch.cuda.experts import KernelExperts
 from trtmesh.engine.backends.torch.cuda.invariant_attention import InvariantAttention
 from trtmesh.engine.backends.torch.cuda.invariant_layers import (
     InvariantLayerProducts,
@@ -23,7 +24,7 @@ from trtmesh.engine.backends.torch.cuda.layers import (
 )
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
-from trtmesh.engine.backends.torch.model.fusing import fuse_layers, fuse_norms
+from trtmesh.engine.backends.torch.model.fusing import fuse_experts, fuse_layers, fuse_norms
 from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted
 
@@ -41,6 +42,7 @@ class InvariantCuda(Cuda):
         products = InvariantLayerProducts(self._products)
         fuse_layers(module, KernelRotation(), KernelMlp, partial(KernelLayer, products))
         fuse_norms(module, KernelNorm)
+        fuse_experts(module, partial(KernelExperts, most_pairs=None))
         make_invariant(module, self._products)
         return fitted(module, dtype)
 

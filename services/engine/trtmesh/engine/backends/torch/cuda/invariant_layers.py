@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -9,13 +12,14 @@ from transformers.pytorch_utils import Conv1D
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.compute.slot_by_slot import SlotBySlot
 from trtmesh.engine.backends.torch.compute.summation_order import cancelling_trial
+from trtmesh.engine.backends.torch.cuda.experts import KernelExperts
 from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
     InvariantProducts,
     shares_of,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.layers import gated_silu
 from trtmesh.engine.backends.torch.cuda.kernels.products import LINES
-from trtmesh.engine.backends.torch.model.fusing import replace_layers
+from trtmesh.engine.backends.torch.model.fusing import fuse_routers, replace_layers
 from trtmesh.engine.backends.torch.model.lora_layers import UpdateTable
 
 TRIAL_ROWS = 390
@@ -33,11 +37,12 @@ def make_invariant(model: PreTrainedModel, products: InvariantProducts) -> None:
         return InvariantLinear(own, products) if type(own) in (nn.Linear, Conv1D) else None
 
     replace_layers(model, invariant)
+    fuse_routers(model, partial(InvariantRouter, products))
     trial = Trial(products)
     for name, layer in model.named_modules():
-        if isinstance(layer, InvariantLinear):
+        if isinstance(layer, (InvariantLinear, InvariantRouter)):
             trial.check(layer.matrix)
-        elif not isinstance(layer, nn.Embedding) and _multiplies(layer):
+        elif not isinstance(layer, (nn.Embedding, KernelExperts)) and _multiplies(layer):
             raise ModelUnusable(
                 f"batch_invariant is refused: {name} of model type {model.config.model_type} multiplies with weights of"
                 " its own, in an order that may depend on the batch"
@@ -65,6 +70,31 @@ class InvariantLinear(nn.Module):
         rows = tokens.reshape(-1, matrix.shape[1])
         product = self._products.product(rows, matrix, self.bias)
         return product.view(*tokens.shape[:-1], len(matrix))
+
+
+class InvariantRouter(nn.Module):
+    """Chooses the experts of tokens, with their factors."""
+
+    def __init__(self, products: InvariantProducts, own: Any) -> None:
+        super().__init__()
+        self.matrix: Tensor = own.weight
+        self._products = products
+        self._chosen: int = own.top_k
+        self._norms: bool = getattr(own, "norm_topk_prob", True)
+        # Mixtral's are float32.
+        self._dtype = own.weight.dtype if hasattr(own, "norm_topk_prob") else torch.float32
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, factors and experts."""
+        logits = self._products.product(hidden.reshape(-1, self.matrix.shape[1]), self.matrix)
+        factors, ids = logits.softmax(-1, torch.float32).topk(self._chosen, -1)
+        if self._norms:
+            # In order: a sum of PyTorch may depend on the number of rows.
+            total = factors[:, :1]
+            for place in range(1, self._chosen):
+                total = total + factors[:, place : place + 1]
+            factors = factors / total
+        return logits, factors.to(self._dtype), ids
 
 
 class InvariantLayerProducts:

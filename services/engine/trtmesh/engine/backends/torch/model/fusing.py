@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from trtmesh.engine.backends.torch.model.attention import Rule, attach
 from trtmesh.engine.backends.torch.model.fused_layers import (
     FusedAttention,
@@ -52,9 +54,18 @@ ATTENTIONS = _codes(
     llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention
 )
 MLPS = _codes(llama.LlamaMLP)
-LAYERS = _codes(llama.LlamaDecoderLayer)
-BODIES = _codes(llama.LlamaModel, mistral.MistralModel, qwen2.Qwen2Model)
-MODELS = _codes(llama.LlamaForCausalLM)
+LAYERS = _codes(llama.LlamaDecoderLayer, mixtral.MixtralDecoderLayer)
+BODIES = _codes(
+    llama.LlamaModel,
+    mistral.MistralModel,
+    qwen2.Qwen2Model,
+    mixtral.MixtralModel,
+    qwen3_moe.Qwen3MoeModel,
+)
+MODELS = _codes(llama.LlamaForCausalLM, mixtral.MixtralForCausalLM, qwen3_moe.Qwen3MoeForCausalLM)
+EXPERTS = _codes(mixtral.MixtralExperts, qwen3_moe.Qwen3MoeExperts)
+ROUTERS = _codes(mixtral.MixtralTopKRouter, qwen3_moe.Qwen3MoeTopKRouter)
+"""Of the experts of a mixture."""
 
 
 def replace_layers(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -93,6 +104,41 @@ def fuse_layers(
 def fuse_norms(model: nn.Module, kind: type[Norm]) -> None:
     """Replaces the norms of a model by the given kind, if equal in result."""
     replace_layers(model, lambda own: _fused_norm(own, kind))
+
+
+def fuse_experts(model: nn.Module, kind: Callable[[Any], nn.Module]) -> None:
+    """Replaces the experts of known mixtures by the given kind, if equal in result."""
+
+    def fused(own: Any) -> nn.Module | None:
+        if _code(type(own)) not in EXPERTS or "silu" not in type(own.act_fn).__name__.lower():
+            return None
+        count, size, _ = own.down_proj.shape
+        chosen = min(2, count)
+        hidden = _random_like(own.down_proj.new_empty(TRIAL_TOKENS, size))
+        ids = torch.arange(TRIAL_TOKENS * chosen, device=hidden.device).view(-1, chosen) % count
+        factors = torch.linspace(0.2, 1, ids.numel(), device=hidden.device).view(-1, chosen)
+        new = kind(own)
+        with torch.inference_mode():
+            is_same = _close(own(hidden, ids, factors), new(hidden, ids, factors))
+        return new if is_same else None
+
+    replace_layers(model, fused)
+
+
+def fuse_routers(model: nn.Module, kind: Callable[[Any], nn.Module]) -> None:
+    """Replaces the layers that choose experts by the given kind, if equal in result."""
+
+    def fused(own: Any) -> nn.Module | None:
+        if _code(type(own)) not in ROUTERS:
+            return None
+        hidden = _random_like(own.weight.new_empty(TRIAL_TOKENS, own.weight.shape[1]))
+        new = kind(own)
+        with torch.inference_mode():
+            pairs = [*zip(own(hidden), new(hidden), strict=True)]
+        is_same = all(each.dtype == other.dtype for each, other in pairs)
+        return new if is_same and all(_close(*pair) for pair in pairs[:2]) else None
+
+    replace_layers(model, fused)
 
 
 def is_plain(model: Any) -> bool:
