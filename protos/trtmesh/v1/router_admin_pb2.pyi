@@ -827,6 +827,50 @@ class StopRequestResponse(google.protobuf.message.Message):
 Global___StopRequestResponse: typing_extensions.TypeAlias = StopRequestResponse
 
 @typing.final
+class MoveRequestRequest(google.protobuf.message.Message):
+    """Requests to move a request."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Name of the request."""
+    owner: builtins.str
+    """Owner of the request; needed only if requests of several owners have its name."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        owner: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["owner", b"owner", "request_id", b"request_id"]) -> None: ...
+
+Global___MoveRequestRequest: typing_extensions.TypeAlias = MoveRequestRequest
+
+@typing.final
+class MoveRequestResponse(google.protobuf.message.Message):
+    """The result of MoveRequest."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MOVED_SEQUENCES_FIELD_NUMBER: builtins.int
+    LEFT_SEQUENCES_FIELD_NUMBER: builtins.int
+    moved_sequences: builtins.int
+    """Sequences leaving their workers now."""
+    left_sequences: builtins.int
+    """Sequences that stay, because no other worker has room."""
+    def __init__(
+        self,
+        *,
+        moved_sequences: builtins.int = ...,
+        left_sequences: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["left_sequences", b"left_sequences", "moved_sequences", b"moved_sequences"]) -> None: ...
+
+Global___MoveRequestResponse: typing_extensions.TypeAlias = MoveRequestResponse
+
+@typing.final
 class Adapter(google.protobuf.message.Message):
     """An adapter of the registry."""
 

@@ -85,6 +85,11 @@ class RouterAdminServiceStub(object):
                 request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.StopRequestRequest.SerializeToString,
                 response_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.StopRequestResponse.FromString,
                 _registered_method=True)
+        self.MoveRequest = channel.unary_unary(
+                '/trtmesh.v1.RouterAdminService/MoveRequest',
+                request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.MoveRequestRequest.SerializeToString,
+                response_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.MoveRequestResponse.FromString,
+                _registered_method=True)
         self.ListAdapters = channel.unary_unary(
                 '/trtmesh.v1.RouterAdminService/ListAdapters',
                 request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.ListAdaptersRequest.SerializeToString,
@@ -206,6 +211,13 @@ class RouterAdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveRequest(self, request, context):
+        """Moves the sequences of a request to other workers with room, which compute the KV again. Clients do not notice.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAdapters(self, request, context):
         """Lists adapters.
         """
@@ -322,6 +334,11 @@ def add_RouterAdminServiceServicer_to_server(servicer, server):
                     servicer.StopRequest,
                     request_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.StopRequestRequest.FromString,
                     response_serializer=trtmesh_dot_v1_dot_router__admin__pb2.StopRequestResponse.SerializeToString,
+            ),
+            'MoveRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveRequest,
+                    request_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.MoveRequestRequest.FromString,
+                    response_serializer=trtmesh_dot_v1_dot_router__admin__pb2.MoveRequestResponse.SerializeToString,
             ),
             'ListAdapters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAdapters,
@@ -640,6 +657,33 @@ class RouterAdminService(object):
             '/trtmesh.v1.RouterAdminService/StopRequest',
             trtmesh_dot_v1_dot_router__admin__pb2.StopRequestRequest.SerializeToString,
             trtmesh_dot_v1_dot_router__admin__pb2.StopRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trtmesh.v1.RouterAdminService/MoveRequest',
+            trtmesh_dot_v1_dot_router__admin__pb2.MoveRequestRequest.SerializeToString,
+            trtmesh_dot_v1_dot_router__admin__pb2.MoveRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -185,6 +185,22 @@ _RouterAdminServiceStopRequestType = typing_extensions.TypeVar(
     ],
 )
 
+_RouterAdminServiceMoveRequestType = typing_extensions.TypeVar(
+    '_RouterAdminServiceMoveRequestType',
+    grpc.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.MoveRequestRequest,
+        trtmesh.v1.router_admin_pb2.MoveRequestResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.MoveRequestRequest,
+        trtmesh.v1.router_admin_pb2.MoveRequestResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.MoveRequestRequest,
+        trtmesh.v1.router_admin_pb2.MoveRequestResponse,
+    ],
+)
+
 _RouterAdminServiceListAdaptersType = typing_extensions.TypeVar(
     '_RouterAdminServiceListAdaptersType',
     grpc.UnaryUnaryMultiCallable[
@@ -329,7 +345,7 @@ _RouterAdminServiceExplainType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, _RouterAdminServiceWatchWorkersType, _RouterAdminServiceAddWorkerType, _RouterAdminServiceDrainWorkerType, _RouterAdminServiceResumeWorkerType, _RouterAdminServiceRemoveWorkerType, _RouterAdminServiceSetWorkerRoleType, _RouterAdminServiceListHandoffsType, _RouterAdminServiceListRequestsType, _RouterAdminServiceStopRequestType, _RouterAdminServiceListAdaptersType, _RouterAdminServiceAddAdapterType, _RouterAdminServiceUploadAdapterType, _RouterAdminServiceFetchAdapterType, _RouterAdminServiceRemoveAdapterType, _RouterAdminServicePinAdapterType, _RouterAdminServiceGetPolicyType, _RouterAdminServiceSetPolicyType, _RouterAdminServiceExplainType]):
+class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, _RouterAdminServiceWatchWorkersType, _RouterAdminServiceAddWorkerType, _RouterAdminServiceDrainWorkerType, _RouterAdminServiceResumeWorkerType, _RouterAdminServiceRemoveWorkerType, _RouterAdminServiceSetWorkerRoleType, _RouterAdminServiceListHandoffsType, _RouterAdminServiceListRequestsType, _RouterAdminServiceStopRequestType, _RouterAdminServiceMoveRequestType, _RouterAdminServiceListAdaptersType, _RouterAdminServiceAddAdapterType, _RouterAdminServiceUploadAdapterType, _RouterAdminServiceFetchAdapterType, _RouterAdminServiceRemoveAdapterType, _RouterAdminServicePinAdapterType, _RouterAdminServiceGetPolicyType, _RouterAdminServiceSetPolicyType, _RouterAdminServiceExplainType]):
     """Administers a router."""
 
     @typing.overload
@@ -373,6 +389,10 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
         grpc.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.StopRequestRequest,
             trtmesh.v1.router_admin_pb2.StopRequestResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            trtmesh.v1.router_admin_pb2.MoveRequestRequest,
+            trtmesh.v1.router_admin_pb2.MoveRequestResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.ListAdaptersRequest,
@@ -455,6 +475,10 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
             trtmesh.v1.router_admin_pb2.StopRequestResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            trtmesh.v1.router_admin_pb2.MoveRequestRequest,
+            trtmesh.v1.router_admin_pb2.MoveRequestResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.ListAdaptersRequest,
             trtmesh.v1.router_admin_pb2.ListAdaptersResponse,
         ],
@@ -521,6 +545,9 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
 
     StopRequest: _RouterAdminServiceStopRequestType
     """Stops a request on an operator's behalf."""
+
+    MoveRequest: _RouterAdminServiceMoveRequestType
+    """Moves the sequences of a request to other workers with room, which compute the KV again. Clients do not notice."""
 
     ListAdapters: _RouterAdminServiceListAdaptersType
     """Lists adapters."""
@@ -591,6 +618,10 @@ RouterAdminServiceAsyncStub: typing_extensions.TypeAlias = RouterAdminServiceStu
     grpc.aio.UnaryUnaryMultiCallable[
         trtmesh.v1.router_admin_pb2.StopRequestRequest,
         trtmesh.v1.router_admin_pb2.StopRequestResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.MoveRequestRequest,
+        trtmesh.v1.router_admin_pb2.MoveRequestResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         trtmesh.v1.router_admin_pb2.ListAdaptersRequest,
@@ -712,6 +743,14 @@ class RouterAdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[trtmesh.v1.router_admin_pb2.StopRequestResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.StopRequestResponse]]:
         """Stops a request on an operator's behalf."""
+
+    @abc.abstractmethod
+    def MoveRequest(
+        self,
+        request: trtmesh.v1.router_admin_pb2.MoveRequestRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[trtmesh.v1.router_admin_pb2.MoveRequestResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.MoveRequestResponse]]:
+        """Moves the sequences of a request to other workers with room, which compute the KV again. Clients do not notice."""
 
     @abc.abstractmethod
     def ListAdapters(

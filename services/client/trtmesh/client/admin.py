@@ -140,6 +140,11 @@ class AdminClient(ServerChannel):
         answer: pb.StopRequestResponse = await self._short(self._stub.StopRequest, request)
         return answer.stopped_items
 
+    async def move_request(self, request_id: str, *, owner: str = "") -> pb.MoveRequestResponse:
+        """Moves the sequences of a request to other workers with room; `owner` as in `stop_request`."""
+        request = pb.MoveRequestRequest(request_id=request_id, owner=owner)
+        return await self._short(self._stub.MoveRequest, request)
+
     async def list_adapters(self) -> pb.ListAdaptersResponse:
         """Returns the adapters of the registry and their versions, each with its workers."""
         return await self._short(self._stub.ListAdapters, pb.ListAdaptersRequest())

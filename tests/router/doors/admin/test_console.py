@@ -147,7 +147,7 @@ async def test_pages_of_others_get_nothing() -> None:
             ("https://evil.example", 403),
             ("null", 403),
         ):
-            assert (await browser.call("calls/ListRequests", Origin=origin))[0] == expected, origin
+            assert (await browser.call("calls/ListAdapters", Origin=origin))[0] == expected, origin
         # A name of others that points here: the page under it would read answers as its own.
         assert (await browser.get(Host="mesh.example"))[0] == 200
         for host in ("evil.example:8003", "::1"):

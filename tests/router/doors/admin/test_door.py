@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from processes import run_to_exit, service_process
 from router.adapters.contents_of import content
 from router.scripted import (
+    LENGTH,
     PATIENCE_SECONDS,
     READY,
     RouterClient,
@@ -48,6 +50,7 @@ async def every_call(admin: AdminClient) -> list[TrtmeshError]:
         lambda: admin.remove_worker("w"),
         admin.list_requests,
         lambda: admin.stop_request("r"),
+        lambda: admin.move_request("r"),
         admin.get_policy,
         lambda: admin.set_policy("auto"),
         lambda: admin.explain("r"),
@@ -81,7 +84,7 @@ async def test_call_without_the_token_is_refused(
     caplog.set_level(logging.DEBUG)
     async with AdminClient(guarded.admin.address, token=token) as admin:
         errors = await every_call(admin)
-    assert [type(error) for error in errors] == [Unauthenticated] * 16
+    assert [type(error) for error in errors] == [Unauthenticated] * 17
     assert SECRET not in caplog.text
 
 
@@ -110,11 +113,50 @@ async def test_client_and_admin_address_serve_different_services() -> None:
     async with serving_router([NOBODY]) as client:
         async with AdminClient(client.address) as lost:
             errors = await every_call(lost)
-        assert [type(error) for error in errors] == [WrongService] * 16
+        assert [type(error) for error in errors] == [WrongService] * 17
         async with grpc.aio.insecure_channel(client.admin.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await router_pb2_grpc.MeshServiceStub(channel).Stop(router_pb2.StopRequest())
             assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_moved_request_continues_elsewhere_without_a_gap() -> None:
+    one, two = (
+        ScriptedEngine(worker=name, supported_fields=["stopping.max_tokens"])
+        for name in ("one", "two")
+    )
+    async with (
+        serving_engine(one) as first,
+        serving_engine(two) as second,
+        serving_router([first]) as client,
+    ):
+        await until_states(client, [READY], [])
+        options: dict[str, Any] = {"text": False, "max_tokens": 9, "request_id": "r"}
+        asked = asyncio.create_task(client.complete([[1, 2]], **options))
+        (submit,) = await one.submitted()
+        await one.step((submit.handle, 0, [7, 8]))
+
+        async def tokens_arrived() -> bool:
+            (request,) = (await client.admin.list_requests("r")).requests
+            return request.items[0].generated_tokens == 2
+
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not await tokens_arrived():  # noqa: ASYNC110 - another process has the state
+                await asyncio.sleep(0.01)
+        moved = await client.admin.move_request("r")
+        assert (moved.moved_sequences, moved.left_sequences) == (0, 1)
+        await client.admin.add_worker(second)
+        await until_states(client, [READY, READY], [])
+        moved = await client.admin.move_request("r")
+        assert (moved.moved_sequences, moved.left_sequences) == (1, 0)
+        (again,) = await two.submitted()
+        assert (list(again.token_ids), again.emitted_tokens) == ([1, 2, 7, 8], 2)
+        await two.step((again.handle, 2, [9]), ends=[(again.handle, LENGTH)])
+        (item,) = await asked
+        assert list(item.token_ids) == [7, 8, 9]
+        # The worker is well, and takes the next item.
+        await until_states(client, [READY, READY], [])
+        assert not (await client.admin.move_request("r")).moved_sequences
 
 
 async def test_live_request_is_listed_with_its_sequences() -> None:

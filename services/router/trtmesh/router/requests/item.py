@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from trtmesh.chassis.errors import AdapterNotFound, HandoffFailed, NoWorker, TrtmeshError
+from trtmesh.chassis.errors import AdapterNotFound, Draining, HandoffFailed, NoWorker, TrtmeshError
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.tasks import until_all_end, until_first_ends
 from trtmesh.router.adapters.adapters import ItemAdapter
@@ -507,6 +507,19 @@ class ItemRun:
         if self._handoffs is not None:
             self._handoffs.fail(runs, address, error)
         return True
+
+    def leave_workers(self, cause: str) -> tuple[int, int]:
+        """Migrates the running sequences. Returns how many leave now, and how many stay."""
+        placed: dict[str, list[SequenceRun]] = {}
+        for run in self._runs:
+            if run.assignment is not None and not run.over:
+                placed.setdefault(run.address, []).append(run)
+        moved = sum(
+            len(runs)
+            for address, runs in placed.items()
+            if self.migrate(runs, address, Draining(f"the worker at {address} is left: {cause}"))
+        )
+        return moved, sum(map(len, placed.values())) - moved
 
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         """Continues a lost sequence elsewhere, unless too many workers were lost with the item."""

@@ -137,6 +137,17 @@ class LiveRequest:
         ]
         return len(self._stopped) - before + sum(item.stop() for item in chosen)
 
+    async def move(self) -> tuple[int, int]:
+        """Moves its running sequences to other workers. Returns how many leave now, and how many stay for want of
+        room."""
+        moved = left = 0
+        for item in [*self.items]:
+            leaving, staying = item.leave_workers("an admin moved it")
+            moved, left = moved + leaving, left + staying
+            # A request may have thousands of items.
+            await asyncio.sleep(0)
+        return moved, left
+
     def end(self, error: TrtmeshError) -> None:
         """Ends the call with an error, even during a write to a stalled client."""
         if self.ended is None and self._handler is not None:

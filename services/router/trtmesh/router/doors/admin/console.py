@@ -36,9 +36,9 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.requests import Requests
 from trtmesh.v1 import router_admin_pb2 as pb
 
-READS = frozenset({"Explain", "ListAdapters", "ListRequests"})
+READS = frozenset({"Explain", "ListAdapters"})
 """Methods for everybody who may look."""
-CHANGES = frozenset({"DrainWorker", "ResumeWorker", "SetWorkerRole", "StopRequest"})
+CHANGES = frozenset({"DrainWorker", "ResumeWorker", "MoveRequest", "SetWorkerRole", "StopRequest"})
 """Methods for admins."""
 
 LOOK_SECONDS = 1.0

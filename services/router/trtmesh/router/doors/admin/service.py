@@ -101,6 +101,14 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             stopped = live.stop(items) if live else 0
             return pb.StopRequestResponse(stopped_items=stopped)
 
+    async def MoveRequest(
+        self, request: pb.MoveRequestRequest, context: RpcContext
+    ) -> pb.MoveRequestResponse:
+        async with answering(context, request.request_id):
+            live = self._only_live(request.request_id, request.owner)
+            moved, left = await live.move() if live else (0, 0)
+            return pb.MoveRequestResponse(moved_sequences=moved, left_sequences=left)
+
     async def GetPolicy(
         self, request: pb.GetPolicyRequest, context: RpcContext
     ) -> pb.GetPolicyResponse:

@@ -1,13 +1,16 @@
 // Joins the panels, the looks and the rights of the viewer.
 
 import { $, element, put } from "./dom.js";
+import { Details } from "./details.js";
 import { Fleet } from "./fleet.js";
 import { follow, token } from "./mesh.js";
+import { Playground } from "./playground.js";
 import { Rates } from "./rates.js";
 import { Streams } from "./streams.js";
 
 const MOST_CHANGES = 20;
 const SILENT_MS = 3000;
+const TELL_MS = 8000;
 
 const rates = new Rates();
 let guarded = true;
@@ -16,17 +19,22 @@ let lastLook = 0;
 
 // Changes something and tells how it went. `perform.allowed` says whether the viewer may.
 async function perform(what, change) {
-  put($("told"), `${what} …`);
+  tell(`${what} …`);
   try {
-    const answer = await change();
-    put($("told"), `${what}: done`);
-    return answer;
+    await change();
+    tell(`${what}: done`);
   } catch (error) {
-    put($("told"), `${what}: ${error.message}`);
-    return null;
+    tell(`${what}: ${error.message}`);
   }
 }
 perform.allowed = false;
+
+let telling = 0;
+function tell(text) {
+  put($("told"), text);
+  clearTimeout(telling);
+  telling = setTimeout(() => put($("told"), ""), TELL_MS);
+}
 
 function changed(what, why) {
   const told = why ? `${what}: ${why}` : what;
@@ -35,9 +43,14 @@ function changed(what, why) {
   while ($("changes").children.length > MOST_CHANGES) $("changes").lastChild.remove();
 }
 
+const details = new Details();
+const explain = (id, owner) => details.explain(id, owner).catch((error) => tell(error.message));
+$("explain").addEventListener("submit", (event) => {
+  event.preventDefault();
+  explain($("explained").value);
+});
 const panels = [
-  new Fleet(rates, perform, changed),
-  new Streams(rates, perform, () => {}),
+  new Fleet(rates, perform, changed), new Streams(rates, perform, explain), new Playground(perform, explain), details,
 ];
 
 function onLook(look) {
@@ -53,7 +66,7 @@ function onLook(look) {
 function onProblem(status, reason) {
   if (status === 401 && token.get()) {
     token.set("");
-    put($("told"), `The token was refused: ${reason}`);
+    tell(`The token was refused: ${reason}`);
   }
   showRights();
   showLink("lost", reason);
@@ -68,7 +81,8 @@ function showRights() {
   perform.allowed = !guarded || Boolean(token.get());
   $("admin").hidden = perform.allowed;
   $("forget").hidden = !token.get();
-  put($("rights"), perform.allowed ? "You may change things" : "Read-only");
+  put($("rights"), !guarded ? "no admin token is set: everyone may change things"
+    : perform.allowed ? "you may change things" : "read-only");
 }
 
 function restart() {
@@ -84,6 +98,7 @@ $("admin").addEventListener("submit", (event) => {
   restart();
 });
 $("forget").addEventListener("click", () => { token.set(""); restart(); });
+document.addEventListener("visibilitychange", () => (document.hidden ? following.abort() : restart()));
 setInterval(() => {
   const silent = performance.now() - lastLook;
   if (lastLook && silent > SILENT_MS) showLink("stalled", `no look for ${Math.round(silent / 1000)} s`);

@@ -77,22 +77,23 @@ const SHAPES = { ready: "●", connecting: "◌", stalled: "▲", draining: "◐
 
 // A state as a shape and a word.
 export function drawState(cell, word) {
-  if (!cell.firstChild) cell.append(element("span", { ariaHidden: "true" }), element("span"));
-  const [shape, told] = cell.children;
+  if (!cell.firstChild) cell.append(element("div", {}, element("span", { ariaHidden: "true" }), element("span")));
+  const [shape, told] = cell.firstChild.children;
   put(shape, SHAPES[word] ?? "○");
   put(told, word);
   cell.dataset.state = word;
 }
 
-export function drawBar(cell, used, total) {
+export function drawBar(cell, used, total, text = total ? `${Math.round(100 * Math.min(1, used / total))}%` : "–") {
   if (!cell.firstChild) {
     const bar = svg("svg", { class: "bar", viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true" });
     bar.append(svg("rect", { class: "ground", width: 100, height: 6 }), svg("rect", { height: 6 }));
-    cell.append(element("span"), bar);
+    cell.append(element("div", {}, element("span"), bar));
   }
   const share = total ? Math.min(1, used / total) : 0;
-  put(cell.firstChild, total ? `${Math.round(100 * share)}%` : "–");
-  cell.lastChild.lastChild.setAttribute("width", 100 * share);
+  const [told, bar] = cell.firstChild.children;
+  put(told, text);
+  bar.lastChild.setAttribute("width", 100 * share);
 }
 
 // A number over its course.
@@ -100,12 +101,13 @@ export function drawCourse(cell, text, values) {
   if (!cell.firstChild) {
     const line = svg("svg", { class: "course", viewBox: "0 0 60 16", preserveAspectRatio: "none", "aria-hidden": "true" });
     line.append(svg("polyline", { fill: "none" }));
-    cell.append(element("span"), line);
+    cell.append(element("div", {}, element("span"), line));
   }
-  put(cell.firstChild, text);
+  const [told, line] = cell.firstChild.children;
+  put(told, text);
   const most = Math.max(1e-9, ...values);
   const points = values.map((value, at) => `${60 - values.length + at + 1},${(15 - 14 * (value / most)).toFixed(1)}`);
-  cell.lastChild.firstChild.setAttribute("points", points.join(" "));
+  line.firstChild.setAttribute("points", points.join(" "));
 }
 
 // A button that does something at once, or asks first.

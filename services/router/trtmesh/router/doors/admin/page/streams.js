@@ -63,13 +63,20 @@ export class Streams {
     cell.dataset.offered = offered;
     const { request_id, owner } = request;
     const explain = action("Explain", () => this.explain(request_id, owner));
+    const move = action("Move", () => this.perform(`${request_id} moves`, () => moved(request_id, owner)));
     const stop = action("Stop", () => this.perform(`${request_id} stops`, () => stopped(request_id, owner)), true);
-    for (const button of [explain, stop]) button.ariaLabel = `${button.textContent} ${request_id}`;
-    cell.replaceChildren(...(offered === "all" ? [explain, stop] : [explain]));
+    const buttons = offered === "all" ? [explain, move, stop] : [explain];
+    for (const button of buttons) button.ariaLabel = `${button.textContent} ${request_id}`;
+    cell.replaceChildren(...buttons);
   }
 }
 
-export const stopped = (request_id, owner) => call("StopRequest", { stop: { request_id }, owner });
+export const stopped = (request_id, owner = "") => call("StopRequest", { stop: { request_id }, owner });
+
+export async function moved(request_id, owner = "") {
+  const { moved_sequences, left_sequences } = await call("MoveRequest", { request_id, owner });
+  if (!moved_sequences) throw new Error(left_sequences ? "no other engine has room" : "it runs on no engine");
+}
 
 function stageOf(request) {
   const stages = new Set(request.items.map((item) => item.stage));
@@ -78,7 +85,7 @@ function stageOf(request) {
   return request.speed.still >= STALLED_SECONDS && !Number(request.unread_ms) ? "stalled" : "running";
 }
 
-function enginesOf(request) {
+export function enginesOf(request) {
   const running = sequencesOf(request);
   const names = [...new Set(running.map((each) => each.worker).filter(Boolean))].join(", ");
   const moved = running.some((each) => each.moved) ? ", moved" : "";
