@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 from compat.openai_schemas import check
 from compat.plain_http import PlainHttp, Reply
+from compat.test_openai import CHAT, drawn_body
 from e2e.mesh import Mesh
 from trtmesh.client import chat_item
 
@@ -114,6 +117,37 @@ async def test_stream_tells_the_same(http: PlainHttp) -> None:
     ended = events_of(await http.post(RESPONSES, stopped))[-1]
     assert (ended["type"], ended["response"]["metadata"]) == ("response.completed", {"a": "b"})
     assert text_of(ended["response"]) == text[: text.index(text[2:4])]
+
+
+WALKS = 60
+
+
+async def test_every_answer_is_of_the_specification(http: PlainHttp) -> None:
+    random_ = random.Random(37)
+    statuses: Counter[int] = Counter()
+    for _ in range(WALKS):
+        chat = drawn_body(random_, CHAT)
+        chat.pop("n", None)
+        chat.pop("return_token_ids", None)
+        options = chat.pop("stream_options", None)
+        body = chat | {"input": chat.pop("messages"), "max_output_tokens": chat.pop("max_tokens")}
+        body = {k: v for k, v in body.items() if k not in ("messages", "max_tokens")}
+        for item in body["input"]:
+            if item["role"] == "tool":
+                item |= {"type": "function_call_output", "call_id": "c", "output": "x"}
+        if options:
+            body["reasoning"] = {"summary": "auto"}
+        reply = await http.post(RESPONSES, body)
+        statuses[reply.status] += 1
+        if reply.status != 200:
+            assert reply.status == 400, (body, reply.body)
+            check("ErrorResponse", reply.json)
+        elif body.get("stream"):
+            check("Response", events_of(reply)[-1]["response"])
+        else:
+            check("Response", reply.json)
+    assert statuses[200] > WALKS / 3, statuses
+    assert statuses[400] > WALKS / 10, statuses
 
 
 REFUSED = [
