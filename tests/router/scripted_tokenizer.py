@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from typing import Any
 
 import grpc
@@ -31,6 +32,8 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.spells = True
         self.text_end = ""
         """The end of every conversation."""
+        self.texts: dict[int, str] = {}
+        """Tokens with a longer text."""
         self.last_text = "."
         """Text held back to the end shows a missing wait for the end."""
         self.characters_of_id = 1
@@ -84,7 +87,7 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
             ids = iter(decode.token_ids)
             event.decoded.handles.extend(decode.handles)
             for handle, count in zip(decode.handles, decode.token_counts, strict=True):
-                text = "".join(chr(next(ids)) for _ in range(count))
+                text = "".join(map(self._text, islice(ids, count)))
                 is_last = handle in decode.finished_handles
                 event.decoded.texts.append(text + self.last_text * is_last)
             if self.forgets_a_text:
@@ -93,6 +96,9 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
             return
         await self.answering.wait()
         await context.write(tpb.TokenizerServiceConnectResponse(events=[event]))
+
+    def _text(self, token: int) -> str:
+        return self.texts.get(token, chr(token))
 
     def _encode(self, command: tpb.EncodeCommand, encoded: tpb.Encoded) -> None:
         encoded.handle = command.handle
@@ -105,7 +111,8 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
             return
         encoded.token_ids.extend(map(ord, ids))
         for word in command.words:
-            encoded.words.add(ids=map(ord, word))
+            whole = [token for token, text in self.texts.items() if text == word]
+            encoded.words.add(ids=whole or map(ord, word))
         for word in command.spelled_words if self.spells else ():
             encoded.spelled_words.add().spellings.add(ids=map(ord, word))
 

@@ -32,6 +32,11 @@ class CallFormat:
     """Stands between two calls, each with its marker."""
 
     @property
+    def has_special_marker(self) -> bool:
+        """Whether the marker is a special token, which no grammar of texts allows."""
+        return bool(self.ends) and not self.may_lack_marker
+
+    @property
     def opening(self) -> str:
         return "" if self.may_lack_marker else self.marker + self.gap + self.bracket
 

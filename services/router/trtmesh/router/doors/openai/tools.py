@@ -164,16 +164,8 @@ def guided(config: pb.GuidedDecodingConfig, use: ToolUse | None, reading: Readin
         answer = content
     elif use.must_call:
         answer = _calls(use)
-    elif content is not None:
-        if use.formats[0].may_lack_marker:
-            # Calls that begin as other JSON does.
-            problem = (
-                "does not go with tools that the model may call; set tool_choice, or leave it out"
-            )
-            raise InvalidField(problem, field="response_format")
-        answer = {"type": "or", "elements": [content, _calls(use)]}
     else:
-        answer = _triggered(use)
+        answer = _free(use, content)
     if reading.is_thinking:
         answer = _sequence(_thought(""), answer)
     elif reading.reasons and use is not None and (use.must_call or content is not None):
@@ -198,6 +190,25 @@ def _content(config: pb.GuidedDecodingConfig) -> Form | None:
             return {"type": "or", "elements": [_text(each) for each in orjson.loads(config.guide)]}
     problem = "must be JSON or a choice where the model calls tools or reasons"
     raise InvalidField(problem, field="structured_outputs")
+
+
+def _free(use: ToolUse, content: Form | None) -> Form:
+    """Calls, or what the model likes to say. Raises InvalidField where a grammar cannot have both."""
+    form = use.formats[0]
+    if form.has_special_marker:
+        # A grammar of texts would keep the model from calling.
+        problem = (
+            "cannot be kept to a form, as the model may call or not and its calls begin with a special token: set"
+            " tool_choice, or leave out strict, allowed_tools, parallel_tool_calls and response_format"
+        )
+        raise InvalidField(problem, field="tools")
+    if content is None:
+        return _triggered(use)
+    if form.may_lack_marker:
+        # Calls begin as other JSON does.
+        problem = "does not go with tools that the model may call; set tool_choice, or leave it out"
+        raise InvalidField(problem, field="response_format")
+    return {"type": "or", "elements": [content, _calls(use)]}
 
 
 def _calls(use: ToolUse) -> Form:
