@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,17 @@ def forget() -> None:
         del sys.modules[name]
 
 
-def installed(directory: Path, release: str) -> Iterator[str]:
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """By release: each is written, and its byte code made, once."""
+    directory = tmp_path_factory.mktemp("library")
+    return {release: write_package(directory / release, release) for release in RELEASES}
+
+
+def installed(packages: Mapping[str, Path], release: str) -> Iterator[str]:
     """A release that this process imports."""
     forget()
-    path = str(write_package(directory, release))
+    path = str(packages[release])
     sys.path.insert(0, path)
     yield release
     sys.path.remove(path)
@@ -27,18 +34,18 @@ def installed(directory: Path, release: str) -> Iterator[str]:
 
 
 @pytest.fixture(params=RELEASES)
-def release(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def release(request: pytest.FixtureRequest, packages: Mapping[str, Path]) -> Iterator[str]:
     """Each release in turn."""
-    yield from installed(tmp_path / "library", request.param)
+    yield from installed(packages, request.param)
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Iterator[str]:
+def target(packages: Mapping[str, Path]) -> Iterator[str]:
     """The release that the backend is written for."""
-    yield from installed(tmp_path / "library", RELEASES[0])
+    yield from installed(packages, RELEASES[0])
 
 
 @pytest.fixture
-def newer(tmp_path: Path) -> Iterator[str]:
+def newer(packages: Mapping[str, Path]) -> Iterator[str]:
     """The newest release with published signatures."""
-    yield from installed(tmp_path / "library", RELEASES[1])
+    yield from installed(packages, RELEASES[1])
