@@ -285,6 +285,7 @@ async def test_operator_names_models_and_the_model_gives_defaults(tmp_path: Path
         "TRTMESH_TOKENIZER_ALLOW_REQUEST_TEMPLATES": "true",
         "TRTMESH_ROUTER_OPENAI_ALIASES": '{"gpt-5": "other", "gone": "nowhere"}',
         "TRTMESH_ROUTER_MODELS": "demo,other",
+        "TRTMESH_ROUTER_OPENAI_UNKNOWN_FIELDS": "report",
     }
 
     async def start(mesh: Mesh) -> None:
@@ -316,6 +317,14 @@ async def test_operator_names_models_and_the_model_gives_defaults(tmp_path: Path
         assert longer.json["usage"]["completion_tokens"] == 9
         completed = await http.post(COMPLETIONS, {"prompt": "x"})
         assert completed.json["usage"]["completion_tokens"] == 16
+        for more in ({}, {"stream": True}):
+            reply = await http.post(COMPLETIONS, {"prompt": "x", "é\n": 1, "wish": [2], **more})
+            assert (reply.status, reply.headers["x-ignored-fields"]) == (
+                200,
+                '["\\u00e9\\n", "wish"]',
+            )
+        limited = await http.post(COMPLETIONS, {"prompt": "x", "guided_json": {}})
+        assert (limited.status, limited.json["error"]["param"]) == (400, "guided_json")
         gone = await http.post(COMPLETIONS, {"prompt": "x", "model": "gone"})
         assert (gone.status, gone.json["error"]["code"]) == (404, "model_not_found")
 

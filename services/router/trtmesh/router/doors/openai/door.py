@@ -25,7 +25,14 @@ from trtmesh.router.doors.openai.answer import Events, Frame, Gathered, Piece, W
 from trtmesh.router.doors.openai.answer_parser import THINK, THOUGHT
 from trtmesh.router.doors.openai.chat import GUIDE, Chats
 from trtmesh.router.doors.openai.completions import Completions
-from trtmesh.router.doors.openai.errors import FIELD_NAMES, OpenAiForm, error_object, id_of, named
+from trtmesh.router.doors.openai.errors import (
+    FIELD_NAMES,
+    IGNORED,
+    OpenAiForm,
+    error_object,
+    id_of,
+    named,
+)
 from trtmesh.router.doors.openai.fields import TEXT, Fields, read_prediction
 from trtmesh.router.doors.openai.log_probs import TokenBytes
 from trtmesh.router.doors.openai.requested import Requested, encoded, with_prompt
@@ -74,6 +81,7 @@ class OpenAi:
         metrics: RouterMetrics,
     ) -> None:
         self._has_defaults = settings.model_defaults
+        self._reports_unknown = settings.unknown_fields == "report"
         self._requests = requests
         self._tokenizers = tokenizers
         self._token_bytes = TokenBytes(tokenizers)
@@ -149,6 +157,8 @@ class OpenAi:
         try:
             fields = Fields(await message.run(parse, JSON_COST))
             request[FIELD_NAMES] = fields.names
+            if self._reports_unknown:
+                request[IGNORED] = fields.ignored = []
             served = self._served.find(fields.take("model", TEXT) or "")
             model = served.model
             predicted = await self._predicted(fields, model)

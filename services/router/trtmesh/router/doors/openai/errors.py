@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from http import HTTPStatus
 from types import MappingProxyType
@@ -19,6 +20,10 @@ from trtmesh.router.values.request import MAX_REQUEST_ID_LENGTH
 REQUEST_ID = web.RequestKey("openai_request_id", str)
 FIELD_NAMES = web.RequestKey("openai_field_names", dict)
 """The fields of errors under the names that a request used."""
+
+IGNORED = web.RequestKey("openai_ignored_fields", list)
+"""Names of fields that were left out."""
+MOST_IGNORED = 16
 
 CODES = MappingProxyType(
     {
@@ -83,6 +88,9 @@ def named(request: web.Request, response: R) -> R:
     """The response, with the name of its request."""
     response.headers[REQUEST_ID_METADATA_KEY] = id_of(request)
     response.headers[hdrs.CACHE_CONTROL] = "no-cache"
+    if ignored := request.get(IGNORED):
+        # Without line ends, which would begin another header.
+        response.headers["x-ignored-fields"] = json.dumps(list(map(cut, ignored[:MOST_IGNORED])))
     return response
 
 

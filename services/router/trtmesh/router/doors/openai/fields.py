@@ -3,6 +3,7 @@ where nobody reads them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -87,6 +88,10 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 """The fields of errors under the names of this API, where the request does not say which of several it used."""
 
+LIMITING = re.compile(
+    "guid|regex|ebnf|grammar|schema|stop|bad_|allowed_|logit|beam|penalty|min_|max_"
+)
+"""In names of what limits an answer, at other servers."""
 MOST_DIGITS = 10
 """Of a token id."""
 LEAST_BIAS, MOST_BIAS = -100, 100
@@ -100,6 +105,8 @@ class Fields:
         self._left = {name: value for name, value in given.items() if value is not None}
         self.names: dict[str, str] = {}
         """The fields of errors under the names that the request used."""
+        self.ignored: list[str] | None = None
+        """Where the names of unknown fields go, in place of a refusal."""
 
     def take(self, name: str, kind: Kind) -> Any:
         """Returns the value of a field, or None if it is absent. Raises InvalidField for another kind of value."""
@@ -156,6 +163,9 @@ class Fields:
     def refuse_rest(self) -> None:
         """Raises InvalidRequest for a field that nobody has taken: it might be a wish."""
         for name in self._left:
+            if self.ignored is not None and not LIMITING.search(name):
+                self.ignored.append(name)
+                continue
             self.call(name, name)
             raise InvalidRequest(
                 "is a field that this endpoint does not know; leave it out",
