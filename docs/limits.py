@@ -14,7 +14,7 @@ from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE
 from trtmesh.chassis.http2 import connection, frames, headers
 from trtmesh.chassis.http2.rates import RATES
 from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
-from trtmesh.engine.backends.torch.guided import grammars, guidance, schemas
+from trtmesh.engine.backends.torch.guided import grammars, guidance, schemas, trial
 from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.router.doors.http import json_bodies, port
 from trtmesh.router.doors.triton import calls, tensors
@@ -116,9 +116,9 @@ TABLES: dict[str, list[Row]] = {
             schemas.MOST_MULTIPLE,
             INVALID,
         ),
-        ("items of the parser after a character, under a grammar", guidance.MAX_ROW_ITEMS, INVALID),
-        ("states of the lexer", guidance.MAX_LEXER_STATES, INVALID),
-        ("the library's units of work for the first state", guidance.INITIAL_LEXER_FUEL, INVALID),
+        ("items of the parser after a character, under a grammar", trial.MAX_ROW_ITEMS, INVALID),
+        ("states of the lexer", trial.MAX_LEXER_STATES, INVALID),
+        ("the library's units of work for the first state", trial.INITIAL_LEXER_FUEL, INVALID),
         ("seconds of CPU time to follow it", grammars.FREE_SECONDS, INVALID),
         ("and seconds for each token", grammars.SECONDS_OF_TOKEN, INVALID),
         ("items with a guide in a worker", grammars.MOST_WAITING, "QUEUE_FULL"),
