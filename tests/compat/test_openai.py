@@ -180,7 +180,7 @@ async def test_sdk_chats(mesh: Mesh) -> None:
         await mesh.client.complete([both])
 
 
-CHAT_BODY = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 CHAT_REFUSED = [
     ({"messages": None}, "invalid_field", "messages"),
     ({"messages": []}, "invalid_field", "messages"),
@@ -308,7 +308,7 @@ async def test_operator_names_models_and_the_model_gives_defaults(tmp_path: Path
         answers = [
             (await http.post(CHAT, body | {"model": name})).json for name in ("demo", "gpt-5")
         ]
-        prompt = [Prompt(text="Say: x", add_special_tokens=False)]
+        prompt = [chat_item(CHAT_BODY["messages"], template=template)]
         for answer, model in zip(answers, ("demo", "other"), strict=True):
             (item,) = await mesh.client.complete(prompt, model=model, max_tokens=5, temperature=0)
             assert answer["choices"][0]["message"]["content"] == item.text

@@ -118,10 +118,12 @@ def chat_item(
     documents: Sequence[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = NO_VARIABLES,
     template_name: str = "",
+    template: str = "",
     continue_final_message: bool = False,
 ) -> router_pb2.GenerateItem:
-    """A conversation as a prompt of `Client.generate`. The tokenizer renders it with the model's chat template, up to
-    the beginning of an answer or, with `continue_final_message`, within the last message."""
+    """A conversation as a prompt of `Client.generate`. The tokenizer renders it with the model's chat template, or with
+    `template` where its operator allows that, up to the beginning of an answer or, with `continue_final_message`,
+    within the last message."""
     chat = chat_pb2.Chat(messages=_json(messages), continue_final_message=continue_final_message)
     for name, value in (
         ("tools", tools),
@@ -132,6 +134,8 @@ def chat_item(
             setattr(chat, name, _json(value))
     if template_name:
         chat.template_name = template_name
+    if template:
+        chat.template = template
     return router_pb2.GenerateItem(chat=chat)
 
 
