@@ -29,8 +29,10 @@ PAUSE_STEPS = 256
 class Followed:
     """A sequence that may have drafts."""
 
-    rate: float = FIRST_RATE
-    """Share of drafts that hold, after those before them held."""
+    rates: list[float] = field(default_factory=lambda: [FIRST_RATE, HIGHEST_RATE])
+    """Shares of drafts that hold, after those before them held: of guesses, and of forced runs."""
+    is_forced: bool = False
+    """Whether the last guess is what the guide leaves, in the tokens in which the tokenizer writes it."""
     guess: SequenceOf[int] = ()
     guessed_at: int = 0
     """The number of tokens before the guess."""
@@ -38,6 +40,10 @@ class Followed:
     """The output as the client guesses it; empty once it differs."""
     given_right: int = 0
     """Leading tokens of `given` that came."""
+
+    @property
+    def rate(self) -> float:
+        return self.rates[self.is_forced]
 
     def given_rest(self, sequence: Sequence) -> SequenceOf[int]:
         """What is left of the client's guess."""
@@ -51,11 +57,21 @@ class Followed:
 
     def observe(self, tokens: SequenceOf[int]) -> None:
         """Compares the last guess with the tokens that came; verified or not, they are those of the model."""
+        rate = self.rate
         for guess, token in zip(self.guess, tokens[self.guessed_at :], strict=False):
-            self.rate += RATE_WEIGHT * ((guess == token) - self.rate)
+            rate += RATE_WEIGHT * ((guess == token) - rate)
             if guess != token:
                 break
-        self.rate = min(max(self.rate, LOWEST_RATE), HIGHEST_RATE)
+        self.rates[self.is_forced] = min(max(rate, LOWEST_RATE), HIGHEST_RATE)
+
+    def guessed(self, sequence: Sequence, guess: SequenceOf[int], most: int) -> SequenceOf[int]:
+        """Takes the drafter's guess, which the guide may know better. Returns what is guessed."""
+        forced: SequenceOf[int] = ()
+        if most > 0 and sequence.token_rules.guided and sequence.guide:
+            forced = sequence.guide.forced(sequence.tokens)[:most]
+        self.is_forced = list(guess[: len(forced)]) != forced and bool(forced)
+        self.guess, self.guessed_at = forced if self.is_forced else guess, len(sequence.tokens)
+        return self.guess
 
 
 @dataclass(slots=True)
@@ -209,36 +225,39 @@ class Drafting:
     ) -> tuple[list[SequenceOf[int]], bool]:
         """The drafter's guesses, cut to lengths that pay, and whether their time is typical: a sequence without the
         guess that was worth its time costs something else, such as reading its prompt."""
-        rates = [each.rate for each in followed]
         if drafter.is_free:
-            guesses = self._guesses(drafter, list(zip(sequences, most, strict=True)))
+            guesses = self._guesses(drafter, followed, list(zip(sequences, most, strict=True)))
+            rates = [each.rate for each in followed]
             lengths = self.lengths.choose(rows, rates, list(map(len, guesses)))
         else:
             # A further draft costs a step of the drafter, whether for one sequence or for all.
-            mean = sum(rates) / len(rates)
-            lengths = self.lengths.choose(rows, [mean] * len(rates), most)
-            guesses = self._guesses(drafter, list(zip(sequences, lengths, strict=True)))
-        for each, sequence, guess in zip(followed, sequences, guesses, strict=True):
-            each.guess, each.guessed_at = guess, len(sequence.tokens)
+            mean = sum(each.rate for each in followed) / len(followed)
+            lengths = self.lengths.choose(rows, [mean] * len(followed), most)
+            guesses = self._guesses(drafter, followed, list(zip(sequences, lengths, strict=True)))
         cut = [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
         return cut, all(guess or not length for guess, length in zip(cut, lengths, strict=True))
 
-    def _guesses(self, drafter: Drafter, wishes: list[Wish]) -> SequenceOf[SequenceOf[int]]:
+    def _guesses(
+        self, drafter: Drafter, followed: SequenceOf[Followed], wishes: list[Wish]
+    ) -> SequenceOf[SequenceOf[int]]:
         """Guesses of known ids; none after an error."""
         guesses: list[SequenceOf[int]] = [()] * len(wishes)
         asked = [place for place, (_, most) in enumerate(wishes) if most > 0]
-        if not asked:
-            return guesses
         try:
-            found = drafter.propose([wishes[place] for place in asked])
+            found = drafter.propose([wishes[place] for place in asked]) if asked else ()
             for place, guess in zip(asked, found, strict=True):
                 guesses[place] = self._known(guess[: wishes[place][1]])
+            return [
+                each.guessed(sequence, guess, most)
+                for each, guess, (sequence, most) in zip(followed, guesses, wishes, strict=True)
+            ]
         except Exception:
             log.exception("no drafts for %d steps: the drafter failed", PAUSE_STEPS)
             self.counts.failures += 1
             self._paused_steps = PAUSE_STEPS
+            for each in followed:
+                each.guess = ()
             return [()] * len(wishes)
-        return guesses
 
     def _known(self, guess: SequenceOf[int]) -> SequenceOf[int]:
         """The ids before the first one beyond the vocabulary, such as one of a prompt table."""

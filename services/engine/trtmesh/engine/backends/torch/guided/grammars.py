@@ -57,6 +57,9 @@ class Matcher(Protocol):
     def mask_bytes(self) -> int:
         """The size of a row."""
 
+    def forced(self) -> SequenceOf[int]:
+        """The tokens of the text that must follow, as the tokenizer writes it; others may write it too."""
+
     def fill(self, row: Row) -> str:
         """Sets the bits of the ids allowed next, and clears all others and those of end ids. Returns the problem."""
 
@@ -108,6 +111,16 @@ class Guide:
         if self._mask is None:
             self._mask = self._made(end_ids)
         return self._mask
+
+    def forced(self, tokens: SequenceOf[int]) -> SequenceOf[int]:
+        """The tokens of the text that must follow; none where that may take long."""
+        if self.problem or self.last_seconds > FIRST_SECONDS:
+            return ()
+        self.catch_up(tokens)
+        began = time.thread_time()
+        found = self._matcher.forced()
+        self._count(began)
+        return found
 
     def makes(self, tokens: SequenceOf[int], end_ids: Iterable[int], seconds: float) -> bool:
         """Returns whether the mask is made: not where the tokens added since the last call take more than `seconds`."""

@@ -53,6 +53,9 @@ class GuidanceMatcher:
     def accept(self, token_ids: Sequence[int]) -> int:
         return self._own.try_consume_tokens(list(token_ids))
 
+    def forced(self) -> Sequence[int]:
+        return self._own.compute_ff_tokens()
+
     def fill(self, row: Row) -> str:
         self._own.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         for token in self._end_ids:
