@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ PIECES = (
     ),
     *('{"a": "}{<tool_call>"}', '{"a": [1, {}]}', "{}", "{", "}", "[", "]", ", ", "; ", '"', "\\"),
     *("<", "\n", " ", "Well", "é🙂", "[CALL_ID]abc", "\x1c", "name", '{"name": "no"}'),
+    *("<|eot_id|>", "</s>", "</"),
 )
 
 
@@ -186,7 +188,9 @@ def test_pieces_do_not_matter_and_nothing_is_lost(data: st.DataObject) -> None:
     whole = told(reading, [text])
     assert told(reading, split) == told(reading, text) == whole
     if all(isinstance(each, Content) for each in whole) and not reading.reasons:
-        assert "".join(each.text for each in whole if isinstance(each, Content)) == text
+        ends = reading.formats[0].ends if reading.formats else ()
+        content = re.sub("|".join(map(re.escape, ends)), "", text) if ends else text
+        assert "".join(each.text for each in whole if isinstance(each, Content)) == content
     for each in whole:
         if isinstance(each, CallArguments) and not reading.is_guided:
             assert isinstance(json.loads(each.text), dict)

@@ -284,6 +284,36 @@ async def test_grammar_sees_to_what_a_model_must(
         assert "other" not in text
 
 
+async def test_template_gets_what_it_wants() -> None:
+    call: dict[str, Any] = {"id": "c1", "type": "function"}
+    call["function"] = {"name": "get", "arguments": '{"a": 1}'}
+    call["function"] |= {"parsed_arguments": None}
+    talked: list[Any] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+        {"role": "assistant", "content": "Four.", "tool_calls": []},
+        {"role": "user", "content": "So?"},
+    ]
+    body = BODY | {"messages": talked, "reasoning_effort": "none"}
+    async with talking("hermes") as talk:
+        await talk.whole(body | {"chat_template_kwargs": {"x": 1}}, "Four.")
+        chat = talk.tokenizer.encodes[-1].chat
+        called = {"name": "get", "arguments": {"a": 1}}
+        assert json.loads(chat.messages) == [
+            talked[0],
+            {**talked[1], "content": "", "tool_calls": [{**call, "function": called}]},
+            {**talked[2], "name": "get"},
+            {"role": "assistant", "content": "Four."},
+            talked[4],
+        ]
+        assert json.loads(chat.tools) == BODY["tools"]
+        assert json.loads(chat.template_kwargs) == {
+            **dict.fromkeys(("enable_thinking", "thinking"), False),
+            "x": 1,
+        }
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": []}, "tools"),
     ({"tools": [1]}, "tools[0]"),
@@ -301,6 +331,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"functions": [GET]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
     ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}]},
+        "messages[0].tool_calls[0].function.name",
+    ),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     (
         {

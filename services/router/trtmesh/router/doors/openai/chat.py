@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -159,6 +159,7 @@ def conversation(requested: Requested) -> Talk:
         _message(f"messages[{number}]", message)
         for number, message in enumerate(fields.need("messages", LIST))
     ]
+    _name_answers(messages)
     template = fields.take("chat_template", TEXT)
     if any(m["role"] == "developer" for m in messages) and not requested.names_developers(template):
         # The older name of the same.
@@ -193,6 +194,16 @@ def _effort(fields: Fields, template: str) -> dict[str, Any]:
     return known
 
 
+def _name_answers(messages: Sequence[dict[str, Any]]) -> None:
+    """Names the tools whose answers the messages are, as some templates want it."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[str(call.get("id"))] = call["function"]["name"]
+        if message["role"] == "tool" and (name := names.get(str(message.get("tool_call_id")))):
+            message.setdefault("name", name)
+
+
 def _message(name: str, given: Any) -> dict[str, Any]:
     """A message as templates expect it: a text as content, and an object as arguments of a call. Raises
     InvalidField."""
@@ -209,10 +220,10 @@ def _message(name: str, given: Any) -> dict[str, Any]:
         raise InvalidField("must be a text or a list of parts", field=f"{name}.content")
     if (refusal := message.pop("refusal", None)) is not None:
         message.setdefault("content", refusal)
-    if "tool_calls" in message:
-        calls = message["tool_calls"]
-        if not LIST.has(calls):
-            raise InvalidField("must be a list", field=f"{name}.tool_calls")
+    calls = message.pop("tool_calls", [])
+    if not LIST.has(calls):
+        raise InvalidField("must be a list", field=f"{name}.tool_calls")
+    if calls:
         # Many templates add it to their text.
         message.setdefault("content", "")
         message["tool_calls"] = [
@@ -222,15 +233,15 @@ def _message(name: str, given: Any) -> dict[str, Any]:
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """A call of a tool, with its arguments parsed. Raises InvalidField."""
+    """A call of a tool as templates expect it, with its arguments parsed. Raises InvalidField."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise InvalidField("must have a function", field=name)
-    arguments = function.get("arguments")
+    told, arguments = Fields(function, f"{name}.function."), function.get("arguments")
     if TEXT.has(arguments):
         with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments or "{}")
     if not OBJECT.has(arguments):
         problem = "must be the text of a JSON object"
         raise InvalidField(problem, field=f"{name}.function.arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {"name": told.need("name", TEXT), "arguments": arguments}}
