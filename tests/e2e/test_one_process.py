@@ -123,13 +123,13 @@ async def test_drain_continues_items_elsewhere_by_computing_them_again() -> None
         address = (await mesh.start_engine(*TORCH)).address
         await mesh.admin.add_worker(address, wait_seconds=60.0)
         await mesh.admin.drain_worker(address)
-        reader = mesh.open(["def load_json(path):"], max_tokens=500, ignore_end_id=True)
+        reader = mesh.open(["def load_json(path):"], max_tokens=250, ignore_end_id=True)
         await reader.tokens_here(5)
         await mesh.admin.resume_worker(address)
         drained = await mesh.admin.drain_worker("local", finish_seconds=0.0)
         assert drained.moved_sequences == 1
         (item,) = await reader.result()
-        assert (item.error, len(item.token_ids)) == (None, 500)
+        assert (item.error, len(item.token_ids)) == (None, 250)
         samples = (await scrape(mesh.router)).items()
         assert not any(count for name, count in samples if "router_handoffs_total" in name)
 

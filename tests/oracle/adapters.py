@@ -82,6 +82,8 @@ class Adapted:
         for number in (3, 4):
             self.contents[number] = arrays(read_peft(folder / _name(number), 1 << 30))
         self.model: PeftModel = model.eval()
+        self._greedy = dict[tuple[int, ...], list[int]]()
+        """By number and prompt: several settings must give them."""
 
     def by_number(self, number: int) -> Lora | None:
         """An adapter as an item names it."""
@@ -95,7 +97,10 @@ class Adapted:
         return self.model
 
     def greedy(self, number: int, prompt: Sequence[int]) -> list[int]:
-        return tiny_models.greedy(self.choose(number), list(prompt), NEW_TOKENS)
+        key = number, *prompt
+        if key not in self._greedy:
+            self._greedy[key] = tiny_models.greedy(self.choose(number), list(prompt), NEW_TOKENS)
+        return self._greedy[key]
 
     def logits(self, number: int, tokens: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
