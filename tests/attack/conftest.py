@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,13 +102,16 @@ async def _until_serving(address: str) -> None:
 
 
 @asynccontextmanager
-async def _healthy_streams(address: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _healthy_streams(
+    address: str, least_tokens: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
     script = Path(__file__).with_name("healthy_streams.py")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(script),
         address,
         str(STREAMS),
+        str(least_tokens),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -123,20 +126,33 @@ async def _healthy_streams(address: str) -> AsyncIterator[asyncio.subprocess.Pro
         await process.wait()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def site() -> AsyncIterator[Site]:
-    flags = ("--backend", "simulated", "--model", "demo", "--simulated-timing-step-ms", STEP_MS)
+@asynccontextmanager
+async def _served(engine_flags: Sequence[str], least_tokens: int) -> AsyncIterator[Site]:
     free = ("--port", "0")
     async with (
         service_process("tokenizer", *free, "--model-dir", str(DEMO)) as tokenizer,
-        service_process("engine", *free, *flags) as engine,
+        service_process("engine", *free, *engine_flags) as engine,
         service_process(
             *("router", *free, *PATIENT),
             *("--engines", engine.address, "--tokenizers", tokenizer.address),
         ) as router,
     ):
         await _until_serving(router.address)
-        async with _healthy_streams(router.address) as healthy:
+        async with _healthy_streams(router.address, least_tokens) as healthy:
             site = Site(router, healthy)
             yield site
             print("", TABLE_HEAD, *site.rows.values(), sep="\n")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site() -> AsyncIterator[Site]:
+    flags = ("--backend", "simulated", "--model", "demo", "--simulated-timing-step-ms", STEP_MS)
+    async with _served(flags, 30_000) as site:
+        yield site
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def guided_site() -> AsyncIterator[Site]:
+    """With an engine that follows guides."""
+    async with _served(("--model-dir", str(DEMO), "--torch-threads", "1"), 1_000) as site:
+        yield site

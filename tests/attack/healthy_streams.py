@@ -21,15 +21,14 @@ GENERATE: Method[bytes, router_pb.GenerateResponse] = Method(
     "/trtmesh.v1.MeshService/Generate", bytes, router_pb.GenerateResponse.FromString
 )
 ENDLESS = 10_000_000
-LEAST_TOKENS = 30_000
-"""Of a whole stream, which ends at the model's length."""
 WARM_MESSAGES = 10
 PAUSE_SECONDS = 0.01
 """Between two short calls."""
 
 
 def _request(max_tokens: int) -> bytes:
-    config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=max_tokens))
+    stopping = pb.StoppingConfig(max_tokens=max_tokens, ignore_end_id=True)
+    config = pb.GenerationConfig(stopping=stopping)
     item = router_pb.GenerateItem(prompt=pb.Prompt(text="a healthy stream"))
     return router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
 
@@ -65,15 +64,15 @@ class ShortCalls:
 class Streams:
     """The streams, and the longest gap of any."""
 
-    def __init__(self, count: int) -> None:
-        self._request = _request(ENDLESS)
+    def __init__(self, count: int, least_tokens: int) -> None:
+        self._request, self._least_tokens = _request(ENDLESS), least_tokens
         self._arrivals = [0.0] * count
         self._messages = [0] * count
         self._longest = 0.0
 
     async def run(self, connection: ClientConnection, number: int) -> None:
         """One stream after the other: each ends at the model's length, which is minutes of attacks away."""
-        while await self._stream(connection, number) >= LEAST_TOKENS:
+        while await self._stream(connection, number) >= self._least_tokens:
             pass
         raise SystemExit("a healthy stream ended")
 
@@ -106,8 +105,9 @@ class Streams:
         return longest
 
 
-async def main(address: str, count: int) -> None:
-    streams, calls = Streams(count), ShortCalls()
+async def main(address: str, count: int, least_tokens: int) -> None:
+    """`least_tokens` are those of a whole stream, which ends at the model's length."""
+    streams, calls = Streams(count, least_tokens), ShortCalls()
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin.fileno(), lambda: lines.put_nowait(sys.stdin.readline()))
@@ -127,4 +127,4 @@ async def main(address: str, count: int) -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(sys.argv[1], int(sys.argv[2])))
+        runner.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

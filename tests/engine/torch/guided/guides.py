@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,3 +25,37 @@ def guided(
 def text_of(model: Path, token_ids: Sequence[int]) -> str:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return str(tokenizer.decode(list(token_ids)))
+
+
+def one_of(depth: int) -> dict[str, Any]:
+    if not depth:
+        return {"type": "integer"}
+    parts = [
+        {
+            "type": "object",
+            "properties": {"k": {"const": k}, "a": one_of(depth - 1)},
+            "required": ["k"],
+        }
+        for k in range(2)
+    ]
+    return {"oneOf": parts}
+
+
+def schema(value: Any) -> tuple[str, str]:
+    return "JSON_SCHEMA", json.dumps(value)
+
+
+def ambiguous(number: int) -> tuple[str, str]:
+    return "EBNF_GRAMMAR", f"start: a\na: a a | /[a-z{number} ]/ | a a a"
+
+
+ATTACKS = {
+    "deep oneOf": [schema(one_of(8))],
+    "many values": [schema({"enum": [f"value {n}" for n in range(10_000)]})],
+    "long texts": [schema({"type": "string", "maxLength": 10**6})] * 3,
+    "long arrays": [schema({"type": "array", "minItems": 10**5, "maxItems": 10**6})],
+    "expressions": [("REGEX", text) for text in ("((a{1000}){1000})", "(.*a.{200}|.*b.{200})*")],
+    "a hundred": [schema({"properties": {f"p{n}": {"type": "integer"}}}) for n in range(100)],
+    "ambiguous": [ambiguous(number) for number in range(32)],
+}
+"""Hostile guides: each is refused, ends or goes on."""

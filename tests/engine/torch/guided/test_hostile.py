@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from e2e.mesh import DEMO
-from engine.torch.guided.guides import guided
+from engine.torch.guided.guides import ATTACKS, guided
 from engine.torch.harness import Harness, configure, running
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -20,39 +19,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [9, 40, 41, 42]
 MOST_MASK_SECONDS = 0.25
 """CPU time for masks between two tokens of a plain stream, on a machine several times as slow as a quiet one."""
-
-
-def one_of(depth: int) -> dict[str, Any]:
-    if not depth:
-        return {"type": "integer"}
-    parts = [
-        {
-            "type": "object",
-            "properties": {"k": {"const": k}, "a": one_of(depth - 1)},
-            "required": ["k"],
-        }
-        for k in range(2)
-    ]
-    return {"oneOf": parts}
-
-
-def schema(value: Any) -> tuple[str, str]:
-    return "JSON_SCHEMA", json.dumps(value)
-
-
-def ambiguous(number: int) -> tuple[str, str]:
-    return "EBNF_GRAMMAR", f"start: a\na: a a | /[a-z{number} ]/ | a a a"
-
-
-ATTACKS = {
-    "deep oneOf": [schema(one_of(8))],
-    "many values": [schema({"enum": [f"value {n}" for n in range(10_000)]})],
-    "long texts": [schema({"type": "string", "maxLength": 10**6})] * 3,
-    "long arrays": [schema({"type": "array", "minItems": 10**5, "maxItems": 10**6})],
-    "expressions": [("REGEX", text) for text in ("((a{1000}){1000})", "(.*a.{200}|.*b.{200})*")],
-    "a hundred": [schema({"properties": {f"p{n}": {"type": "integer"}}}) for n in range(100)],
-    "ambiguous": [ambiguous(number) for number in range(32)],
-}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
