@@ -171,7 +171,7 @@ async def test_stream_is_stopped_from_the_page(browser: Any, mesh: Mesh) -> None
 
 async def test_everything_is_reached_by_keyboard(browser: Any, mesh: Mesh) -> None:
     async with opened(browser, mesh.router.admin_address) as page:
-        await page.wait_for_selector("#workers button")
+        await page.wait_for_selector("#workers .change button")
         reached = list[str]()
         for _ in range(60):
             await page.keyboard.press("Tab")
@@ -272,7 +272,7 @@ async def test_only_the_token_opens_changes(browser: Any, mesh: Mesh, tmp_path: 
             await page.fill("#token", SECRET)
             await page.keyboard.press("Enter")
             await shown(page.locator("#rights"), "you may change things")
-            drain = row(page, "workers", "one").get_by_role("button")
+            drain = row(page, "workers", "one").locator(".change button")
             await drain.click()
             await shown(drain, "Drain: sure?")
             await drain.click()
@@ -280,8 +280,10 @@ async def test_only_the_token_opens_changes(browser: Any, mesh: Mesh, tmp_path: 
             await drain.click()
             await shown(row(page, "workers", "one"), "ready")
             await page.select_option("#workers tr:has-text('one') select", "decode")
+            await row(page, "workers", "one").get_by_role("button", name="Set").click()
             await shown(page.locator("#told"), "one becomes decode: done")
             await page.select_option("#workers tr:has-text('one') select", "mixed")
+            await row(page, "workers", "one").get_by_role("button", name="Set").click()
             await shown(page.locator("#told"), "one becomes mixed: done")
             await page.click("#forget")
             await shown(page.locator("#rights"), "read-only")
@@ -296,7 +298,9 @@ async def test_killed_engine_is_seen_and_its_stream_goes_on(browser: Any, mesh: 
         where = page.locator("#running > span")
         await shown(where, re.compile("on (one|two|three)$"))
         name = (await where.inner_text()).removeprefix("on ")
-        mesh.engines[WORKERS.index(name)].signal(signal.SIGKILL)
+        addresses = {worker.worker: worker.address for worker in (await mesh.status()).workers}
+        (victim,) = [each for each in mesh.engines if each.address == addresses[name]]
+        victim.signal(signal.SIGKILL)
         await shown(row(page, "workers", name), "lost")
         await shown(page.locator("#changes"), f"engine {name} is lost")
         await shown(page.locator("#totals"), "2 of 3")

@@ -191,7 +191,11 @@ async def test_every_port_needs_a_valid_certificate(mesh: SecureMesh) -> None:
         await until_status(address, mesh.tls, "SERVING")
         assert [await health(address, tls) for tls in bad] == ["UNAVAILABLE"] * len(bad)
     pages = [(f"127.0.0.1:{each.metrics_port}", "/metrics") for each in processes]
-    for page in (*pages, (mesh.router.http_address, "/v2/health/live")):
+    pages += [
+        (mesh.router.http_address, "/v2/health/live"),
+        (mesh.router.admin_address, "/console"),
+    ]
+    for page in pages:
         assert await http_status(*page, mesh.tls) == "200"
         assert [await http_status(*page, tls) for tls in bad] == ["refused"] * len(bad)
 

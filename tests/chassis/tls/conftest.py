@@ -74,9 +74,10 @@ async def _chat(requests: Any, context: Any) -> AsyncIterator[bytes]:
 
 
 @asynccontextmanager
-async def serving(settings: TlsSettings) -> AsyncIterator[SecureServer]:
+async def serving(settings: TlsSettings, *protocols: str) -> AsyncIterator[SecureServer]:
+    """A server for gRPC, or for the given protocols."""
     certificates = Certificates(settings, "engine")
-    server = GrpcServer(MOST_BYTES, tls=certificates.server(H2))
+    server = GrpcServer(MOST_BYTES, tls=certificates.server(*protocols or (H2,)))
     handlers: dict[str, Any] = {
         "Echo": grpc.unary_unary_rpc_method_handler(_echo),
         "Who": grpc.unary_unary_rpc_method_handler(_who),

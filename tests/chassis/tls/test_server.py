@@ -23,7 +23,8 @@ from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc.client import Method, connected
 from trtmesh.chassis.http2.frames import PREFACE, settings
-from trtmesh.chassis.tls.client import ClientTls
+from trtmesh.chassis.tls.certificates import HTTP_1_1
+from trtmesh.chassis.tls.client import H2, ClientTls
 from trtmesh.chassis.tls.listener import TlsListener
 from trtmesh.chassis.tls.settings import TlsSettings
 
@@ -214,6 +215,22 @@ async def test_closes_connections_without_h2(
     async with serving(paper.settings()) as server:
         assert await asyncio.to_thread(read) == b""
     assert "it does not offer h2 by ALPN" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("offered", "chosen"),
+    [(["h2"], "h2"), (["h2", "http/1.1"], "http/1.1"), (["http/1.1"], "http/1.1"), ([], None)],
+)
+async def test_port_of_both_protocols_speaks_http1_to_browsers(
+    paper: Paper, offered: list[str], chosen: str | None
+) -> None:
+    """They offer HTTP/2 too, which is gRPC's here."""
+    context = bare_context(paper)
+    if offered:
+        context.set_alpn_protocols(offered)
+    async with serving(paper.settings(), HTTP_1_1, H2) as server:
+        with await asyncio.to_thread(hello, server.address, context) as bare:
+            assert bare.selected_alpn_protocol() == chosen
 
 
 async def test_closes_plain_text_quickly(paper: Paper, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ from router.scripted import (
     serving_router,
     until_states,
 )
+from trtmesh.router.callers.key_file import ListedKey, digest_of
 from trtmesh.router.doors.admin import console
 from trtmesh.router.doors.admin.console import CHANGES, READS
 from trtmesh.router.doors.admin.service import RouterAdminService
@@ -59,6 +60,11 @@ async def look(response: aiohttp.ClientResponse) -> Any:
     """The next look of a feed."""
     event = await response.content.readuntil(b"\n\n")
     return json.loads(event.removeprefix(b"data: "))
+
+
+async def until_its_end(response: aiohttp.ClientResponse) -> None:
+    while True:
+        await look(response)
 
 
 @asynccontextmanager
@@ -154,6 +160,36 @@ async def test_pages_of_others_get_nothing() -> None:
             for path in ("", "/feed"):
                 status, text, _ = await browser.get(path, Host=host)
                 assert (status, "admin.allowed_origins" in text) == (403, True), host
+
+
+async def test_playground_is_a_client_like_others(token: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{ListedKey('alice', digest_of('key-of-alice'), {})}\n")
+    settings: dict[str, Any] = {"api_keys": {"file": keys}, "http": {"port": 0}}
+    async with opened(admin={"token_file": token}, **settings) as browser:
+        body = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+        for path in GENERATING:
+            # The admin token is no client's key, nor the other way round.
+            status, answer = await browser.call(path, body, **WITH_TOKEN)
+            assert (status, "no API key" in answer["error"]) == (401, True)
+            status, answer = await browser.call(path, body, **{"X-API-Key": "key-of-alice"})
+            assert (status, "no admin token" in answer["error"]) == (401, True)
+            own = WITH_TOKEN | {"X-API-Key": "key-of-alice"}
+            status, answer = await browser.call(path, body, **own)
+            assert status not in (401, 404), answer
+        async with browser.feed() as feed:
+            assert (await look(feed))["needs_key"]
+
+
+async def test_router_ends_in_spite_of_viewers() -> None:
+    async with aiohttp.ClientSession() as session:
+        async with serving_router([NOBODY]) as client:
+            viewer = Browser(session, client.admin.address)
+            feed = await session.get(f"{viewer.url}/feed")
+            await look(feed)
+        with pytest.raises((asyncio.IncompleteReadError, aiohttp.ClientError)):
+            await until_its_end(feed)
+        feed.close()
 
 
 async def test_engine_that_dies_is_gone_in_the_next_looks() -> None:

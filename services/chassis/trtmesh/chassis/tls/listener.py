@@ -202,7 +202,7 @@ class _Arrival(asyncio.Protocol):
     def _find_problem(self, transport: asyncio.BaseTransport) -> str:
         chosen = transport.get_extra_info("ssl_object").selected_alpn_protocol()
         # Clients of HTTP/1.1 may name no protocol.
-        if H2 in self._tls.protocols and chosen is None:
+        if chosen is None and self._tls.protocols == (H2,):
             return "it does not offer h2 by ALPN"
         if has_expired(transport):
             return "its certificate has expired"

@@ -28,7 +28,7 @@ from trtmesh.chassis.rpc import RpcContext
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.doors.admin.settings import AdminSettings
-from trtmesh.router.doors.http.authorising import IDENTITY, Handler
+from trtmesh.router.doors.http.authorising import Handler, name_caller
 from trtmesh.router.doors.http.errors import PlainForm, answering
 from trtmesh.router.doors.http.json_bodies import parse_json
 from trtmesh.router.doors.http.origins import only_from, only_under
@@ -209,7 +209,7 @@ class Console:
         """Serves the playground, for admins. It is a client like others, with a key of its own."""
         self._check_token(request)
         keys = request.headers.getall("x-api-key", ())
-        request[IDENTITY] = self._callers.identify([("x-api-key", key) for key in keys])
+        name_caller(self._callers, request, [("x-api-key", key) for key in keys])
         return await self._generating[request.path.removeprefix("/console")](request)
 
     def _check_reader(self, request: web.Request) -> None:

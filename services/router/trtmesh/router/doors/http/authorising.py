@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from trtmesh.chassis.logs import rebind_caller
 from trtmesh.chassis.tls.identity import identity_of
-from trtmesh.router.callers.callers import Callers
+from trtmesh.router.callers.callers import Callers, Headers
 from trtmesh.router.callers.identity import Identity
 
 IDENTITY = web.RequestKey("identity", Identity)
@@ -27,10 +27,15 @@ def authorising(callers: Callers, open_handlers: Collection[Handler]) -> Middlew
     async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.match_info.handler in open_handlers:
             return await handler(request)
-        certificate = identity_of(request.transport)
-        name = certificate.name if certificate is not None else ""
-        identity = request[IDENTITY] = callers.identify(request.headers.items(), name)
-        rebind_caller(identity.name)
+        name_caller(callers, request, request.headers.items())
         return await handler(request)
 
     return authorise
+
+
+def name_caller(callers: Callers, request: web.Request, headers: Headers) -> None:
+    """Names the caller by `headers`, those of the request that count, and the certificate. Raises Unauthenticated."""
+    certificate = identity_of(request.transport)
+    name = certificate.name if certificate is not None else ""
+    identity = request[IDENTITY] = callers.identify(headers, name)
+    rebind_caller(identity.name)

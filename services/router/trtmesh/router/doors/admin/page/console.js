@@ -1,7 +1,7 @@
 // Joins the panels, the looks and the rights of the viewer.
 
-import { $, element, put } from "./dom.js";
 import { Details } from "./details.js";
+import { $, element, put } from "./dom.js";
 import { Fleet } from "./fleet.js";
 import { follow, token } from "./mesh.js";
 import { Playground } from "./playground.js";
@@ -100,7 +100,6 @@ $("admin").addEventListener("submit", (event) => {
 $("forget").addEventListener("click", () => { token.set(""); restart(); });
 document.addEventListener("visibilitychange", () => (document.hidden ? following.abort() : restart()));
 setInterval(() => {
-  const silent = performance.now() - lastLook;
-  if (lastLook && silent > SILENT_MS) showLink("stalled", `no look for ${Math.round(silent / 1000)} s`);
+  if (lastLook && performance.now() - lastLook > SILENT_MS) showLink("stalled", "the router is silent");
 }, 1000);
 restart();

@@ -18,6 +18,7 @@ const load = (worker, name) => Number(worker.load?.[name] ?? 0);
 
 export class Fleet {
   #states = new Map();
+  #generated = 0;
 
   constructor(rates, perform, changed) {
     this.rates = rates;
@@ -74,7 +75,8 @@ export class Fleet {
 
   #showTotals(look, workers) {
     const sum = (name) => workers.reduce((total, worker) => total + load(worker, name), 0);
-    const speed = this.rates.count("all", workers.reduce((total, { speed }) => total + speed.value, 0));
+    this.#generated += workers.reduce((total, { speed }) => total + speed.grown, 0);
+    const speed = this.rates.count("all", this.#generated);
     const ready = workers.filter((worker) => stateOf(worker) === "ready").length;
     const total = (name, draw) => {
       let cell = $(`total-${name.replaceAll(" ", "-")}`);
@@ -102,15 +104,20 @@ export class Fleet {
       put(cell, role);
       return;
     }
-    let choice = cell.querySelector("select");
-    if (!choice) {
-      choice = element("select", {}, ...roles.map((each) => element("option", { value: each, textContent: each })));
-      choice.ariaLabel = `Role of ${nameOf(worker)}`;
-      choice.addEventListener("change", () => this.perform(`${nameOf(worker)} becomes ${choice.value}`, () =>
-        call("SetWorkerRole", { worker: worker.address, role: `WORKER_ROLE_${choice.value.toUpperCase()}` })));
-      cell.replaceChildren(choice);
+    if (!cell.querySelector("select")) {
+      const choice = element("select", { ariaLabel: `Role of ${nameOf(worker)}` }, ...roles.map((each) => new Option(each)));
+      const set = action("Set", async () => {
+        await this.perform(`${nameOf(worker)} becomes ${choice.value}`, () =>
+          call("SetWorkerRole", { worker: worker.address, role: `WORKER_ROLE_${choice.value.toUpperCase()}` }));
+        set.hidden = true;
+      });
+      // Arrow keys change the choice on their way to another.
+      choice.addEventListener("change", () => { set.hidden = false; });
+      set.hidden = true;
+      cell.replaceChildren(choice, " ", set);
     }
-    if (document.activeElement !== choice) choice.value = role;
+    const [choice, set] = cell.children;
+    if (set.hidden && document.activeElement !== choice) choice.value = role;
   }
 
   #drawActions(cell, worker) {

@@ -49,7 +49,6 @@ export class Playground {
     if (models.join() !== known.join()) $("model").replaceChildren(...models.map((each) => new Option(each)));
     const live = look.requests.requests.find((each) => each.request_id === this.#id);
     put($("running").lastChild, live ? `on ${enginesOf(live)}` : "");
-    $("running").hidden = !this.#id;
   }
 
   async #send() {
@@ -61,6 +60,7 @@ export class Playground {
     answer.ariaBusy = "true";
     this.tops.show([]);
     put($("said"), "running");
+    $("running").hidden = false;
     $("send").ariaDisabled = "true";
     let ended = "";
     try {
@@ -69,7 +69,8 @@ export class Playground {
       ended = error.message;
     }
     answer.ariaBusy = "false";
-    put($("said"), `${whole(answer.children.length)} tokens, ended: ${ended}`);
+    const tokens = [...answer.children].filter((each) => each.token).length;
+    put($("said"), `${tokens ? `${whole(tokens)} tokens, ` : ""}ended: ${ended}`);
     $("send").ariaDisabled = null;
     this.#runs = false;
   }
@@ -94,7 +95,7 @@ export class Playground {
       const { choices, error } = JSON.parse(data);
       if (error) return error.message;
       const [choice] = choices;
-      this.#add(choice.delta.content ?? "", choice.logprobs?.content ?? [], bytes);
+      this.#add(choice.delta.content ?? choice.delta.reasoning ?? "", choice.logprobs?.content ?? [], bytes);
       ended = choice.finish_reason ?? ended;
     }
     return ended;

@@ -14,16 +14,18 @@ export class Rates {
     [this.#seconds, this.#time] = [time - this.#time, time];
   }
 
-  // Notes a counter. Returns {rate, course, still}: per second, null at first; the latest rates; seconds without growth.
+  // Notes a counter. Returns how much it has grown, its rate (null at first), the latest rates, and for how many seconds
+  // it has stood still.
   count(key, value) {
     const last = this.#before.get(key);
     const fresh = !last || value < last.value || this.#seconds <= 0;
-    const rate = fresh ? null : (value - last.value) / this.#seconds;
+    const grown = fresh ? 0 : value - last.value;
+    const rate = fresh ? null : grown / this.#seconds;
     const course = last ? last.course : [];
     if (rate !== null) course.push(rate);
     if (course.length > LENGTH) course.shift();
-    const since = !fresh && value === last.value ? last.since : this.#time;
-    const noted = { value, rate, course, since, still: this.#time - since };
+    const since = fresh || grown ? this.#time : last.since;
+    const noted = { value, grown, rate, course, since, still: this.#time - since };
     this.#now.set(key, noted);
     return noted;
   }
