@@ -60,7 +60,7 @@ console-test: $(INSTALLED_DEV)  ## Open the console in chromium, which the machi
 	$(PIP) 'playwright>=1.50,<2'
 	$(BIN)/pytest -v -m browser tests/browser
 
-openai-clients: $(INSTALLED_DEV)  ## Run ten clients of OpenAI's API against real weights; installs 2.5 GB below .openai-clients
+openai-clients: $(INSTALLED_DEV)  ## Run ten clients of OpenAI's API against real weights; installs 8 GB below .openai-clients
 	$(BIN)/pytest -v -m clients --timeout=0 tests/openai_clients
 
 gateway-test: $(INSTALLED_DEV)  ## Run SMG's gateway of PyPI before engines of ours; installs it below .foreign

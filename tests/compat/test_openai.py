@@ -55,6 +55,7 @@ async def test_root_says_what_is_served(http: PlainHttp) -> None:
     reply = await http.get("/")
     assert reply.status == 200
     assert {"/v2", "/v1/models", COMPLETIONS} <= reply.json["serves"].keys()
+    assert (await http.get("/health")).status == 200
 
 
 async def test_models_are_listed_and_described(http: PlainHttp) -> None:
@@ -74,6 +75,7 @@ async def test_no_model_is_absent_before_a_worker_was_ready() -> None:
             CHAT, {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
         )
         assert (reply.status, reply.json["error"]["code"]) == (503, "no_worker")
+        assert (await http.get("/health")).status == 503
 
 
 async def test_each_prompt_has_its_choices(mesh: Mesh, http: PlainHttp) -> None:

@@ -50,7 +50,12 @@ async def mesh(weights: Path) -> AsyncIterator[Mesh]:
 
     async def start(mesh: Mesh) -> None:
         await asyncio.gather(*(mesh.start_engine(*flags) for _ in range(ENGINES)))
-        await mesh.start_router(env=INSIDE | {"TRTMESH_TOKENIZER_MODEL_DIR": str(weights)})
+        # The model's template writes no tools, so that grammars alone know them.
+        own = {
+            "TRTMESH_TOKENIZER_MODEL_DIR": str(weights),
+            "TRTMESH_TOKENIZER_TOOL_FORMAT": "hermes",
+        }
+        await mesh.start_router(env=INSIDE | own)
         await mesh.ready(ENGINES, 1)
 
     async with running_mesh(start=start) as mesh:

@@ -60,7 +60,10 @@ CLIENTS: tuple[Python | Node, ...] = (
     Python("langchain_package", ("langchain-openai>=1.7,<2",)),
     Python("lite", ("litellm>=1.110,<2",)),
     Python("instructor_package", ("instructor>=1.17,<2",)),
-    Python("lm_evaluation", ("--no-binary=sqlitedict", "lm-eval[api]>=0.4.13,<0.5")),
+    Python(
+        "lm_evaluation",
+        ("--no-binary=sqlitedict,word2number,rouge-score", "lm-eval[api]>=0.4.13,<0.5"),
+    ),
     Python("aiperf_load", ("aiperf>=0.13,<0.14",)),
     Python("guidellm_load", ("guidellm>=0.8.1,<0.9",)),
     Node("openai_node"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from typing import Annotated
 
 from agents import (
     Agent,
@@ -15,12 +16,13 @@ from agents import (
     function_tool,
 )
 from openai import AsyncOpenAI
+from pydantic import Field
 
 CALLS: list[str] = []
 
 
 @function_tool
-def weather(city: str) -> str:
+def weather(city: Annotated[str, Field(max_length=20)]) -> str:
     """Tells the weather of a city."""
     CALLS.append(city)
     return "sunny, 21 degrees"
@@ -36,7 +38,7 @@ async def main() -> None:
             model=model(model=os.environ["MODEL"], openai_client=client),
             tools=[weather],
             # The first answer is a call; the package then lets the model choose.
-            model_settings=ModelSettings(temperature=0, max_tokens=64, tool_choice="required"),
+            model_settings=ModelSettings(temperature=0, max_tokens=256, tool_choice="required"),
         )
         CALLS.clear()
         whole = await Runner.run(agent, "How is the weather in Paris?", max_turns=4)

@@ -13,16 +13,19 @@ REQUESTS = 40
 
 def main() -> None:
     work = Path(os.environ["WORK"])
+    model, address = os.environ["MODEL"], os.environ["BASE_URL"].removesuffix("/v1")
     command = [
-        *(str(Path(sys.executable).with_name("guidellm")), "benchmark", "run"),
-        *("--target", os.environ["BASE_URL"].removesuffix("/v1"), "--model", os.environ["MODEL"]),
-        *("--processor", os.environ["TOKENIZER"], "--profile", "concurrent", "--rate", "4"),
-        *("--data", "prompt_tokens=64,output_tokens=16", "--max-requests", str(REQUESTS)),
-        *("--output-dir", str(work), "--outputs", "json", "--disable-console-interactive"),
+        *(str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console"),
+        *("--backend", f"kind=openai_http,target={address},model={model}"),
+        *("--tokenizer", f"kind=hf_auto,model={os.environ['TOKENIZER']}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
+        *("--profile", json.dumps({"kind": "concurrent", "streams": [4]})),
+        *("--constraint", f"kind=max_requests,count={REQUESTS}"),
+        *("--output", f"kind=json,path={work / 'report.json'}"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (found,) = work.rglob("*.json")
+    found = work / "report.json"
     (benchmark,) = json.loads(found.read_text())["benchmarks"]
     counts = benchmark["metrics"]["request_totals"]
     assert counts["errored"] == 0, counts

@@ -135,7 +135,12 @@ class Router:
                 self._fleet, self._adapters, self._requests, settings.openai.aliases
             )
             openai = OpenAi(
-                settings.openai, self._requests, served, self._tokenizers, self._metrics
+                settings.openai,
+                self._requests,
+                served,
+                self._tokenizers,
+                self._metrics,
+                lambda: not runtime.health.problems,
             )
             openai.register(self._http)
             generating = openai.generating

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
@@ -79,7 +79,10 @@ class OpenAi:
         served: ServedModels,
         tokenizers: TokenizerPool,
         metrics: RouterMetrics,
+        is_ready: Callable[[], bool],
     ) -> None:
+        """`is_ready` says whether the mesh takes requests."""
+        self._is_ready = is_ready
         self._has_defaults = settings.model_defaults
         self._reports_unknown = settings.unknown_fields == "report"
         self._requests = requests
@@ -94,6 +97,9 @@ class OpenAi:
         port.error_forms["v1"] = OpenAiForm()
         router = port.app.router
         router.add_post("/v1/embeddings", _refuse_embeddings)
+        port.open_handlers.add(self._health)
+        port.served["/health"] = "200 once the mesh takes requests"
+        router.add_get("/health", self._health)
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)
         TextPaths(self._served, self._tokenizers).register(port)
@@ -106,6 +112,10 @@ class OpenAi:
     def generating(self) -> Mapping[str, Handler]:
         """What generates, by path, for other ports that know the caller; after `register`."""
         return {each.path: partial(self._generate, each) for each in ENDPOINTS}
+
+    async def _health(self, _: web.Request) -> web.Response:
+        status = HTTPStatus.OK if self._is_ready() else HTTPStatus.SERVICE_UNAVAILABLE
+        return web.Response(status=status)
 
     async def _models(self, request: web.Request) -> web.Response:
         described = [self._served.describe(each) for each in self._served.all()]
