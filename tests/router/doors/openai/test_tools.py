@@ -82,8 +82,10 @@ class Talk:
 
 
 @asynccontextmanager
-async def talking(tool_format: str, reasoning: str = "none", end: str = "") -> AsyncIterator[Talk]:
-    engine = ScriptedEngine(supported_fields=FIELDS)
+async def talking(
+    tool_format: str, reasoning: str = "none", end: str = "", fields: Sequence[str] = FIELDS
+) -> AsyncIterator[Talk]:
+    engine = ScriptedEngine(supported_fields=fields)
     tokenizer = ScriptedTokenizer(
         tool_format=tool_format,
         reasoning_format=reasoning,
@@ -349,6 +351,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages[0].tool_calls[0].function.arguments",
     ),
 ]
+
+
+@pytest.mark.parametrize("reasoning", ["none", "think"])
+async def test_engine_without_guides_cannot_keep_to_a_form(reasoning: str) -> None:
+    async with talking("hermes", reasoning, fields=FIELDS[:3]) as talk:
+        (choice,) = await talk.whole(BODY, HERMES)
+        assert choice["finish_reason"] == "tool_calls"
+        reply = await talk._http.post(CHAT, BODY | {"tool_choice": "required"})
+        assert (reply.status, reply.json["error"]["param"]) == (501, "tools"), reply.json
 
 
 async def test_errors_name_their_field() -> None:
