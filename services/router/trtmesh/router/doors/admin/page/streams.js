@@ -82,6 +82,7 @@ function stageOf(request) {
   const stages = new Set(request.items.map((item) => item.stage));
   if (!stages.has("generate")) return stages.size === 1 ? [...stages][0] : "waiting";
   if (sequencesOf(request).every((each) => each.queued)) return "waiting";
+  if (!tokensOf(request)) return "prompt";
   return request.speed.still >= STALLED_SECONDS && !Number(request.unread_ms) ? "stalled" : "running";
 }
 
