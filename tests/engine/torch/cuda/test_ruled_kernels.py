@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 from engine.torch.choosing import CHOOSER
 from engine.torch.harness import configure
+from engine.torch.sampling.test_draws import chi_square, most_by_chance
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
@@ -25,7 +26,13 @@ from trtmesh.engine.backends.torch.cuda.kernels.ruled_choice import (
     choose_by_rules,
 )
 from trtmesh.engine.backends.torch.cuda.ruled_rows import RuledRows
-from trtmesh.engine.backends.torch.sampling.filters import Filters, depth_of, temperature_of
+from trtmesh.engine.backends.torch.sampling.draws import _blocks, _Race, places
+from trtmesh.engine.backends.torch.sampling.filters import (
+    Filters,
+    depth_of,
+    temperature_of,
+    temperatures,
+)
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.stopping import EndRule
@@ -46,14 +53,15 @@ FEW_EXAMPLES = settings(
 )
 
 
-def bounds_of(configs: list[Sampling], logits: torch.Tensor) -> list[float]:
-    """The lowest kept logits by the kernels."""
+def tokens_of(configs: list[Sampling], logits: torch.Tensor, draws: torch.Tensor) -> list[int]:
+    """Those that the kernels draw, a row each, with the places `draws` [rows]."""
     rows, size = logits.shape
     work = Workspace(rows, rows, size, logits.device)
     words = np.zeros((len(Field), rows), dtype=np.int64)
     numbers = words.view(np.float64)
+    words[Field.FLAGS] = Flag.RULED | Flag.DRAWS
+    words[Field.PLACE] = draws.numpy()
     for row, config in enumerate(configs):
-        words[Field.FLAGS, row] = Flag.RULED
         top_k = config.top_k or 0
         words[Field.TOP_K, row] = top_k if top_k < size else 0
         numbers[Field.TEMPERATURE, row] = temperature_of(config)
@@ -63,16 +71,31 @@ def bounds_of(configs: list[Sampling], logits: torch.Tensor) -> list[float]:
     log_probs = torch.zeros(rows, LOG_PROB_WORDS, dtype=torch.float64, device=logits.device)
     fields = torch.from_numpy(words).to(logits.device)
     choose_by_rules(logits, fields, work, tokens, log_probs)
-    found: list[float] = work.lowest.tolist()
+    found: list[int] = tokens.tolist()
     return found
 
 
-def expected_bounds(configs: list[Sampling], logits: torch.Tensor) -> list[float]:
-    top_p = [1.0 if config.top_p is None else config.top_p for config in configs]
+def assert_draws_of_the_cpu(configs: list[Sampling], logits: torch.Tensor, tried: int) -> None:
+    """Of `tried` draws of each row those without filters nearest to the lowest kept logit, and some others."""
     on_cpu = logits.cpu().float()
+    top_p = [1.0 if config.top_p is None else config.top_p for config in configs]
     peaks = on_cpu.amax(dim=1, keepdim=True)
-    bounds: list[float] = Filters(ORDERING).lowest(configs, on_cpu, peaks, top_p)[:, 0].tolist()
-    return bounds
+    lowest = Filters(ORDERING).lowest(configs, on_cpu, peaks, top_p)
+    blocks, heat = _blocks(on_cpu), temperatures(configs, on_cpu)
+    generator = torch.Generator().manual_seed(len(configs))
+    rows: list[int] = []
+    draws: list[torch.Tensor] = []
+    for row in range(len(configs)):
+        each = torch.randint(-(2**62), 2**62, (tried,), generator=generator)
+        same = torch.full((tried,), row)
+        free = _Race(blocks[same], heat[same], lowest[same] - torch.inf, each[:, None]).among_all()
+        near = (on_cpu[row, free] - lowest[row]).abs().argsort()[: tried // 8]
+        draws += [each[near], each[:1]]
+        rows += [row] * (len(near) + 1)
+    drawn = torch.cat(draws)
+    expected = _Race(blocks[rows], heat[rows], lowest[rows], drawn[:, None]).among_all()
+    found = tokens_of([configs[row] for row in rows], logits[rows], drawn)
+    assert found == expected.tolist()
 
 
 LOGITS = st.one_of(
@@ -98,12 +121,11 @@ CONFIG = st.builds(
         )
     )
 )
-def test_bounds_of_few_tokens(rows: list[tuple[list[float], Sampling]]) -> None:
+def test_draws_among_few_tokens(rows: list[tuple[list[float], Sampling]]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # A row without a finite logit has no bound.
+    # A row without a finite logit has no draw.
     logits = torch.tensor([[*row, 0.25] for row, _ in rows], device=device)
-    configs = [config for _, config in rows]
-    assert bounds_of(configs, logits) == expected_bounds(configs, logits)
+    assert_draws_of_the_cpu([config for _, config in rows], logits, 24)
 
 
 SHAPES = [
@@ -121,10 +143,10 @@ SHAPES = [
 
 @pytest.mark.parametrize("listed", [ruled_choice.LISTED, 4])
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "bans", "far", "bfloat16"])
-def test_bounds_of_many_tokens(
+def test_draws_among_many_tokens(
     kind: str, listed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the list of tokens in the range is full, so that whole rows are searched."""
+    """Also where more tokens than listed may be the k-th highest, so that whole rows are searched."""
     if listed != ruled_choice.LISTED:
         if device.type == "cuda":
             pytest.skip("kernels are compiled")
@@ -143,8 +165,38 @@ def test_bounds_of_many_tokens(
         logits[:, 7] = 100.0
     elif kind == "bfloat16":
         logits = logits.bfloat16()
-    logits = logits.to(device)
-    assert bounds_of(SHAPES, logits) == expected_bounds(SHAPES, logits)
+    assert_draws_of_the_cpu(SHAPES, logits.to(device), 16 if device.type == "cuda" else 24)
+
+
+def test_weights_are_added_up_exactly_where_rounded_sums_do_not_decide(
+    device: torch.device,
+) -> None:
+    """Tokens with just as much weight above them as `top_p`, and a little more or less."""
+    size, steps = 300, 8
+    # The second half has weights of 0.
+    logits = torch.full((1, size), -50.0, device=device)
+    logits[0, : size // 2] = torch.linspace(0, -3, size // 2).to(device)
+    weights = (logits[0].double().exp() * 2**40).long().cumsum(0)
+    shares = (weights[40 : 40 + steps] / weights[-1]).tolist()
+    configs = [
+        Sampling(top_p=math.nextafter(share, towards))
+        for share in shares
+        for towards in (0.0, share, 1.0)
+    ]
+    assert_draws_of_the_cpu(configs, logits.expand(len(configs), -1), 40)
+
+
+def test_draws_follow_the_distribution(device: torch.device) -> None:
+    count, size = 20_000 if device.type == "cuda" else 600, 40
+    one = torch.randn(1, size, generator=torch.Generator().manual_seed(9)) * 1.5
+    config = Sampling(temperature=1.4, top_p=0.95, min_p=0.02)
+    shares = Filters(ORDERING).probabilities(config, one, 0.95).numpy()
+    draws = torch.from_numpy(places([3] * count, [0] * count, [1] * count, range(count)))
+    found = tokens_of([config] * count, one.expand(count, -1).to(device), draws)
+    kept = shares > 0
+    counts = np.bincount(found, minlength=size)
+    assert not counts[~kept].any()
+    assert chi_square(counts[kept], count * shares[kept]) < most_by_chance(kept.sum() - 1)
 
 
 def sequence(

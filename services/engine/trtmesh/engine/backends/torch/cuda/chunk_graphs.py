@@ -119,7 +119,7 @@ class ChunkGraphs:
         logits = self._model.logits(
             inputs.token_ids[:size], inputs.positions[:size], inputs.kept_rows
         )
-        choose_tokens(logits, inputs.places, inputs.temperatures, inputs.lowest, self._tokens)
+        choose_tokens(logits, inputs.places, inputs.temperatures, self._tokens)
         if self._share:
             self._share(self._tokens)
         return logits

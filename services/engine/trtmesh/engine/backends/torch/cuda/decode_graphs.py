@@ -136,7 +136,6 @@ class DecodeGraphs:
             logits,
             inputs.places[:rows],
             inputs.temperatures[:rows],
-            inputs.lowest[:rows],
             self._tokens[:rows],
         )
         if self._share:

@@ -104,10 +104,12 @@ class Cuda(Accelerator):
         """The logits of each graph, the rules of rows, and what adapters add to steps."""
         decoded = sum(decode_graphs.sizes(largest.rows)) * model.dtype.itemsize
         chunks = (1 + len(chunk_graphs.sizes(largest.tokens))) * MOST_CHUNKS * FLOAT_BYTES
-        rules = (largest.rows + max(largest.rows, MOST_CHUNKS)) * FLOAT_BYTES
+        choosing = max(largest.rows, MOST_CHUNKS)
+        meta = torch.device("meta")
+        rules = Workspace(largest.rows, choosing, model.vocabulary_size, meta).nbytes
         updates = _updates(model)
         inner = updates.most_bytes(largest.tokens) if updates else 0
-        return (decoded + chunks + rules) * model.vocabulary_size + KINDS_OF_STEPS * inner
+        return (decoded + chunks) * model.vocabulary_size + rules + KINDS_OF_STEPS * inner
 
     @property
     def slot_memory(self) -> SlotMemory:

@@ -130,7 +130,7 @@ class RuledRows:
         size = self._words.shape[1]
         top_k = sampling.top_k or 0
         self._fields[Field.TOP_K, slot] = top_k if rules.filters and top_k < size else 0
-        self._fields[Field.TOPS, slot] = min(rules.output.top_log_probs, size)
+        self._fields[Field.TOPS, slot] = rules.output.top_log_probs
         numbers = self._fields.view(np.float64)
         numbers[Field.TEMPERATURE, slot] = temperature
         numbers[Field.TOP_P, slot] = sequence.top_p if rules.filters else 1.0

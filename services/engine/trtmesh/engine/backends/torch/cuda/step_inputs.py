@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence as SequenceOf
 from typing import Any, TypeVar
@@ -92,7 +91,6 @@ class StepInputs:
         fields = buffer[HEADER : HEADER + ROW_FIELDS * self._most].view(ROW_FIELDS, self._most)
         self.token_ids, self.positions, self.places = fields[0], fields[1], fields[2]
         self.temperatures = fields[3].view(torch.float64)
-        self.lowest = torch.full((self._most,), -math.inf, dtype=torch.float64, device=device)
         self.table = buffer[HEADER + ROW_FIELDS * self._most :]
 
     def fill(self, chunks: SequenceOf[Chunk], rows: int) -> None:
@@ -160,7 +158,6 @@ class ChunkInputs:
         kept_fields, self._tiles, fields, self.table = self._parts(self._staged.buffer)
         self.kept_rows, self.places = kept_fields[0], kept_fields[1]
         self.temperatures = kept_fields[2].view(torch.float64)
-        self.lowest = torch.full_like(self.temperatures, -math.inf)
         self.token_ids, self.positions, self._owners = fields
         self._width = torch.tensor([width], device=device)
 

@@ -13,6 +13,15 @@ from trtmesh.engine.backends.torch.sampling.draws import BLOCK
 PARTS = ((8, 2048, 8), (1 << 30, 2048, 4))
 """By the most rows: tokens and warps of a program."""
 PART = PARTS[0][1]
+ROW_WARPS = 16
+"""Of the program of a row."""
+NO_LOGIT = -2139095041
+"""The key of -inf, see `key_of`."""
+
+_NO_LOGIT = tl.constexpr(NO_LOGIT)
+_BLOCK = tl.constexpr(BLOCK)
+_AT_ONCE = tl.constexpr(32)
+"""Blocks with draws computed at once."""
 KNOWN = 256
 """Rows of a program of `known_tokens`."""
 
@@ -49,20 +58,37 @@ def _estimate(x):
 
 
 @triton.jit
-def best_sum(x, kept, place, temperature, numbers, ids, size, block: tl.constexpr):
-    """The highest sum of logit / temperature and noise of the kept logits x [blocks, block], float64, with the lowest
+def key_of(x):
+    """An int32 for a float32, in the same order; equal for both zeros."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def values_of(logits, changed, is_changed, row, row_stride, size, ids, there):
+    """The logits of a row to choose from, which are in `changed` if they are; -inf where nothing is `there`."""
+    if is_changed:
+        x = tl.load(changed + row * size + ids, mask=there, other=float("-inf"))
+    else:
+        x = tl.load(logits + row * row_stride + ids, mask=there, other=float("-inf"))
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _best_sum(x, kept, place, temperature, numbers, ids, size):
+    """The highest sum of logit / temperature and noise of the kept logits x [blocks, BLOCK], float64, with the lowest
     token; -inf and `size` without any. `numbers` [blocks, 1] are those of the blocks of the tokens `ids`.
 
     Sums are estimated in float32, and computed for tokens near the highest estimate."""
     words = ids.to(tl.uint64)
     hashes = _hashes(place, numbers.to(tl.uint64) + 0x100000000)
     wait = _estimate(_hashes(place, words))
-    wait = tl.where(((words ^ hashes) & (block - 1)) == 0, 0.0, wait) + _estimate(hashes) / block
+    wait = tl.where(((words ^ hashes) & (_BLOCK - 1)) == 0, 0.0, wait)
+    wait += _estimate(hashes) / _BLOCK
     top = tl.max(tl.where(kept, x, float("-inf")))
-    # Of a row without a finite highest logit any token will do.
-    top = tl.minimum(tl.maximum(top, -3e38), 3e38)
     # A winner is at most 44 temperatures below the highest logit, where rounding is less than half of 1e-3.
-    sums = tl.where(x == top, 0.0, (x - top) * (1 / temperature).to(tl.float32)) - tl.log(wait)
+    sums = _relative(x, top, (1 / temperature).to(tl.float32)) - tl.log(wait)
     sums = tl.where(kept, sums, float("-inf"))
     left = kept & (sums >= tl.max(sums) - 1e-3)
     best = tl.full((), float("-inf"), tl.float64)
@@ -71,10 +97,10 @@ def best_sum(x, kept, place, temperature, numbers, ids, size, block: tl.constexp
     while token < size:
         logit = tl.max(tl.where(ids == token, x, float("-inf"))).to(tl.float64)
         word = token.to(tl.uint64)
-        shared = _hashes(place, (token // block).to(tl.uint64) + 0x100000000)
+        shared = _hashes(place, (token // _BLOCK).to(tl.uint64) + 0x100000000)
         later = _exponential(_hashes(place, word))
-        later = tl.where(((word ^ shared) & (block - 1)) == 0, 0.0, later)
-        found = logit / temperature - tl.log(later + _exponential(shared) / block)
+        later = tl.where(((word ^ shared) & (_BLOCK - 1)) == 0, 0.0, later)
+        found = logit / temperature - tl.log(later + _exponential(shared) / _BLOCK)
         winner = tl.where(found > best, token, winner)
         best = tl.where(found > best, found, best)
         left = left & (ids > token)
@@ -83,59 +109,130 @@ def best_sum(x, kept, place, temperature, numbers, ids, size, block: tl.constexp
 
 
 @triton.jit
+def _relative(x, top, factor):
+    return tl.where(x == top, 0.0, (x - top) * factor)
+
+
+@triton.jit
+def blocks_of(
+    logits, changed, is_changed, row, row_stride, size, maxima, blocks, place, padded: tl.constexpr
+):
+    """Of each block of a row, the highest logit, the highest noise, and the logit of its token [padded] float32."""
+    numbers = tl.arange(0, padded)
+    there = numbers < blocks
+    highest = tl.load(maxima + row * blocks + numbers, mask=there, other=float("-inf"))
+    hashes = _hashes(place, numbers.to(tl.uint64) + 0x100000000)
+    noise = -tl.log(_estimate(hashes) / _BLOCK)
+    ids = numbers * _BLOCK + (hashes & (_BLOCK - 1)).to(tl.int32)
+    own = values_of(logits, changed, is_changed, row, row_stride, size, ids, there & (ids < size))
+    return highest, noise, own
+
+
+@triton.jit
+def winner_of(
+    logits,
+    changed,
+    is_changed,
+    row,
+    row_stride,
+    size,
+    highest,
+    noise,
+    own,
+    peak,
+    least,
+    place,
+    temperature,
+    listed,
+    padded: tl.constexpr,
+):
+    """The token with the highest sum of logit / temperature and noise among those with keys from `least` on. The finite
+    `peak`, the highest logit, has such a key. `highest`, `noise` and `own` are those of `blocks_of`; `listed` has room
+    for the numbers of all blocks.
+
+    Only blocks with a chance are computed, some at once: no sum exceeds that of the highest logit and the highest
+    noise of its block, nor is the winner's below those of the tokens with that noise.
+    """
+    factor = (1 / temperature).to(tl.float32)
+    sums = _relative(own, peak, factor) + noise
+    # The noise of the highest logit is at least -4. Estimates are wrong by less than half of 2e-3.
+    reached = tl.maximum(tl.max(tl.where(key_of(own) >= least, sums, float("-inf"))), -4.0) - 2e-3
+    bounds = _relative(highest, peak, factor) + noise
+    likely = (key_of(highest) >= least) & (bounds >= reached)
+    places = tl.cumsum(likely.to(tl.int32), 0) - 1
+    # Not before all have read the list of the winner before.
+    tl.debug_barrier()
+    tl.store(listed + places, tl.arange(0, padded), mask=likely)
+    tl.debug_barrier()
+    count = tl.sum(likely.to(tl.int32))
+    best = tl.full((), float("-inf"), tl.float64)
+    winner = tl.zeros((), tl.int32) + size
+    for first in range(0, count, _AT_ONCE):
+        i = first + tl.arange(0, _AT_ONCE)[:, None]
+        there = i < count
+        numbers = tl.load(listed + i, mask=there, other=0)
+        ids = numbers * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+        there = there & (ids < size)
+        x = values_of(logits, changed, is_changed, row, row_stride, size, ids, there)
+        kept = key_of(x) >= least
+        found, token = _best_sum(x, kept, place, temperature, numbers, ids, size)
+        winner = tl.where(found > best, token, winner)
+        best = tl.maximum(best, found)
+    return winner
+
+
+@triton.jit
 def _parts(
     logits,
-    places,
     temperatures,
-    lowest,
     peaks,
     firsts,
-    sums,
-    winners,
+    maxima,
     size,
     row_stride,
     parts,
-    blocks: tl.constexpr,
-    block: tl.constexpr,
+    blocks,
+    part_blocks: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: (row, part of the vocabulary). The highest logit with the token; in drawing rows, the highest sum of
-    logit / temperature and noise, with the token. The lowest token among equals."""
+    """Program: (row, part of the vocabulary). The highest logit with the lowest token; in drawing rows, the highest
+    logit of each block."""
     if overlaps:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    numbers = part * blocks + tl.arange(0, blocks)[:, None]
-    ids = numbers * block + tl.arange(0, block)[None, :]
+    numbers = part * part_blocks + tl.arange(0, part_blocks)
+    ids = numbers[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     there = ids < size
     x = tl.load(logits + row * row_stride + ids, mask=there, other=float("-inf")).to(tl.float32)
-    top = tl.max(tl.max(x, 1), 0)
+    highest = tl.max(x, 1)
+    top = tl.max(highest, 0)
     first = tl.min(tl.min(tl.where(x == top, ids, size), 1), 0)
     broken = tl.max(tl.max((x != x).to(tl.int32), 1), 0)
     at = row * parts + part
     tl.store(peaks + at, tl.where(broken > 0, float("nan"), top))
     tl.store(firsts + at, first)
-    temperature = tl.load(temperatures + row)
-    if temperature > 0:
-        kept = there & (x.to(tl.float64) >= tl.load(lowest + row))
-        best, winner = best_sum(
-            x, kept, tl.load(places + row), temperature, numbers, ids, size, block
-        )
-        tl.store(sums + at, best)
-        tl.store(winners + at, winner)
+    if tl.load(temperatures + row) > 0:
+        tl.store(maxima + row * blocks + numbers, highest, mask=numbers < blocks)
 
 
 @triton.jit
 def _best(
+    logits,
+    places,
     temperatures,
     peaks,
     firsts,
-    sums,
-    winners,
+    maxima,
+    listed,
     tokens,
+    size,
+    row_stride,
     parts,
+    blocks,
     padded_parts: tl.constexpr,
+    padded: tl.constexpr,
     overlaps: tl.constexpr,
 ):
     """Program: a row. No token where a logit is not a number, or the highest is infinite."""
@@ -152,56 +249,58 @@ def _best(
     none = 2147483647
     first = tl.load(firsts + at, mask=there, other=none)
     token = tl.min(tl.where(there & (peak == top), first, none), 0)
-    if tl.load(temperatures + row) > 0:
-        total = tl.load(sums + at, mask=there, other=float("-inf"))
-        best = tl.max(total, 0)
-        winner = tl.load(winners + at, mask=there, other=none)
-        token = tl.min(tl.where(there & (total == best), winner, none), 0)
     finite = (top > float("-inf")) & (top < float("inf")) & (broken == 0)
+    temperature = tl.load(temperatures + row)
+    if finite & (temperature > 0):
+        place = tl.load(places + row)
+        highest, noise, own = blocks_of(
+            logits, logits, 0, row, row_stride, size, maxima, blocks, place, padded
+        )
+        token = winner_of(
+            logits, logits, 0, row, row_stride, size, highest, noise, own, top, _NO_LOGIT + 1,
+            place, temperature, listed + row * blocks, padded,
+        )  # fmt: skip
     tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
 
 
-def choose_tokens(
-    logits: Tensor, places: Tensor, temperatures: Tensor, lowest: Tensor, tokens: Tensor
-) -> None:
+def choose_tokens(logits: Tensor, places: Tensor, temperatures: Tensor, tokens: Tensor) -> None:
     """Writes `tokens` [rows] int64, NO_TOKEN where the highest of `logits` [rows, vocabulary] is not finite.
 
-    A row of temperature 0 takes the highest logit; other rows draw among the logits from `lowest` on. `places` [rows]
-    int64 are the hashes of the draws; `temperatures` and `lowest` are float64.
+    A row of temperature 0 takes the highest logit; other rows draw. `places` [rows] int64 are the hashes of the draws;
+    `temperatures` are float64.
     """
     rows, size = logits.shape
     part_size, warps = parts_of(rows)
-    parts = triton.cdiv(size, part_size)
+    parts, blocks = triton.cdiv(size, part_size), triton.cdiv(size, BLOCK)
     peaks = torch.empty(rows * parts, device=logits.device)
     firsts = torch.empty(rows * parts, dtype=torch.int32, device=logits.device)
-    sums = torch.empty(rows * parts, dtype=torch.float64, device=logits.device)
-    winners = torch.empty_like(firsts)
+    maxima = torch.empty(rows * blocks, device=logits.device)
+    listed = torch.empty(rows * blocks, dtype=torch.int32, device=logits.device)
+    numbers = (size, logits.stride(0), parts, blocks)
     _parts[(rows, parts)](
         logits,
-        places.view(torch.uint64),
         temperatures,
-        lowest,
         peaks,
         firsts,
-        sums,
-        winners,
-        size,
-        logits.stride(0),
-        parts,
-        blocks=part_size // BLOCK,
-        block=BLOCK,
+        maxima,
+        *numbers,
+        part_blocks=part_size // BLOCK,
         num_warps=warps,
         **overlap(logits.device),
     )
     _best[(rows,)](
+        logits,
+        places.view(torch.uint64),
         temperatures,
         peaks,
         firsts,
-        sums,
-        winners,
+        maxima,
+        listed,
         tokens,
-        parts,
+        *numbers,
         padded_parts=triton.next_power_of_2(parts),
+        padded=triton.next_power_of_2(blocks),
+        num_warps=ROW_WARPS,
         **overlap(logits.device),
     )
 

@@ -1,14 +1,14 @@
 """The choice of tokens for rows with rules: biases, penalties, bans, filters and log-probabilities.
 
-A row has a column of words, see `row_fields.Field`. Kernels of a row without rules return at once. The lowest kept
-logit of top_k and top_p, as `sampling/filters.py` defines it, is found without sorting a row:
+A row has a column of words, see `row_fields.Field`. Programs of a row without rules return at once.
 
-1. `_survey` applies biases, penalties and bans, and finds the range of the logits.
-2. `_narrow`, twice: sums over the tokens above a few pivots narrow the range around the bound. These sums are rounded.
-3. `_collect` adds up exact weights above and in the range, and lists the tokens in the range.
-4. `_bound` finds the bound among the listed tokens by halving. Where the exact sums say that the bound is elsewhere, or
-   where the list is full, it searches the whole row.
-5. `_draw` and `_best` choose as `gumbel_choice.py` does, among the kept tokens.
+1. `_survey` applies biases, penalties and bans, and finds the highest logits.
+2. `_choose` draws as `gumbel_choice.py` does.
+
+The lowest kept logit of top_p, as `sampling/filters.py` defines it, is not searched for: a drawn token is kept where
+the tokens above have less than `top_p` of all weight. Else all from there down are filtered, and the draw is repeated
+among those above. Weights are added up in float32, and as the rule's integers where that does not decide. The k-th
+highest logit is searched for among the few tokens from the k-th highest block on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import PART, best_sum, parts_of
+from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import (
+    NO_LOGIT,
+    PART,
+    ROW_WARPS,
+    blocks_of,
+    key_of,
+    values_of,
+    winner_of,
+)
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import (
     BIAS_SHIFT,
@@ -30,14 +38,12 @@ from trtmesh.engine.backends.torch.cuda.kernels.row_fields import (
 )
 from trtmesh.engine.backends.torch.sampling.draws import BLOCK
 
-PIVOTS = 16
-"""So many that even of a flat row no more tokens are in the range than are listed."""
-LISTED = 8192
-"""Most tokens listed of a row."""
+LISTED = 2048
+"""Most tokens listed of a row, to find the k-th highest."""
 AT_ONCE = 8192
-"""Tokens of a row searched at once."""
-TOTALS = 2
-"""Sums of weights of a program: of all tokens, and above the range."""
+"""Tokens of a row read at once."""
+BLOCKS_AT_ONCE = 128
+"""Blocks of listed tokens read at once."""
 
 _FLAGS = tl.constexpr(int(Field.FLAGS))
 _SLOT = tl.constexpr(int(Field.SLOT))
@@ -59,11 +65,13 @@ _BIAS_SHIFT = tl.constexpr(BIAS_SHIFT)
 _COUNT_SHIFT = tl.constexpr(COUNT_SHIFT)
 _ONE_MORE = tl.constexpr(1 << COUNT_SHIFT)
 _BIASES = tl.constexpr(BIASES)
-_PIVOTS = tl.constexpr(PIVOTS)
 _LISTED = tl.constexpr(LISTED)
 _AT_ONCE = tl.constexpr(AT_ONCE)
+_BLOCKS_AT_ONCE = tl.constexpr(BLOCKS_AT_ONCE)
 _MOST_TOPS = tl.constexpr(MOST_TOPS)
-_TOTALS = tl.constexpr(TOTALS)
+_BLOCK = tl.constexpr(BLOCK)
+_FIRST_KEY = tl.constexpr(NO_LOGIT + 1)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -77,18 +85,6 @@ def _number(fields, stride, row, field: tl.constexpr):
 
 
 @triton.jit
-def _values(logits, changed, flags, row, row_stride, size, ids):
-    """The logits to choose from, -inf beyond the vocabulary."""
-    there = ids < size
-    if (flags & _CHANGES) != 0:
-        x = tl.load(changed + row * size + ids, mask=there, other=float("-inf"))
-    else:
-        x = tl.load(logits + row * row_stride + ids, mask=there, other=float("-inf"))
-        x = x.to(tl.float32)
-    return x
-
-
-@triton.jit
 def _weights(x, peak, temperature):
     """Multiples of 2**-40."""
     factor = tl.minimum(1 / temperature, 1.7976931348623157e308)
@@ -97,9 +93,11 @@ def _weights(x, peak, temperature):
 
 
 @triton.jit
-def _highest(peaks, row, parts, padded: tl.constexpr):
-    i = tl.arange(0, padded)
-    return tl.max(tl.load(peaks + row * parts + i, mask=i < parts, other=float("-inf")), 0)
+def _rounded_weights(x, peak, temperature):
+    factor = _LOG2_E / temperature.to(tl.float32)
+    # Finite, and not 0: no product of a difference is undefined.
+    factor = tl.minimum(tl.maximum(factor, 1e-30), 1e30)
+    return tl.exp2((x - tl.maximum(peak, -3.0e38)) * factor)
 
 
 @triton.jit
@@ -116,27 +114,30 @@ def _survey(
     own_sums,
     peaks,
     firsts,
-    lows,
-    counts,
+    masses,
+    maxima,
     top_logits,
     top_ids,
     parts,
+    blocks,
     part_size: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: (row, part). Changed logits; the highest with the lowest token, and the lowest finite one; of the
-    model's own logits, the highest, the sum of exp, and the most likely tokens."""
+    """Program: (row, part). Changed logits; the highest with the lowest token, those of blocks, and the sum of weights
+    over that of the highest; of the model's own logits, the highest, the sum of exp, and the most likely tokens."""
     if overlaps:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     flags = _word(fields, stride, row, _FLAGS)
+    # Together with the flags, so as to wait for memory once.
+    temperature = _number(fields, stride, row, _TEMPERATURE)
+    share = _number(fields, stride, row, _TOP_P)
+    top_k = _word(fields, stride, row, _TOP_K)
     if flags == 0:
         return
     at = row * parts + part
-    if part == 0:
-        tl.store(counts + row, 0)
     ids = part * part_size + tl.arange(0, part_size)
     there = ids < size
     x = tl.load(logits + row * row_stride + ids, mask=there, other=float("-inf")).to(tl.float32)
@@ -172,318 +173,139 @@ def _survey(
         top = tl.max(x, 0)
     tl.store(peaks + at, top)
     tl.store(firsts + at, tl.min(tl.where(x == top, ids, size), 0))
-    tl.store(lows + at, tl.min(tl.where(x > float("-inf"), x, float("inf")), 0))
+    if (flags & _DRAWS) != 0:
+        part_blocks: tl.constexpr = part_size // _BLOCK
+        numbers = part * part_blocks + tl.arange(0, part_blocks)
+        highest = tl.max(tl.reshape(x, (part_blocks, _BLOCK)), 1)
+        tl.store(maxima + row * blocks + numbers, highest, mask=numbers < blocks)
+        if (share < 1) & (top_k == 0):
+            tl.store(masses + at, tl.sum(_rounded_weights(x, top, temperature), 0))
 
 
 @triton.jit
-def _range(fields, stride, row, peaks, lows, parts, padded: tl.constexpr):
-    """The range of logits which the bound is in: whether it counts tokens, the lowest and the highest."""
-    i = tl.arange(0, padded)
-    high = _highest(peaks, row, parts, padded)
-    low = tl.min(tl.load(lows + row * parts + i, mask=i < parts, other=float("inf")), 0)
-    counts = _word(fields, stride, row, _TOP_K) > 0
-    if counts == 0:
-        # Weights below are 0.
-        temperature = _number(fields, stride, row, _TEMPERATURE).to(tl.float32)
-        low = tl.maximum(low, high - 28.0 * temperature)
-    return counts, low, high
-
-
-@triton.jit
-def _reached(masses, row, parts, padded: tl.constexpr):
-    """The sums [PIVOTS] above the pivots."""
-    i = tl.arange(0, padded)[:, None]
-    j = tl.arange(0, _PIVOTS)[None, :]
-    at = (row * parts + i) * _PIVOTS + j
-    return tl.sum(tl.load(masses + at, mask=i < parts, other=0.0), 0)
-
-
-@triton.jit
-def _narrowed(reached, needed, low, high, top):
-    """The range between the pivots around `needed`, from `low` and below `top`; pivots are from `low` to `high`."""
-    pivots = low + (high - low) / _PIVOTS * tl.arange(0, _PIVOTS)
-    slack = needed * 1e-5
-    below = tl.max(tl.where(reached >= needed + slack, pivots, low), 0)
-    above = tl.min(tl.where(reached < needed - slack, pivots, top), 0)
-    return below, above
-
-
-@triton.jit
-def _needed(fields, stride, row, counts, reached):
-    """The rounded sum from the bound on, from the sums of the first pivots."""
-    share = _number(fields, stride, row, _TOP_P).to(tl.float32)
-    return tl.where(
-        counts, _word(fields, stride, row, _TOP_K).to(tl.float32), share * tl.max(reached, 0)
-    )
-
-
-@triton.jit
-def _narrow(
-    logits,
-    row_stride,
-    size,
-    fields,
-    stride,
-    changed,
-    peaks,
-    lows,
-    first_masses,
-    masses,
-    parts,
-    second: tl.constexpr,
-    part_size: tl.constexpr,
+def _list_highest(
+    logits, changed, is_changed, row, row_stride, size, highest, top_k, end, listed, kept,
     padded: tl.constexpr,
-    overlaps: tl.constexpr,
-):
-    """Program: (row, part). The sums above pivots, of counts or weights. With `second`, the pivots lie between two of
-    the first."""
-    if overlaps:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    flags = _word(fields, stride, row, _FLAGS)
-    if flags == 0:
-        return
-    if (_word(fields, stride, row, _TOP_K) == 0) & (_number(fields, stride, row, _TOP_P) >= 1):
-        return
-    counts, low, high = _range(fields, stride, row, peaks, lows, parts, padded)
-    ids = part * part_size + tl.arange(0, part_size)
-    x = _values(logits, changed, flags, row, row_stride, size, ids)
-    if counts:
-        measure = tl.where(x > float("-inf"), 1.0, 0.0)
-    else:
-        temperature = _number(fields, stride, row, _TEMPERATURE).to(tl.float32)
-        measure = tl.exp2((x - high) * (1.4426950408889634 / temperature))
-    if second:
-        reached = _reached(first_masses, row, parts, padded)
-        needed = _needed(fields, stride, row, counts, reached)
-        low, top = _narrowed(reached, needed, low, high, float("inf"))
-        high = tl.minimum(top, high)
-    at = (row * parts + part) * _PIVOTS
-    for j in tl.static_range(_PIVOTS):
-        pivot = low + (high - low) / _PIVOTS * j
-        tl.store(masses + at + j, tl.sum(tl.where(x >= pivot, measure, 0.0), 0))
-
-
-@triton.jit
-def _collect(
-    logits,
-    row_stride,
-    size,
-    fields,
-    stride,
-    changed,
-    peaks,
-    lows,
-    first_masses,
-    masses,
-    totals,
-    listed,
-    listed_weights,
-    counts,
-    parts,
-    part_size: tl.constexpr,
-    padded: tl.constexpr,
-    overlaps: tl.constexpr,
-):
-    """Program: (row, part). Lists the tokens within the range, with their weights. `totals` [rows, parts, 2] are the
-    sums of all weights, and of those above the range."""
-    if overlaps:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    flags = _word(fields, stride, row, _FLAGS)
-    if flags == 0:
-        return
-    share = _number(fields, stride, row, _TOP_P)
-    if (_word(fields, stride, row, _TOP_K) == 0) & (share >= 1):
-        return
-    is_counted, low, high = _range(fields, stride, row, peaks, lows, parts, padded)
-    reached = _reached(first_masses, row, parts, padded)
-    needed = _needed(fields, stride, row, is_counted, reached)
-    low, top = _narrowed(reached, needed, low, high, float("inf"))
-    reached = _reached(masses, row, parts, padded)
-    low, top = _narrowed(reached, needed, low, tl.minimum(top, high), top)
-    # top_p may bound more among counted tokens.
-    top = tl.where(is_counted, float("inf"), top)
-    ids = part * part_size + tl.arange(0, part_size)
-    x = _values(logits, changed, flags, row, row_stride, size, ids)
-    inside = (x >= low) & (x < top) & (ids < size)
-    weights = tl.zeros_like(ids).to(tl.int64)
-    if share < 1:
-        temperature = _number(fields, stride, row, _TEMPERATURE)
-        weights = _weights(x, high, temperature)
-        at = (row * parts + part) * _TOTALS
-        tl.store(totals + at, tl.sum(weights, 0))
-        tl.store(totals + at + 1, tl.sum(tl.where(x >= top, weights, 0), 0))
-    found = tl.sum(inside.to(tl.int32), 0)
-    if found > 0:
-        first = tl.atomic_add(counts + row, found)
-        places = first + tl.cumsum(inside.to(tl.int32), 0) - 1
-        kept = inside & (places < _LISTED)
-        tl.store(listed + row * _LISTED + places, x, mask=kept)
-        tl.store(listed_weights + row * _LISTED + places, weights, mask=kept)
-
-
-@triton.jit
-def _key(x):
-    """An integer for a number, in the same order; equal for both zeros."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _sweep(keys, weights, there, middle):
-    """The sum of weights from the key `middle` on, the lowest key from there, and the highest below."""
-    above = there & (keys >= middle)
-    mass = tl.sum(tl.where(above, weights, 0), 0)
-    up = tl.min(tl.where(above, keys, 4294967296), 0)
-    return mass, up, tl.max(tl.where(there & (keys < middle), keys, -4294967296), 0)
-
-
-@triton.jit
-def _among_listed(keys, weights, there, above, needed, end):
-    """The highest key, below `end`, from which on weights sum up to `needed` together with `above`; that of the lowest
-    where all do not."""
-    mass, low, _ = _sweep(keys, weights, there, -4294967296)
-    while end - low > 1:
+):  # fmt: skip
+    """Lists tokens in `kept`, all from some logit on, at least `top_k` if there are; returns how many there are, and
+    at most LISTED of them are listed. `highest` are the logits of blocks, all below the key `end`."""
+    keys = key_of(highest)
+    count = tl.sum((keys >= _FIRST_KEY).to(tl.int32))
+    low = tl.min(tl.where(keys >= _FIRST_KEY, keys, 2147483647)).to(tl.int64)
+    low = tl.where(count < top_k, _FIRST_KEY, low)
+    while (count > tl.maximum(2 * top_k, _BLOCKS_AT_ONCE)) & (end - low > 1):
         middle = (low + end) >> 1
-        mass, up, down = _sweep(keys, weights, there, middle)
-        if (above + mass).to(tl.float64) >= needed:
-            low = tl.minimum(up, end - 1)
+        above = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32))
+        if above >= top_k:
+            low = middle
+            count = above
         else:
-            end = tl.maximum(down + 1, low + 1)
-    return low
+            end = middle
+    likely = keys >= low.to(tl.int32)
+    places = tl.cumsum(likely.to(tl.int32), 0) - 1
+    tl.store(listed + places, tl.arange(0, padded), mask=likely)
+    tl.debug_barrier()
+    found = tl.zeros((), tl.int32)
+    for first in range(0, count, _BLOCKS_AT_ONCE):
+        i = first + tl.arange(0, _BLOCKS_AT_ONCE)[:, None]
+        there = i < count
+        ids = tl.load(listed + i, mask=there, other=0) * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+        there = there & (ids < size)
+        x = values_of(logits, changed, is_changed, row, row_stride, size, ids, there)
+        x = tl.reshape(x, (_BLOCKS_AT_ONCE * _BLOCK,))
+        inside = key_of(x) >= low.to(tl.int32)
+        slots = found + tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(kept + slots, x, mask=inside & (slots < _LISTED))
+        found += tl.sum(inside.to(tl.int32))
+    tl.debug_barrier()
+    return found
 
 
 @triton.jit
-def _sweep_row(
-    logits,
-    changed,
-    flags,
-    row,
-    row_stride,
-    size,
-    peak,
-    temperature,
-    is_counted,
-    least,
-    middle,
-    at_once: tl.constexpr,
+def _counts(keys, middle):
+    """The number of keys from `middle` on, the lowest of these, and the highest below."""
+    above = keys >= middle
+    up = tl.min(tl.where(above, keys, 2147483647))
+    return tl.sum(above.to(tl.int32)), up, tl.max(tl.where(above, -2147483647, keys))
+
+
+@triton.jit
+def _counts_of_row(
+    logits, changed, is_changed, row, row_stride, size, middle, at_once: tl.constexpr
 ):
-    """`_sweep` of the tokens of a row with keys from `least` on; the weights of counted tokens are 1."""
-    mass = tl.zeros((), tl.int64)
-    up = tl.zeros((), tl.int64) + 4294967296
-    down = tl.zeros((), tl.int64) - 4294967296
+    count = tl.zeros((), tl.int32)
+    up = tl.zeros((), tl.int32) + 2147483647
+    down = tl.zeros((), tl.int32) - 2147483647
     for first in range(0, size, at_once):
-        x = _values(logits, changed, flags, row, row_stride, size, first + tl.arange(0, at_once))
-        weights = tl.full([at_once], 1, tl.int64)
-        if is_counted == 0:
-            weights = _weights(x, peak, temperature)
-        keys = _key(x)
-        there = (x > float("-inf")) & (keys >= least)
-        mass_here, up_here, down_here = _sweep(keys, weights, there, middle)
-        mass += mass_here
-        up = tl.minimum(up, up_here)
-        down = tl.maximum(down, down_here)
-    return mass, up, down
+        ids = first + tl.arange(0, at_once)
+        x = values_of(logits, changed, is_changed, row, row_stride, size, ids, ids < size)
+        more, lowest, highest = _counts(key_of(x), middle)
+        count += more
+        up = tl.minimum(up, lowest)
+        down = tl.maximum(down, highest)
+    return count, up, down
 
 
 @triton.jit
-def _bound(
-    logits,
-    row_stride,
-    size,
-    fields,
-    stride,
-    changed,
-    peaks,
-    totals,
-    listed,
-    listed_weights,
-    counts,
-    lowest,
-    parts,
-    padded: tl.constexpr,
-    overlaps: tl.constexpr,
-):
-    """Program: a row. The lowest kept logit, float64."""
-    if overlaps:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    flags = _word(fields, stride, row, _FLAGS)
-    if flags == 0:
-        return
-    temperature = _number(fields, stride, row, _TEMPERATURE)
-    top_k = _word(fields, stride, row, _TOP_K)
-    share = _number(fields, stride, row, _TOP_P)
-    peak = _highest(peaks, row, parts, padded)
-    end = _key(peak) + 1
-    none = tl.zeros((), tl.int64) - 4294967296
-    least = none
-    if (top_k > 0) | (share < 1):
-        # First the bound of top_k, then that of top_p among the tokens left.
-        at = (row * parts + tl.arange(0, padded)) * _TOTALS
-        in_row = tl.arange(0, padded) < parts
-        total = tl.sum(tl.load(totals + at, mask=in_row, other=0), 0)
-        count = tl.load(counts + row)
-        whole = count > _LISTED
-        if whole == 0:
-            i = tl.arange(0, _LISTED)
-            there = i < count
-            x = tl.load(listed + row * _LISTED + i, mask=there, other=float("-inf"))
-            weights = tl.load(listed_weights + row * _LISTED + i, mask=there, other=0)
-            keys = _key(x)
-            above = tl.sum(tl.load(totals + at + 1, mask=in_row, other=0), 0)
-            mass = tl.sum(weights, 0)
-            if top_k > 0:
-                if count >= top_k:
-                    ones = there.to(tl.int64)
-                    least = _among_listed(keys, ones, there, above * 0, top_k.to(tl.float64), end)
-                there = there & (keys >= least)
-                mass = tl.sum(tl.where(there, weights, 0), 0)
-                total = mass
-                above = mass * 0
-            if share < 1:
-                needed = share * total.to(tl.float64)
-                whole = ((above > 0) & (above.to(tl.float64) >= needed)) | (
-                    (above + mass).to(tl.float64) < needed
-                )
-                if whole == 0:
-                    least = _among_listed(keys, weights, there, above, needed, end)
-        if whole:
-            least = none
-            for stage in range(2):
-                is_counted = stage == 0
-                if (is_counted & (top_k > 0)) | ((stage == 1) & (share < 1)):
-                    mass, low, _ = _sweep_row(
-                        logits, changed, flags, row, row_stride, size, peak, temperature,
-                        is_counted, least, none, _AT_ONCE,
-                    )  # fmt: skip
-                    needed = top_k.to(tl.float64)
-                    if stage == 1:
-                        needed = share * mass.to(tl.float64)
-                    if mass.to(tl.float64) >= needed:
-                        high = end
-                        while high - low > 1:
-                            middle = (low + high) >> 1
-                            mass, up, down = _sweep_row(
-                                logits, changed, flags, row, row_stride, size, peak, temperature,
-                                is_counted, least, middle, _AT_ONCE,
-                            )  # fmt: skip
-                            if mass.to(tl.float64) >= needed:
-                                low = tl.minimum(up, high - 1)
-                            else:
-                                high = tl.maximum(down + 1, low + 1)
-                        least = low
-    bits = least.to(tl.int32)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    bound = tl.where(least == none, float("-inf"), bits.to(tl.float32, bitcast=True))
-    depth = _number(fields, stride, row, _DEPTH)
-    tl.store(lowest + row, tl.maximum(bound.to(tl.float64), depth + peak.to(tl.float64)))
+def _kth(
+    logits, changed, is_changed, row, row_stride, size, keys, is_listed, top_k, end,
+    at_once: tl.constexpr,
+):  # fmt: skip
+    """The k-th highest key below `end` of the listed ones or, unless `is_listed`, of the row; the first of all without
+    so many."""
+    low = tl.zeros((), tl.int64) + _FIRST_KEY
+    middle = low
+    while end - low > 1:
+        if is_listed:
+            count, up, down = _counts(keys, middle.to(tl.int32))
+        else:
+            count, up, down = _counts_of_row(
+                logits, changed, is_changed, row, row_stride, size, middle.to(tl.int32), at_once
+            )
+        if count >= top_k:
+            low = tl.minimum(up.to(tl.int64), end - 1)
+        elif middle == low:
+            end = low + 1
+        else:
+            end = tl.maximum(down.to(tl.int64) + 1, low + 1)
+        middle = (low + end) >> 1
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _rounded_mass(
+    logits, changed, is_changed, row, row_stride, size, peak, temperature, bound,
+    at_once: tl.constexpr,
+):  # fmt: skip
+    """The weight of the tokens above a logit, rounded."""
+    mass = tl.zeros([at_once], tl.float32)
+    ids = tl.arange(0, at_once)
+    x = values_of(logits, changed, is_changed, row, row_stride, size, ids, ids < size)
+    for _ in range(0, size, at_once):
+        # The next tokens come while these are added up.
+        ids += at_once
+        rest = values_of(logits, changed, is_changed, row, row_stride, size, ids, ids < size)
+        mass += tl.where(x > bound, _rounded_weights(x, peak, temperature), 0.0)
+        x = rest
+    return tl.sum(mass)
+
+
+@triton.jit
+def _masses(
+    logits, changed, is_changed, row, row_stride, size, peak, temperature, least, key,
+    at_once: tl.constexpr,
+):  # fmt: skip
+    """The weights of the tokens with keys from `least` on, and of those above `key`."""
+    total = tl.zeros((), tl.int64)
+    above = tl.zeros((), tl.int64)
+    for first in range(0, size, at_once):
+        ids = first + tl.arange(0, at_once)
+        x = values_of(logits, changed, is_changed, row, row_stride, size, ids, ids < size)
+        keys = key_of(x)
+        weights = tl.where(keys >= least, _weights(x, peak, temperature), 0)
+        total += tl.sum(weights)
+        above += tl.sum(tl.where(keys > key, weights, 0))
+    return total, above
 
 
 @triton.jit
@@ -494,56 +316,111 @@ def _draw(
     fields,
     stride,
     changed,
-    lowest,
-    sums,
-    winners,
-    parts,
-    blocks: tl.constexpr,
-    block: tl.constexpr,
-    overlaps: tl.constexpr,
+    flags,
+    row,
+    peak,
+    mass,
+    maxima,
+    listed,
+    kept,
+    blocks,
+    padded: tl.constexpr,
 ):
-    """Program: (row, part). The highest sum of logit / temperature and noise of a kept token."""
-    if overlaps:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    flags = _word(fields, stride, row, _FLAGS)
-    if (flags & _DRAWS) == 0:
-        return
-    numbers = part * blocks + tl.arange(0, blocks)[:, None]
-    ids = numbers * block + tl.arange(0, block)[None, :]
-    x = _values(logits, changed, flags, row, row_stride, size, ids)
-    kept = (x > float("-inf")) & (x.to(tl.float64) >= tl.load(lowest + row))
-    best = tl.full((), float("-inf"), tl.float64)
-    winner = tl.zeros((), tl.int32) + size
-    if tl.max(kept.to(tl.int32)) > 0:
-        place = _word(fields, stride, row, _PLACE).to(tl.uint64, bitcast=True)
-        temperature = _number(fields, stride, row, _TEMPERATURE)
-        best, winner = best_sum(x, kept, place, temperature, numbers, ids, size, block)
-    tl.store(sums + row * parts + part, best)
-    tl.store(winners + row * parts + part, winner)
+    """The token of a row with the finite highest logit `peak`. `mass` are all weights, rounded, where top_p is the only
+    filter of weights."""
+    is_changed = (flags & _CHANGES) != 0
+    temperature = _number(fields, stride, row, _TEMPERATURE)
+    top_k = _word(fields, stride, row, _TOP_K).to(tl.int32)
+    share = _number(fields, stride, row, _TOP_P)
+    place = _word(fields, stride, row, _PLACE).to(tl.uint64, bitcast=True)
+    highest, noise, own = blocks_of(
+        logits, changed, is_changed, row, row_stride, size, maxima, blocks, place, padded
+    )
+    keys = tl.full([_LISTED], _FIRST_KEY - 1, tl.int32)
+    weights = tl.zeros([_LISTED], tl.int64)
+    least = tl.zeros((), tl.int32) + _FIRST_KEY
+    is_listed = top_k < 0
+    if top_k > 0:
+        end = key_of(peak).to(tl.int64) + 1
+        count = _list_highest(
+            logits, changed, is_changed, row, row_stride, size, highest, top_k, end, listed, kept,
+            padded,
+        )  # fmt: skip
+        is_listed = count <= _LISTED
+        i = tl.arange(0, _LISTED)
+        x = tl.load(kept + i, mask=(i < count) & is_listed, other=float("-inf"))
+        keys = key_of(x)
+        least = _kth(
+            logits, changed, is_changed, row, row_stride, size, keys, is_listed, top_k, end,
+            _AT_ONCE,
+        )  # fmt: skip
+        if share < 1:
+            weights = tl.where(keys >= least, _weights(x, peak, temperature), 0)
+    within_top_k = least
+    depth = _number(fields, stride, row, _DEPTH) + peak.to(tl.float64)
+    bound = depth.to(tl.float32)
+    least = tl.maximum(least, key_of(bound) + (bound.to(tl.float64) < depth).to(tl.int32))
+    token = tl.zeros((), tl.int32)
+    is_filtered = tl.full((), 1, tl.int1)
+    while is_filtered:
+        token = winner_of(
+            logits, changed, is_changed, row, row_stride, size, highest, noise, own, peak, least,
+            place, temperature, listed, padded,
+        )  # fmt: skip
+        is_filtered = tl.full((), 0, tl.int1)
+        if share < 1:
+            logit = values_of(
+                logits, changed, is_changed, row, row_stride, size, token, token < size
+            )
+            key = key_of(logit)
+            if (key >= least) & (key < key_of(peak)):
+                is_exact = top_k > 0
+                if is_listed:
+                    above = tl.sum(tl.where(keys > key, weights, 0))
+                    needed = share * tl.sum(weights).to(tl.float64)
+                    is_filtered = above.to(tl.float64) >= needed
+                elif top_k == 0:
+                    rounded = _rounded_mass(
+                        logits, changed, is_changed, row, row_stride, size, peak, temperature, logit,
+                        _AT_ONCE,
+                    )  # fmt: skip
+                    rest = rounded - share.to(tl.float32) * mass
+                    is_filtered = rest >= 0
+                    is_exact = tl.abs(rest) <= 1e-5 * mass
+                if is_exact & (is_listed == 0):
+                    total, above = _masses(
+                        logits, changed, is_changed, row, row_stride, size, peak, temperature,
+                        within_top_k, key, _AT_ONCE,
+                    )  # fmt: skip
+                    is_filtered = above.to(tl.float64) >= share * total.to(tl.float64)
+                least = tl.where(is_filtered, key + 1, least)
+    return token
 
 
 @triton.jit
-def _best(
+def _choose(
     logits,
     row_stride,
     size,
     fields,
     stride,
     words,
+    changed,
     own_peaks,
     own_sums,
     peaks,
     firsts,
+    masses,
+    maxima,
     top_logits,
     top_ids,
-    sums,
-    winners,
+    listed,
+    kept,
     tokens,
     log_probs,
     parts,
+    blocks,
+    padded_parts: tl.constexpr,
     padded: tl.constexpr,
     overlaps: tl.constexpr,
 ):
@@ -556,7 +433,7 @@ def _best(
     flags = _word(fields, stride, row, _FLAGS)
     if flags == 0:
         return
-    i = tl.arange(0, padded)
+    i = tl.arange(0, padded_parts)
     there = i < parts
     at = row * parts + i
     own = tl.load(own_peaks + at, mask=there, other=float("-inf"))
@@ -567,14 +444,17 @@ def _best(
     none = 2147483647
     first = tl.load(firsts + at, mask=there, other=none)
     token = tl.min(tl.where(there & (peak == top), first, none), 0)
-    if (flags & _DRAWS) != 0:
-        total = tl.load(sums + at, mask=there, other=float("-inf"))
-        best = tl.max(total, 0)
-        winner = tl.load(winners + at, mask=there, other=none)
-        token = tl.min(tl.where(there & (total == best), winner, none), 0)
     finite = (top > float("-inf")) & (top < float("inf"))
-    token = tl.where(finite, token, -2)
     own_finite = (own_top > float("-inf")) & (own_top < float("inf")) & (broken == 0)
+    if finite & own_finite & ((flags & _DRAWS) != 0):
+        temperature = _number(fields, stride, row, _TEMPERATURE)
+        part_masses = tl.load(masses + at, mask=there, other=0.0)
+        mass = tl.sum(tl.where(there, part_masses * _rounded_weights(peak, top, temperature), 0.0))
+        token = _draw(
+            logits, row_stride, size, fields, stride, changed, flags, row, top, mass, maxima,
+            listed + row * blocks, kept + row * _LISTED, blocks, padded,
+        )  # fmt: skip
+    token = tl.where(finite, token, -2)
     token = tl.where(own_finite, token, -1)
     tl.store(tokens + row, token.to(tl.int64))
     if ((flags & _COUNTS) != 0) & (token >= 0):
@@ -607,7 +487,7 @@ class Workspace:
     Steps in the same stream share it."""
 
     def __init__(self, slots: int, rows: int, vocabulary: int, device: torch.device) -> None:
-        parts = triton.cdiv(vocabulary, PART)
+        parts, blocks = triton.cdiv(vocabulary, PART), triton.cdiv(vocabulary, BLOCK)
 
         def memory(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -617,17 +497,17 @@ class Workspace:
         self.biases = memory(slots, BIASES)
         """From index 1 on."""
         self.changed = memory(rows, vocabulary)
-        self.own_peaks, self.own_sums, self.peaks, self.lows = memory(4, rows * parts).unbind()
-        self.sums = memory(rows * parts, dtype=torch.float64)
-        self.firsts, self.winners = memory(2, rows * parts, dtype=torch.int32).unbind()
+        self.own_peaks, self.own_sums, self.peaks, self.masses = memory(4, rows * parts).unbind()
+        self.firsts = memory(rows * parts, dtype=torch.int32)
+        self.maxima = memory(rows * blocks)
         self.top_logits = memory(rows * parts * MOST_TOPS)
         self.top_ids = memory(rows * parts * MOST_TOPS, dtype=torch.int32)
-        self.first_masses, self.masses = memory(2, rows * parts * PIVOTS).unbind()
-        self.totals = memory(rows * parts, TOTALS, dtype=torch.int64)
-        self.listed = memory(rows, LISTED)
-        self.listed_weights = memory(rows, LISTED, dtype=torch.int64)
-        self.counts = memory(rows, dtype=torch.int32)
-        self.lowest = memory(rows, dtype=torch.float64)
+        self.listed = memory(rows * blocks, dtype=torch.int32)
+        self.kept = memory(rows * LISTED)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in vars(self).values())
 
 
 def choose_by_rules(
@@ -639,72 +519,40 @@ def choose_by_rules(
     float64 gets the log-probability of the token, and pairs of the most likely ids with theirs, where wanted.
     """
     rows, size = logits.shape
-    part_size, warps = parts_of(rows)
-    parts = triton.cdiv(size, part_size)
-    common = (logits, logits.stride(0), size, fields, fields.stride(0))
+    parts, blocks = triton.cdiv(size, PART), triton.cdiv(size, BLOCK)
+    common = (logits, logits.stride(0), size, fields, fields.stride(0), work.words)
+    found = (work.own_peaks, work.own_sums, work.peaks, work.firsts, work.masses, work.maxima)
     options = overlap(logits.device)
-    padded = {"padded": triton.next_power_of_2(parts), **options}
-    by_part = {"part_size": part_size, "num_warps": warps}
     _survey[(rows, parts)](
         *common,
-        work.words,
         work.biases,
         work.changed,
-        work.own_peaks,
-        work.own_sums,
-        work.peaks,
-        work.firsts,
-        work.lows,
-        work.counts,
+        *found,
         work.top_logits,
         work.top_ids,
         parts,
+        blocks,
+        part_size=PART,
+        # With fewer a thread takes so many registers that few programs run at once.
+        num_warps=8,
         # A product must not be part of a sum: the CPU rounds it.
         enable_fp_fusion=False,
-        **by_part,
         **options,
     )
-    ranged = (work.changed, work.peaks, work.lows, work.first_masses)
-    for masses in (work.first_masses, work.masses):
-        second = masses is work.masses
-        _narrow[(rows, parts)](*common, *ranged, masses, parts, second=second, **by_part, **padded)
-    found = (work.totals, work.listed, work.listed_weights, work.counts)
-    _collect[(rows, parts)](*common, *ranged, work.masses, *found, parts, **by_part, **padded)
-    _bound[(rows,)](
+    _choose[(rows,)](
         *common,
         work.changed,
-        work.peaks,
         *found,
-        work.lowest,
-        parts,
-        num_warps=32,
-        **padded,
-    )
-    _draw[(rows, parts)](
-        *common,
-        work.changed,
-        work.lowest,
-        work.sums,
-        work.winners,
-        parts,
-        blocks=part_size // BLOCK,
-        block=BLOCK,
-        num_warps=warps,
-        **options,
-    )
-    _best[(rows,)](
-        *common,
-        work.words,
-        work.own_peaks,
-        work.own_sums,
-        work.peaks,
-        work.firsts,
         work.top_logits,
         work.top_ids,
-        work.sums,
-        work.winners,
+        work.listed,
+        work.kept,
         tokens,
         log_probs,
         parts,
-        **padded,
+        blocks,
+        padded_parts=triton.next_power_of_2(parts),
+        padded=triton.next_power_of_2(blocks),
+        num_warps=ROW_WARPS,
+        **options,
     )
