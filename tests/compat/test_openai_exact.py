@@ -196,6 +196,16 @@ async def test_calls_and_log_probabilities_are_items_of_responses(http: PlainHtt
     ended = ["function_call_arguments.done", "output_item.done", "completed"]
     assert kinds == ["created", "in_progress", "output_item.added", *ended]
     assert told[-1]["response"]["output"][0] | {"id": call["id"]} == call
+    allowed: dict[str, Any] = {"type": "allowed_tools", "mode": "required"}
+    allowed |= {"tools": [{"type": "function", "name": "greet"}]}
+    either = [tool, {"type": "function", "name": "leave"}]
+    one = body | {"tools": either, "tool_choice": allowed, "parallel_tool_calls": False}
+    found = (await http.post(RESPONSES, one)).json
+    check("Response", found)
+    assert [each["name"] for each in found["output"]] == ["greet"]
+    allowed["tools"][0]["name"] = "f"
+    wrong = (await http.post(RESPONSES, one)).json
+    assert wrong["error"]["param"] == "tool_choice.tools.name"
     talk = [
         *TALK,
         call,

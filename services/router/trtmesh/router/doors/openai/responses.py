@@ -115,7 +115,7 @@ class StatelessResponses:
 def _name(chat_name: str) -> str:
     """A field of chats under its name here."""
     if chat_name.startswith("tool"):
-        return chat_name.replace(".function", "", 1)
+        return chat_name.replace(".function", "", 1).replace(".allowed_tools", "", 1)
     for theirs, ours in NAMES.items():
         if chat_name.startswith(theirs):
             return ours + chat_name.removeprefix(theirs)
@@ -200,9 +200,20 @@ def _tools(given: Sequence[Any] | None) -> list[Any] | None:
 def _tool_choice(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
-    if given.get("type") != "function":
-        raise InvalidField("must be function: no other tool is served", field="tool_choice.type")
-    return {"type": "function", "function": {"name": given.get("name")}}
+    match given.get("type"):
+        case "function":
+            return _named(given)
+        case "allowed_tools":
+            tools = Fields(given, "tool_choice.").take_list("tools", OBJECT)
+            allowed = {"mode": given.get("mode"), "tools": list(map(_named, tools))}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+    problem = "must be function or allowed_tools: no other tool is served"
+    raise InvalidField(problem, field="tool_choice.type")
+
+
+def _named(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The name of a function as chats say it."""
+    return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
