@@ -20,7 +20,13 @@ from trtmesh.engine.backends.torch.cpu.device import ORDERING
 from trtmesh.engine.backends.torch.cuda.choice import GraphChoice
 from trtmesh.engine.backends.torch.cuda.kernels import ruled_choice
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import PART
-from trtmesh.engine.backends.torch.cuda.kernels.row_fields import LOG_PROB_WORDS, Field, Flag
+from trtmesh.engine.backends.torch.cuda.kernels.row_fields import (
+    BIASES,
+    COUNT_SHIFT,
+    LOG_PROB_WORDS,
+    Field,
+    Flag,
+)
 from trtmesh.engine.backends.torch.cuda.kernels.ruled_choice import (
     Workspace,
     choose_by_rules,
@@ -292,6 +298,22 @@ def test_a_run_of_any_rules_is_that_of_the_cpu(seed: int, device: torch.device) 
             waiting = None
             # Another sequence takes the slot.
             rows[3] = sequence(3, [1, 2], 1, any_config(dice, size))
+
+
+def test_counts_are_loaded_again_after_tokens_that_the_device_did_not_choose() -> None:
+    """Such as accepted drafts, or those of another sequence in the slot."""
+    size = 9
+    words = torch.zeros(1, size, dtype=torch.int32)
+    rules = RuledRows(1, words, torch.zeros(1, BIASES))
+    fields = np.zeros((len(Field), 1), dtype=np.int64)
+    penalised = configure(max_tokens=50, frequency_penalty=0.5, prompt_ignore_length=0)
+    one = sequence(0, [4, 4, 5], 2, penalised)
+    for each, more in ((one, []), (one, [5, 6]), (sequence(0, [7], 1, penalised), []), (one, [8])):
+        each.tokens += more
+        rules.fill(fields, [each])
+        assert (words[0] >> COUNT_SHIFT).tolist() == np.bincount(
+            each.tokens, minlength=size
+        ).tolist()
 
 
 def test_rows_without_a_token_say_why(device: torch.device) -> None:
