@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -495,6 +496,9 @@ async def test_client_that_leaves_ends_its_request(mesh: Mesh, http: PlainHttp) 
     assert counted["trtmesh_router_http_requests_total"] >= 1
 
 
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 4096, reason="each has a connection"
+)
 async def test_a_thousand_streams_at_once_tell_the_same(http: PlainHttp) -> None:
     body = {"prompt": PROMPTS[0], "max_tokens": 6, "seed": 5, "stream": True}
     async with aiohttp.TCPConnector(limit=0) as connector:
