@@ -159,6 +159,27 @@ def test_renamed_models_are_recognised(tmp_path: Path) -> None:
     assert isinstance(conversion.sections["mesh"]["model"], str)
 
 
+def test_model_that_drafts_for_a_bls_is_named_as_the_mesh_serves_it(tmp_path: Path) -> None:
+    values = {"tensorrt_llm_draft_model_name": "tensorrt_llm_small"}
+    directory = five_models(tmp_path / "models", values)
+    five_models(directory, {"tensorrt_llm_draft_model_name": "nobody"}, suffix="_small")
+    for name in ("preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls"):
+        if name != "tensorrt_llm_bls":
+            shutil.rmtree(directory / f"{name}_small")
+    small = DEMO.with_name("demo-draft")
+    conversion = convert(directory, f"tensorrt_llm={DEMO}", f"tensorrt_llm_small={small}")
+    bls = conversion.sections["router"]["triton"]["models"]["tensorrt_llm_bls"]
+    assert (bls["model"], bls["draft_model"]) == ("demo", "demo-draft")
+    assert conversion.sections["mesh"]["model"] == [str(DEMO), str(small)]
+    what = "parameters.tensorrt_llm_draft_model_name"
+    assert finding(conversion, "tensorrt_llm_bls", what)[0] is Outcome.CARRIED
+    refusals = [f for f in conversion.findings if f.what == "input" and "draft_tokens" in f.value]
+    assert [f.model for f in refusals] == ["tensorrt_llm_bls_small"]
+    outcome, words = finding(conversion, "tensorrt_llm_bls_small", what)
+    assert outcome is Outcome.UNSUPPORTED
+    assert "no model of this name" in words
+
+
 KNOWN = """
     gpt_model_type gpt_model_path encoder_model_path max_beam_width max_tokens_in_paged_kv_cache
     kv_cache_free_gpu_mem_fraction cross_kv_cache_fraction kv_cache_host_memory_bytes kv_cache_onboard_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,8 +22,14 @@ from engine.tensorrt_llm.harness import (
     tokens,
     watch,
 )
-from trtmesh.chassis.errors import InvalidField, InvalidRequest, QueueFull, TrtmeshError
-from trtmesh.chassis.vocabulary import Tensor
+from trtmesh.chassis.errors import (
+    InvalidField,
+    InvalidRequest,
+    QueueFull,
+    TrtmeshError,
+    UnsupportedField,
+)
+from trtmesh.chassis.vocabulary import GuidedDecoding, Tensor
 from trtmesh.engine.backend import PromptDetails, StepOutput, Submission
 from trtmesh.engine.backends.tensorrt_llm import sequences
 from trtmesh.engine.backends.tensorrt_llm.details import prompt_details
@@ -352,6 +359,17 @@ async def test_a_migrated_item_finds_a_word_that_began_elsewhere(release: str) -
         assert outcome.token_ids == plain[5:7]
         assert outcome.end is not None
         assert outcome.end.reason == pb.FINISH_REASON_STOP_WORD
+
+
+async def test_a_guide_is_refused_for_an_item_that_began_elsewhere(release: str) -> None:
+    """The library would begin the grammar anew."""
+    async with lab(backend(options={"guided_decoding_backend": "xgrammar"})) as on:
+        config = replace(config_of(NEW), guided_decoding=GuidedDecoding(pb.GUIDE_TYPE_JSON))
+        calls = len(executor().calls)
+        with pytest.raises(UnsupportedField) as refused:
+            await submit(on, [*PROMPT, 5], config, emitted_tokens=1)
+        assert refused.value.field == "guided_decoding"
+        assert len(executor().calls) == calls
 
 
 async def test_a_migrated_item_that_is_complete_calls_nothing(release: str) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 
-from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.errors import InvalidField, UnsupportedField
 from trtmesh.chassis.json_text import load_json
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.v1 import generation_pb2 as pb
@@ -29,6 +29,16 @@ def plain(asked: GuidedDecoding) -> GuidedDecoding:
         regex = regex_of_choices(asked.guide)
         return replace(asked, guide_type=int(pb.GUIDE_TYPE_REGEX), guide=regex)
     return asked
+
+
+def check_new(asked: GuidedDecoding | None, emitted_tokens: int) -> None:
+    """Raises UnsupportedField for a guided sequence that began elsewhere, in an engine of others."""
+    if asked is not None and emitted_tokens:
+        raise UnsupportedField(
+            "is set for a sequence that began elsewhere, but the engine would begin its grammar anew; send the item"
+            " again",
+            field="guided_decoding",
+        )
 
 
 def regex_of_choices(guide: str) -> str:

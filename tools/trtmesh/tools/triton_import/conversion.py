@@ -13,7 +13,12 @@ from trtmesh.tools.triton_import.config_file import is_unset
 from trtmesh.tools.triton_import.devices import PARAMETER, convert_devices, place_engines
 from trtmesh.tools.triton_import.fields import convert_fields
 from trtmesh.tools.triton_import.findings import Draft, Finding, Subject
-from trtmesh.tools.triton_import.parameters import ARGUMENTS, OF_THE_LIBRARY, arguments_of
+from trtmesh.tools.triton_import.parameters import (
+    ARGUMENTS,
+    DRAFT_MODEL,
+    OF_THE_LIBRARY,
+    arguments_of,
+)
 from trtmesh.tools.triton_import.recipes import Recipe, RepositoryModel
 from trtmesh.tools.triton_import.release import set_release
 from trtmesh.tools.triton_import.repository import ENGINE_ARGUMENTS, Repository
@@ -131,6 +136,8 @@ def _convert_model(
     spread = draft.get(("mesh", "backend")) == BACKEND
     arguments = ALL_ARGUMENTS if spread else ARGUMENTS
     overrides = CORE_OVERRIDES if spread and model.is_core else {}
+    if DRAFT_MODEL in recipe.parameters:
+        overrides = {**overrides, DRAFT_MODEL: _drafts_with(weights)}
     _convert_parameters(model, recipe, overrides, directory, draft)
     for name, value in arguments_of(model.engine_arguments or {}):
         subject = Subject(model.name, f"{ENGINE_ARGUMENTS}: {name}", value, directory)
@@ -139,6 +146,20 @@ def _convert_model(
         else:
             arguments.get(name, unsupported(OF_THE_LIBRARY))(subject, draft)
     convert_fields(model, recipe, draft)
+
+
+def _drafts_with(weights: WeightFolders) -> Rule:
+    """The model that drafts for a BLS, by the name that the mesh gives it."""
+
+    def rule(subject: Subject, draft: Draft) -> None:
+        directory = weights.directories.get(subject.value)
+        if directory is None:
+            unknown = "the repository has no model of this name with weights of its own"
+            draft.refuse(subject, weights.needed.get(subject.value, unknown))
+        else:
+            draft.carry(subject, (*MODELS, subject.model, "draft_model"), directory.name)
+
+    return rule
 
 
 def _convert_steps(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:

@@ -165,7 +165,11 @@ def _convert_tensors(
     specs = {spec.name: spec for spec in served}
     alike = 0
     refused: dict[str, list[str]] = {}
-    now_served = NO_ADAPTERS if has_adapters(draft) else ""
+    now_served = {
+        "": True,
+        NO_ADAPTERS: has_adapters(draft),
+        OTHER_DRAFTS: draft.get((*model.path, "draft_model")) is not None,
+    }
     for tensor in {each.name: each for each in declared}.values():
         subject = Subject(model.name, f"{what}.{tensor.name}", data_type_of(tensor))
         spec = specs.get(tensor.name)
@@ -175,7 +179,7 @@ def _convert_tensors(
             )
         elif subject.value not in ("", *spec.data_types) and tensor.name not in LOGITS:
             draft.refuse(subject, f"it is {spec.data_type} here; another type is refused")
-        elif what == "input" and (reason := refusal(tensor.name)) not in ("", now_served):
+        elif what == "input" and not now_served.get(reason := refusal(tensor.name)):
             refused.setdefault(reason, []).append(tensor.name)
         else:
             alike += 1

@@ -67,6 +67,7 @@ NO_PATHS = (
 )
 BY_BYTES = "adapters in host memory are limited by bytes: engine.torch.adapters.host_bytes"
 NOT_AT_START = "adapters are loaded when a request names them; `trtmesh adapters add` registers one by its directory"
+DRAFT_MODEL = "tensorrt_llm_draft_model_name"
 OTHER_DRAFTS = (
     "the embedded engine finds drafts by engine.torch.drafts and verifies draft_input_ids, and triton.models.NAME"
     ".draft_model of a BLS names a second model of the mesh; answers are those without drafts"
@@ -345,7 +346,7 @@ BLS_PARAMETERS: Mapping[str, Rule] = {
     "tensorrt_llm_model_name": replaced(
         "the mesh serves it itself; requests count for this model too"
     ),
-    "tensorrt_llm_draft_model_name": unsupported(OTHER_DRAFTS),
+    DRAFT_MODEL: unsupported(OTHER_DRAFTS),
     "multimodal_encoders_name": unsupported(NO_PICTURES),
 }
 

@@ -24,7 +24,6 @@ from trtmesh.chassis.errors import (
     ModelUnusable,
     SettingsError,
     TrtmeshError,
-    UnsupportedField,
     WorkerLost,
 )
 from trtmesh.chassis.json_text import load_json
@@ -48,7 +47,7 @@ from trtmesh.engine.backends.foreign.settings import ForeignSettings
 from trtmesh.engine.backends.foreign.sglang import SglangContract
 from trtmesh.engine.backends.foreign.trtllm import TrtllmContract
 from trtmesh.engine.backends.foreign.vllm import VllmContract
-from trtmesh.engine.guides import plain
+from trtmesh.engine.guides import check_new, plain
 from trtmesh.engine.ledger import Ledger
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -250,12 +249,7 @@ class ForeignBackend:
             _check_state(item.handoff_state)
         if item.config.guided_decoding is not None:
             plain(item.config.guided_decoding)
-            if item.emitted_tokens:
-                raise UnsupportedField(
-                    "is set for a sequence that began elsewhere, but the engine would begin its grammar anew; send the"
-                    " item again",
-                    field="guided_decoding",
-                )
+            check_new(item.config.guided_decoding, item.emitted_tokens)
 
     async def _generate(self, sequence: ForeignSequence) -> None:
         """Reads a sequence's call to any end."""

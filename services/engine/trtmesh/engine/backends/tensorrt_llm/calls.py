@@ -23,7 +23,7 @@ from trtmesh.engine.backends.tensorrt_llm.fields import PLAIN
 from trtmesh.engine.backends.tensorrt_llm.handoff import context_params, generation_params
 from trtmesh.engine.backends.tensorrt_llm.library import Library
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
-from trtmesh.engine.guides import plain
+from trtmesh.engine.guides import check_new, plain
 from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1.generation_fields import FILTERS
@@ -103,6 +103,9 @@ class Translator:
             raise InvalidField.of("beam_search.beam_width", width, limit, "limits.max_beam_width")
         if config.output.prompt_log_probs:
             self._check_logits(item)
+        if not item.handoff_state:
+            # The library's own handoff brings its grammar past the first token.
+            check_new(config.guided_decoding, item.emitted_tokens)
         reading = Reading.WHOLE if item.sender_lease_id else _reading(config)
         shares_output = config.beam_search.beam_width == 1 and config.sampling.greedy
         # The last token of a handed-over item is its first token here, which another worker chose.
