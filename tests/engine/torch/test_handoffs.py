@@ -25,6 +25,7 @@ from engine.torch.combinations import (
     some_tokens,
 )
 from engine.torch.conftest import ModelDir
+from engine.torch.drafts.drafters import AnyLengths, Knowing, draft
 from engine.torch.handoff_lab import Workers, check_free, news_of, told, workers
 from engine.torch.harness import Harness, Stream, configure, running
 from oracle.adapters import ON, Adapted, load_all
@@ -218,6 +219,22 @@ async def test_any_item_over_a_head_split(
         adapted = Adapted(folder, "llama", tmp_path)
         item = replace(item, config=replace(GREEDY, lora=adapted.by_number(1)))
     await check(folder, item, one, other, shards, adapted)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "several", "guided"])
+async def test_drafts_on_both_sides_change_nothing(kind: str, llama: Path) -> None:
+    config = CONFIGS["several" if kind == "guided" else kind]
+    if kind == "guided":
+        guide = GuidedDecoding(pb.GUIDE_TYPE_REGEX, "([a-z]{3} )*")
+        config = replace(config, guided_decoding=guide)
+    item, drafts = Item(PROMPT, config, 1), {"drafts": "ngram"}
+    async with running(llama, **EXACT) as engine:
+        expected = await play_alone(engine, item)
+    async with workers(llama, EXACT | drafts, EXACT | drafts) as pair:
+        for side in (pair.one, pair.other):
+            draft(side, Knowing({}, 0.5), AnyLengths(1))
+        same(await handed_over(pair, item), expected)
+        assert pair.other.backend.stats().draft_tokens
 
 
 async def test_half_precision(llama: Path) -> None:

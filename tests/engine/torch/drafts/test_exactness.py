@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from engine.torch.conftest import ModelDir
 from engine.torch.drafts.drafters import AnyLengths, Knowing, draft, drafting_of
+from engine.torch.guided.guides import guided
 from engine.torch.harness import configure, running
 from engine.torch.test_batch_invariant import CPU, alone, in_traffic, prompts
 from oracle import tiny_models
@@ -72,3 +74,30 @@ async def test_a_sequence_killed_at_every_token_continues_with_other_drafts(
         counts = drafting_of(engine).counts
         assert 0 < counts.accepted_tokens < counts.draft_tokens
         assert sum(counts.accepted_by_position) == counts.accepted_tokens
+
+
+async def test_sequences_of_a_guided_item_killed_at_every_token_continue_with_drafts(
+    llama: Path,
+) -> None:
+    """Of n-grams and of forced runs, some of which hold."""
+    schema = '{"type": "object", "properties": {"key": {"enum": ["one", "two"]}, "b": {"type": "integer"}}}'
+    rules = {"temperature": 0.9, "min_p": 0.02, "repetition_penalty": 1.1, "seed": 6}
+    several = guided("JSON_SCHEMA", schema, 1, max_tokens=40, num_return_sequences=3, **rules)
+    alone_ = replace(several, sampling=replace(several.sampling, num_return_sequences=1))
+    prompt = tiny_models.prompts(2)[1]
+    async with running(llama) as engine:
+        streams = await engine.ended(engine.submit(prompt, several))
+    whole = [stream.token_ids for stream in streams]
+    known = {(0, index): tokens for index, tokens in enumerate(whole)}
+    async with running(llama, drafts="ngram", max_batch_size=32) as engine:
+        draft(engine, Knowing(known, 0.7), AnyLengths(3))
+        assert [s.token_ids for s in await engine.ended(engine.submit(prompt, several))] == whole
+        for index, tokens in enumerate(whole):
+            keys = [
+                engine.submit(prompt, alone_, emitted=tokens[:cut], sequence_index=index)[0]
+                for cut in range(1, len(tokens))
+            ]
+            for cut, stream in enumerate(await engine.ended(keys), 1):
+                assert tokens[:cut] + stream.token_ids == tokens, (index, cut)
+        counts = drafting_of(engine).counts
+        assert 0 < counts.accepted_tokens < counts.draft_tokens
