@@ -43,7 +43,9 @@ async def streams(engine: Harness) -> list[tuple[list[int], list[bytes]]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma2", "gemma3", "phi3", "mixtral", "gpt2"]
+)
 async def test_captured_steps_equal_their_operations(
     family: str, dtype: str, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

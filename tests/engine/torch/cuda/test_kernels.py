@@ -41,8 +41,10 @@ def test_norm(device: torch.device) -> None:
     given, weight = torch.randn(3, 5, 48, device=device), torch.randn(48, device=device)
     given[0] *= 1e-3
     torch.testing.assert_close(norm(given, weight, 1e-5), norm_reference(given, weight, 1e-5))
-    part = given[:, 1:3]
-    torch.testing.assert_close(norm(part, weight, 1e-5), norm_reference(part, weight, 1e-5))
+    part, added = given[:, 1:3], given[:, 2:4]
+    expected = norm_reference(part, weight, 1e-5)
+    torch.testing.assert_close(norm(part, weight, 1e-5), expected)
+    torch.testing.assert_close(norm(part, weight, 1e-5, added), added + expected)
 
 
 def test_gated_silu(device: torch.device) -> None:

@@ -15,13 +15,11 @@ from trtmesh.engine.backends.torch.model.model import load_model
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
 CPU = Cpu(TorchSettings())
-FUSED = "llama mistral qwen2 qwen3 granite gemma"
-"""Also with biases, a window, norms of heads, a scale of their own."""
-LEFT = "gpt2 gemma2 glm ministral3"
-"""A different layer, an additional part, interleaved rotation under known code, and queries scaled by position."""
-
-
-PLAIN = "llama mistral qwen2 qwen3"
+FUSED = "llama mistral qwen2 qwen3 phi3 granite gemma gemma2 gemma3_text"
+"""Also with biases, a window, norms of heads, a scale of their own, joined weights, norms after each half."""
+LEFT = "gpt2 glm ministral3"
+"""A different layer, interleaved rotation under known code, and queries scaled by position."""
+PLAIN = "llama mistral qwen2 qwen3 phi3"
 
 
 def kinds(folder: Path, dtype: torch.dtype = torch.float32) -> Counter[type]:

@@ -35,6 +35,10 @@ class KernelNorm(Norm):
     def forward(self, hidden: Tensor) -> Tensor:
         return norm(hidden, self.weight, self._epsilon)
 
+    def added(self, hidden: Tensor, given: Tensor) -> Tensor:
+        """The norm of `given`, plus `hidden`."""
+        return norm(given, self.weight, self._epsilon, hidden)
+
     def scale(self) -> Scale:
         return Scale(self.weight, self._epsilon)
 
@@ -71,8 +75,8 @@ class KernelMlp(FusedMlp):
         super().__init__(own)
         self.is_silu = "silu" in type(self.act_fn).__name__.lower()
 
-    def _gated(self, both: Tensor) -> Tensor:
-        return gated_silu(both) if self.is_silu else super()._gated(both)
+    def gated(self, both: Tensor) -> Tensor:
+        return gated_silu(both) if self.is_silu else super().gated(both)
 
 
 class ProductsOfLayers(Protocol):
@@ -204,6 +208,7 @@ class KernelLayer(FusedLayer):
     def __init__(self, products: ProductsOfLayers, own: Any) -> None:
         super().__init__(own)
         self._products = products
+        self._same = nn.Identity()
 
     def attend(self, hidden: Tensor, angles: Angles) -> Tensor:
         attention = self.self_attn
@@ -212,12 +217,26 @@ class KernelLayer(FusedLayer):
         return attended
 
     def complete(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        mlp, norm_before, products = self.mlp, self.post_attention_layernorm, self._products
-        hidden = products.sum(hidden, attended, self.self_attn.o_proj)
-        if isinstance(mlp, KernelMlp) and mlp.is_silu:
-            gated = products.of_norm(hidden, norm_before, mlp.gate_up, gated=True)
-            return products.sum(hidden, gated, mlp.down_proj)
-        output: Tensor = hidden + mlp(norm_before(hidden)[None])[0]
+        mlp, products = self.mlp, self._products
+        hidden = self._sum(hidden, attended, self.self_attn.o_proj, self.after_attention)
+        if not isinstance(mlp, KernelMlp):
+            # Experts want the shape given by transformers.
+            output: Tensor = mlp(self.before_mlp(hidden)[None])[0]
+            return hidden + (self.after_mlp(output) if self.after_mlp else output)
+        both = products.of_norm(hidden, self.before_mlp, mlp.gate_up, gated=mlp.is_silu)
+        gated = both if mlp.is_silu else mlp.gated(both)
+        return self._sum(hidden, gated, mlp.down_proj, self.after_mlp)
+
+    def _sum(
+        self, hidden: Tensor, given: Tensor, linear: nn.Module, norm_after: nn.Module | None
+    ) -> Tensor:
+        """hidden + linear(given), with a norm of the product if there is one."""
+        if norm_after is None:
+            return self._products.sum(hidden, given, linear)
+        product = self._products.of_norm(given, self._same, linear)
+        if isinstance(norm_after, KernelNorm):
+            return norm_after.added(hidden, product)
+        output: Tensor = hidden + norm_after(product)
         return output
 
 

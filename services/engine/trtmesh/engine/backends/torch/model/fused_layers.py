@@ -21,16 +21,18 @@ class FusedMlp(nn.Module):
 
     def __init__(self, own: Any) -> None:
         super().__init__()
-        self.gate_up = _joined([own.gate_proj, own.up_proj])
-        self.act_fn = own.act_fn
+        joined = getattr(own, "gate_up_proj", None)
+        self.gate_up = joined or _joined([own.gate_proj, own.up_proj])
+        self.act_fn = own.activation_fn if joined else own.act_fn
         self.down_proj = own.down_proj
-        self._size = own.gate_proj.out_features
+        self._size = self.gate_up.out_features // 2
 
     def forward(self, hidden: Tensor) -> Tensor:
-        product: Tensor = self.down_proj(self._gated(self.gate_up(hidden)))
+        product: Tensor = self.down_proj(self.gated(self.gate_up(hidden)))
         return product
 
-    def _gated(self, both: Tensor) -> Tensor:
+    def gated(self, both: Tensor) -> Tensor:
+        """By the outputs of `gate_up`."""
         gated: Tensor = self.act_fn(both[..., : self._size]) * both[..., self._size :]
         return gated
 
@@ -66,24 +68,31 @@ class FusedAttention(nn.Module):
 
     def __init__(self, own: Any, rule: Rule, rotation: Rotation) -> None:
         super().__init__()
-        joined = [own.q_proj, own.k_proj, own.v_proj]
-        self.qkv = _joined(joined)
+        size = own.head_dim
+        names = ["q_proj", "k_proj", "v_proj"]
+        if joined := getattr(own, "qkv_proj", None):
+            names = ["qkv_proj"]
+            kv_heads = own.num_key_value_heads
+            heads = kv_heads * own.num_key_value_groups
+        else:
+            kv_heads, heads = (own.k_proj.out_features // size, own.q_proj.out_features // size)
+        self.qkv = joined or _joined([getattr(own, name) for name in names])
         self.o_proj = own.o_proj
         self.q_norm = getattr(own, "q_norm", None)
         self.k_norm = getattr(own, "k_norm", None)
         self.own = own
         setattr(self, ATTRIBUTE, None)
-        size = own.head_dim
-        self._shape = (-1, sum(each.out_features for each in joined) // size, size)
-        self._heads = own.q_proj.out_features // size
-        self._turned = self._heads + own.k_proj.out_features // size
+        self._shape = (-1, heads + 2 * kv_heads, size)
+        self._heads = heads
+        self._turned = heads + kv_heads
         self._layer = own.layer_idx
         self._rule = rule
         self._rotation = rotation
         first = 0
-        for name, each in zip(("q_proj", "k_proj", "v_proj"), joined, strict=True):
-            setattr(own, name, _Part(lambda: self.qkv, first, first + each.out_features))
-            first += each.out_features
+        for name in names:
+            after = first + getattr(own, name).out_features
+            setattr(own, name, _Part(lambda: self.qkv, first, after))
+            first = after
 
     def forward(
         self,
@@ -154,8 +163,14 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.input_layernorm = own.input_layernorm
         self.self_attn = own.self_attn
-        self.post_attention_layernorm = own.post_attention_layernorm
         self.mlp = own.mlp
+        # Gemma has norms of each half's output as well.
+        norms_both = hasattr(own, "post_feedforward_layernorm")
+        self.before_mlp = (
+            own.pre_feedforward_layernorm if norms_both else own.post_attention_layernorm
+        )
+        self.after_attention = own.post_attention_layernorm if norms_both else None
+        self.after_mlp = own.post_feedforward_layernorm if norms_both else None
 
     def forward(self, hidden: Tensor, position_embeddings: Angles, **others: Any) -> Tensor:
         """The call from transformers; `hidden` is [1, tokens, size]."""
@@ -163,9 +178,8 @@ class FusedLayer(nn.Module):
             attended, _ = self.self_attn(
                 self.input_layernorm(hidden), position_embeddings, **others
             )
-            hidden = hidden + attended
-            output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-            return output
+            hidden = _sum(hidden, attended, self.after_attention)
+            return _sum(hidden, self.mlp(self.before_mlp(hidden)), self.after_mlp)
         rows = hidden[0]
         return self.complete(rows, self.attend(rows, position_embeddings))[None]
 
@@ -177,10 +191,13 @@ class FusedLayer(nn.Module):
 
     def complete(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The output for tokens from the result of attention; may change `hidden`."""
-        hidden = hidden + self.self_attn.o_proj(attended)
+        hidden = _sum(hidden, self.self_attn.o_proj(attended), self.after_attention)
         # Experts want the shape given by transformers.
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden)[None])[0]
-        return output
+        return _sum(hidden, self.mlp(self.before_mlp(hidden)[None])[0], self.after_mlp)
+
+
+def _sum(hidden: Tensor, output: Tensor, norm: nn.Module | None) -> Tensor:
+    return hidden + (norm(output) if norm else output)
 
 
 class Norm(nn.Module):

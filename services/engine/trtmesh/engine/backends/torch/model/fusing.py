@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
@@ -34,6 +37,7 @@ TRIAL_TOKENS = 3
 NORM_ROWS = 5
 NORM_CLOSE = 1e-5
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+JOINED_PROJECTIONS = ("qkv_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """Largest difference from the original, as a share of the largest value: rounding."""
@@ -51,13 +55,27 @@ def _code(kind: type[nn.Module]) -> tuple[Any, ...]:
 
 
 ATTENTIONS = _codes(
-    llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention
+    llama.LlamaAttention,
+    mistral.MistralAttention,
+    qwen2.Qwen2Attention,
+    qwen3.Qwen3Attention,
+    phi3.Phi3Attention,
+    gemma2.Gemma2Attention,
+    gemma3.Gemma3Attention,
 )
 MLPS = _codes(llama.LlamaMLP)
-LAYERS = _codes(llama.LlamaDecoderLayer, mixtral.MixtralDecoderLayer)
+JOINED_MLPS = _codes(phi3.Phi3MLP)
+LAYERS = _codes(
+    llama.LlamaDecoderLayer,
+    mixtral.MixtralDecoderLayer,
+    phi3.Phi3DecoderLayer,
+    gemma2.Gemma2DecoderLayer,
+    gemma3.Gemma3DecoderLayer,
+)
 BODIES = _codes(
     llama.LlamaModel,
     mistral.MistralModel,
+    phi3.Phi3Model,
     qwen2.Qwen2Model,
     mixtral.MixtralModel,
     qwen3_moe.Qwen3MoeModel,
@@ -88,7 +106,7 @@ def fuse_layers(
     trials = _trials(model)
 
     def fused(own: nn.Module) -> nn.Module | None:
-        if _code(type(own)) in MLPS:
+        if _code(type(own)) in MLPS | JOINED_MLPS:
             return _fused_mlp(own, mlp)
         return _fused_attention(own, trials[own], rotation) if own in trials else None
 
@@ -227,13 +245,18 @@ def _trials(model: Any) -> dict[nn.Module, _Trial]:
 def _has_known_parts(module: nn.Module) -> bool:
     parts = dict(module.named_children())
     norms = [name for name in HEAD_NORMS if name in parts]
-    projections = [parts[name] for name in PROJECTIONS if type(parts.get(name)) is nn.Linear]
-    biases = {each.bias is None for each in projections[:3]}
+    names = _projections(module)
+    projections = [parts[name] for name in names if type(parts.get(name)) is nn.Linear]
+    biases = {each.bias is None for each in projections[:-1]}
     return (
-        len(projections) == len(PROJECTIONS) == len(parts) - len(norms)
+        len(projections) == len(names) == len(parts) - len(norms)
         and len(norms) != 1
         and len(biases) == 1
     )
+
+
+def _projections(module: nn.Module) -> tuple[str, ...]:
+    return JOINED_PROJECTIONS if hasattr(module, "qkv_proj") else PROJECTIONS
 
 
 def _fused_attention(own: Any, trial: _Trial, rotation: Rotation) -> nn.Module | None:
@@ -245,7 +268,7 @@ def _fused_attention(own: Any, trial: _Trial, rotation: Rotation) -> nn.Module |
         same_size = expected.queries.shape[-1] == expected.kv.shape[-1] == own.head_dim
         if not same_size:
             return None
-        weights = {name: getattr(own, name) for name in PROJECTIONS}
+        weights = {name: getattr(own, name) for name in _projections(own)}
         fused = FusedAttention(own, expected.rule, rotation)
         attach(fused, got)
         fused_output, _ = fused(hidden_states=hidden, **trial.named)
@@ -259,14 +282,16 @@ def _fused_attention(own: Any, trial: _Trial, rotation: Rotation) -> nn.Module |
 
 def _fused_mlp(own: Any, kind: type[FusedMlp]) -> nn.Module | None:
     parts = dict(own.named_children())
-    layers = [parts.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
-    if len(parts) != 4 or any(type(layer) is not nn.Linear for layer in layers):
+    joined = "gate_up_proj" in parts
+    names = ("gate_up_proj",) if joined else ("gate_proj", "up_proj")
+    layers = [parts.get(name) for name in (*names, "down_proj")]
+    if len(parts) != len(layers) + 1 or any(type(layer) is not nn.Linear for layer in layers):
         return None
-    if (own.gate_proj.bias is None) != (own.up_proj.bias is None):
+    if not joined and (own.gate_proj.bias is None) != (own.up_proj.bias is None):
         return None
     fused = kind(own)
-    weight = own.gate_proj.weight
-    hidden = _random_like(weight.new_empty(1, TRIAL_TOKENS, own.gate_proj.in_features))
+    weight = fused.gate_up.weight
+    hidden = _random_like(weight.new_empty(1, TRIAL_TOKENS, weight.shape[1]))
     with torch.inference_mode():
         return fused if _close(own(hidden), fused(hidden)) else None
 

@@ -24,7 +24,17 @@ class Scale:
 
 
 @triton.jit
-def _norm(given, weight, output, epsilon, size, columns: tl.constexpr, overlaps: tl.constexpr):
+def _norm(
+    given,
+    weight,
+    added,
+    output,
+    epsilon,
+    size,
+    columns: tl.constexpr,
+    adds: tl.constexpr,
+    overlaps: tl.constexpr,
+):
     if overlaps:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -35,11 +45,13 @@ def _norm(given, weight, output, epsilon, size, columns: tl.constexpr, overlaps:
         gdc_wait()
     x = tl.load(given + row * size + at, mask=there, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon) * w
+    if adds:
+        y += tl.load(added + row * size + at, mask=there, other=0.0).to(tl.float32)
     tl.store(output + row * size + at, y.to(output.dtype.element_ty), mask=there)
 
 
-def norm(given: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """given / sqrt(mean(given ** 2) + epsilon) * weight over the last dimension; `weight` is float32."""
+def norm(given: Tensor, weight: Tensor, epsilon: float, added: Tensor | None = None) -> Tensor:
+    """given / sqrt(mean(given ** 2) + epsilon) * weight over the last dimension, plus `added`; `weight` is float32."""
     size = given.shape[-1]
     given = given.contiguous()
     output = torch.empty_like(given)
@@ -48,10 +60,12 @@ def norm(given: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     _norm[(given.numel() // size,)](
         given,
         weight,
+        given if added is None else added.contiguous(),
         output,
         epsilon,
         size,
         columns=columns,
+        adds=added is not None,
         num_warps=warps,
         **overlap(given.device),
     )
