@@ -16,7 +16,6 @@ from trtmesh.engine.backends.torch.cuda.kernels.updates import (
     MANY_ROWS,
     expand,
     expand_gated,
-    shrink,
     shrink_normed,
     updates_reference,
 )
@@ -193,10 +192,10 @@ def test_norm_before_and_activation_after(
     assert near(output, expected)
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(200, (96, 96)), (1280, (70, 24, 24))])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, (96, 160)), (2048, (64, 32, 32))])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.inference_mode()
-def test_update_of_a_lone_row_within_its_product(
+def test_shrink_within_a_product(
     inputs: int, outputs: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
     if dtype is torch.bfloat16 and device.type == "cpu":
@@ -204,31 +203,29 @@ def test_update_of_a_lone_row_within_its_product(
     filled = Filled(inputs, outputs, dtype, device)
     few = FewRows(device)
     weight = filled.randn(filled.outputs, inputs).to(device)
-    given = filled.randn(1, inputs).to(device)
-    added = filled.randn(1, filled.outputs).to(device)
     scale = Scale(torch.linspace(0.5, 2, inputs, device=device), 1e-5)
     factors = [table.factors for table in filled.tables.values()]
-    for slot in range(-1, SLOTS):
-        tiles = StepTiles(48, FEW_ROWS, SLOTS, device)
-        tiles.fill(step_of([slot]))
+    dice = Random(inputs)
+    steps = [[slot] for slot in range(-1, SLOTS)]
+    steps += [[dice.randrange(-1, SLOTS) for _ in range(rows)] for rows in (2, 19, 64)]
+    for slots in [*steps, [4] * 33]:
+        tiles = StepTiles(80, FEW_ROWS, SLOTS, device)
+        tiles.fill(step_of(slots))
         filled.products.use(tiles)
-        updates = filled.products.of(filled.parts, 1)
-
-        def expected(x: Tensor, base: Tensor, slot: int = slot) -> Tensor:
-            return updates_reference(
-                [slot], factors, x, base.double() + x.double() @ weight.t().double()
-            )
-
-        update = updates, shrink(updates, given)
-        assert near(few.product(given, weight, added=added, update=update), expected(given, added))
-        normed = norm_reference(given.double(), scale.weight, scale.epsilon)
-        wanted = expected(normed, torch.zeros_like(added))
-        update = updates, shrink(updates, given, scale)
-        assert near(few.product(given, weight, scale=scale, update=update), wanted)
-        if len(outputs) == 2:
-            gate, up = wanted.chunk(2, 1)
-            got = few.product(given, weight, scale=scale, gated=True, update=update)
-            assert near(got, nn.functional.silu(gate) * up)
+        updates = filled.products.of(filled.parts, len(slots))
+        given = filled.randn(len(slots), inputs).to(device)
+        added = filled.randn(len(slots), filled.outputs).to(device)
+        base = added.double() + given.double() @ weight.t().double()
+        output, inner = few.product_and_shrink(given, weight, updates, added=added)
+        assert near(output, base)
+        expand(updates, inner, output)
+        assert near(output, updates_reference(slots, factors, given, base))
+        if len(slots) == 1:
+            normed = norm_reference(given.double(), scale.weight, scale.epsilon)
+            base = normed @ weight.t().double()
+            output, inner = few.product_and_shrink(given, weight, updates, scale=scale)
+            expand(updates, inner, output)
+            assert near(output, updates_reference(slots, factors, normed, base))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 65])

@@ -122,23 +122,18 @@ class LayerProducts:
         gated: bool,
     ) -> Tensor:
         """`of_norm` with updates; `weight` is None where no kernel of few rows computes `own`."""
+        if weight is not None:
+            scale = before.scale() if isinstance(before, KernelNorm) and len(hidden) == 1 else None
+            given = hidden if scale else before(hidden)
+            output, inner = self._few.product_and_shrink(given, weight, updates, scale=scale)
         # Rows times the scale alone may be infinite in float16.
-        scale = None
-        if isinstance(before, KernelNorm) and hidden.dtype is not torch.float16:
-            scale = before.scale()
-        given = hidden
-        # Before the weights, whose reading begins meanwhile.
-        if scale is None:
+        elif isinstance(before, KernelNorm) and hidden.dtype is not torch.float16:
+            given, inner = shrink_normed(updates, hidden, before.scale())
+            output = own(given)
+        else:
             given = before(hidden)
             inner = shrink(updates, given)
-        elif weight is not None and len(hidden) == 1:
-            inner = shrink(updates, hidden, scale)
-        else:
-            given, inner = shrink_normed(updates, hidden, scale)
-        if weight is not None and len(hidden) == 1:
-            update = updates, inner
-            return self._few.product(given, weight, scale=scale, gated=gated, update=update)
-        output: Tensor = own(given) if weight is None else self._few.product(given, weight)
+            output = own(given)
         if gated:
             return expand_gated(updates, inner, output)
         expand(updates, inner, output)
@@ -148,11 +143,12 @@ class LayerProducts:
         if isinstance(linear, SummedLinear):
             return self._sum_of_ranks(hidden, given, linear)
         if updates := _updates(linear, len(given)):
-            inner = shrink(updates, given)
             weight = self._weight_for_few(given, _own(linear))
-            if weight is not None and len(given) == 1:
-                return self._few.product(given, weight, added=hidden, update=(updates, inner))
-            summed = self.sum(hidden, given, _own(linear))
+            if weight is not None:
+                summed, inner = self._few.product_and_shrink(given, weight, updates, added=hidden)
+            else:
+                inner = shrink(updates, given)
+                summed = self.sum(hidden, given, _own(linear))
             expand(updates, inner, summed)
             return summed
         weight = self._weight_for_few(given, linear)

@@ -104,14 +104,17 @@ class StepTiles:
         self._tile_rows = tile_rows
         self._most_slots = most_slots
         self._first_row = TILE_WORDS * self._most_tiles(most_rows)
-        self._staged = StagedWords(self._first_row + most_rows, device)
+        self._first_slot = self._first_row + most_rows
+        self._staged = StagedWords(self._first_slot + most_rows, device)
         self._step: Sequence[AdapterRows] = ()
         self._fill(())
 
     def of(self, rows: int) -> Tiles:
         """The tiles of any step with so many rows; some have no rows."""
-        words = self._staged.buffer[: TILE_WORDS * self._most_tiles(rows)].view(-1, TILE_WORDS)
-        return Tiles(words, self._staged.buffer[self._first_row :], self._tile_rows)
+        buffer = self._staged.buffer
+        words = buffer[: TILE_WORDS * self._most_tiles(rows)].view(-1, TILE_WORDS)
+        order = buffer[self._first_row : self._first_slot]
+        return Tiles(words, order, buffer[self._first_slot :], self._tile_rows)
 
     def fill(self, step: Sequence[AdapterRows]) -> None:
         """Takes the rows of the adapters; of a step like the last one, nothing is copied."""
@@ -123,18 +126,18 @@ class StepTiles:
         """The rows without an adapter come last, in order: the step may have any of these."""
         words = self._staged.begin()
         tiles = words[: self._first_row].reshape(-1, TILE_WORDS)
-        order = words[self._first_row :]
-        is_free = np.ones(len(order), dtype=bool)
+        order, slots = words[self._first_row :].reshape(2, -1)
+        slots[:] = -1
         at = tile = 0
         for each in step:
             count = len(each.rows)
             order[at : at + count] = each.rows
-            is_free[each.rows] = False
+            slots[each.rows] = each.slot
             for first in range(0, count, self._tile_rows):
                 tiles[tile] = each.slot, at + first, min(self._tile_rows, count - first), 0
                 tile += 1
             at += count
-        order[at:] = np.flatnonzero(is_free)
+        order[at:] = np.flatnonzero(slots < 0)
         tiles[tile:] = -1, len(order), 0, 0
         free = np.arange(at, len(order), self._tile_rows)
         tiles[tile : tile + len(free), 1] = free
@@ -158,8 +161,7 @@ class KernelUpdates:
 
     def most_bytes(self, tokens: int) -> int:
         """Memory for a layer of a step with so many tokens."""
-        tiles = len(self._own.of(tokens).words)
-        return most_inner_bytes(tiles, MANY_ROWS, self._most_rank)
+        return most_inner_bytes(tokens, self._most_rank)
 
     def begin(self, step: Sequence[AdapterRows]) -> None:
         self._own.fill(step)

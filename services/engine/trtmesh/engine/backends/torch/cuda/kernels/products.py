@@ -17,13 +17,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.cuda.kernels.updates import (
+    RANKS,
+    TILE_WORDS,
     Inner,
     Updates,
-    rank_of,
-    row_arguments,
-    row_factors,
-    row_inner,
-    row_update,
+    of_part,
+    shrink_arguments,
 )
 
 MOST_ROWS = 64
@@ -52,17 +51,15 @@ def _one_row(
     scale,
     added,
     inner,
-    first_b,
-    second_b,
-    third_b,
+    first_a,
+    second_a,
+    third_a,
     first_ranks,
     second_ranks,
     third_ranks,
     tiles,
-    first_outputs,
-    second_outputs,
-    third_outputs,
     most_rank,
+    extra,
     epsilon,
     outputs,
     size,
@@ -72,58 +69,37 @@ def _one_row(
     has_norm: tl.constexpr,
     adds: tl.constexpr,
     gated: tl.constexpr,
-    shares: tl.constexpr,
-    padded_shares: tl.constexpr,
-    tile_rows: tl.constexpr,
-    ranks: tl.constexpr,
+    shrinks: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: `lines` outputs. With `shares` of its inner product, the update of an adapter is added."""
+    """Program: `lines` outputs. With `shrinks`, the first `extra` programs multiply by A instead."""
     if overlaps:
         gdc_launch_dependents()
-    line = tl.program_id(0) * lines + tl.arange(0, lines)
+    line = (tl.program_id(0) - extra) * lines + tl.arange(0, lines)
+    in_lines = line < outputs
+    matrix = weight
+    if shrinks:
+        is_extra = tl.program_id(0) < extra
+        programs = tl.cdiv(most_rank, lines)
+        part = tl.program_id(0) // programs
+        r = tl.program_id(0) % programs * lines + tl.arange(0, lines)
+        slot = tl.load(tiles)
+        rank = tl.load(of_part(part, first_ranks, second_ranks, third_ranks) + tl.maximum(slot, 0))
+        in_lines = tl.where(is_extra, (slot >= 0) & (r < rank), in_lines)
+        line = tl.where(is_extra, tl.maximum(slot, 0).to(tl.int32) * most_rank + r, line)
+        matrix = tl.where(is_extra, of_part(part, first_a, second_a, third_a), weight)
     at = tl.arange(0, columns)
-    place = weight + line[:, None].to(tl.int64) * size + at[None, :]
-    there = (line < outputs)[:, None] & (at < size)[None, :]
+    place = matrix + line[:, None].to(tl.int64) * size + at[None, :]
+    there = in_lines[:, None] & (at < size)[None, :]
     second = outputs.to(tl.int64) * size
     a = tl.load(place, mask=there, other=0.0)
     if gated:
         b = tl.load(place + second, mask=there, other=0.0)
     if has_norm:
         s = tl.load(scale + at, mask=at < size, other=0.0)
-    if shares:
-        slot = tl.load(tiles)
-        part = 0
-        n = line
-        wide = first_outputs
-        if not gated:
-            begin = tl.program_id(0) * lines
-            third = first_outputs + second_outputs
-            part = (begin >= first_outputs).to(tl.int32) + (begin >= third).to(tl.int32)
-            n = line - tl.where(part == 2, third, tl.where(part == 1, first_outputs, 0))
-            wide = tl.where(
-                part == 2, third_outputs, tl.where(part == 1, second_outputs, first_outputs)
-            )
-        rank = rank_of(part, slot, first_ranks, second_ranks, third_ranks)
-        factors = row_factors(
-            n, part, slot, 0, rank, first_b, second_b, third_b, wide, most_rank, shares,
-            padded_shares, ranks,
-        )  # fmt: skip
-        if gated:
-            up_rank = rank_of(1, slot, first_ranks, second_ranks, third_ranks)
-            up_factors = row_factors(
-                n, 1, slot, 0, up_rank, first_b, second_b, third_b, wide, most_rank, shares,
-                padded_shares, ranks,
-            )  # fmt: skip
     if overlaps:
         gdc_wait()
     x = tl.load(given + at, mask=at < size, other=0.0).to(tl.float32)
-    if shares:
-        inners = row_inner(inner, part, 0, rank, most_rank, shares, padded_shares, tile_rows, ranks)
-        if gated:
-            up_inners = row_inner(
-                inner, 1, 0, up_rank, most_rank, shares, padded_shares, tile_rows, ranks
-            )
     squares = tl.sum(x * x, 0)
     if has_norm:
         x = x * s
@@ -132,7 +108,7 @@ def _one_row(
         z = tl.sum(b.to(tl.float32) * x[None, :], 1)
     for step in tl.static_range(1, steps):
         here = step * columns + at
-        more = (line < outputs)[:, None] & (here < size)[None, :]
+        more = in_lines[:, None] & (here < size)[None, :]
         x = tl.load(given + here, mask=here < size, other=0.0).to(tl.float32)
         squares += tl.sum(x * x, 0)
         if has_norm:
@@ -142,28 +118,6 @@ def _one_row(
         if gated:
             b = tl.load(place + second + step * columns, mask=more, other=0.0)
             z += tl.sum(b.to(tl.float32) * x[None, :], 1)
-    if shares:
-        y += row_update(factors, inners)
-        for run in range(ranks, rank, ranks):
-            factors = row_factors(
-                n, part, slot, run, rank, first_b, second_b, third_b, wide, most_rank, shares,
-                padded_shares, ranks,
-            )  # fmt: skip
-            inners = row_inner(
-                inner, part, run, rank, most_rank, shares, padded_shares, tile_rows, ranks
-            )
-            y += row_update(factors, inners)
-        if gated:
-            z += row_update(up_factors, up_inners)
-            for run in range(ranks, up_rank, ranks):
-                up_factors = row_factors(
-                    n, 1, slot, run, up_rank, first_b, second_b, third_b, wide, most_rank, shares,
-                    padded_shares, ranks,
-                )  # fmt: skip
-                up_inners = row_inner(
-                    inner, 1, run, up_rank, most_rank, shares, padded_shares, tile_rows, ranks
-                )
-                z += row_update(up_factors, up_inners)
     if has_norm:
         length = tl.rsqrt(squares / size + epsilon)
         y = y * length
@@ -171,9 +125,15 @@ def _one_row(
             z = z * length
     if gated:
         y = y / (1.0 + tl.exp(-y)) * z
+    # Known when compiled, the first condition spares the second.
+    if shrinks:  # noqa: SIM102
+        if is_extra:
+            # Of ranks beyond the slot's too, where B is 0.
+            tl.store(inner + part * most_rank + r, y, mask=r < most_rank)
+            return
     if adds:
-        y += tl.load(added + line, mask=line < outputs, other=0.0).to(tl.float32)
-    tl.store(output + line, y.to(output.dtype.element_ty), mask=line < outputs)
+        y += tl.load(added + line, mask=in_lines, other=0.0).to(tl.float32)
+    tl.store(output + line, y.to(output.dtype.element_ty), mask=in_lines)
 
 
 @triton.jit
@@ -184,6 +144,18 @@ def _few_rows(
     added,
     partial,
     done,
+    inner,
+    first_a,
+    second_a,
+    third_a,
+    first_ranks,
+    second_ranks,
+    third_ranks,
+    tiles,
+    most_rank,
+    slots,
+    extra,
+    units,
     rows,
     outputs,
     size: tl.constexpr,
@@ -193,18 +165,43 @@ def _few_rows(
     shares: tl.constexpr,
     adds: tl.constexpr,
     gated: tl.constexpr,
+    shrinks: tl.constexpr,
+    parts: tl.constexpr,
+    ranks: tl.constexpr,
+    tile_words: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: (`lines` outputs, number below `shares`). The shares divide the inputs."""
+    """Program: (`lines` outputs, number below `shares`). The shares divide the inputs. With `shrinks`, the first
+    `extra` programs of a share multiply by A instead: `lines` ranks of units, each some ranks of the slot of a tile."""
     if overlaps:
         gdc_launch_dependents()
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) - extra
     share = tl.program_id(1)
     begin = share * (size // shares)
     line = tile * lines + tl.arange(0, lines)
     row = tl.arange(0, padded_rows)
+    matrix = weight
+    if shrinks:
+        is_extra = tile < 0
+        programs = tl.cdiv(units * ranks, lines)
+        part = tl.program_id(0) // programs
+        at = tl.program_id(0) % programs * lines + tl.arange(0, lines)
+        unit = at // ranks
+        runs = most_rank // ranks
+        known = is_extra & (unit < units)
+        slot = tl.load(tiles + unit // runs * tile_words, mask=known, other=-1)
+        place_of_rank = of_part(part, first_ranks, second_ranks, third_ranks) + slot
+        rank = tl.load(place_of_rank, mask=slot >= 0, other=0)
+        first_rank = unit % runs * ranks
+        used = first_rank < rank
+        if is_extra & (tl.max(used.to(tl.int32), 0) == 0):
+            return
+        r = first_rank + at % ranks
+        own = tl.where(used, slot.to(tl.int32) * most_rank + r, 0)
+        line = tl.where(is_extra, own, line)
+        matrix = tl.where(is_extra, of_part(part, first_a, second_a, third_a), weight)
     k = begin + tl.arange(0, depth)
-    place = weight + line[:, None].to(tl.int64) * size + k[None, :]
+    place = matrix + line[:, None].to(tl.int64) * size + k[None, :]
     second = outputs.to(tl.int64) * size
     source = given + row[None, :] * size + k[:, None]
     in_rows = (row < rows)[None, :]
@@ -220,6 +217,12 @@ def _few_rows(
         if gated:
             b = tl.load(place + second + step)
             z = tl.dot(b, x, z, input_precision="ieee")
+    if shrinks:  # noqa: SIM102 - see above
+        if is_extra:
+            slot_of_row = tl.load(slots + row, mask=row < rows, other=-2)
+            to = inner + ((share * parts + part) * rows + row[None, :]) * most_rank + r[:, None]
+            tl.store(to, y, mask=(slot_of_row[None, :] == slot[:, None]) & used[:, None])
+            return
     last = True
     if shares > 1:
         own = tl.arange(0, lines)[:, None] * padded_rows + row[None, :]
@@ -275,23 +278,50 @@ class FewRows:
         scale: Scale | None = None,
         added: Tensor | None = None,
         gated: bool = False,
-        update: tuple[Updates, Inner] | None = None,
     ) -> Tensor:
         """given [rows, inputs] @ weight.T, plus `added`; silu(first half of the outputs) * second half where `gated`.
 
-        A `scale` applies to `given`, and an `update` to the product; they need one row. With both, the update is of
-        `given` times the weight of the scale.
+        A `scale` applies to `given`, and needs one row.
         """
+        outputs = len(weight) // 2 if gated else len(weight)
+        return self._launched(given, weight, outputs, scale, added, None)[0]
+
+    def product_and_shrink(
+        self,
+        given: Tensor,
+        weight: Tensor,
+        updates: Updates,
+        *,
+        scale: Scale | None = None,
+        added: Tensor | None = None,
+    ) -> tuple[Tensor, Inner]:
+        """The same, and the result of `shrink` for the same rows, in a single launch."""
+        output, inner = self._launched(given, weight, len(weight), scale, added, updates)
+        assert inner
+        return output, inner
+
+    def _launched(
+        self,
+        given: Tensor,
+        weight: Tensor,
+        outputs: int,
+        scale: Scale | None,
+        added: Tensor | None,
+        updates: Updates | None,
+    ) -> tuple[Tensor, Inner | None]:
         given = given.contiguous()
-        rows, outputs = len(given), len(weight)
-        output = given.new_empty(rows, outputs // 2 if gated else outputs)
+        rows = len(given)
+        output, inner = given.new_empty(rows, outputs), None
+        if updates:
+            shared = 1 if rows == 1 else shares(outputs // LINES, given.shape[1])
+            values = shared * len(updates.parts) * rows * updates.most_rank
+            inner = Inner(torch.empty(values, device=given.device), shared)
         if rows == 1:
-            self._launch_one(given, weight, output, scale, added, update)
+            self._launch_one(given, weight, output, scale, added, updates, inner)
         else:
             assert scale is None
-            assert update is None
-            self._launch_few(given, weight, output, added)
-        return output
+            self._launch_few(given, weight, output, added, updates, inner)
+        return output, inner
 
     def _launch_one(
         self,
@@ -300,24 +330,25 @@ class FewRows:
         output: Tensor,
         scale: Scale | None,
         added: Tensor | None,
-        update: tuple[Updates, Inner] | None,
+        updates: Updates | None,
+        inner: Inner | None,
     ) -> None:
         size, outputs = given.shape[1], output.shape[1]
         gated = outputs < len(weight)
         columns = min(WIDEST, triton.next_power_of_2(size))
         warps = 4 if columns <= 4096 else 8
         lines = max(1, VALUES * 32 * warps // columns // (2 if gated else 1))
-        if update:
-            # A program computes outputs of one part.
-            lines = math.gcd(lines, *update[0].outputs)
-        places, names = row_arguments(update)
-        _one_row[(triton.cdiv(outputs, lines),)](
+        extra = 0
+        if updates:
+            extra = len(updates.parts) * triton.cdiv(updates.most_rank, lines)
+        _one_row[(extra + triton.cdiv(outputs, lines),)](
             given,
             weight,
             output,
             scale.weight if scale else given,
             given if added is None else added,
-            *places,
+            *shrink_arguments(updates, inner)[:-1],
+            extra,
             scale.epsilon if scale else 0.0,
             outputs,
             size,
@@ -327,7 +358,7 @@ class FewRows:
             has_norm=scale is not None,
             adds=added is not None,
             gated=gated,
-            **names,
+            shrinks=updates is not None,
             num_warps=warps,
             **self._options,
         )
@@ -338,20 +369,30 @@ class FewRows:
         weight: Tensor,
         output: Tensor,
         added: Tensor | None,
+        updates: Updates | None,
+        inner: Inner | None,
     ) -> None:
         size, (rows, outputs) = given.shape[1], output.shape
+        units = extra = 0
+        if updates:
+            units = len(updates.tiles.words) * (updates.most_rank // RANKS)
+            extra = len(updates.parts) * triton.cdiv(units * RANKS, LINES)
         gated = outputs < len(weight)
         shared = shares(outputs // LINES, size)
         # What fits the shared memory, and was faster on an H200.
         deeper = rows <= MOST_ROWS // 2 and shared > 1 and size % (2 * DEPTH * shared) == 0
-        depth = 2 * DEPTH if deeper and not gated else DEPTH
-        _few_rows[(outputs // LINES, shared)](
+        # More programs would not run at once with further ones.
+        depth = 2 * DEPTH if deeper and not gated and not updates else DEPTH
+        _few_rows[(extra + outputs // LINES, shared)](
             given,
             weight,
             output,
             given if added is None else added,
             self._partial,
             self._done,
+            *shrink_arguments(updates, inner),
+            extra,
+            units,
             rows,
             outputs,
             size=size,
@@ -361,6 +402,10 @@ class FewRows:
             shares=shared,
             adds=added is not None,
             gated=gated,
+            shrinks=updates is not None,
+            parts=len(updates.parts) if updates else 0,
+            ranks=RANKS,
+            tile_words=TILE_WORDS,
             num_warps=4,
             num_stages=3 if depth > DEPTH else 4,
             **self._options,

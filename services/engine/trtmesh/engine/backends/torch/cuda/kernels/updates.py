@@ -1,8 +1,8 @@
 """The updates of adapters, B A x, in two kernels: shrink multiplies by A, expand by B.
 
 A program takes a tile: rows with the same slot, at most as many as a matrix instruction multiplies at once. Ranks
-beyond that of the slot are left out. Each launch beside those of a layer costs 2 us, so the norm before is part of
-shrink, and the activation after is part of expand.
+beyond that of the slot are left out. Each launch beside those of a layer costs more than 2 us, so products of few rows
+shrink as well, in programs of their own, otherwise shrink computes the norm before, and expand the activation after.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Tiles:
     """[tiles, TILE_WORDS] int64"""
     order: Tensor
     """All rows, those of a tile side by side, [rows] int64."""
+    slots: Tensor
+    """By row, -1 without an adapter, [rows] int64."""
     rows: int
     """Of a tile at most: FEW_ROWS or MANY_ROWS."""
 
@@ -65,13 +67,9 @@ class Factors:
 
 
 @triton.jit
-def _of_part(part, first, second, third):
-    found = first
-    if part == 1:
-        found = second
-    if part == 2:
-        found = third
-    return found
+def of_part(part, first, second, third):
+    """Of three pointers that of a part, by selection, which keeps their alignment known."""
+    return tl.where(part == 2, third, tl.where(part == 1, second, first))
 
 
 @triton.jit
@@ -106,23 +104,22 @@ def _shrink(
     inner,
     epsilon,
     norms,
+    rows,
     tile_count,
     size,
     most_rank,
     parts: tl.constexpr,
-    shares: tl.constexpr,
     tile_rows: tl.constexpr,
     depth: tl.constexpr,
     steps: tl.constexpr,
     columns: tl.constexpr,
-    scaled: tl.constexpr,
     has_norms: tl.constexpr,
     ranks: tl.constexpr,
     tile_words: tl.constexpr,
     overlaps: tl.constexpr,
 ):
     """Program: a row of the norm for each of `norms`, then (share of the inputs, part and ranks, tile). `inner` is
-    [tiles, parts, shares, tile_rows, most_rank]."""
+    [shares, parts, rows, most_rank]."""
     if overlaps:
         gdc_launch_dependents()
     index = tl.program_id(0)
@@ -142,48 +139,48 @@ def _shrink(
         count = tl.load(tiles + tile * tile_words + 2)
         there = slot >= 0
         slot = tl.maximum(slot, 0)
-        rank = tl.load(_of_part(part, first_ranks, second_ranks, third_ranks) + slot)
+        rank = tl.load(of_part(part, first_ranks, second_ranks, third_ranks) + slot)
         used = there & (run * ranks < rank)
         r = run * ranks + tl.arange(0, ranks)
         k = share * steps * depth + tl.arange(0, depth)
-        place = _of_part(part, first_a, second_a, third_a)
+        place = of_part(part, first_a, second_a, third_a)
         place += (slot * most_rank + r[None, :]) * size + k[:, None]
         w = tl.load(place, mask=used & (k < size)[:, None], other=0.0)
         at = tl.arange(0, tile_rows)
         in_tile = (at < count)[:, None]
         row = tl.load(order + first + at, mask=used & (at < count), other=0)
-        if scaled:
+        if has_norms:
             s = tl.load(scale + k, mask=used & (k < size), other=0.0)
         if overlaps:
             gdc_wait()
         if used:
             source = given + row[:, None] * size + k[None, :]
             x = tl.load(source, mask=in_tile & (k < size)[None, :], other=0.0)
-            if scaled:
+            if has_norms:
                 x = (x * s[None, :]).to(w.dtype)
             y = tl.dot(x, w, input_precision="ieee")
             for step in range(1, steps):
                 more = k + step * depth < size
                 w = tl.load(place + step * depth, mask=more[:, None], other=0.0)
                 x = tl.load(source + step * depth, mask=in_tile & more[None, :], other=0.0)
-                if scaled:
+                if has_norms:
                     s = tl.load(scale + k + step * depth, mask=more, other=0.0)
                     x = (x * s[None, :]).to(w.dtype)
                 y = tl.dot(x, w, y, input_precision="ieee")
-            block = (tile * parts + part) * shares + share
-            to = inner + block.to(tl.int64) * tile_rows * most_rank
-            tl.store(to + at[:, None] * most_rank + r[None, :], y)
+            to = inner + ((share * parts + part) * rows + row)[:, None] * most_rank + r[None, :]
+            tl.store(to, y, mask=in_tile)
 
 
 @triton.jit
 def _expanded(
     source,
+    share_stride,
+    in_tile,
     place,
     w,
     rank,
     in_outputs,
     outputs,
-    most_rank,
     shares: tl.constexpr,
     tile_rows: tl.constexpr,
     columns: tl.constexpr,
@@ -194,7 +191,7 @@ def _expanded(
     for run in range(0, rank, ranks):
         m = tl.zeros((tile_rows, ranks), tl.float32)
         for share in tl.static_range(shares):
-            m += tl.load(source + share * tile_rows * most_rank + run)
+            m += tl.load(source + share * share_stride + run, mask=in_tile, other=0.0)
         y = tl.dot(m.to(w.dtype), w, y, input_precision="ieee")
         place += ranks * outputs
         w = tl.load(place, mask=(run + ranks < rank) & in_outputs, other=0.0)
@@ -254,12 +251,12 @@ def _expand(
     count = tl.load(tiles + tile * tile_words + 2)
     there = slot >= 0
     slot = tl.maximum(slot, 0)
-    rank = tl.load(_of_part(part, first_ranks, second_ranks, third_ranks) + slot)
+    rank = tl.load(of_part(part, first_ranks, second_ranks, third_ranks) + slot)
     rank = tl.where(there, rank, 0)
     changes = rank > 0
     r = tl.arange(0, ranks)
     at_b = (slot * most_rank + r[:, None]) * outputs + n[None, :]
-    place = _of_part(part, first_b, second_b, third_b) + at_b
+    place = of_part(part, first_b, second_b, third_b) + at_b
     w = tl.load(place, mask=(rank > 0) & in_outputs, other=0.0)
     if gates:
         changes = count > 0
@@ -275,90 +272,26 @@ def _expand(
         begin = tl.where(part > 0, first_outputs, 0) + tl.where(part > 1, second_outputs, 0)
         to = output + row[:, None] * row_stride + begin + n[None, :]
         before = tl.load(to, mask=changed, other=0.0).to(tl.float32)
-        source = inner + (tile * parts + part).to(tl.int64) * shares * tile_rows * most_rank
-        source += at[:, None] * most_rank + r[None, :]
+        in_tile = (row < rows)[:, None]
+        share_stride = parts * rows * most_rank
+        source = inner + (part * rows + row)[:, None] * most_rank + r[None, :]
         length = tl.full((tile_rows, 1), 1.0, tl.float32)
         if has_lengths:
             length = tl.load(lengths + row, mask=row < rows, other=0.0)[:, None]
         y = before + length * _expanded(
-            source,
-            place,
-            w,
-            rank,
-            in_outputs,
-            outputs,
-            most_rank,
-            shares,
-            tile_rows,
-            columns,
-            ranks,
-        )
+            source, share_stride, in_tile, place, w, rank, in_outputs, outputs, shares, tile_rows,
+            columns, ranks,
+        )  # fmt: skip
         if gates:
             z = tl.load(to + outputs, mask=changed, other=0.0).to(tl.float32)
-            source += shares * tile_rows * most_rank
+            source += rows * most_rank
             z += length * _expanded(
-                source, other_place, other_w, other_rank, in_outputs, outputs, most_rank, shares,
-                tile_rows, columns, ranks,
+                source, share_stride, in_tile, other_place, other_w, other_rank, in_outputs,
+                outputs, shares, tile_rows, columns, ranks,
             )  # fmt: skip
             y = y / (1.0 + tl.exp(-y)) * z
             to = gated + row[:, None] * outputs + n[None, :]
         tl.store(to, y.to(output.dtype.element_ty), mask=changed)
-
-
-@triton.jit
-def rank_of(part, slot, first_ranks, second_ranks, third_ranks):
-    """The rank of a part of a slot; 0 without an adapter."""
-    rank = tl.load(_of_part(part, first_ranks, second_ranks, third_ranks) + tl.maximum(slot, 0))
-    return tl.where(slot >= 0, rank, 0)
-
-
-@triton.jit
-def row_factors(
-    n,
-    part,
-    slot,
-    run,
-    rank,
-    first_b,
-    second_b,
-    third_b,
-    outputs,
-    most_rank,
-    shares: tl.constexpr,
-    padded_shares: tl.constexpr,
-    ranks: tl.constexpr,
-):
-    """B of the outputs `n` of a part for some ranks, once for each share."""
-    k = tl.arange(0, padded_shares * ranks)
-    r = run + k % ranks
-    place = _of_part(part, first_b, second_b, third_b)
-    place += (tl.maximum(slot, 0) * most_rank + r)[None, :] * outputs + n[:, None]
-    return tl.load(place, mask=((r < rank) & (k // ranks < shares))[None, :], other=0.0)
-
-
-@triton.jit
-def row_inner(
-    inner,
-    part,
-    run,
-    rank,
-    most_rank,
-    shares: tl.constexpr,
-    padded_shares: tl.constexpr,
-    tile_rows: tl.constexpr,
-    ranks: tl.constexpr,
-):
-    """The shares of A x of the only row of a step, in the order of `row_factors`."""
-    k = tl.arange(0, padded_shares * ranks)
-    r = run + k % ranks
-    source = inner + (part * shares + k // ranks) * tile_rows * most_rank + r
-    return tl.load(source, mask=(r < rank) & (k // ranks < shares), other=0.0)
-
-
-@triton.jit
-def row_update(factors, inner):
-    """In float32."""
-    return tl.sum(factors.to(tl.float32) * inner[None, :], 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,9 +321,9 @@ class Inner:
     """The factors of the rows, [rows] float32, where `sums` are of rows without these."""
 
 
-def shrink(updates: Updates, given: Tensor, scale: Scale | None = None) -> Inner:
-    """A x of each part; `given` is [rows, inputs]. With a `scale`, of rows times its weight."""
-    return _shrunk(updates, given.contiguous(), scale, None, None)
+def shrink(updates: Updates, given: Tensor) -> Inner:
+    """A x of each part; `given` is [rows, inputs]."""
+    return _shrunk(updates, given.contiguous(), None, None, None)
 
 
 def shrink_normed(updates: Updates, given: Tensor, scale: Scale) -> tuple[Tensor, Inner]:
@@ -415,7 +348,7 @@ def _shrunk(
     shares = min(SHARES[tiles.rows], triton.cdiv(size, depth))
     count = len(tiles.words)
     norms = 0 if normed is None else len(given)
-    sums = torch.empty(count * len(parts) * shares * tiles.rows * most_rank, device=given.device)
+    sums = torch.empty(shares * len(parts) * len(given) * most_rank, device=given.device)
     _shrink[(norms + count * len(parts) * (most_rank // RANKS) * shares,)](
         given,
         scale.weight if scale else given,
@@ -428,16 +361,15 @@ def _shrunk(
         sums,
         scale.epsilon if scale else 0.0,
         norms,
+        len(given),
         count,
         size,
         most_rank,
         parts=len(parts),
-        shares=shares,
         tile_rows=tiles.rows,
         depth=depth,
         steps=triton.cdiv(size, depth * shares),
         columns=triton.next_power_of_2(size) if norms else 1,
-        scaled=scale is not None,
         has_norms=norms > 0,
         ranks=RANKS,
         tile_words=TILE_WORDS,
@@ -447,9 +379,9 @@ def _shrunk(
     return Inner(sums, shares, lengths)
 
 
-def most_inner_bytes(tiles: int, tile_rows: int, most_rank: int) -> int:
+def most_inner_bytes(rows: int, most_rank: int) -> int:
     """Memory of the result of `shrink`."""
-    return 4 * tiles * MOST_PARTS * SHARES[tile_rows] * tile_rows * most_rank
+    return 4 * rows * MOST_PARTS * max(SHARES.values()) * most_rank
 
 
 def expand(updates: Updates, inner: Inner, output: Tensor) -> None:
@@ -496,32 +428,19 @@ def _launch_expand(
     )
 
 
-NO_UPDATE: tuple[tuple[Any, ...], dict[str, int]] = (
-    (None,) * 8 + (0,) * 4,
-    {"shares": 0, "padded_shares": 0, "tile_rows": 0, "ranks": 0},
-)
-
-
-def row_arguments(update: tuple[Updates, Inner] | None) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """The arguments of a product of the only row of a step, by place and by name."""
-    if update is None:
-        return NO_UPDATE
-    updates, inner = update
-    places = (
+def shrink_arguments(updates: Updates | None, inner: Inner | None) -> Sequence[Any]:
+    """The arguments of a product whose first programs shrink, if there are updates; the last are for several rows."""
+    if updates is None or inner is None:
+        return *(None,) * 8, 0, None
+    tiles, parts = updates.tiles, updates.parts
+    return (
         inner.sums,
-        *_three([each.b for each in updates.parts]),
-        *_three([each.ranks for each in updates.parts]),
-        updates.tiles.words,
-        *updates.outputs,
+        *_three([each.a for each in parts]),
+        *_three([each.ranks for each in parts]),
+        tiles.words,
         updates.most_rank,
+        tiles.slots,
     )
-    names = {
-        "shares": inner.shares,
-        "padded_shares": int(triton.next_power_of_2(inner.shares)),
-        "tile_rows": updates.tiles.rows,
-        "ranks": RANKS,
-    }
-    return places, names
 
 
 def _three(given: Sequence[Any]) -> Sequence[Any]:
