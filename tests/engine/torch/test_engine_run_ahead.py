@@ -185,6 +185,7 @@ class Following:
         """Tokens computed after the last of their sequence."""
         self._hidden: list[tuple[Sequence, int]] = []
         self._ids: list[int] = []
+        self.opened = 0
         self.move, self.prepare, self.rank = compute.move, compute.prepare, compute.rank
         self.synchronize, self.check = compute.synchronize, compute.check
         self.release_memory = compute.release_memory
@@ -204,12 +205,19 @@ class Following:
         with self._known():
             return self._compute.forward(self._compute.prepare(chunks))
 
+    def awaits(self, sequences: SequenceOf[Continuation]) -> bool:
+        if not any(each.token_rules.remembers for each in sequences):
+            return False
+        self.opened += 1
+        self._hidden = []
+        return True
+
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
         with self._known():
             choice = self._compute.choose(sequences, logits)
         assert isinstance(choice, LogitsChoice)
         self._ids = choice.ids.tolist()
-        self.may_follow = not any(each.token_rules.wants_details for each in sequences)
+        self.may_follow = True
         return choice
 
     @contextmanager
@@ -250,7 +258,17 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("configs", [PLAIN, CONFIGS], ids=["plain", "mixed"])
+AWAITING = [
+    PLAIN[1],
+    configure(max_tokens=33, ignore_end_id=True, repetition_penalty=1.3, log_probs=True),
+    configure(max_tokens=17, min_tokens=5, no_repeat_ngram_size=2),
+    PLAIN[3],
+    configure(max_tokens=40, ignore_end_id=True, frequency_penalty=0.7, temperature=0.9, seed=6),
+]
+"""Some tokens depend on those before, and are chosen while their step is computed."""
+
+
+@pytest.mark.parametrize("configs", [PLAIN, CONFIGS, AWAITING], ids=["plain", "mixed", "awaiting"])
 @pytest.mark.parametrize("pool", [AMPLE, TIGHT], ids=["ample", "tight"])
 def test_steps_of_unknown_tokens_give_the_same_tokens(
     llama: Path, pool: dict[str, Any], configs: list[GenerationConfig]
@@ -272,6 +290,7 @@ def test_steps_of_unknown_tokens_give_the_same_tokens(
     assert isinstance(unknown, FollowingDriver)
     assert unknown.compute.followed > (0 if pool is TIGHT or configs is CONFIGS else 40)
     assert not unknown.compute.needless
+    assert bool(unknown.compute.opened) == (configs is not PLAIN) or pool is TIGHT
     reused = [driver.engine.scheduler.reused_prompt_tokens for driver in drivers]
     assert reused[0] == reused[1] or pool is TIGHT
 

@@ -14,11 +14,14 @@ from engine.torch.combinations import FAMILIES, Maker, check, frequent, lonely
 from engine.torch.conftest import ModelDir
 from engine.torch.cuda.interpreted import Interpreted, make_small, small_model
 from engine.torch.cuda.launches import recorded
+from engine.torch.guided.guides import guided
 from engine.torch.harness import Harness, configure, running
 from oracle.adapters import ON, Adapted, load_all
+from tokenizers import Tokenizer
 from trtmesh.engine.backends.torch import loading
 from trtmesh.engine.backends.torch.cuda.device import Cuda
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
+from trtmesh.v1 import generation_pb2 as pb
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,6 +41,7 @@ CONFIGS = [
     configure(max_tokens=4, ignore_end_id=True, temperature=1.0, seed=3, top_k=20),
     configure(max_tokens=4, ignore_end_id=True, repetition_penalty=1.4),
 ]
+MANY = {"max_tokens": NEW_TOKENS, "ignore_end_id": True}
 RULED = configure(
     max_tokens=NEW_TOKENS,
     min_tokens=3,
@@ -101,6 +105,56 @@ async def test_tokens_and_launches(small: Path, monkeypatch: pytest.MonkeyPatch)
     # The prompt, and all tokens after the first.
     alone = ["forward", *(["follow"] * (NEW_TOKENS - 1))]
     assert launches[: 2 * NEW_TOKENS] == alone * 2
+
+
+async def test_steps_follow_those_of_rows_that_await_tokens(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guided rows, by kernels, and rows chosen by the host: their tokens are chosen in a step that was launched before
+    those of the step before were read. One ends under its guide, another where its bans and its guide allow nothing."""
+    vocabulary = Tokenizer.from_file(str(small / "tokenizer.json")).get_vocab()
+    bans = tuple((vocabulary[text],) for text in ("b", "ab") if text in vocabulary)
+    configs = [
+        guided("REGEX", "[a-z]*", temperature=1.2, seed=5, top_log_probs=2, **MANY),
+        guided("REGEX", "[a-z ]*", repetition_penalty=1.4, min_p=0.01, **MANY),
+        guided("CHOICE", '["ab", "cde"]', max_tokens=9),
+        guided("REGEX", "ab", bad_token_ids=bans, max_tokens=9),
+        configure(no_repeat_ngram_size=2, **MANY),
+        configure(temperature=0.9, seed=2, log_probs=True, **MANY),
+    ]
+    prompts = [[7 + place, 5, 9] for place in range(len(configs))]
+
+    async def run(engine: Harness) -> list[Any]:
+        with engine.gate.held():
+            keys = [engine.submit(*each)[0] for each in zip(prompts, configs, strict=True)]
+        return [
+            (
+                stream.token_ids,
+                stream.end and (stream.end.reason, str(stream.end.error)),
+                [
+                    [[token for token, _ in tops] for tops in each.top_log_probs]
+                    for each in stream.details
+                ],
+                [each.log_probs for each in stream.details],
+            )
+            for stream in await engine.ended(keys)
+        ]
+
+    options = {**OPTIONS, "max_batch_size": 6}
+    async with running(small, **options) as engine:
+        expected = await run(engine)
+    monkeypatch.setattr(loading, "_device", lambda _: OnCpu(torch.device("cpu")))
+    async with running(small, **options) as engine:
+        launches = recorded(engine.backend._loaded.engine._compute, ("forward", "follow"))
+        found = await run(engine)
+    for one, other in zip(found, expected, strict=True):
+        assert one[:3] == other[:3]
+        assert one[3] == [pytest.approx(each, abs=1e-4) for each in other[3]]
+    assert len(expected[3][0]) == 1
+    assert expected[3][1][0] == pb.FINISH_REASON_ERROR
+    assert "guided_decoding" in expected[3][1][1]
+    # Guides are compiled beside the steps, so items begin one after another.
+    assert launches.count("follow") >= 3
 
 
 # PEFT reads a name that transformers has renamed.

@@ -15,8 +15,9 @@ collected. Rules for the caller and the device:
 * Drafts are tokens to compute. They come with a step launched from known tokens, and are verified when it is collected:
   the model makes the ordinary choice at each position, and goes on to the next while the choice equals the draft.
 * `launch_next` computes sequences in flight, with the tokens chosen by the device: one step further, and only without
-  effects before the tokens are known. A sequence ending with a token of the step before has a token dropped; KV is
-  counted, and so published, when the token is known.
+  effects before the tokens are known. Where a choice depends on tokens before, such as under a grammar, those of the
+  step are chosen while the device computes it, once the step before was collected. A sequence ending with a token of
+  the step before has a token dropped; KV is counted, and so published, when the token is known.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class Launched:
     """The drafts of the step; None in an engine without drafts."""
     following: Launched | None = None
     """The step of `launch_next`."""
+    is_open: bool = False
+    """Whether its tokens are chosen once those before are known."""
 
     @property
     def awaited(self) -> Iterator[Sequence]:
@@ -280,10 +283,10 @@ class Engine:
         except Exception:
             log.exception("a step could not be launched ahead; it is launched with known tokens")
             return None
-        self._mask_time.begin()
         following = Launched(forwards=[forward], uncounted=chunks)
-        self._choose(forward, following)
-        self._guide_counts.late_masks += len(self._late)
+        following.is_open = self._compute.awaits([chunk.sequence for chunk in chunks])
+        if not following.is_open:
+            self._choose(forward, following)
         step.following = following
         return following
 
@@ -311,8 +314,13 @@ class Engine:
             self.drafting.finished(step.speculation)
         for late in self._late:
             late.chunk.sequence.in_flight = False
-        for sequence in step.following.awaited if step.following else ():
-            sequence.in_flight = True
+        if following := step.following:
+            if following.is_open:
+                self._mask_time.begin()
+                self._choose(following.forwards[0], following)
+                self._guide_counts.late_masks += len(self._late)
+            for sequence in following.awaited:
+                sequence.in_flight = True
         return self._output()
 
     def _verify(self, step: Launched, drafting: Drafting, output: StepOutput) -> None:
@@ -395,7 +403,8 @@ class Engine:
         return announce if sending else None
 
     def _choose(self, forward: Forward, step: Launched) -> None:
-        chunks = forward.completing
+        # A token of the step before may have ended a sequence.
+        chunks = [chunk for chunk in forward.completing if self.scheduler.lives(chunk.sequence)]
         late = self._late_among(chunks)
         if late:
             for chunk in chunks:

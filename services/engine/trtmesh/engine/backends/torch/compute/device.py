@@ -29,7 +29,8 @@ from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sequence import Chunk
+from trtmesh.engine.backends.torch.sampling.filters import indexes
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling.blocks import Move
 
 
@@ -75,9 +76,8 @@ class Forward:
         if len(chunks) == len(self.completing):
             return self.logits
         wanted = {chunk.sequence.key for chunk in chunks}
-        return self.logits[
-            [row for row, chunk in enumerate(self.completing) if chunk.sequence.key in wanted]
-        ]
+        rows = [row for row, chunk in enumerate(self.completing) if chunk.sequence.key in wanted]
+        return self.logits[indexes(rows, self.logits)]
 
 
 class Compute(Protocol):
@@ -104,6 +104,9 @@ class Compute(Protocol):
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
         """Computes the tokens picked by the last call of `choose` for `rows`, a token for each chunk."""
+
+    def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether all tokens before must be known when `choose` is called after `follow`."""
 
     def synchronize(self) -> None:
         """Waits until everything is computed."""

@@ -128,6 +128,9 @@ class Runner:
     def follow(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Forward:
         raise NotImplementedError("a step is prepared from tokens that were read")
 
+    def awaits(self, sequences: Sequence[Continuation]) -> bool:
+        return False
+
     def check(self) -> None:
         blocks = self._tables[0].copy()
         self._tables[0] = NULL_BLOCK

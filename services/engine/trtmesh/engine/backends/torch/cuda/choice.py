@@ -11,7 +11,7 @@ from torch import Tensor
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NOTHING_LEFT
-from trtmesh.engine.backends.torch.sampling.choice import TokenChoice, not_finite, nothing_left
+from trtmesh.engine.backends.torch.sampling.choice import LogitsChoice, forbidden, not_finite
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.filters import indexes
 
@@ -28,7 +28,7 @@ class GraphChoice:
         tokens: Tensor,
         log_probs: Tensor | None = None,
         rest: SequenceOf[int] = (),
-        choice: TokenChoice | None = None,
+        choice: LogitsChoice | None = None,
     ) -> None:
         """`places` are the rows of the sequences in `tokens` and in `log_probs`, those of `choose_by_rules`, which lack
         the rows `rest`. `choice` has these."""
@@ -38,6 +38,9 @@ class GraphChoice:
         self._sequences = sequences
         self._rest = {row: place for place, row in enumerate(rest)}
         self._choice = choice
+        if choice:
+            # Read later, when the device may compute the next step.
+            choice.ids, choice.peaks = _copy(choice.ids), _copy(choice.peaks)
         self._tokens = _copy(tokens)
         self._log_probs = _NONE if log_probs is None else _copy(log_probs).numpy()
         untyped: Any = torch.cuda
@@ -53,7 +56,8 @@ class GraphChoice:
         failures: dict[int, TrtmeshError] = {}
         for row, token in enumerate(self.token_ids):
             if token < 0 and row not in self._rest:
-                failures[row] = nothing_left() if token == NOTHING_LEFT else not_finite()
+                is_forbidden = token == NOTHING_LEFT
+                failures[row] = forbidden(self._sequences[row]) if is_forbidden else not_finite()
         if self._choice:
             failed = self._choice.read()
             for row, place in self._rest.items():

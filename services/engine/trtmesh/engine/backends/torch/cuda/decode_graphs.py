@@ -23,7 +23,8 @@ from trtmesh.engine.backends.torch.cuda.ruled_choice import RuledChoice
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention, StepInputs
 from trtmesh.engine.backends.torch.cuda.updates import AdaptedSteps
 from trtmesh.engine.backends.torch.model.model import Model
-from trtmesh.engine.backends.torch.sequence import Chunk
+from trtmesh.engine.backends.torch.sampling.filters import indexes
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 FURTHER = 128
@@ -55,6 +56,7 @@ class DecodeGraphs:
         self._inputs = inputs
         self._tokens = torch.zeros_like(inputs.positions[:most_rows])
         self._sizes = sizes(most_rows)
+        self._launched: tuple[int, Tensor]
         self._replays = capture(model, record, self._step, self._sizes, "decode steps", "sequences")
         self._ruled = rules(most_rows, self._tokens) if rules and self._replays else None
         if self._ruled:
@@ -102,6 +104,23 @@ class DecodeGraphs:
         tokens[len(tokens) - len(more.tokens) :].copy_(more.tokens)
         return Rows(logits, tokens, joined([rows, more] if rows else [more]))
 
+    def choose_guided(
+        self, rows: SequenceOf[int], sequences: SequenceOf[Sequence]
+    ) -> Tensor | None:
+        """Chooses guided rows of the last launch, whose tokens before are known by now. Returns the log-probabilities,
+        as `RuledChoice.launch` does."""
+        assert self._ruled
+        self._ruled.fill_guided(rows, sequences)
+        return self._ruled.launch(*self._launched)
+
+    def take(self, rows: SequenceOf[int], tokens: Tensor) -> bool:
+        """Takes tokens of the last launch that were chosen otherwise. Returns whether `follow` finds them."""
+        if self._share or not self.are_captured:
+            # Other ranks have the tokens of the graphs.
+            return False
+        self._tokens.index_copy_(0, indexes(rows, tokens), tokens)
+        return True
+
     @torch.inference_mode()
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Rows:
         """Launches the step of the tokens chosen in `rows` by the last launch."""
@@ -121,6 +140,7 @@ class DecodeGraphs:
             self._adapted.fill(chunks)
             replays = self._adapted_replays
         logits = replays[size]()
+        self._launched = size, logits
         if self._ruled:
             log_probs = self._ruled.launch(size, logits)
         return Rows(

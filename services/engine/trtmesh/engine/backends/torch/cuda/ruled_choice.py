@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.capturing import Record, Replay
@@ -30,6 +31,7 @@ class RuledChoice:
         self._record = record
         self._tokens = tokens
         self._staged = StagedWords(len(Field) * most, tokens.device)
+        self._masks = StagedWords(work.masks.numel(), tokens.device, work.masks.view(-1))
         self._fields = self._staged.buffer.view(len(Field), most)
         self._log_probs = torch.zeros(
             most, LOG_PROB_WORDS, dtype=torch.float64, device=tokens.device
@@ -50,6 +52,14 @@ class RuledChoice:
         self._flags = self._rows.fill(words, sequences, unknown)
         if self._flags:
             self._staged.send(words.size)
+
+    def fill_guided(self, rows: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
+        """Takes the masks and the rules of guided rows for one more launch."""
+        words = self._staged.begin().reshape(self._fields.shape)
+        masks = self._masks.begin().reshape(self._work.masks.shape)
+        self._flags = self._rows.fill_guided(words, masks.view(np.uint8), rows, sequences)
+        self._masks.send(len(rows) * masks.shape[1])
+        self._staged.send(words.size)
 
     def launch(self, size: int, logits: Tensor) -> Tensor | None:
         """Chooses where rows have rules. Returns the log-probabilities, see `choose_by_rules`, or None where no row

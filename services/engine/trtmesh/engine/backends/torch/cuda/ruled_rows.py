@@ -23,6 +23,7 @@ from trtmesh.engine.backends.torch.sampling.filters import depth_of, given, temp
 from trtmesh.engine.backends.torch.sequence import Sequence
 
 Numbers = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 
 
 class RuledRows:
@@ -70,27 +71,52 @@ class RuledRows:
             return np.zeros(len(slots), dtype=np.int64), temperatures
         return places_in(self._streams[slots], _lengths(sequences, unknown)), temperatures
 
+    def guided(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """The rows that kernels choose after all others, for which the tokens before must be known."""
+        flags = self._fields[Field.FLAGS, self._slots(sequences)]
+        found: list[int] = np.flatnonzero(flags & Flag.GUIDED).tolist()
+        return found
+
     def fill(self, words: Numbers, sequences: SequenceOf[Sequence], unknown: int = 0) -> Flag:
-        """Writes the words [fields, rows or more] of the rows; returns the flags of any row. The caller has kernels
-        choose the tokens."""
-        slots = self._slots(sequences)
-        flags = self._fields[Field.FLAGS, slots]
-        if not flags.any():
+        """Writes the words [fields, rows or more] of the rows, without those of guided rows; returns the flags of any
+        row. The caller has kernels choose the tokens."""
+        flags = self._fields[Field.FLAGS, self._slots(sequences)]
+        rows = np.flatnonzero((flags != 0) & ((flags & Flag.GUIDED) == 0))
+        if not len(rows):
             return Flag(0)
-        lengths = _lengths(sequences, unknown)
-        rows = words[:, : len(slots)]
-        rows[:] = self._fields[:, slots]
+        return self._fill(words, rows, [sequences[row] for row in rows.tolist()], unknown)
+
+    def fill_guided(
+        self, words: Numbers, masks: Bytes, rows: SequenceOf[int], sequences: SequenceOf[Sequence]
+    ) -> Flag:
+        """`fill` for guided `rows` alone; writes a line of `masks` for each."""
+        for place, sequence in enumerate(sequences):
+            guide = sequence.guide
+            assert guide
+            guide.catch_up(sequence.tokens)
+            mask = guide.mask(sequence.rule.end_ids)
+            masks[place, : len(mask)] = mask
+        flags = self._fill(words, np.array(rows), sequences, 0)
+        words[Field.MASK, rows] = np.arange(len(rows))
+        return flags
+
+    def _fill(
+        self, words: Numbers, rows: Numbers, sequences: SequenceOf[Sequence], unknown: int
+    ) -> Flag:
+        slots, lengths = self._slots(sequences), _lengths(sequences, unknown)
+        fields = self._fields[:, slots]
+        counting = (fields[Field.FLAGS] & Flag.COUNTS) != 0
         closed = lengths < self._open_until[slots]
-        rows[Field.FLAGS] |= np.where(closed, int(Flag.CHANGES | Flag.BANS_ENDS), 0)
-        rows[Field.PLACE] = places_in(self._streams[slots], lengths)
-        words[Field.FLAGS, len(slots) :] = 0
-        counting = (flags & Flag.COUNTS) != 0
+        fields[Field.FLAGS] |= np.where(closed, int(Flag.CHANGES | Flag.BANS_ENDS), 0)
+        fields[Field.PLACE] = places_in(self._streams[slots], lengths)
+        words[Field.FLAGS] = 0
+        words[:, rows] = fields
         for row in np.flatnonzero(counting & (self._counted[slots] != lengths)).tolist():
             if unknown:
                 raise RuntimeError("tokens of the step before were not counted on the device")
             self._load(sequences[row])
         self._counted[slots[counting]] = lengths[counting] + 1
-        return Flag(int(np.bitwise_or.reduce(rows[Field.FLAGS])))
+        return Flag(int(np.bitwise_or.reduce(fields[Field.FLAGS])))
 
     def _slots(self, sequences: SequenceOf[Sequence]) -> Numbers:
         owners = self._owners
@@ -108,7 +134,7 @@ class RuledRows:
             sampling.seed or 0, sequence.batch_index, sequence.sequence_index
         )
         bans_ends = bool(rule.min_tokens and rule.end_ids)
-        changes = rules.penalises or rules.biases or rules.bars_words
+        changes = rules.penalises or rules.biases or rules.bars_words or rules.guided
         is_ruled = rules.filters or rules.adjusts or bans_ends or rules.wants_details
         can_choose = self._words is not None and (self._adds_logs or not rules.wants_log_probs)
         self._by_host[slot] = is_ruled and (not can_choose or _needs_host(sequence))
@@ -126,6 +152,7 @@ class RuledRows:
         flags |= Flag.CHANGES if changes else Flag(0)
         flags |= Flag.COUNTS if rules.penalises else Flag(0)
         flags |= Flag.LOG_PROBS if rules.wants_log_probs else Flag(0)
+        flags |= Flag.GUIDED if rules.guided else Flag(0)
         self._fields[Field.FLAGS, slot] = flags
         size = self._words.shape[1]
         top_k = sampling.top_k or 0
@@ -181,8 +208,8 @@ def _needs_host(sequence: Sequence) -> bool:
     return (
         rules.bars_ngrams
         or rules.bars_longer_words
-        or rules.guided
         or rules.decays_top_p
+        or sequence.given_drafts is not None
         or output.generation_logits
         or (rules.wants_log_probs and (rules.normalizes or output.top_log_probs > MOST_TOPS))
         or (rules.biases and len(rules.bias[0]) >= BIASES)

@@ -20,7 +20,7 @@ from trtmesh.engine.backends.torch.model.attention import StepTokens
 from trtmesh.engine.backends.torch.sampling.choice import Chooser, Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.filters import indexes
-from trtmesh.engine.backends.torch.sequence import Chunk
+from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 
 
 class GraphRunner:
@@ -44,7 +44,11 @@ class GraphRunner:
         self._nothing = _nothing(device)
         # Of the last step, where graphs computed any.
         self._rows: Rows | None = None
+        self._decoded = 0
+        """The leading rows, of the graphs of `follow`."""
         self._completing: list[Chunk] = []
+        # The places of the last choice.
+        self._chosen: SequenceOf[int] = ()
         self.may_follow = False
         self.captured_steps = 0
         self.move = runner.move
@@ -65,6 +69,7 @@ class GraphRunner:
     def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
         self._rows, self.may_follow = None, False
         decoding = list(batch.decoding)
+        self._decoded = len(decoding)
         rows = self._graphs.launch(decoding) if decoding else None
         if len(batch.token_ids):
             rest = self._runner.forward(batch, written)
@@ -83,10 +88,14 @@ class GraphRunner:
         return Forward(self._completing, rows.logits, [])
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
-        self._rows, self.may_follow = self._graphs.follow(chunks, rows), False
-        self._completing = list(chunks)
+        places = [self._chosen[row] for row in rows]
+        self._rows, self.may_follow = self._graphs.follow(chunks, places), False
+        self._completing, self._decoded = list(chunks), len(chunks)
         self.captured_steps += 1
         return Forward(self._completing, self._rows.logits, [])
+
+    def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
+        return bool(self._rules.by_host(sequences) or self._rules.guided(sequences))
 
     @torch.inference_mode()
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
@@ -95,23 +104,26 @@ class GraphRunner:
         if self._rows is None or places is None:
             return self._chooser.choose(sequences, logits.float())
         own = [self._completing[place].sequence for place in places]
-        by_host = set(self._rules.by_host(own))
-        rest = [
-            row
-            for row, place in enumerate(places)
-            if row in by_host or place >= len(self._rows.tokens)
-        ]
-        # A step that follows finds the tokens by the rows of the sequences.
-        is_whole = places == range(len(self._rows.tokens))
-        self.may_follow = is_whole and not rest and self._graphs.are_captured
+        by_host, guided = set(self._rules.by_host(own)), set(self._rules.guided(own))
+        tokens, log_probs, rest, late = self._rows.tokens, self._rows.log_probs, [], []
+        for row, place in enumerate(places):
+            if row in guided and place < self._decoded:
+                late.append(row)
+            elif row in by_host or row in guided or place >= len(tokens):
+                rest.append(row)
+        if late:
+            rows = [places[row] for row in late]
+            found = self._graphs.choose_guided(rows, [own[row] for row in late])
+            log_probs = _with_rows(log_probs, found, rows, len(tokens))
+        self._chosen, self.may_follow = places, self._graphs.are_captured
         choice = None
         if rest:
             # A copy of a graph's logits, which the next step overwrites.
             part = logits[indexes(rest, logits)].float()
             choice = self._chooser.choose([sequences[row] for row in rest], part)
-            if len(rest) == len(sequences):
-                return choice
-        return GraphChoice(own, places, self._rows.tokens, self._rows.log_probs, rest, choice)
+            there = [places[row] for row in rest]
+            self.may_follow = max(there) < len(tokens) and self._graphs.take(there, choice.ids)
+        return GraphChoice(own, places, tokens, log_probs, rest, choice)
 
     def _places(
         self, sequences: SequenceOf[Continuation], logits: Tensor
@@ -128,6 +140,19 @@ class GraphRunner:
         # The next step overwrites a graph's logits.
         is_graphs = self._rows is not None and logits is self._rows.logits
         return self._chooser.rank(lanes, logits.to(torch.float32, copy=is_graphs))
+
+
+def _with_rows(
+    log_probs: Tensor | None, found: Tensor | None, rows: SequenceOf[int], count: int
+) -> Tensor | None:
+    """The log-probabilities of a step's `count` rows, those in `rows` from another launch."""
+    if found is None:
+        return log_probs
+    if log_probs is None:
+        return found[:count]
+    if log_probs.data_ptr() != found.data_ptr():
+        log_probs[indexes(rows, found)] = found[indexes(rows, found)]
+    return log_probs
 
 
 def _nothing(device: torch.device) -> Batch:

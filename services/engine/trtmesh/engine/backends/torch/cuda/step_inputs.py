@@ -26,8 +26,11 @@ IN_FLIGHT = 2
 class StagedWords:
     """The inputs of a captured step."""
 
-    def __init__(self, words: int, device: torch.device) -> None:
-        self.buffer = torch.zeros(words, dtype=torch.int64, device=device)
+    def __init__(self, words: int, device: torch.device, buffer: Tensor | None = None) -> None:
+        """`buffer` is memory on the device for the words; None for memory of its own."""
+        if buffer is None:
+            buffer = torch.zeros(words, dtype=torch.int64, device=device)
+        self.buffer = buffer
         self._stages = [_Stage(words, device) for _ in range(IN_FLIGHT)]
         self._next = 0
 

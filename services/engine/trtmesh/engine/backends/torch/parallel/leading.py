@@ -39,6 +39,7 @@ class LeadingCompute:
         self._ranks = ranks
         self._broken: Exception | None = None
         self.synchronize = own.synchronize
+        self.awaits = own.awaits
         self.choose = own.choose
         self.rank = own.rank
         self.release_memory = own.release_memory

@@ -228,8 +228,11 @@ def _changed(sequences: SequenceOf[Continuation], logits: Tensor) -> Tensor:
 
 def _failure(row: Tensor, sequence: Continuation) -> TrtmeshError:
     """Why no token of a row can be chosen; `row` holds the model's own logits."""
-    if not bool(torch.isfinite(row.amax())):
-        return not_finite()
+    return forbidden(sequence) if bool(torch.isfinite(row.amax())) else not_finite()
+
+
+def forbidden(sequence: Continuation) -> TrtmeshError:
+    """For a sequence without a token left to choose."""
     guide = sequence.history and sequence.history.guide
     if guide and guide.problem:
         problem = f"cannot be followed any further: {guide.problem}"

@@ -29,6 +29,8 @@ class Field(IntEnum):
     """*"""
     TOPS = 10
     """How many of the most likely tokens are wanted."""
+    MASK = 11
+    """The row of `masks`."""
 
 
 class Flag(IntFlag):
@@ -36,13 +38,15 @@ class Flag(IntFlag):
 
     RULED = 1
     CHANGES = 2
-    """Biases, penalties or bans."""
+    """Biases, penalties, bans or a grammar."""
     DRAWS = 4
     BANS_ENDS = 8
     """Ids marked as ends are banned in this step."""
     COUNTS = 16
     """The token is counted in `words`."""
     LOG_PROBS = 32
+    GUIDED = 64
+    """The mask of a grammar allows tokens."""
 
 
 class Word(IntFlag):

@@ -1,8 +1,8 @@
-"""The choice of tokens for rows with rules: biases, penalties, bans, filters and log-probabilities.
+"""The choice of tokens for rows with rules: biases, penalties, bans, grammars, filters and log-probabilities.
 
 A row has a column of words, see `row_fields.Field`. Programs of a row without rules return at once.
 
-1. `_survey` applies biases, penalties and bans, and finds the highest logits.
+1. `_survey` applies biases, penalties, bans and masks, and finds the highest logits.
 2. `_choose` draws as `gumbel_choice.py` does.
 
 The lowest kept logit of top_p, as `sampling/filters.py` defines it, is not searched for: a drawn token is kept where
@@ -56,11 +56,13 @@ _REPETITION = tl.constexpr(int(Field.REPETITION))
 _PRESENCE = tl.constexpr(int(Field.PRESENCE))
 _FREQUENCY = tl.constexpr(int(Field.FREQUENCY))
 _TOPS = tl.constexpr(int(Field.TOPS))
+_MASK = tl.constexpr(int(Field.MASK))
 _CHANGES = tl.constexpr(int(Flag.CHANGES))
 _DRAWS = tl.constexpr(int(Flag.DRAWS))
 _BANS_ENDS = tl.constexpr(int(Flag.BANS_ENDS))
 _COUNTS = tl.constexpr(int(Flag.COUNTS))
 _LOG_PROBS = tl.constexpr(int(Flag.LOG_PROBS))
+_GUIDED = tl.constexpr(int(Flag.GUIDED))
 _BIAS_SHIFT = tl.constexpr(BIAS_SHIFT)
 _COUNT_SHIFT = tl.constexpr(COUNT_SHIFT)
 _ONE_MORE = tl.constexpr(1 << COUNT_SHIFT)
@@ -109,6 +111,8 @@ def _survey(
     stride,
     words,
     biases,
+    masks,
+    mask_words,
     changed,
     own_peaks,
     own_sums,
@@ -169,6 +173,10 @@ def _survey(
         if (flags & _BANS_ENDS) != 0:
             banned = (word & 6) != 0
         x = tl.where(banned, float("-inf"), x)
+        if (flags & _GUIDED) != 0:
+            mask = masks + _word(fields, stride, row, _MASK) * mask_words
+            bits = tl.load(mask + ids // 32, mask=there, other=0)
+            x = tl.where(((bits >> (ids % 32)) & 1) != 0, x, float("-inf"))
         tl.store(changed + row * size + ids, x, mask=there)
         top = tl.max(x, 0)
     tl.store(peaks + at, top)
@@ -496,6 +504,8 @@ class Workspace:
         """What is known of each token, see Word."""
         self.biases = memory(slots, BIASES)
         """From index 1 on."""
+        self.masks = memory(rows, triton.cdiv(vocabulary, 64), dtype=torch.int64)
+        """Bits of the tokens that grammars allow, those of a word from the lowest on."""
         self.changed = memory(rows, vocabulary)
         self.own_peaks, self.own_sums, self.peaks, self.masses = memory(4, rows * parts).unbind()
         self.firsts = memory(rows * parts, dtype=torch.int32)
@@ -526,6 +536,8 @@ def choose_by_rules(
     _survey[(rows, parts)](
         *common,
         work.biases,
+        work.masks.view(torch.int32),
+        2 * work.masks.shape[1],
         work.changed,
         *found,
         work.top_logits,
