@@ -2,7 +2,8 @@
 
 Everything runs in this process. The larger vocabulary is the demo model's with made up tokens, pairs of others. Streams
 take turns, plain and guided by one schema or by one each, with the same prompts; only steps in which all decode count.
-Their seconds are CPU time of this process, with one thread: other processes do not count.
+Their seconds are CPU time of this process, with one thread: other processes do not count. On a GPU they are those that
+pass, and `--shape` is a model of random weights or, with `demo`, the demo model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _torch_steps import decode
+import torch
+from _models import SHAPES, build
+from _torch_steps import decode, decode_ahead
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding, Sampling, Stopping
 from trtmesh.engine.admission import admit
@@ -71,6 +74,8 @@ def main(arguments: list[str]) -> dict[str, Any]:
     parser.add_argument("--schemas", type=Path, help="MaskBench's, in place of those built in")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", default="demo", help="demo, or one of _models.py")
     options = parser.parse_args(arguments)
     schemas = SCHEMAS
     if options.schemas:
@@ -80,7 +85,8 @@ def main(arguments: list[str]) -> dict[str, Any]:
     for size in options.vocabularies:
         results["grammars"].append(grammars(size, schemas))
         print(results["grammars"][-1], file=sys.stderr)
-    lab = Lab()
+    with tempfile.TemporaryDirectory() as folder:
+        lab = Lab(model_of(Path(folder), options.shape, options.device), options.device)
     for rows in options.rows:
         results["streams"].append(lab.compare(rows, options.rounds))
         print(results["streams"][-1], file=sys.stderr)
@@ -149,16 +155,33 @@ def tokenizer_of(size: int) -> str:
     return json.dumps(content)
 
 
+def model_of(folder: Path, shape: str, device: str) -> Path:
+    if shape == "demo":
+        return DEMO
+    model = build(folder, shape, torch.bfloat16, device)
+    (model / "tokenizer.json").write_text(
+        tokenizer_of(SHAPES[shape]["vocab_size"]), encoding="utf-8"
+    )
+    return model
+
+
 class Lab:
     """A loaded engine whose streams are guided or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Path, device: str) -> None:
+        self._decode = decode if device == "cpu" else decode_ahead
         limits = {"max_batch_size": 64}
         settings = TorchSettings.model_validate(
-            {"threads": 1, "kv_cache": {"prefix_reuse": False}, "limits": limits}
+            {
+                "threads": 1,
+                "device": device,
+                "kv_cache": {"prefix_reuse": False},
+                "limits": limits,
+            }
         )
-        self._loaded = load_engine(DEMO, weight_files(DEMO), settings)
-        compiler = compiler_for(DEMO, DEMO_IDS, self._loaded.info.end_ids, 8)
+        self._loaded = load_engine(model, weight_files(model), settings)
+        info = self._loaded.info
+        compiler = compiler_for(model, info.vocabulary_size, info.end_ids, 8)
         assert compiler
         # No answer ends before its last token.
         entries: dict[str, Any] = {"type": "array", "items": ENTRY, "minItems": 1000}
@@ -192,7 +215,7 @@ class Lab:
         """Tokens a second of the steps in which all decode."""
         for row in range(rows):
             self._add(row, self._grammars[row % schemas] if schemas else None)
-        seconds, tokens = decode(self._loaded.engine, rows)
+        seconds, tokens = self._decode(self._loaded.engine, rows)
         return tokens / seconds
 
     def _add(self, row: int, grammar: Grammar | None) -> None:

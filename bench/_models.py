@@ -103,6 +103,51 @@ def build(
     return folder
 
 
+def widen(folder: Path, source: Path, name: str, dtype: torch.dtype, device: str = "cpu") -> Path:
+    """Saves the model in `source`, of the Llama kind, in the shape `name`: with its own tokens, since what is added is
+    multiplied by zero, and the times of the shape. Keeps vocabulary and positions."""
+    own = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    small: Any = own.config
+    sizes = {
+        key: SHAPES[name][key]
+        for key in SHAPES[name]
+        if key not in ("vocab_size", "tie_word_embeddings")
+    }
+    share = small.hidden_size / sizes["hidden_size"]
+    changes = {**small.to_dict(), **sizes, "rms_norm_eps": small.rms_norm_eps * share}
+    torch.manual_seed(0)
+    with torch.device(device):
+        wide = LlamaForCausalLM(LlamaConfig(**changes))
+    model: Any = wide
+    group = sizes["num_attention_heads"] // sizes["num_key_value_heads"]
+    own_group = small.num_attention_heads // small.num_key_value_heads
+    heads = torch.arange(small.num_attention_heads)
+    spots = heads // own_group * group + heads % own_group
+    queries = (spots[:, None] * small.head_dim + torch.arange(small.head_dim)).flatten()
+    for key, weight in own.state_dict().items():
+        given = weight * share**0.5 if "norm" in key else weight
+        kept = model.get_parameter(key).data
+        if key.endswith(
+            ("o_proj.weight", "down_proj.weight", "norm.weight", "embed_tokens.weight")
+        ):
+            kept.zero_()
+        rows = queries if key.endswith("q_proj.weight") else torch.arange(len(given))
+        given = given.to(kept)
+        if given.dim() == 1:
+            kept[: len(given)] = given
+            continue
+        columns = queries if key.endswith("o_proj.weight") else torch.arange(given.shape[1])
+        kept[rows.to(device)[:, None], columns.to(device)] = given
+    for layer in model.model.layers[small.num_hidden_layers :]:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    torch.nn.Module.to(wide, dtype)
+    save_model(wide, folder, dtype)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / file, folder / file)
+    return folder
+
+
 def save_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """Writes the files of `save_pretrained`. It would hold the weights twice in host memory first, which takes a
     minute for 16 GB from a GPU."""

@@ -1,7 +1,8 @@
 """Tokens a second of the torch engine with drafts, over those without, by batch, number of drafts and text.
 
 The engine runs in this process, without the service. Modes take turns with the same prompts, and only steps in which
-every sequence decodes count. Seconds are CPU time of this process, with one thread: other processes do not count.
+every sequence decodes count. Seconds are CPU time of this process, with one thread: other processes do not count. On a
+GPU they are those that pass, and `--shape 1B` gives the demo model the times of that shape, see `_models.widen`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 from dataclasses import dataclass
 from inspect import getsource
 from itertools import count, product
@@ -16,7 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from _torch_steps import decode
+import torch
+from _models import widen
+from _torch_steps import decode, decode_ahead
 from tokenizers import Tokenizer
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
 from trtmesh.engine.admission import admit
@@ -51,11 +55,12 @@ class Measured:
 class Lab:
     """A loaded engine that drafts in a given number."""
 
-    def __init__(self, drafts: str, threads: int) -> None:
-        """`drafts` as in the settings."""
-        model = MODELS / "demo"
+    def __init__(self, drafts: str, threads: int, device: str, model: Path) -> None:
+        """`drafts` and `device` as in the settings."""
+        self.decode = decode if device == "cpu" else decode_ahead
         settings = TorchSettings.model_validate(
             {
+                "device": device,
                 "drafts": drafts,
                 "draft_model": MODELS / "demo-draft" if drafts == "model" else None,
                 "threads": threads,
@@ -81,7 +86,7 @@ class Lab:
         for prompts in batches:
             for batch_index, prompt in enumerate(prompts):
                 self._add(prompt, batch_index, temperature)
-            took, came = decode(self.loaded.engine, len(prompts))
+            took, came = self.decode(self.loaded.engine, len(prompts))
             seconds, tokens = seconds + took, tokens + came
         drafts = counts.draft_tokens - before[0]
         accepted = counts.accepted_tokens - before[1]
@@ -96,6 +101,12 @@ class Lab:
         rule = admit(item, self.loaded.info)
         sequences = sequences_of(item, item.keys, rule, TokenRules(config))
         self.loaded.engine.add(item.keys, sequences)
+
+
+def demo(folder: Path, shape: str | None, device: str) -> Path:
+    """The demo model, with the times of `shape` in bfloat16."""
+    own = MODELS / "demo"
+    return widen(folder, own, shape, torch.bfloat16, device) if shape else own
 
 
 def texts(kind: str) -> str:
@@ -129,8 +140,12 @@ def main(arguments: list[str]) -> dict[str, Any]:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 1.0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", help="of the demo model's times, one of _models.py")
     options = parser.parse_args(arguments)
-    lab = Lab(options.drafts, options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        model = demo(Path(folder), options.shape, options.device)
+        lab = Lab(options.drafts, options.threads, options.device, model)
     results = []
     for temperature, kind, batch in product(options.temperatures, options.texts, options.batches):
         batches = prompts_of(kind, batch)
@@ -157,4 +172,4 @@ def main(arguments: list[str]) -> dict[str, Any]:
                 }
             )
             print(results[-1], file=sys.stderr)
-    return {"drafts": options.drafts, "results": results}
+    return {"drafts": options.drafts, "shape": options.shape, "results": results}

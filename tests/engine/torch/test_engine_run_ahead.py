@@ -188,7 +188,8 @@ class Following:
         self.opened = 0
         self.move, self.prepare, self.rank = compute.move, compute.prepare, compute.rank
         self.synchronize, self.check = compute.synchronize, compute.check
-        self.release_memory = compute.release_memory
+        self.release_memory, self.verify = compute.release_memory, compute.verify
+        self.most_run_tokens = None
 
     def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
         self._hidden, self.may_follow = [], False

@@ -94,7 +94,13 @@ class NarrowCpu(Cpu):
         self._most_tokens = most_tokens
 
     def compute(
-        self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
+        self,
+        model: Model,
+        cache: KvCache,
+        tables: BlockTables,
+        most_tokens: int,
+        *,
+        drafts: bool = False,
     ) -> Compute:
         if len(tables.rows) == 2:
             # The check of the model, which keeps the logits of several steps.
@@ -212,7 +218,7 @@ async def test_a_load_without_memory_says_what_to_lower(
 ) -> None:
     own = getattr(Cpu, method)
 
-    def fails(*arguments: Any) -> Any:
+    def fails(*arguments: Any, **_named: Any) -> Any:
         # The check of the model computes first, with two sequences.
         if method == "compute" and len(arguments[-2].rows) == 2:
             return own(*arguments)

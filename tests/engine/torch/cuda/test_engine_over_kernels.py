@@ -14,11 +14,13 @@ from engine.torch.combinations import FAMILIES, Maker, check, frequent, lonely
 from engine.torch.conftest import ModelDir
 from engine.torch.cuda.interpreted import Interpreted, make_small, small_model
 from engine.torch.cuda.launches import recorded
+from engine.torch.drafts.drafters import SOURCES, AnyLengths, draft, drafting_of
 from engine.torch.guided.guides import guided
 from engine.torch.harness import Harness, configure, running
 from oracle.adapters import ON, Adapted, load_all
 from tokenizers import Tokenizer
 from trtmesh.engine.backends.torch import loading
+from trtmesh.engine.backends.torch.cuda import run_graphs
 from trtmesh.engine.backends.torch.cuda.device import Cuda
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
 from trtmesh.v1 import generation_pb2 as pb
@@ -155,6 +157,63 @@ async def test_steps_follow_those_of_rows_that_await_tokens(
     assert "guided_decoding" in expected[3][1][1]
     # Guides are compiled beside the steps, so items begin one after another.
     assert launches.count("follow") >= 3
+
+
+@pytest.mark.parametrize("source", ["often right", "absurd", "model"])
+async def test_drafts_are_verified_by_graphs(
+    source: str, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows chosen by the step's graph, by that of the rules, and by the host, beside prompts and without drafts."""
+    configs = [
+        configure(temperature=1.2, seed=5, **MANY),
+        configure(temperature=0.9, seed=2, top_k=20, top_log_probs=2, min_tokens=3, max_tokens=7),
+        configure(repetition_penalty=1.4, **MANY),
+        guided("REGEX", "[a-z ]*", **MANY),
+        configure(no_repeat_ngram_size=2, **MANY),
+        configure(max_tokens=6, ignore_end_id=True),
+    ]
+    prompts = [[7 + place, 5, 9] * (1 + place) for place in range(len(configs))]
+
+    async def run(engine: Harness) -> list[tuple[list[int], list[float]]]:
+        keys: list[int] = []
+        for place, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
+            keys += engine.submit(prompt, config, batch_index=place)
+            await asyncio.sleep(0)
+        streams = await engine.ended(keys)
+        # A run of tokens has its details together.
+        return [
+            (each.token_ids, [value for d in each.details for value in d.log_probs])
+            for each in streams
+        ]
+
+    options: dict[str, Any] = {**OPTIONS, "drafts": "ngram"}
+    if source == "model":
+        options |= {"drafts": "model", "draft_model": small}
+    async with running(small, **OPTIONS) as engine:
+        expected = await run(engine)
+    known = {(place, 0): tokens for place, (tokens, _) in enumerate(expected)}
+    monkeypatch.setattr(run_graphs, "MOST_ROWS", 12)
+    monkeypatch.setattr(loading, "_device", lambda _: OnCpu(torch.device("cpu")))
+    async with running(small, **options) as engine:
+        own: Any = drafting_of(engine).drafter
+        # The interpreter takes more than the patience of steps.
+        draft(
+            engine, own.drafter if source == "model" else SOURCES[source](known, 1), AnyLengths(2)
+        )
+        compute = engine.backend._loaded.engine._compute
+        assert isinstance(compute, GraphRunner)
+        assert compute._runs
+        launches = recorded(compute._runs, ("launch_runs",))
+        found = await run(engine)
+        stats = engine.backend.stats()
+    for (tokens, log_probs), (expected_tokens, expected_log_probs) in zip(
+        found, expected, strict=True
+    ):
+        assert tokens == expected_tokens
+        assert log_probs == pytest.approx(expected_log_probs, abs=1e-4)
+    assert launches
+    assert stats.drafts >= len(launches)
+    assert stats.accepted_draft_tokens or source == "absurd"
 
 
 # PEFT reads a name that transformers has renamed.

@@ -9,7 +9,7 @@ from typing import Any
 from engine.torch.harness import Harness
 from trtmesh.engine.backends.torch.drafts.drafter import Wish
 from trtmesh.engine.backends.torch.drafts.drafting import Drafting
-from trtmesh.engine.backends.torch.drafts.lengths import MOST_DRAFTS, Lengths
+from trtmesh.engine.backends.torch.drafts.lengths import MOST_DRAFTS, Lengths, StepTime
 
 Known = dict[tuple[int, int], list[int]]
 """The tokens to come, by batch_index and sequence_index."""
@@ -64,10 +64,13 @@ class AnyLengths:
     def __init__(self, seed: int = 0) -> None:
         self.dice = Random(seed)
 
+    def waits(self, rows: int) -> bool:
+        return self.dice.random() < 0.7
+
     def choose(self, rows: int, rates: Sequence[float], most: Sequence[int]) -> list[int]:
         return [self.dice.randint(0, each) if each > 0 else 0 for each in most]
 
-    def measured(self, rows: int, drafts: int, seconds: float) -> None:
+    def measured(self, step: StepTime) -> None:
         """Nothing is learned."""
 
 

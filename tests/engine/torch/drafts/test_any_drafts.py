@@ -19,7 +19,7 @@ from engine.torch.combinations import (
     frequent,
     lonely,
 )
-from engine.torch.conftest import ModelDir
+from engine.torch.conftest import Device, ModelDir
 from engine.torch.drafts.drafters import SOURCES, AnyLengths, draft
 from engine.torch.harness import Harness
 from trtmesh.chassis.vocabulary import Draft
@@ -48,13 +48,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 async def test_any_drafts_change_nothing(
-    source: str, number: int, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+    source: str,
+    number: int,
+    device: Device,
+    model_dir: ModelDir,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drafting, "PAUSE_STEPS", 2)
     model = model_dir(FAMILIES[number % len(FAMILIES)])
     async with lonely(model) as engine:
         maker = Maker(1000 + number, await frequent(engine))
-        settings = maker.settings() | {"drafts": "off" if source == "client" else "ngram"}
+        settings = device | maker.settings()
+        settings["drafts"] = "off" if source == "client" else "ngram"
         made: Iterator[Item] = (maker.item(index) for index in repeat(0))
         # Room for drafts.
         settings["max_step_tokens"] = 64

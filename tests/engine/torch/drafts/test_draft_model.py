@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from engine.torch.conftest import Device
 from engine.torch.drafts.drafters import AnyLengths, draft
 from engine.torch.harness import configure, running
 from oracle import tiny_models
@@ -40,14 +41,14 @@ def configs() -> list[Any]:
     return [configure(max_tokens=NEW, ignore_end_id=True, **values) for values in CONFIGS]
 
 
-async def test_a_model_that_drafts_for_itself_is_always_right(llama: Path) -> None:
+async def test_a_model_that_drafts_for_itself_is_always_right(llama: Path, device: Device) -> None:
     prompts = tiny_models.prompts(len(CONFIGS))
     async with running(llama) as engine:
         alone = [
             (await engine.ended(engine.submit(prompt, config)))[0].token_ids
             for prompt, config in zip(prompts, configs(), strict=True)
         ]
-    async with running(llama, drafts="model", draft_model=llama) as engine:
+    async with running(llama, **device, drafts="model", draft_model=llama) as engine:
         counts = draft(engine, None, FixedLengths(4)).counts
         with engine.gate.held():
             keys = [
@@ -104,11 +105,13 @@ async def test_drafts_hold_as_often_as_by_direct_simulation(
     )
 
 
-async def test_another_model_with_few_blocks_changes_nothing(llama: Path, tmp_path: Path) -> None:
+async def test_another_model_with_few_blocks_changes_nothing(
+    llama: Path, device: Device, tmp_path: Path
+) -> None:
     other = tiny_models.build(tmp_path, seed=7, num_hidden_layers=1)
     prompts = tiny_models.prompts(8)
     config = configure(max_tokens=NEW, ignore_end_id=True, temperature=0.8, seed=2)
-    few = {"kv_cache_tokens": 192, "tokens_per_block": 4, "max_batch_size": 5}
+    few = device | {"kv_cache_tokens": 192, "tokens_per_block": 4, "max_batch_size": 5}
     async with running(llama) as engine:
         alone = await engine.run(prompts, config)
     async with running(llama, drafts="model", draft_model=other, **few) as engine:

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from engine.torch.conftest import ModelDir
+from engine.torch.conftest import Device, ModelDir
 from engine.torch.drafts.drafters import AnyLengths, Knowing, draft, drafting_of
 from engine.torch.guided.guides import guided
 from engine.torch.harness import configure, running
@@ -56,7 +56,7 @@ async def test_no_bit_changes_with_adapters(
     ids=["greedy", "cold", "hot and penalised"],
 )
 async def test_a_sequence_killed_at_every_token_continues_with_other_drafts(
-    values: dict[str, Any], llama: Path
+    values: dict[str, Any], device: Device, llama: Path
 ) -> None:
     config = configure(max_tokens=30, ignore_end_id=True, log_probs=True, **values)
     prompt = tiny_models.prompts(2)[1]
@@ -64,7 +64,8 @@ async def test_a_sequence_killed_at_every_token_continues_with_other_drafts(
         (whole,) = await engine.ended(engine.submit(prompt, config))
     tokens = whole.token_ids
     sums = whole.end and whole.end.cumulative_log_prob
-    async with running(llama, drafts="ngram", max_batch_size=32) as engine:
+    settings: dict[str, Any] = {**device, "drafts": "ngram", "max_batch_size": 32}
+    async with running(llama, **settings) as engine:
         draft(engine, Knowing({(0, 0): tokens}, 0.7), AnyLengths(3))
         keys = [engine.submit(prompt, config, emitted=tokens[:cut])[0] for cut in range(30)]
         for cut, stream in enumerate(await engine.ended(keys)):

@@ -10,7 +10,12 @@ from trtmesh.engine.backends.torch.drafts.lengths import (
     PLAIN_EVERY,
     RETRY_STEPS,
     AdaptiveLengths,
+    StepTime,
 )
+
+
+def held_of(drafts: int, rate: float, dice: Random) -> int:
+    return next((held for held in range(drafts) if dice.random() >= rate), drafts)
 
 
 def play(
@@ -20,17 +25,22 @@ def play(
     each: float,
     fixed: float = 0.0,
     steps: int = 3000,
+    wait: float = 0.0,
 ) -> tuple[float, float]:
     """The tokens a second of steps with a plain time of 1, as a share of those without drafts, and the mean number of a
-    sequence's drafts."""
+    sequence's drafts. Where steps may be launched ahead, `wait` is what one costs that waits for drafts."""
     dice = Random(rows)
     tokens, seconds, drafted = 0.0, 0.0, 0
     for _ in range(steps):
-        counts = lengths.choose(rows, [rate] * rows, [MOST_DRAFTS] * rows)
+        counts, took, is_ahead = [0] * rows, 1.0, wait > 0 and not lengths.waits(rows)
+        if not is_ahead:
+            counts = list(lengths.choose(rows, [rate] * rows, [MOST_DRAFTS] * rows))
+            took += wait + each * sum(counts) + fixed * (sum(counts) > 0)
         drafts = sum(counts)
-        took = (1 + each * drafts + fixed * (drafts > 0)) * dice.uniform(0.9, 1.1)
-        lengths.measured(rows, drafts, took)
-        tokens += rows + sum(sum(rate**k for k in range(1, count + 1)) for count in counts)
+        took *= dice.uniform(0.9, 1.1)
+        held = sum(held_of(count, rate, dice) for count in counts)
+        lengths.measured(StepTime(rows, drafts, held, took, is_ahead))
+        tokens += rows + held
         seconds += took
         drafted += drafts
     return tokens / seconds / rows, drafted / steps / rows
@@ -47,6 +57,23 @@ def test_drafts_never_cost_more_than_they_are_worth(
     gain, drafts = play(AdaptiveLengths(), rows, rate, cost / rows, fixed)
     assert gain > 0.97
     if cost >= 1:
+        assert drafts < 0.2
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("rate", [0.1, 0.8, 0.95])
+@pytest.mark.parametrize("cost", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("wait", [0.1, 0.5])
+def test_waiting_for_drafts_never_costs_more_than_they_are_worth(
+    rows: int, rate: float, cost: float, wait: float
+) -> None:
+    best = max(
+        sum(rate**k for k in range(count + 1)) / (1 + wait + cost * count)
+        for count in range(MOST_DRAFTS + 1)
+    )
+    gain, drafts = play(AdaptiveLengths(), rows, rate, cost / rows, steps=6000, wait=wait)
+    assert gain > 0.97 * max(1, 0.8 * best)
+    if best < 0.95:
         assert drafts < 0.2
 
 

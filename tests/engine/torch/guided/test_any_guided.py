@@ -20,7 +20,7 @@ from engine.torch.combinations import (
     frequent,
     lonely,
 )
-from engine.torch.conftest import ModelDir
+from engine.torch.conftest import Device, ModelDir
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.v1 import generation_pb2 as pb
@@ -46,7 +46,7 @@ def with_a_guide(item: Item, dice: Random) -> Item:
 
 
 async def test_any_guided_item_equals_the_item_alone(
-    number: int, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+    number: int, device: Device, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where each step has time for a single mask, and the other rows sit out."""
     if number % 4:
@@ -55,7 +55,8 @@ async def test_any_guided_item_equals_the_item_alone(
     dice = Random(number)
     async with lonely(model) as engine:
         maker = Maker(2000 + number, await frequent(engine))
-        settings = maker.settings() | {"drafts": "ngram" if number % 2 else "off", **TINY_POOL}
+        settings = {**device, **maker.settings(), **TINY_POOL}
+        settings["drafts"] = "ngram" if number % 2 else "off"
         made = (with_a_guide(maker.item(0), dice) for _ in iter(int, 1))
         items = [
             replace(item, batch_index=index)

@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from engine.torch.drafts.drafters import Knowing, draft
 from engine.torch.guided.guides import guided
 from engine.torch.harness import configure, running
 from oracle import tiny_models
+from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
-from trtmesh.engine.backends.torch.guided.grammars import FIRST_SECONDS, GuideCounts
+from trtmesh.engine.backends.torch.guided.grammars import (
+    FIRST_SECONDS,
+    Grammar,
+    Guide,
+    GuideCounts,
+    Matcher,
+)
+from trtmesh.engine.backends.torch.guided.guidance import compiler_for, filling_together
 from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.engine.backends.torch.sampling.mask_time import STEP_SECONDS, MaskTime
+from trtmesh.v1 import generation_pb2 as pb
 
 PROMPT = [9, 40, 41, 42, 9, 43]
 
@@ -63,6 +74,52 @@ def test_step_has_its_time_and_one_long_mask() -> None:
     turns = [key for made, _ in known for key in made - set(range(16))]
     assert len(turns) == len(known)
     assert len(set(turns[:16])) == 16
+
+
+def test_masks_made_together_are_those_made_alone(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Slow moments of the machine do not count.
+    monkeypatch.setattr(mask_time, "STEP_SECONDS", 60.0)
+    compile_guide = compiler_for(llama, tiny_models.VOCABULARY_SIZE, (0,), 8)
+    assert compile_guide
+    asked = GuidedDecoding(
+        pb.GUIDE_TYPE_JSON_SCHEMA, '{"type": "array", "items": {"type": "number"}}'
+    )
+    grammar = Grammar(compile_guide(asked, lambda: None))
+    together, alone = ([Guide(grammar, 0) for _ in range(9)] for _ in range(2))
+    sequences: list[Any] = [
+        SimpleNamespace(
+            key=key,
+            token_rules=SimpleNamespace(guided=True),
+            tokens=list[int](),
+            rule=SimpleNamespace(end_ids=(0, 5)),
+            guide=guide,
+        )
+        for key, guide in enumerate(together)
+    ]
+    dice, counts, filled = Random(1), GuideCounts(), list[int]()
+    fill = filling_together(2)
+
+    def counted(places: Sequence[Matcher], rows: Any) -> None:
+        filled.append(len(places))
+        fill(places, rows)
+
+    time = MaskTime(counts, counted)
+    for _ in range(30):
+        time.begin()
+        late = time.late(sequences)
+        for sequence, guide in zip(sequences, alone, strict=True):
+            guide.catch_up(sequence.tokens)
+            row = guide.mask((0, 5))
+            if sequence.key not in late:
+                assert (sequence.guide.mask((0, 5)) == row).all()
+                allowed = np.flatnonzero(np.unpackbits(row, bitorder="little"))
+                sequence.tokens.append(int(dice.choice(allowed)))
+                if sequence.tokens[-1] in (0, 5):
+                    sequence.tokens.pop()
+    assert sum(filled) > 90
+    assert counts.mask_seconds > 0
 
 
 def test_unguided_rows_are_never_late() -> None:

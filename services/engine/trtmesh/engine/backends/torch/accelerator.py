@@ -51,7 +51,13 @@ class Accelerator(Device):
         return SlotProducts(tables, max_tokens)
 
     def compute(
-        self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
+        self,
+        model: Model,
+        cache: KvCache,
+        tables: BlockTables,
+        most_tokens: int,
+        *,
+        drafts: bool = False,
     ) -> Compute:
         attention = PagedAttention(
             cache, tables, model.compute_dtype, decode_copy_bytes=0, uses_fused=lambda _: True

@@ -43,7 +43,7 @@ from trtmesh.engine.backends.torch.decoding import (
     SampledDecoding,
 )
 from trtmesh.engine.backends.torch.drafts.drafting import Drafting, Speculation
-from trtmesh.engine.backends.torch.guided.grammars import Grammar, GuideCounts
+from trtmesh.engine.backends.torch.guided.grammars import FillTogether, Grammar, GuideCounts
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
@@ -117,8 +117,9 @@ class Engine:
         handoffs: BlockHandoffs[Sequence],
         drafting: Drafting | None = None,
         guide_counts: GuideCounts | None = None,
+        fill_together: FillTogether | None = None,
     ) -> None:
-        """`drafting` needs a device without delay. `guide_counts` are counted on."""
+        """`guide_counts` are counted on. For `fill_together` see MaskTime."""
         self.scheduler = scheduler
         self.deliver: Deliver | None = None
         """Takes news of handoffs during a step. Without `deliver`, the news come with the step."""
@@ -129,7 +130,7 @@ class Engine:
         self.drafting = drafting
         self._compute = compute
         self._guide_counts = guide_counts or GuideCounts()
-        self._mask_time = MaskTime(self._guide_counts)
+        self._mask_time = MaskTime(self._guide_counts, fill_together)
         self._late: list[Late] = []
         """The longest waiting first."""
         self._broken: BackendFailed | None = None
@@ -273,6 +274,8 @@ class Engine:
         if not plain or self._broken or self._handoffs.outgoing or not self._compute.may_follow:
             return None
         sequences, _ = step.choices[0]
+        if self.drafting and self.drafting.waits(sequences):
+            return None
         chunks = self.scheduler.next_chunks(sequences)
         if not chunks:
             return None
@@ -284,6 +287,8 @@ class Engine:
             log.exception("a step could not be launched ahead; it is launched with known tokens")
             return None
         following = Launched(forwards=[forward], uncounted=chunks)
+        if self.drafting:
+            following.speculation = self.drafting.ahead(chunks)
         following.is_open = self._compute.awaits([chunk.sequence for chunk in chunks])
         if not following.is_open:
             self._choose(forward, following)
@@ -325,8 +330,8 @@ class Engine:
 
     def _verify(self, step: Launched, drafting: Drafting, output: StepOutput) -> None:
         """Goes on along the drafts that hold. Every sequence has the token before its drafts."""
-        logits = {
-            chunk.sequence.key: rows for forward in step.forwards for chunk, rows in forward.drafted
+        drafted = {
+            each.chunk.sequence.key: each for forward in step.forwards for each in forward.drafted
         }
         assert step.speculation
         chunks = step.speculation.chunks
@@ -341,8 +346,8 @@ class Engine:
             holding = [chunk for chunk in holding if chunk.sequence.key not in late]
 
             def choose(part: SequenceOf[Chunk], position: int = position) -> TokenChoice:
-                rows = [logits[chunk.sequence.key][position] for chunk in part]
-                return self._compute.choose([chunk.sequence for chunk in part], torch.stack(rows))
+                own = [drafted[chunk.sequence.key] for chunk in part]
+                return self._compute.verify(own, position)
 
             what = "no token could be chosen"
             for part, choice in self._isolated(holding, choose, what, failures):

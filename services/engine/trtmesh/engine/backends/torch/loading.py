@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from trtmesh.chassis.progress import tell_progress
 from trtmesh.engine.adapter_store import StoreLimits
 from trtmesh.engine.backend import BackendInfo, Capabilities
 from trtmesh.engine.backends.torch.accelerator import Accelerator
-from trtmesh.engine.backends.torch.compute.device import Device
+from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.compute.self_check import check_invariance, check_model
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
@@ -34,7 +35,7 @@ from trtmesh.engine.backends.torch.drafts.prompt_lookup import PromptLookup
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.guided.grammars import Grammars
-from trtmesh.engine.backends.torch.guided.guidance import compiler_for
+from trtmesh.engine.backends.torch.guided.guidance import compiler_for, filling_together
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterTargets
 from trtmesh.engine.backends.torch.memory.handoff_memory import kv_memory_of
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
@@ -70,6 +71,8 @@ LESS_CACHE = (
     "engine.torch.kv_cache.tokens, bytes or free_memory_fraction, or engine.torch.host_cache.bytes"
 )
 LESS_DRAFTER = "engine.torch.draft_model, or take a smaller one"
+MASK_THREADS = 8
+"""Most masks filled at once, while a GPU computes."""
 LAYERS_PER_PART = 4
 """Layers of KV that a handoff to another worker transfers at once, while later layers are computed."""
 ALL_ROLES = (epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE)
@@ -165,7 +168,7 @@ def _install(
             divide=partial(divide, place=group.place) if group else None,
         )
     draft_model = None
-    if settings.draft_model is not None and _may_draft(settings, device):
+    if settings.draft_model is not None and _may_draft(settings):
         # Before the cache is sized, which leaves room for it.
         draft_model = _read_draft_model(model_dir, settings.draft_model, dtype, device)
     with fitting("a step", LESS_STEP):
@@ -226,9 +229,9 @@ def _engine(
             adapters=bool(model.targets),
             prompt_tables=ranks is None,
             guides=compile_guide is not None,
-            drafts=_may_draft(settings, device),
+            drafts=_may_draft(settings),
         ),
-        capabilities=_capabilities(settings, model, device, hands_over=hands_over),
+        capabilities=_capabilities(settings, model, hands_over=hands_over),
         end_ids=model.end_ids,
         data_type=DATA_TYPES[model.dtype],
         static_batching=batching.is_static,
@@ -246,15 +249,19 @@ def _engine(
     )
     tell_progress("prepares its steps")
     with fitting("what steps need beside the KV cache", f"{LESS_CACHE}, or {LESS_STEP}"):
-        compute = device.compute(model, cache, block_tables, _most_step_tokens(settings))
+        most_tokens, drafts = _most_step_tokens(settings), settings.drafts != "off"
+        compute = device.compute(model, cache, block_tables, most_tokens, drafts=drafts)
     if ranks:
         ranks.group.wait()
         tokens_per_block = settings.kv_cache.tokens_per_block
         compute = LeadingCompute(compute, block_tables, tokens_per_block, ranks)
     grammars = Grammars(compile_guide) if compile_guide else None
-    drafting = _drafting(settings, installed, info)
+    drafting = _drafting(settings, installed, info, compute)
     guide_counts = grammars.counts if grammars else None
-    engine = Engine(compute, scheduler, adapters, handoffs, drafting, guide_counts)
+    # Where the device computes apart, threads of this process are idle meanwhile.
+    threads = 0 if device.name.type == "cpu" else min(MASK_THREADS, (os.cpu_count() or 1) // 2)
+    together = filling_together(threads) if compile_guide and threads > 1 else None
+    engine = Engine(compute, scheduler, adapters, handoffs, drafting, guide_counts, together)
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     draft_logits = DraftLogits(info.vocabulary_size, limits.max_logits_bytes)
     kv_memory = kv_memory_of(cache) if hands_over else None
@@ -263,13 +270,15 @@ def _engine(
     )
 
 
-def _drafting(settings: TorchSettings, installed: _Installed, info: BackendInfo) -> Drafting | None:
+def _drafting(
+    settings: TorchSettings, installed: _Installed, info: BackendInfo, compute: Compute
+) -> Drafting | None:
     device = installed.device
-    if not _may_draft(settings, device):
+    if not _may_draft(settings):
         if settings.drafts == "off":
             return None
         raise SettingsError(
-            f"is {settings.drafts!r} but drafts need a single device cpu, and engine.torch.device is"
+            f"is {settings.drafts!r} but drafts need a single device, and engine.torch.device is"
             f" {settings.device.text!r}",
             setting="engine.torch.drafts",
         )
@@ -280,11 +289,13 @@ def _drafting(settings: TorchSettings, installed: _Installed, info: BackendInfo)
         drafter = FinishedTexts()
     elif settings.draft_model is not None:
         drafter = PatientDrafter(_draft_model(installed, settings, info))
+    most = settings.batching.max_step_tokens
     return Drafting(
         drafter,
         AdaptiveLengths(),
-        most_step_tokens=settings.batching.max_step_tokens,
+        most_step_tokens=min(most, compute.most_run_tokens or most),
         vocabulary_size=info.vocabulary_size,
+        is_apart=device.name.type != "cpu",
     )
 
 
@@ -315,15 +326,15 @@ def _draft_model(installed: _Installed, settings: TorchSettings, info: BackendIn
     return DraftModel(
         compute,
         tables,
+        device.name,
         blocks=info.total_blocks,
         tokens_per_block=info.tokens_per_block,
         most_tokens=most,
     )
 
 
-def _may_draft(settings: TorchSettings, device: Device) -> bool:
-    """Elsewhere steps are launched before the tokens of the last step are known."""
-    return device.name.type == "cpu" and len(settings.device.names) == 1
+def _may_draft(settings: TorchSettings) -> bool:
+    return len(settings.device.names) == 1
 
 
 def _room(settings: TorchSettings, device: Device) -> Room | None:
@@ -467,10 +478,8 @@ def _with_kernels(
     return InvariantCuda(name) if settings.batch_invariant else Cuda(name, group)
 
 
-def _capabilities(
-    settings: TorchSettings, model: Model, device: Device, *, hands_over: bool
-) -> Capabilities:
-    drafts = ["draft_tokens"] if _may_draft(settings, device) else []
+def _capabilities(settings: TorchSettings, model: Model, *, hands_over: bool) -> Capabilities:
+    drafts = ["draft_tokens"] if _may_draft(settings) else []
     drafts += [] if settings.drafts == "off" else [settings.drafts]
     # Otherwise rounding depends on the batch, and decides between nearly tied tokens.
     exact = settings.batch_invariant
@@ -563,7 +572,8 @@ def _tokens(
 ) -> int:
     """Tokens of the pool: the lowest set limit, or the device's default."""
     cache, limits = settings.kv_cache, []
-    largest = StepSize(_most_step_tokens(settings), settings.limits.max_batch_size)
+    rows, drafts = settings.limits.max_batch_size, settings.drafts != "off"
+    largest = StepSize(_most_step_tokens(settings), rows, drafts)
     if cache.tokens:
         limits.append(cache.tokens)
     if cache.bytes:

@@ -126,8 +126,7 @@ class TorchSettings(Settings):
     drafts: Literal["off", "ngram", "suffix", "model"] = "off"
     """Source of draft tokens, which the model verifies several at a time: ngram repeats what followed the last tokens
     earlier in the same sequence, suffix also in finished sequences of the same salt and adapter, model is the smaller
-    model of draft_model. Tokens stay the same; how many drafts pay is measured, down to none. Needs a single device
-    cpu."""
+    model of draft_model. Tokens stay the same; how many drafts pay is measured, down to none. Needs a single device."""
     draft_model: Path | None = None
     """Directory of the model for drafts, with the tokenizer of the other."""
     normalize_log_probs: bool = False

@@ -60,6 +60,18 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """A chunk with drafts."""
+
+    chunk: Chunk
+    logits: Tensor
+    """After each draft, [drafts, vocabulary]."""
+    chosen: tuple[TokenChoice, int] | None = None
+    """A choice with the tokens after the drafts, if these hold, and its row for the first; None where they are still to
+    be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
     """The logits of a batch, on the device."""
 
@@ -68,8 +80,7 @@ class Forward:
     """[completing chunks, vocabulary], float32."""
     given: list[tuple[Chunk, Tensor]]
     """Chunks with the logits [tokens, vocabulary] for their readers."""
-    drafted: SequenceOf[tuple[Chunk, Tensor]] = ()
-    """Chunks with the logits [drafts, vocabulary] after each draft."""
+    drafted: SequenceOf[Drafted] = ()
 
     def rows_of(self, chunks: SequenceOf[Chunk]) -> Tensor:
         """The logits of completing chunks, given in order."""
@@ -99,6 +110,10 @@ class Compute(Protocol):
         """Steps replayed as graphs alone; only grows."""
 
     @property
+    def most_run_tokens(self) -> int | None:
+        """Tokens of the largest step with drafts that is fast; None for any."""
+
+    @property
     def may_follow(self) -> bool:
         """Whether `follow` can compute a step before the tokens of the last step were read."""
 
@@ -113,6 +128,9 @@ class Compute(Protocol):
 
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
         """Picks or draws the next token of each row."""
+
+    def verify(self, drafted: SequenceOf[Drafted], position: int) -> TokenChoice:
+        """Picks or draws the tokens after the drafts at `position`, which hold and are tokens by now."""
 
     def rank(self, lanes: SequenceOf[Continuation], logits: Tensor) -> Ranking:
         """Computes the log-probabilities for ranking beams."""
@@ -152,9 +170,15 @@ class Device(ABC):
 
     @abstractmethod
     def compute(
-        self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
+        self,
+        model: Model,
+        cache: KvCache,
+        tables: BlockTables,
+        most_tokens: int,
+        *,
+        drafts: bool = False,
     ) -> Compute:
-        """For steps of up to `most_tokens` tokens."""
+        """For steps of up to `most_tokens` tokens, with `drafts` some of which may be drafts of a source."""
 
     @property
     def copies_blocks(self) -> CopiesBlocks:

@@ -20,6 +20,8 @@ class StepSize:
     tokens: int
     rows: int
     """Tokens with logits."""
+    drafts: bool = False
+    """Whether some of the tokens may be drafts of a source of the worker."""
 
 
 class _NoAttention:

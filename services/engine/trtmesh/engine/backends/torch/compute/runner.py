@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.compute.device import Batch, Forward
+from trtmesh.engine.backends.torch.compute.device import Batch, Drafted, Forward
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens, attach
 from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows
@@ -34,6 +34,7 @@ class Runner:
 
     may_follow = False
     captured_steps = 0
+    most_run_tokens = None
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class Runner:
         row = len(batch.completing)
         drafted, given = [], []
         for chunk in batch.drafted:
-            drafted.append((chunk, logits[row : row + len(chunk.drafts)]))
+            drafted.append(Drafted(chunk, logits[row : row + len(chunk.drafts)]))
             row += len(chunk.drafts)
         for chunk, count in batch.reading:
             given.append((chunk, logits[row : row + count]))
@@ -127,6 +128,10 @@ class Runner:
 
     def follow(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Forward:
         raise NotImplementedError("a step is prepared from tokens that were read")
+
+    def verify(self, drafted: Sequence[Drafted], position: int) -> TokenChoice:
+        rows = torch.stack([each.logits[position] for each in drafted])
+        return self.choose([each.chunk.sequence for each in drafted], rows)
 
     def awaits(self, sequences: Sequence[Continuation]) -> bool:
         return False

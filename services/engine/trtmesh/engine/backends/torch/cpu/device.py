@@ -75,7 +75,13 @@ class Cpu(Device):
         return TiledProducts(tables) if self._settings.batch_invariant else GroupedProducts()
 
     def compute(
-        self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
+        self,
+        model: Model,
+        cache: KvCache,
+        tables: BlockTables,
+        most_tokens: int,
+        *,
+        drafts: bool = False,
     ) -> Compute:
         attention = self._attention(model, cache, tables)
         return Runner(model, cache, tables, attention, Chooser(ORDERING), _nothing)

@@ -41,7 +41,8 @@ class KernelAttention(GraphAttention):
         self._chunks = _chunks_of(step, self._tables, self.cache)
 
     def begin_rows(self, inputs: StepInputs, rows: int) -> None:
-        self._rows, self.turns = (inputs, rows), True
+        # Rows of one sequence read each other's keys and values.
+        self._rows, self.turns = (inputs, rows), not inputs.are_runs
 
     def begin_chunks(self, inputs: ChunkInputs, size: int) -> None:
         self._rows, self.turns = None, False
@@ -77,8 +78,11 @@ class KernelAttention(GraphAttention):
     ) -> Tensor:
         assert self._rows
         inputs, count = self._rows
+        if inputs.are_runs:
+            store_tokens(kv, inputs.rows(count), self._pages, layer)
         rows = inputs.positions[:count], inputs.table, inputs.width
-        return self._decode(layer, queries, kv, rows, rule, writes=True, angles=angles)
+        writes = not inputs.are_runs
+        return self._decode(layer, queries, kv, rows, rule, writes=writes, angles=angles)
 
     def _decode(
         self,
@@ -92,7 +96,7 @@ class KernelAttention(GraphAttention):
         angles: Angles | None = None,
     ) -> Tensor:
         if self._workspace is None:
-            most = min(len(self._tables), most_shared_rows(self._pages.kv_heads))
+            most = most_shared_rows(self._pages.kv_heads)
             self._workspace = DecodeWorkspace(
                 queries.shape[1], self._pages, most, self.cache.pool.device
             )

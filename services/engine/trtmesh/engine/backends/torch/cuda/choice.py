@@ -11,7 +11,12 @@ from torch import Tensor
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NOTHING_LEFT
-from trtmesh.engine.backends.torch.sampling.choice import LogitsChoice, forbidden, not_finite
+from trtmesh.engine.backends.torch.sampling.choice import (
+    LogitsChoice,
+    TokenChoice,
+    forbidden,
+    not_finite,
+)
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.filters import indexes
 
@@ -79,6 +84,27 @@ class GraphChoice:
                 most_likely = [pair for pair in most_likely if pair[1] > -torch.inf]
             details.top_log_probs.append(most_likely)
         return details
+
+
+class PickedChoice:
+    """Implements TokenChoice by rows of others."""
+
+    def __init__(self, rows: SequenceOf[tuple[TokenChoice, int]]) -> None:
+        self._rows = rows
+        self.token_ids: list[int] = []
+
+    def read(self) -> dict[int, TrtmeshError]:
+        failures = {id(choice): choice.read() for choice, _ in self._rows}
+        self.token_ids = [choice.token_ids[row] for choice, row in self._rows]
+        return {
+            place: failures[id(choice)][row]
+            for place, (choice, row) in enumerate(self._rows)
+            if row in failures[id(choice)]
+        }
+
+    def details(self, row: int) -> TokenDetails:
+        choice, place = self._rows[row]
+        return choice.details(place)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class ChunkGraphs:
         """Whether graphs can compute chunks."""
         adapted = bool(self._adapted_replays)
         return self.are_captured and all(
-            needs_only_tokens(chunk, adapted=adapted) for chunk in chunks
+            needs_only_tokens(chunk, adapted=adapted) and not chunk.drafts for chunk in chunks
         )
 
     def launch(self, chunks: SequenceOf[Chunk]) -> Rows:

@@ -20,6 +20,7 @@ from trtmesh.engine.backends.torch.cuda.capturing import (
 )
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens, known_tokens
 from trtmesh.engine.backends.torch.cuda.ruled_choice import RuledChoice
+from trtmesh.engine.backends.torch.cuda.ruled_rows import Numbers
 from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention, StepInputs
 from trtmesh.engine.backends.torch.cuda.updates import AdaptedSteps
 from trtmesh.engine.backends.torch.model.model import Model
@@ -88,7 +89,7 @@ class DecodeGraphs:
 
     def launch(self, chunks: SequenceOf[Chunk]) -> Rows:
         size = self._size(len(chunks))
-        self._inputs.fill(chunks, size)
+        self._inputs.fill(chunks, size, [chunk.sequence.tokens[chunk.start] for chunk in chunks])
         return self._replay(size, chunks)
 
     @torch.inference_mode()
@@ -125,13 +126,15 @@ class DecodeGraphs:
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Rows:
         """Launches the step of the tokens chosen in `rows` by the last launch."""
         size = self._size(len(chunks))
-        self._inputs.fill_chosen(chunks, size, rows)
-        return self._replay(size, chunks, unknown=1)
+        # Known to the device alone; as many of each sequence.
+        unknown = chunks[0].start + 1 - len(chunks[0].sequence.tokens)
+        self._inputs.fill_chosen(chunks, size, rows, unknown)
+        return self._replay(size, chunks, unknown)
 
     def _size(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]
 
-    def _replay(self, size: int, chunks: SequenceOf[Chunk], unknown: int = 0) -> Rows:
+    def _replay(self, size: int, chunks: SequenceOf[Chunk], unknown: int | Numbers = 0) -> Rows:
         count, log_probs = len(chunks), None
         if self._ruled:
             self._ruled.fill([chunk.sequence for chunk in chunks], unknown)

@@ -15,7 +15,7 @@ from trtmesh.engine.backends.torch.accelerator import KINDS_OF_STEPS, ORDERING, 
 from trtmesh.engine.backends.torch.compute.device import Compute
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.compute.runner import Runner
-from trtmesh.engine.backends.torch.cuda import chunk_graphs, decode_graphs
+from trtmesh.engine.backends.torch.cuda import chunk_graphs, decode_graphs, run_graphs
 from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
 from trtmesh.engine.backends.torch.cuda.capturing import Record
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
@@ -36,6 +36,7 @@ from trtmesh.engine.backends.torch.cuda.layers import (
 )
 from trtmesh.engine.backends.torch.cuda.ruled_choice import RuledChoice
 from trtmesh.engine.backends.torch.cuda.ruled_rows import RuledRows
+from trtmesh.engine.backends.torch.cuda.run_graphs import RunGraphs
 from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
 from trtmesh.engine.backends.torch.cuda.step_inputs import (
     MOST_CHUNKS,
@@ -102,9 +103,11 @@ class Cuda(Accelerator):
 
     def _kept_bytes(self, model: Model, largest: StepSize) -> int:
         """The logits of each graph, the rules of rows, and what adapters add to steps."""
-        decoded = sum(decode_graphs.sizes(largest.rows)) * model.dtype.itemsize
+        run_rows = run_graphs.most_rows(largest.rows) if largest.drafts else 0
+        rows = sum(decode_graphs.sizes(largest.rows)) + sum(decode_graphs.sizes(run_rows))
+        decoded = rows * model.dtype.itemsize
         chunks = (1 + len(chunk_graphs.sizes(largest.tokens))) * MOST_CHUNKS * FLOAT_BYTES
-        choosing = max(largest.rows, MOST_CHUNKS)
+        choosing = max(largest.rows, MOST_CHUNKS, run_rows)
         meta = torch.device("meta")
         rules = Workspace(largest.rows, choosing, model.vocabulary_size, meta).nbytes
         updates = _updates(model)
@@ -123,7 +126,13 @@ class Cuda(Accelerator):
         return copy_blocks
 
     def compute(
-        self, model: Model, cache: KvCache, tables: BlockTables, most_tokens: int
+        self,
+        model: Model,
+        cache: KvCache,
+        tables: BlockTables,
+        most_tokens: int,
+        *,
+        drafts: bool = False,
     ) -> Compute:
         attention = self._attention(cache, tables)
         chooser = Chooser(ORDERING)
@@ -131,12 +140,14 @@ class Cuda(Accelerator):
             model, cache, tables, attention, chooser, self.release_memory, self._synchronize()
         )
         slots, share, choice = len(tables.rows), None, None
+        run_rows = run_graphs.most_rows(slots) if drafts else 0
         rules = RuledRows(slots)
         if self._group:
             # Other ranks know no rules.
             share = self._group.share
         else:
-            work = Workspace(slots, max(slots, MOST_CHUNKS), model.vocabulary_size, self.name)
+            most = max(slots, MOST_CHUNKS, run_rows)
+            work = Workspace(slots, most, model.vocabulary_size, self.name)
             rules = RuledRows(slots, work.words, work.biases, adds_logs=self.adds_logs)
             choice = partial(RuledChoice, rules, work, self._recorder())
         inputs = StepInputs(tables.rows, cache.tokens_per_block, rules, self.name)
@@ -153,13 +164,22 @@ class Cuda(Accelerator):
         chunks = ChunkGraphs(
             model, attention, prompts, most_tokens, self._recorder(), choice, share, adapted
         )
+        runs = None
+        if run_rows:
+            inputs = StepInputs(tables.rows, cache.tokens_per_block, rules, self.name, run_rows)
+            adapted = None
+            if graphs.take_adapters:
+                adapted = _adapted(model, run_rows, FEW_ROWS, slots)
+            runs = RunGraphs(
+                model, attention, inputs, run_rows, self._recorder(), choice, None, adapted
+            )
         if self._group and not (graphs.are_captured and chunks.are_captured):
             # Ranks computing in different ways would wait for each other's sums.
             raise ModelUnusable(
                 f"steps of model type {model.module.config.model_type} cannot be captured on {self.name}, as several"
                 " GPUs need; the log has the reason; name one in engine.torch.device"
             )
-        return GraphRunner(runner, graphs, chunks, rules, chooser, self.name)
+        return GraphRunner(runner, graphs, chunks, runs, rules, chooser, self.name)
 
     def _attention(self, cache: KvCache, tables: BlockTables) -> GraphAttention:
         return KernelAttention(cache, tables)

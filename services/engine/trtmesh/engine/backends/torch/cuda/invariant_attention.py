@@ -58,7 +58,8 @@ class InvariantAttention(GraphAttention):
         )
 
     def begin_rows(self, inputs: StepInputs, rows: int) -> None:
-        self._rows, self.turns = (inputs, rows), True
+        # Rows of one sequence read each other's keys and values.
+        self._rows, self.turns = (inputs, rows), not inputs.are_runs
 
     def begin_chunks(self, inputs: ChunkInputs, size: int) -> None:
         self._rows, self.turns = None, False
@@ -88,6 +89,8 @@ class InvariantAttention(GraphAttention):
     ) -> Tensor:
         assert self._rows
         inputs, count = self._rows
+        if inputs.are_runs:
+            store_tokens(kv, inputs.rows(count), self._pages, layer)
         if self._workspace is None:
             positions = self._tables.shape[1] * self.cache.tokens_per_block
             self._workspace = RunWorkspace(

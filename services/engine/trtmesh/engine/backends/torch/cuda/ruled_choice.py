@@ -14,7 +14,7 @@ from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.capturing import Record, Replay
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import LOG_PROB_WORDS, Field, Flag
 from trtmesh.engine.backends.torch.cuda.kernels.ruled_choice import Workspace, choose_by_rules
-from trtmesh.engine.backends.torch.cuda.ruled_rows import RuledRows
+from trtmesh.engine.backends.torch.cuda.ruled_rows import Numbers, RuledRows
 from trtmesh.engine.backends.torch.cuda.step_inputs import StagedWords
 from trtmesh.engine.backends.torch.sequence import Sequence
 
@@ -46,8 +46,9 @@ class RuledChoice:
         self._logits = logits
         self._replays[size] = self._record(partial(self._choose, size))
 
-    def fill(self, sequences: SequenceOf[Sequence], unknown: int = 0) -> None:
-        """Takes the rules of the rows of the next launch, after `unknown` tokens known to the device alone."""
+    def fill(self, sequences: SequenceOf[Sequence], unknown: int | Numbers = 0) -> None:
+        """Takes the rules of the rows of the next launch, after `unknown` tokens known to the device alone, or after
+        drafts, by row."""
         words = self._staged.begin().reshape(self._fields.shape)
         self._flags = self._rows.fill(words, sequences, unknown)
         if self._flags:

@@ -61,7 +61,7 @@ class RuledRows:
         return found
 
     def draws(
-        self, sequences: SequenceOf[Sequence], unknown: int = 0
+        self, sequences: SequenceOf[Sequence], unknown: int | Numbers = 0
     ) -> tuple[Numbers, NDArray[np.float64]]:
         """The places and temperatures of the draws without rules, [rows], after `unknown` tokens known to the device
         alone; 0 for a row with its highest logit as the choice, or with rules."""
@@ -77,14 +77,27 @@ class RuledRows:
         found: list[int] = np.flatnonzero(flags & Flag.GUIDED).tolist()
         return found
 
-    def fill(self, words: Numbers, sequences: SequenceOf[Sequence], unknown: int = 0) -> Flag:
+    def are_independent(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether kernels choose without counts of the tokens before, or masks."""
+        slots = self._slots(sequences)
+        depends = (self._fields[Field.FLAGS, slots] & (Flag.GUIDED | Flag.COUNTS)) != 0
+        return not (depends | self._by_host[slots]).any()
+
+    def fill(
+        self, words: Numbers, sequences: SequenceOf[Sequence], unknown: int | Numbers = 0
+    ) -> Flag:
         """Writes the words [fields, rows or more] of the rows, without those of guided rows; returns the flags of any
-        row. The caller has kernels choose the tokens."""
+        row. The caller has kernels choose the tokens. Rows are after `unknown` tokens known to the device alone, or
+        after drafts, by row: then those that count tokens are left out too."""
         flags = self._fields[Field.FLAGS, self._slots(sequences)]
-        rows = np.flatnonzero((flags != 0) & ((flags & Flag.GUIDED) == 0))
+        taken = (flags != 0) & ((flags & Flag.GUIDED) == 0)
+        if not isinstance(unknown, int):
+            taken &= ((flags & Flag.COUNTS) == 0) | (unknown == 0)
+        rows = np.flatnonzero(taken)
         if not len(rows):
             return Flag(0)
-        return self._fill(words, rows, [sequences[row] for row in rows.tolist()], unknown)
+        own = [sequences[row] for row in rows.tolist()]
+        return self._fill(words, rows, own, unknown if isinstance(unknown, int) else unknown[rows])
 
     def fill_guided(
         self, words: Numbers, masks: Bytes, rows: SequenceOf[int], sequences: SequenceOf[Sequence]
@@ -101,7 +114,11 @@ class RuledRows:
         return flags
 
     def _fill(
-        self, words: Numbers, rows: Numbers, sequences: SequenceOf[Sequence], unknown: int
+        self,
+        words: Numbers,
+        rows: Numbers,
+        sequences: SequenceOf[Sequence],
+        unknown: int | Numbers,
     ) -> Flag:
         slots, lengths = self._slots(sequences), _lengths(sequences, unknown)
         fields = self._fields[:, slots]
@@ -112,7 +129,7 @@ class RuledRows:
         words[Field.FLAGS] = 0
         words[:, rows] = fields
         for row in np.flatnonzero(counting & (self._counted[slots] != lengths)).tolist():
-            if unknown:
+            if np.any(unknown):
                 raise RuntimeError("tokens of the step before were not counted on the device")
             self._load(sequences[row])
         self._counted[slots[counting]] = lengths[counting] + 1
@@ -198,7 +215,7 @@ class RuledRows:
         row.index_copy_(0, given(known, row), values)
 
 
-def _lengths(sequences: SequenceOf[Sequence], unknown: int) -> Numbers:
+def _lengths(sequences: SequenceOf[Sequence], unknown: int | Numbers) -> Numbers:
     return np.array([len(sequence.tokens) for sequence in sequences], dtype=np.int64) + unknown
 
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.compute.device import Batch, Forward
+from trtmesh.engine.backends.torch.compute.device import Batch, Drafted, Forward
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cuda.capturing import Rows
-from trtmesh.engine.backends.torch.cuda.choice import GraphChoice
+from trtmesh.engine.backends.torch.cuda.choice import GraphChoice, PickedChoice
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
 from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
 from trtmesh.engine.backends.torch.cuda.ruled_rows import RuledRows
+from trtmesh.engine.backends.torch.cuda.run_graphs import RunGraphs
 from trtmesh.engine.backends.torch.model.attention import StepTokens
 from trtmesh.engine.backends.torch.sampling.choice import Chooser, Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
@@ -31,14 +32,18 @@ class GraphRunner:
         runner: Runner,
         graphs: DecodeGraphs,
         chunks: ChunkGraphs,
+        runs: RunGraphs | None,
         rules: RuledRows,
         chooser: Chooser,
         device: torch.device,
     ) -> None:
-        """`runner` computes, and `chooser` chooses, all that no graph can."""
+        """`runner` computes, and `chooser` chooses, all that no graph can. `runs` are for drafts; None without any."""
         self._runner = runner
         self._graphs = graphs
         self._chunks = chunks
+        self._runs = runs
+        # Those of the last step.
+        self._own = graphs
         self._rules = rules
         self._chooser = chooser
         self._nothing = _nothing(device)
@@ -56,8 +61,17 @@ class GraphRunner:
         self.check = runner.check
         self.release_memory = runner.release_memory
 
+    @property
+    def most_run_tokens(self) -> int | None:
+        return self._runs.most_rows if self._runs and self._runs.are_captured else None
+
     def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
-        decoding = [chunk for chunk in chunks if self._graphs.takes(chunk)]
+        graphs = self._graphs
+        if self._runs and any(chunk.drafts for chunk in chunks):
+            rows = sum(chunk.count for chunk in chunks if self._runs.takes(chunk))
+            if rows <= self._runs.most_rows:
+                graphs = self._runs
+        decoding = [chunk for chunk in chunks if graphs.takes(chunk)]
         if len(decoding) == len(chunks):
             return replace(self._nothing, decoding=decoding)
         taken = {chunk.sequence.key for chunk in decoding}
@@ -70,7 +84,12 @@ class GraphRunner:
         self._rows, self.may_follow = None, False
         decoding = list(batch.decoding)
         self._decoded = len(decoding)
-        rows = self._graphs.launch(decoding) if decoding else None
+        self._own, rows, drafted = self._graphs, None, list[Drafted]()
+        if self._runs and any(chunk.drafts for chunk in decoding):
+            self._own = self._runs
+            rows, drafted = self._runs.launch_runs(decoding)
+        elif decoding:
+            rows = self._graphs.launch(decoding)
         if len(batch.token_ids):
             rest = self._runner.forward(batch, written)
             if rows is None:
@@ -78,18 +97,19 @@ class GraphRunner:
             logits = torch.cat((rows.logits.float(), rest.logits))
             self._rows = Rows(logits, rows.tokens, rows.log_probs)
             self._completing = decoding + rest.completing
-            return Forward(self._completing, logits, rest.given)
+            return Forward(self._completing, logits, rest.given, [*drafted, *rest.drafted])
         self.captured_steps += 1
         completing = [chunk for chunk in batch.prefilling if chunk.completes]
         if batch.prefilling:
-            rows = self._graphs.with_more(rows, self._chunks.launch(batch.prefilling))
+            rows = self._own.with_more(rows, self._chunks.launch(batch.prefilling))
         assert rows
         self._rows, self._completing = rows, decoding + completing
-        return Forward(self._completing, rows.logits, [])
+        return Forward(self._completing, rows.logits, [], drafted)
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
         places = [self._chosen[row] for row in rows]
         self._rows, self.may_follow = self._graphs.follow(chunks, places), False
+        self._own = self._graphs
         self._completing, self._decoded = list(chunks), len(chunks)
         self.captured_steps += 1
         return Forward(self._completing, self._rows.logits, [])
@@ -113,17 +133,34 @@ class GraphRunner:
                 rest.append(row)
         if late:
             rows = [places[row] for row in late]
-            found = self._graphs.choose_guided(rows, [own[row] for row in late])
+            found = self._own.choose_guided(rows, [own[row] for row in late])
             log_probs = _with_rows(log_probs, found, rows, len(tokens))
-        self._chosen, self.may_follow = places, self._graphs.are_captured
+        # After drafts, the last tokens are not in the rows of their sequences.
+        follows = self._own is self._graphs and self._graphs.are_captured
+        self._chosen, self.may_follow = places, follows
         choice = None
         if rest:
             # A copy of a graph's logits, which the next step overwrites.
             part = logits[indexes(rest, logits)].float()
             choice = self._chooser.choose([sequences[row] for row in rest], part)
             there = [places[row] for row in rest]
-            self.may_follow = max(there) < len(tokens) and self._graphs.take(there, choice.ids)
+            are_there = follows and max(there) < len(tokens)
+            self.may_follow = are_there and self._graphs.take(there, choice.ids)
         return GraphChoice(own, places, tokens, log_probs, rest, choice)
+
+    def verify(self, drafted: SequenceOf[Drafted], position: int) -> TokenChoice:
+        picked: list[tuple[TokenChoice, int]] = []
+        rest = [each for each in drafted if each.chosen is None]
+        if rest:
+            rows = torch.stack([each.logits[position] for each in rest])
+            choice = self._chooser.choose([each.chunk.sequence for each in rest], rows.float())
+        places = iter(range(len(rest)))
+        for each in drafted:
+            if each.chosen:
+                picked.append((each.chosen[0], each.chosen[1] + position))
+            else:
+                picked.append((choice, next(places)))
+        return PickedChoice(picked)
 
     def _places(
         self, sequences: SequenceOf[Continuation], logits: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from trtmesh.engine.backends.torch.compute.paged_attention import CachedAttention
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import TILE, tiles_of
-from trtmesh.engine.backends.torch.cuda.ruled_rows import RuledRows
+from trtmesh.engine.backends.torch.cuda.ruled_rows import Numbers, RuledRows
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK
@@ -81,13 +81,20 @@ class StepInputs:
     `known_tokens`."""
 
     def __init__(
-        self, tables: Rows, tokens_per_block: int, rules: RuledRows, device: torch.device
+        self,
+        tables: Rows,
+        tokens_per_block: int,
+        rules: RuledRows,
+        device: torch.device,
+        most_run_rows: int = 0,
     ) -> None:
-        """`tables` are the rows of the BlockTables."""
+        """`tables` are the rows of the BlockTables. With `most_run_rows`, there are up to so many rows, and several may
+        be of one sequence."""
         self._tables = tables
-        self._rules = rules
+        self.rules = rules
         self._tokens_per_block = tokens_per_block
-        self._most = aligned(len(tables))
+        self._most = aligned(most_run_rows or len(tables))
+        self.are_runs = most_run_rows > 0
         self._staged = StagedWords(HEADER + self._most * (ROW_FIELDS + tables.shape[1]), device)
         buffer = self._staged.buffer
         self.width = buffer[:1]
@@ -95,17 +102,34 @@ class StepInputs:
         self.token_ids, self.positions, self.places = fields[0], fields[1], fields[2]
         self.temperatures = fields[3].view(torch.float64)
         self.table = buffer[HEADER + ROW_FIELDS * self._most :]
+        self._owners = torch.arange(self._most, device=device)
 
-    def fill(self, chunks: SequenceOf[Chunk], rows: int) -> None:
-        """Takes the last tokens of sequences; the rest of the `rows` have the null block and store nothing."""
-        self._fill(chunks, rows, [chunk.sequence.tokens[chunk.start] for chunk in chunks])
+    def rows(self, count: int) -> TableRows:
+        return TableRows(self.positions[:count], self._owners[:count], self.table, self.width)
 
-    def fill_chosen(self, chunks: SequenceOf[Chunk], rows: int, sources: SequenceOf[int]) -> None:
-        """Takes the tokens chosen by the device in the rows `sources`, still unknown to the host."""
-        self._fill(chunks, rows, [-1 - source for source in sources], unknown=1)
+    def fill(
+        self,
+        chunks: SequenceOf[Chunk],
+        rows: int,
+        token_ids: SequenceOf[int],
+        before: int | Numbers = 0,
+    ) -> None:
+        """Takes a token for each chunk, after `before` more than its sequence has; the rest of the `rows` have the null
+        block and store nothing."""
+        self._fill(chunks, rows, token_ids, before)
+
+    def fill_chosen(
+        self, chunks: SequenceOf[Chunk], rows: int, sources: SequenceOf[int], unknown: int
+    ) -> None:
+        """Takes the tokens chosen by the device in the rows `sources`, the last of `unknown` ones."""
+        self._fill(chunks, rows, [-1 - source for source in sources], unknown)
 
     def _fill(
-        self, chunks: SequenceOf[Chunk], rows: int, first_field: SequenceOf[int], unknown: int = 0
+        self,
+        chunks: SequenceOf[Chunk],
+        rows: int,
+        first_field: SequenceOf[int],
+        unknown: int | Numbers = 0,
     ) -> None:
         count, most = len(chunks), self._most
         starts = [chunk.start for chunk in chunks]
@@ -116,7 +140,7 @@ class StepInputs:
         fields[:, :rows] = 0
         fields[0, :count] = first_field
         fields[1, :count] = starts
-        places, temperatures = self._rules.draws([chunk.sequence for chunk in chunks], unknown)
+        places, temperatures = self.rules.draws([chunk.sequence for chunk in chunks], unknown)
         fields[2, :count] = places
         fields[3].view(np.float64)[:count] = temperatures
         first = HEADER + ROW_FIELDS * most

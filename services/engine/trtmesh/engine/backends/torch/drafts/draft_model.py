@@ -7,14 +7,17 @@ logit / temperature + noise is often the same token in both models, more often t
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+import torch
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
 from trtmesh.engine.backends.torch.compute.device import Compute
 from trtmesh.engine.backends.torch.drafts.drafter import Wish
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables
+from trtmesh.engine.backends.torch.sampling.choice import TokenChoice
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 
@@ -34,6 +37,7 @@ class DraftModel:
         self,
         compute: Compute,
         tables: BlockTables,
+        device: torch.device,
         *,
         blocks: int,
         tokens_per_block: int,
@@ -41,6 +45,8 @@ class DraftModel:
     ) -> None:
         """`compute` is the small model over its own `blocks` blocks, for sequences of up to `most_tokens`."""
         self._compute = compute
+        # Kernels run on the current device of a thread.
+        self._device = device if device.type == "cuda" else -1
         self._tables = tables
         self._tokens_per_block = tokens_per_block
         self._most_tokens = most_tokens
@@ -49,6 +55,10 @@ class DraftModel:
         self._shadows: OrderedDict[int, Sequence] = OrderedDict()
 
     def propose(self, wishes: SequenceOf[Wish]) -> list[SequenceOf[int]]:
+        with torch.cuda.device(self._device):
+            return self._propose(wishes)
+
+    def _propose(self, wishes: SequenceOf[Wish]) -> list[SequenceOf[int]]:
         wanted = {sequence.key for sequence, _ in wishes}
         going: list[tuple[int, Sequence, int]] = []
         for place, (sequence, most) in enumerate(wishes):
@@ -58,8 +68,10 @@ class DraftModel:
                     self._catch_up(shadow)
                 else:
                     going.append((place, shadow, most))
-        for count in range(max((most for _, _, most in going), default=0)):
-            self._draw([shadow for _, shadow, most in going if most > count])
+        lacking = {shadow.key: most for _, shadow, most in going}
+        while any(lacking.values()):
+            drawn = self._draw([shadow for _, shadow, _ in going if lacking[shadow.key]], lacking)
+            lacking = {key: max(0, most - drawn) for key, most in lacking.items()}
         proposals: list[SequenceOf[int]] = [()] * len(wishes)
         for place, shadow, _ in going:
             # `submitted_tokens` are those of the sequence.
@@ -92,7 +104,8 @@ class DraftModel:
         del shadow.tokens[first:]
         shadow.tokens += sequence.tokens[first:]
         shadow.submitted_tokens = len(shadow.tokens)
-        shadow.num_computed = min(shadow.num_computed, first)
+        # The last token may be a draft that was computed, but not verified.
+        shadow.num_computed = min(shadow.num_computed, first, len(shadow.tokens) - 1)
         return shadow
 
     def _has_room(self, shadow: Sequence, tokens: int, wanted: AbstractSet[int]) -> bool:
@@ -118,16 +131,27 @@ class DraftModel:
         self._compute.forward(self._compute.prepare([Chunk(shadow, shadow.num_computed, count)]))
         shadow.num_computed += count
 
-    def _draw(self, shadows: list[Sequence]) -> None:
-        """Adds the next draft to each."""
+    def _draw(self, shadows: list[Sequence], lacking: Mapping[int, int]) -> int:
+        """Adds drafts to each, of at most `lacking` by key. Returns how many: one, or as many as the device computes
+        without the host."""
         chunks = [Chunk(each, each.num_computed, _lacking(each)) for each in shadows]
         forward = self._compute.forward(self._compute.prepare(chunks))
-        sequences = [chunk.sequence for chunk in forward.completing]
-        choice = self._compute.choose(sequences, forward.logits)
-        choice.read()
-        for shadow, token in zip(sequences, choice.token_ids, strict=True):
-            shadow.num_computed = len(shadow.tokens)
-            shadow.tokens.append(token)
+        drawn: list[tuple[list[Sequence], TokenChoice]] = []
+        while True:
+            sequences = [chunk.sequence for chunk in forward.completing]
+            drawn.append((sequences, self._compute.choose(sequences, forward.logits)))
+            rows = [row for row, each in enumerate(sequences) if lacking[each.key] > len(drawn)]
+            if not rows or not self._compute.may_follow:
+                break
+            going = [sequences[row] for row in rows]
+            chunks = [Chunk(each, len(each.tokens) + len(drawn) - 1, 1) for each in going]
+            forward = self._compute.follow(chunks, rows)
+        for sequences, choice in drawn:
+            choice.read()
+            for shadow, token in zip(sequences, choice.token_ids, strict=True):
+                shadow.num_computed = len(shadow.tokens)
+                shadow.tokens.append(token)
+        return len(drawn)
 
 
 def _lacking(shadow: Sequence) -> int:

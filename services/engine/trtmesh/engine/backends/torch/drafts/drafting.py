@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from trtmesh.engine.backends.torch.drafts.drafter import Drafter, Wish
-from trtmesh.engine.backends.torch.drafts.lengths import MOST_DRAFTS, Lengths
+from trtmesh.engine.backends.torch.drafts.lengths import MOST_DRAFTS, Lengths, StepTime
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling.scheduler import Scheduler
 
@@ -81,8 +81,12 @@ class Speculation:
     chunks: list[Chunk]
     """With drafts, to be verified."""
     rows: int
-    """Sequences of the step; 0 where its time says nothing about drafts."""
-    started: float = field(default_factory=time.thread_time)
+    """Sequences of the step; 0 where it does more than decode them."""
+    started: float
+    is_typical: bool = True
+    """Whether its time says something about drafts."""
+    is_ahead: bool = False
+    """Whether it was launched before the tokens before it were known."""
 
 
 @dataclass(slots=True)
@@ -110,8 +114,10 @@ class Drafting:
         *,
         most_step_tokens: int,
         vocabulary_size: int,
+        is_apart: bool = False,
     ) -> None:
-        """Without a `drafter` the only drafts are those of clients."""
+        """Without a `drafter` the only drafts are those of clients. `is_apart` is a device that computes apart from the
+        engine's thread."""
         self.counts = DraftCounts()
         self.drafter = drafter
         self.lengths = lengths
@@ -119,6 +125,11 @@ class Drafting:
         self._vocabulary_size = vocabulary_size
         self._followed: dict[int, Followed] = {}
         self._paused_steps = 0
+        # On a CPU of the engine's thread alone: other processes must not count.
+        self._now = time.perf_counter if is_apart else time.thread_time
+        self._is_apart = is_apart
+        self._finished = 0.0
+        self._held = 0
 
     def follow(self, sequence: Sequence) -> None:
         draft = sequence.config.draft
@@ -143,7 +154,7 @@ class Drafting:
             return None
         taken = [chunk for chunk in chunks if self._takes(chunk)]
         decodes = len(taken) == len(chunks) and all(chunk.count == 1 for chunk in taken)
-        step = Speculation([], len(chunks) if decodes else 0)
+        step = Speculation([], len(chunks) if decodes else 0, self._now())
         if not taken:
             return step
         left = self._most_step_tokens - sum(chunk.count for chunk in chunks)
@@ -155,6 +166,21 @@ class Drafting:
                     step.chunks.append(chunk)
         return step
 
+    def waits(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the next step of sequences waits for their tokens, and so for drafts, where it could be launched
+        ahead."""
+        known = [self._followed[each.key] for each in sequences if each.key in self._followed]
+        if any(each.given_right < len(each.given) for each in known):
+            return True
+        may_draft = self.drafter is not None and not self._paused_steps
+        return may_draft and bool(known) and self.lengths.waits(len(sequences))
+
+    def ahead(self, chunks: SequenceOf[Chunk]) -> Speculation | None:
+        """The step of `chunks` launched ahead, to be measured; None where it has no sequence that may have drafts."""
+        if not any(chunk.sequence.key in self._followed for chunk in chunks):
+            return None
+        return Speculation([], len(chunks), self._now(), is_ahead=True)
+
     def computed(self, step: Speculation) -> None:
         """Counts the drafts of a step, before its tokens may end sequences."""
         for chunk in step.chunks:
@@ -165,15 +191,22 @@ class Drafting:
     def accepted(self, chunk: Chunk, position: int) -> None:
         """Counts a draft that holds, before the token after it may end the sequence."""
         self.counts.accepted_tokens += 1
+        self._held += 1
         if position < MOST_DRAFTS:
             self.counts.accepted_by_position[position] += 1
         chunk.sequence.times.accepted_draft_tokens += 1
 
     def finished(self, step: Speculation) -> None:
-        """Learns from the time of a collected step, of this thread alone: other processes must not count."""
+        """Learns from the time of a collected step, from the end of the one before where it was launched earlier."""
+        now, held = self._now(), self._held
+        seconds = now - max(step.started, self._finished)
+        self._finished, self._held = now, 0
         if step.rows:
             drafts = sum(len(chunk.drafts) for chunk in step.chunks)
-            self.lengths.measured(step.rows, drafts, time.thread_time() - step.started)
+            took = StepTime(
+                step.rows, drafts, held, seconds, step.is_ahead, is_typical=step.is_typical
+            )
+            self.lengths.measured(took)
 
     def _takes(self, chunk: Chunk) -> bool:
         sequence = chunk.sequence
@@ -208,9 +241,9 @@ class Drafting:
             places, followings, sequences, mosts = zip(*asking, strict=True)
             before = self.drafter.seconds_apart
             found, is_typical = self._found(self.drafter, followings, sequences, mosts, rows)
-            step.started -= self.drafter.seconds_apart - before
-            if not is_typical:
-                step.rows = 0
+            if not self._is_apart:
+                step.started -= self.drafter.seconds_apart - before
+            step.is_typical = is_typical
             for place, guess in zip(places, found, strict=True):
                 drafts[place] = guess
         return drafts

@@ -29,18 +29,46 @@ FIRST_RETRY, RETRY_STEPS = 16, 512
 slow for another reason, then after twice as many each time, up to the second number."""
 PLAIN_EVERY = 64
 """Where they pay, a step in so many has none."""
+FIRST_TRIAL, MOST_AHEAD = 2, 2048
+"""Steps launched ahead before drafts are tried: at first so many, then four times as many each time, up to the second
+number."""
+TRIAL_STEPS = 4
+"""Least steps that wait for drafts on trial."""
+TRIAL_DECAY = 0.97
+TRIALS_AFTER = 256
+"""Where drafts pay, steps are launched ahead again after so many that waited."""
 OUTLIER = 3.0
 """Times beyond so many times those of as many sequences as rows are cut: something else took them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """What a step took."""
+
+    rows: int
+    """Its sequences."""
+    drafts: int
+    held: int
+    """Drafts that held."""
+    seconds: float
+    is_ahead: bool
+    """Whether it was launched before the tokens before it were known."""
+    is_typical: bool = True
+    """Whether the time is that of its drafts alone."""
 
 
 class Lengths(Protocol):
     """Decides the number of drafts."""
 
+    def waits(self, rows: int) -> bool:
+        """Whether a step of `rows` sequences waits for the tokens before it, and so may have drafts, where it could be
+        launched ahead."""
+
     def choose(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> SequenceOf[int]:
         """The drafts of each sequence, at most `most`, in a step of `rows` sequences; `rates` are the shares of their
         drafts that hold."""
 
-    def measured(self, rows: int, drafts: int, seconds: float) -> None:
+    def measured(self, step: StepTime) -> None:
         """Takes the time of a step in which every sequence had one token, besides drafts."""
 
 
@@ -50,10 +78,13 @@ class FixedLengths:
 
     drafts: int
 
+    def waits(self, rows: int) -> bool:
+        return True
+
     def choose(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> list[int]:
         return [min(self.drafts, each) for each in most]
 
-    def measured(self, rows: int, drafts: int, seconds: float) -> None:
+    def measured(self, step: StepTime) -> None:
         """Nothing is learned."""
 
 
@@ -62,6 +93,9 @@ class AdaptiveLengths:
 
     def __init__(self) -> None:
         self._costs: dict[int, StepCosts] = {}
+
+    def waits(self, rows: int) -> bool:
+        return self._costs_of(rows).pace.waits
 
     def choose(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> SequenceOf[int]:
         none = [0] * len(most)
@@ -80,8 +114,11 @@ class AdaptiveLengths:
             return [min(2, each) for each in most]
         return none
 
-    def measured(self, rows: int, drafts: int, seconds: float) -> None:
-        self._costs_of(rows).add(rows, drafts, seconds)
+    def measured(self, step: StepTime) -> None:
+        costs = self._costs_of(step.rows)
+        costs.pace.add(step)
+        if step.is_typical and not step.is_ahead:
+            costs.add(step.rows, step.drafts, step.seconds)
 
     def _costs_of(self, rows: int) -> StepCosts:
         # Batches of a similar size share what was learned.
@@ -103,6 +140,51 @@ def _expected(rate: float, drafts: int) -> float:
     return rate * (1 - rate**drafts) / (1 - rate)
 
 
+class Pace:
+    """Whether steps wait for drafts. A step launched ahead takes less time, so drafts must make up for more than their
+    own. Steps wait for a trial now and then, and on, while they give more tokens in the time."""
+
+    def __init__(self) -> None:
+        self.waits = False
+        self._ahead = 0.0
+        """Seconds of a step launched ahead, for each of its sequences; 0 while unknown."""
+        self._steps = 0
+        """Of this kind, since the last of the other."""
+        self._retry_after = FIRST_TRIAL
+        # Of steps that waited: tokens of a sequence, and seconds for it.
+        self._tokens = self._seconds = 0.0
+
+    def add(self, step: StepTime) -> None:
+        seconds = step.seconds / step.rows
+        if step.is_ahead == self.waits:
+            # Launched as before the change.
+            return
+        self._steps += 1
+        if step.is_ahead:
+            seconds = min(seconds, OUTLIER * (self._ahead or seconds))
+            self._ahead += (PLAIN_WEIGHT if self._ahead else 1.0) * (seconds - self._ahead)
+            if self._steps >= self._retry_after:
+                self._change()
+            return
+        self._tokens = TRIAL_DECAY * self._tokens + 1 + step.held / step.rows
+        most = 2 * OUTLIER * self._ahead * (1 + step.drafts / step.rows)
+        self._seconds = TRIAL_DECAY * self._seconds + min(seconds, most)
+        gain = self._tokens * self._ahead / self._seconds
+        # The fewer steps, the more may be chance.
+        if self._steps >= TRIAL_STEPS and gain < 1 - 2 / self._steps:
+            self._retry_after = min(4 * self._retry_after, MOST_AHEAD)
+            self._change()
+        elif self._steps >= TRIALS_AFTER:
+            # The other kind is measured again.
+            self._retry_after = FIRST_TRIAL
+            self._change()
+
+    def _change(self) -> None:
+        self.waits = not self.waits
+        self._steps = 0
+        self._tokens = self._seconds = 0.0
+
+
 class StepCosts:
     """The times of steps of about equally many sequences."""
 
@@ -113,6 +195,7 @@ class StepCosts:
         """Further seconds of a step with drafts, and of each draft."""
         self.plain_in_a_row = self.drafted_in_a_row = 0
         self.retry_after = FIRST_RETRY
+        self.pace = Pace()
         # Sums over steps with drafts: 1, drafts, drafts², seconds beyond the plain time, and these times drafts.
         self._sums = [0.0] * 5
 

@@ -40,6 +40,9 @@ with each token, in the steps of all sequences."""
 FIRST_SECONDS = 0.001
 """Expected time of the first mask of a sequence: more than most take."""
 
+TOGETHER_SECONDS = 0.0005
+"""Longest expected time of a mask that is filled together with others."""
+
 Row = NDArray[np.uint8]
 """A bit for each id, those of a byte from the lowest on."""
 
@@ -73,6 +76,8 @@ class Matcher(Protocol):
 
 
 Check = Callable[[], None]
+FillTogether = Callable[[SequenceOf[Matcher], Row], None]
+"""Fills a row for each place, as `fill` does, several at a time: rows are [places, bytes]."""
 Compile = Callable[[GuidedDecoding, Check], Matcher]
 """The place before the first token. Calls the check before each part of the work, whose exceptions end it. Raises
 InvalidField for a guide that cannot be kept."""
@@ -105,6 +110,20 @@ class Guide:
     def catch_up(self, tokens: SequenceOf[int]) -> None:
         """Takes in the tokens added since the last call."""
         self._follow(tokens, inf)
+
+    def place(self, tokens: SequenceOf[int], seconds: float) -> Matcher | None:
+        """Returns the place after the tokens, for a mask to be filled by others. None where it has one, or where the
+        tokens added since the last call take more than `seconds`."""
+        if not self._follow(tokens, seconds) or self._mask is not None or self.problem:
+            return None
+        return self._matcher
+
+    def take(self, row: Row, end_ids: Iterable[int], seconds: float) -> None:
+        """Takes the row that others filled in so many seconds, together with those of other guides."""
+        self.last_seconds = seconds
+        # A slow one among them must not be the fault of all.
+        self.seconds += min(seconds, TOGETHER_SECONDS)
+        self._mask = self._ended(row, end_ids)
 
     def mask(self, end_ids: Iterable[int]) -> Row:
         """The bits of the tokens allowed next; of end ids only where the text may end."""
@@ -156,6 +175,11 @@ class Guide:
         began = time.thread_time()
         self.problem = self.problem or self._matcher.fill(row)
         self._count(began)
+        return self._ended(row, end_ids)
+
+    def _ended(self, row: Row, end_ids: Iterable[int]) -> Row:
+        """The row with the bits of the end ids."""
+        self.problem = self.problem or self._matcher.problem
         if self.problem:
             self._grammar.is_spoilt = True
             row[:] = 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
-from trtmesh.engine.backends.torch.guided.grammars import Check, Row
+from trtmesh.engine.backends.torch.guided.grammars import Check, FillTogether, Matcher, Row
 from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
 from trtmesh.engine.backends.torch.guided.structural_tags import tag_grammar
 from trtmesh.engine.backends.torch.guided.trial import MAX_ROW_ITEMS, limits, problem_of_trial
@@ -38,12 +38,12 @@ class GuidanceMatcher:
 
     def __init__(self, own: LLMatcher, end_ids: Sequence[int], vocabulary_size: int) -> None:
         """`end_ids` are those of the tokenizer."""
-        self._own = own
-        self._end_ids = end_ids
+        self.own = own
+        self.end_ids = end_ids
         self._vocabulary_size = vocabulary_size
 
     def copy(self) -> GuidanceMatcher:
-        return GuidanceMatcher(self._own.deep_copy(), self._end_ids, self._vocabulary_size)
+        return GuidanceMatcher(self.own.deep_copy(), self.end_ids, self._vocabulary_size)
 
     @property
     def mask_bytes(self) -> int:
@@ -51,24 +51,39 @@ class GuidanceMatcher:
         return -(-self._vocabulary_size // 32) * 4
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        return self._own.try_consume_tokens(list(token_ids))
+        return self.own.try_consume_tokens(list(token_ids))
 
     def forced(self) -> Sequence[int]:
-        return self._own.compute_ff_tokens()
+        return self.own.compute_ff_tokens()
 
     def fill(self, row: Row) -> str:
-        self._own.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        for token in self._end_ids:
+        self.own.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        for token in self.end_ids:
             row[token >> 3] &= 0xFF ^ (1 << (token & 7))
         return self.problem
 
     @property
     def may_end(self) -> bool:
-        return self._own.is_accepting()
+        return self.own.is_accepting()
 
     @property
     def problem(self) -> str:
-        return _sentence(self._own.get_error()) if self._own.is_error() else ""
+        return _sentence(self.own.get_error()) if self.own.is_error() else ""
+
+
+def filling_together(threads: int) -> FillTogether:
+    from llguidance import LLExecutor
+
+    executor = LLExecutor(threads)
+
+    def fill(matchers: Sequence[Matcher], rows: Row) -> None:
+        own = [each for each in matchers if isinstance(each, GuidanceMatcher)]
+        places = [(each.own, place) for place, each in enumerate(own)]
+        executor.unsafe_compute_mask_ptr(places, rows.ctypes.data, rows.shape[1], len(rows))
+        for token in own[0].end_ids:
+            rows[:, token >> 3] &= 0xFF ^ (1 << (token & 7))
+
+    return fill
 
 
 class GuidanceCompiler:

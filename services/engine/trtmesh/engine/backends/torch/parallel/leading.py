@@ -41,12 +41,17 @@ class LeadingCompute:
         self.synchronize = own.synchronize
         self.awaits = own.awaits
         self.choose = own.choose
+        self.verify = own.verify
         self.rank = own.rank
         self.release_memory = own.release_memory
 
     @property
     def captured_steps(self) -> int:
         return self._own.captured_steps
+
+    @property
+    def most_run_tokens(self) -> int | None:
+        return self._own.most_run_tokens
 
     @property
     def may_follow(self) -> bool:
