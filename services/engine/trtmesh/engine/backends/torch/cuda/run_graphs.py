@@ -14,16 +14,17 @@ from trtmesh.engine.backends.torch.compute.device import Drafted
 from trtmesh.engine.backends.torch.cuda.capturing import Rows, needs_only_tokens
 from trtmesh.engine.backends.torch.cuda.choice import GraphChoice
 from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
-from trtmesh.engine.backends.torch.drafts.lengths import MOST_DRAFTS
 from trtmesh.engine.backends.torch.sequence import Chunk
 
 MOST_ROWS = 128
 """Tokens and drafts of a step."""
+MOST_OF_SEQUENCE = 9
+"""A token with as many drafts as a source makes for a step."""
 
 
 def most_rows(sequences: int) -> int:
     """Of a step with up to so many sequences."""
-    return min(MOST_ROWS, (1 + MOST_DRAFTS) * sequences)
+    return min(MOST_ROWS, MOST_OF_SEQUENCE * sequences)
 
 
 class RunGraphs(DecodeGraphs):
