@@ -229,14 +229,15 @@ def test_shrink_within_a_product(
 
 
 @pytest.mark.parametrize("rows", [1, 3, 65])
+@pytest.mark.parametrize("outputs", [(128, 128), (256,)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.inference_mode()
 def test_layers_with_norm_activation_and_sum(
-    rows: int, dtype: torch.dtype, device: torch.device
+    rows: int, outputs: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
     if dtype is torch.bfloat16 and device.type == "cpu":
         pytest.skip("the interpreter multiplies no matrices of bfloat16")
-    filled = Filled(128, (128, 128), dtype, device)
+    filled = Filled(128, outputs, dtype, device)
     own = nn.Linear(128, 256, bias=False, device=device, dtype=dtype)
     linear = AdaptedLinear(own, filled.parts, filled.products)
     products = LayerProducts(device)
@@ -249,11 +250,11 @@ def test_layers_with_norm_activation_and_sum(
         return updates_reference(slots, factors, given, own(given))
 
     given = filled.randn(rows, 128).to(device)
-    outputs = expected(before(given))
-    gate, up = outputs.chunk(2, 1)
+    wanted_outputs = expected(before(given))
+    gate, up = wanted_outputs.chunk(2, 1)
     added = filled.randn(rows, 256).to(device)
     for got, wanted in (
-        (products.of_norm(given, before, linear), outputs),
+        (products.of_norm(given, before, linear), wanted_outputs),
         (products.of_norm(given, before, linear, gated=True), nn.functional.silu(gate) * up),
         (products.sum(added.clone(), given, linear), added + expected(given)),
     ):

@@ -134,10 +134,11 @@ class LayerProducts:
             given = before(hidden)
             inner = shrink(updates, given)
             output = own(given)
-        if gated:
+        # Not where gate and up are a single part, as in Phi-3.
+        if gated and len(updates.parts) == 2:
             return expand_gated(updates, inner, output)
         expand(updates, inner, output)
-        return output
+        return gated_silu(output) if gated else output
 
     def sum(self, hidden: Tensor, given: Tensor, linear: nn.Module) -> Tensor:
         if isinstance(linear, SummedLinear):
