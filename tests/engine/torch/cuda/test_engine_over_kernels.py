@@ -17,6 +17,7 @@ from engine.torch.cuda.launches import recorded
 from engine.torch.drafts.drafters import SOURCES, AnyLengths, draft, drafting_of
 from engine.torch.guided.guides import guided
 from engine.torch.harness import Harness, configure, running
+from oracle import tiny_models
 from oracle.adapters import ON, Adapted, load_all
 from tokenizers import Tokenizer
 from trtmesh.engine.backends.torch import loading
@@ -218,10 +219,15 @@ async def test_drafts_are_verified_by_graphs(
 
 # PEFT reads a name that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("family", ["llama", "phi3"])
 async def test_sequences_with_adapters_beside_others(
-    small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    family: str, small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    each = Adapted(small, "llama", tmp_path / "adapters")
+    if family != "llama":
+        small = tiny_models.build(
+            tmp_path / family, family, num_hidden_layers=1, num_key_value_heads=1
+        )
+    each = Adapted(small, family, tmp_path / "adapters")
     dice = random.Random(2)
     prompts = [[dice.randrange(3, 300) for _ in range(length)] for length in (5, 9, 3, 6)]
 
