@@ -107,6 +107,18 @@ async def test_stream_has_the_same_texts(mesh: Mesh, http: PlainHttp) -> None:
         assert mine[-1]["finish_reason"] == "length"
 
 
+async def test_each_chunk_may_have_the_usage_so_far(http: PlainHttp) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPTS, **DRAWN, "stream": True, "stream_options": options}
+    *told, last = parts_of(await http.post(COMPLETIONS, body))
+    assert last["choices"] == []
+    so_far = [part["usage"]["completion_tokens"] for part in told]
+    assert so_far == sorted(so_far)
+    total = last["usage"]
+    assert 0 < so_far[0] <= so_far[-1] == total["completion_tokens"]
+    assert told[-1]["usage"]["prompt_tokens"] == total["prompt_tokens"]
+
+
 def _cached(part: Any) -> dict[str, Any]:
     """The second request finds the first one's blocks."""
     return {"prompt_tokens_details": part["usage"]["prompt_tokens_details"]}

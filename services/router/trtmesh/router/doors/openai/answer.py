@@ -48,6 +48,8 @@ class Wanted:
     streamed: bool
     with_usage: bool = False
     """Whether a stream ends with the usage."""
+    with_usage_so_far: bool = False
+    """Whether each of its chunks has the usage up to there, as vLLM's."""
     with_token_ids: bool = False
     tokens_as_ids: bool = False
     """Whether log-probabilities name tokens by their numbers."""
@@ -84,6 +86,8 @@ class Piece(NamedTuple):
     """The tokens with their log-probabilities, where asked for."""
     said: Sequence[Said] = ()
     """In place of the text, where it is more than content."""
+    so_far: Consumption | None = None
+    """The usage of the request up to here, where each chunk has it."""
 
 
 class Writer(Protocol):
@@ -152,6 +156,7 @@ class Events:
         self._sequences = wanted.sequences
         self._readers = None if wanted.reading is None else Readers(wanted)
         self.usage = Consumption()
+        self._so_far = Consumption() if wanted.with_usage_so_far else None
         self.errors: list[TrtmeshError] = []
 
     def read(self, waiting: Sequence[Waiting]) -> Iterator[Piece]:
@@ -163,17 +168,22 @@ class Events:
                 text = texts[0] if len(texts) == 1 else "".join(texts)
                 details = entry.details
                 found = None if details is None else scored(entry.token_ids, details)
-                piece = Piece(choice, text, entry.token_ids, scored=found)
+                piece = Piece(choice, text, entry.token_ids, scored=found, so_far=self._so_far)
+                if self._so_far is not None:
+                    self._so_far.generated += len(entry.token_ids)
                 yield piece if self._readers is None else self._readers.read(piece)
             elif (other := self._read_other(entry.event)) is not None:
                 yield other if self._readers is None else self._readers.read(other)
 
     def _read_other(self, event: router_pb.GenerateEvent) -> Piece | None:
         match event.WhichOneof("event"):
+            case "item_started" if self._so_far is not None:
+                self._so_far.prompt += event.item_started.prompt_tokens
             case "sequence_finished":
                 reason = FINISH_REASONS.get(event.sequence_finished.reason)
                 choice = event.batch_index * self._sequences + event.sequence_index
-                return None if reason is None else Piece(choice, finish_reason=reason)
+                if reason is not None:
+                    return Piece(choice, finish_reason=reason, so_far=self._so_far)
             case "item_finished":
                 self.usage.add(event.item_finished)
                 if self._readers is not None:
@@ -302,7 +312,9 @@ class Parts:
 
     def __init__(self, wanted: Wanted, form: Choices, frame: Frame) -> None:
         self._form, self._wanted = form, wanted
-        self._is_plain = not (wanted.has_log_probs or wanted.with_token_ids)
+        self._is_plain = not (
+            wanted.has_log_probs or wanted.with_token_ids or wanted.with_usage_so_far
+        )
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """The event of a text without it, by choice."""
         self._texts: dict[int, TokenTexts] = {}
@@ -327,11 +339,13 @@ class Parts:
         texts.bytes_of = bytes_of
         is_news = piece.text or piece.said or piece.finish_reason or piece.scored
         if is_news or self._wanted.with_token_ids:
-            events += self._event(self._form.part(piece, texts) | self._wanted.extras(piece))
+            part = self._form.part(piece, texts) | self._wanted.extras(piece)
+            events += self._event(part, piece.so_far)
         return events
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        return self._head + orjson.dumps(choice) + b"]}\n\n"
+    def _event(self, choice: dict[str, Any], so_far: Consumption | None = None) -> bytes:
+        usage = b"" if so_far is None else b',"usage":' + orjson.dumps(so_far.told())
+        return self._head + orjson.dumps(choice) + b"]" + usage + b"}\n\n"
 
     def end(self, usage: Consumption) -> bytes:
         if not self._wanted.with_usage:

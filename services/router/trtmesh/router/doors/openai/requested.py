@@ -53,7 +53,7 @@ class Requested:
         answer has no place for it."""
         fields = self.fields
         streamed = fields.take_flag("stream")
-        with_usage = self._stream_options(streamed=streamed)
+        with_usage, with_usage_so_far = self._stream_options(streamed=streamed)
         with_token_ids = fields.take_flag("return_token_ids")
         tokens_as_ids = fields.take_flag("return_tokens_as_token_ids")
         fields.refuse_rest()
@@ -77,23 +77,25 @@ class Requested:
             sequences,
             streamed,
             with_usage,
+            with_usage_so_far,
             with_token_ids,
             tokens_as_ids,
         )
 
-    def _stream_options(self, *, streamed: bool) -> bool:
-        """Whether a stream ends with the usage."""
+    def _stream_options(self, *, streamed: bool) -> tuple[bool, bool]:
+        """Whether a stream ends with the usage, and whether each chunk has it."""
         given = self.fields.take("stream_options", OBJECT)
         if given is None:
-            return False
+            return False, False
         if not streamed:
             raise InvalidField("belongs to a request with stream", field="stream_options")
         options = Fields(given, "stream_options.")
         with_usage = options.take_flag("include_usage")
         # Pads chunks against listeners who measure them; nothing here does.
         options.refuse("include_obfuscation", "is not served", neutral=False)
+        with_usage_so_far = options.take_flag("continuous_usage_stats")
         options.refuse_rest()
-        return with_usage
+        return with_usage, with_usage_so_far and with_usage
 
 
 async def encoded(
