@@ -41,7 +41,9 @@ TINY_POOL: dict[str, Any] = {
     "batching_type": "inflight_fused_batching",
     "batching_policy": "max_utilization",
 }
-"""Settings under which many sequences are paused."""
+"""Settings under which sequences are paused."""
+CROWD, CROWDING_PROMPT = 7, 12
+"""So many items begin together in the tiny pool, and end with more than twice its tokens."""
 MOST_NEW = 24
 DTYPES = {pb.DATA_TYPE_FP32: np.float32, pb.DATA_TYPE_FP16: np.float16}
 
@@ -123,6 +125,17 @@ class Maker:
         elif fate < 0.5 and not searches:
             item.moves_after = sorted(dice.sample(range(1, MOST_NEW), dice.randint(1, 2)))
         return item
+
+    def crowding(self) -> Item:
+        """An item before all others, which none befalls: some of a crowd of them are paused, whatever the rest do."""
+        config = configure(
+            max_tokens=MOST_NEW,
+            ignore_end_id=True,
+            priority=9,
+            temperature=1.0,
+            seed=self.dice.getrandbits(64),
+        )
+        return Item(self._ids(CROWDING_PROMPT), config, 0)
 
     def _shared(self) -> dict[str, Any]:
         dice = self.dice

@@ -1,7 +1,7 @@
 """Any combination of fields, companions and interruptions: each item gets what it gets alone.
 
 A round is made of its number alone: a model, a worker with settings, items with configs, and what befalls them. Some
-are cancelled, some go on from their tokens as after a migration, and in the last rounds a tiny pool pauses many. Alone
+are cancelled, some go on from their tokens as after a migration, and in the last rounds a tiny pool pauses some. Alone
 means on a CPU's worker with room for all, whole steps and no reuse, one item after another.
 `pytest tests/engine/torch/test_any_combination.py --combinations 500` plays more rounds.
 """
@@ -15,6 +15,7 @@ from itertools import islice, repeat
 import pytest
 import pytest_asyncio
 from engine.torch.combinations import (
+    CROWD,
     FAMILIES,
     TINY_POOL,
     Maker,
@@ -28,7 +29,6 @@ from engine.torch.conftest import Device, ModelDir
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROUNDS = 6
-PAUSING_ROUNDS = 3
 ITEMS = 9
 
 
@@ -44,19 +44,15 @@ class Happened:
 
     rounds: int = 0
     reused_blocks: int = 0
-    tiny_rounds: int = 0
-    preemptions: int = 0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def happened() -> AsyncIterator[Happened]:
-    """Rounds without reuse or pauses would prove little."""
+    """Rounds without reuse would prove little."""
     counts = Happened()
     yield counts
     if counts.rounds >= ROUNDS:
         assert counts.reused_blocks
-    if counts.tiny_rounds >= PAUSING_ROUNDS:
-        assert counts.preemptions
 
 
 async def test_any_combination_equals_each_item_alone(
@@ -72,19 +68,20 @@ async def test_any_combination_equals_each_item_alone(
     happened.reused_blocks += stats.reused_blocks
 
 
-@pytest.mark.parametrize("tiny", range(PAUSING_ROUNDS))
+@pytest.mark.parametrize("tiny", range(len(FAMILIES)))
 async def test_any_combination_equals_each_item_alone_under_preemption(
-    tiny: int, device: Device, model_dir: ModelDir, happened: Happened
+    tiny: int, device: Device, model_dir: ModelDir
 ) -> None:
-    model = model_dir(FAMILIES[tiny % len(FAMILIES)])
+    model = model_dir(FAMILIES[tiny])
     async with lonely(model) as engine:
         maker = Maker(tiny, await frequent(engine))
         settings = {**device, **maker.settings(), **TINY_POOL}
         made = (maker.item(index) for index in repeat(0))
+        crowd = [maker.crowding() for _ in range(CROWD)]
         items = [
             replace(item, batch_index=index)
-            for index, item in enumerate(islice(filter(fits_the_tiny_pool, made), ITEMS))
+            for index, item in enumerate([*crowd, *islice(filter(fits_the_tiny_pool, made), ITEMS)])
         ]
         stats = await check(items, settings, model, engine)
-    happened.tiny_rounds += 1
-    happened.preemptions += stats.preemptions
+    # With a window in every layer, the crowd needs no more blocks than it began with.
+    assert stats.preemptions or FAMILIES[tiny] == "mistral"

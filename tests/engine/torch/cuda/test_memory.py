@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -155,9 +156,11 @@ def test_an_engine_runs_on_the_gpu_of_an_identity(llama: Path) -> None:
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     names = re.findall(r"UUID: (GPU-[0-9a-f-]+)", listed)
     assert names
+    # Tests spread over GPUs see one each, by a number.
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     for name in names:
         command = [sys.executable, "-c", IDENTIFIED, str(llama), name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         # The lines before are its progress.
         *_, told = done.stdout.splitlines()
