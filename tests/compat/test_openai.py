@@ -338,8 +338,11 @@ async def test_operator_names_models_and_the_model_gives_defaults(tmp_path: Path
                 200,
                 '["\\u00e9\\n", "wish"]',
             )
-        limited = await http.post(COMPLETIONS, {"prompt": "x", "guided_json": {}})
-        assert (limited.status, limited.json["error"]["param"]) == (400, "guided_json")
+        tokens = await http.post("/tokenize", {"prompt": "x", "wish": 1})
+        assert (tokens.status, tokens.headers["x-ignored-fields"]) == (200, '["wish"]')
+        for limit in ("guided_json", "format"):
+            limited = await http.post(COMPLETIONS, {"prompt": "x", limit: "json"})
+            assert (limited.status, limited.json["error"]["param"]) == (400, limit)
         gone = await http.post(COMPLETIONS, {"prompt": "x", "model": "gone"})
         assert (gone.status, gone.json["error"]["code"]) == (404, "model_not_found")
 

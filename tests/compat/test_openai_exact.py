@@ -229,6 +229,12 @@ async def test_schema_that_cannot_be_kept_names_the_tools(http: PlainHttp) -> No
     assert (reply.status, reply.json["error"]["param"]) == (400, "tools"), reply.json
 
 
+async def test_response_names_the_schema_that_cannot_be_kept(http: PlainHttp) -> None:
+    form = {"type": "json_schema", "name": "f", "schema": {"type": "x"}}
+    reply = await http.post(RESPONSES, {"input": "x", "text": {"format": form}})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "text.format"), reply.json
+
+
 async def test_bias_bans_and_stops(http: PlainHttp) -> None:
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
     (first, *_) = (await http.post(COMPLETIONS, body)).json["choices"][0]["token_ids"]

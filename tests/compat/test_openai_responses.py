@@ -156,12 +156,19 @@ REFUSED = [
     ({"input": [1]}, "input[0]"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
-    ({"input": [{"role": "x", "content": "x"}]}, "input[0].role"),
+    ({"instructions": "x", "input": [{"role": "x", "content": "x"}]}, "input[0].role"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         "input[0].content[0]",
     ),
     ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
+    (
+        {
+            "instructions": "x",
+            "input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "x"}],
+        },
+        "input[0].arguments",
+    ),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"background": True}, "background"),

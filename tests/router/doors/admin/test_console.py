@@ -89,6 +89,11 @@ def token(tmp_path: Path) -> Path:
 
 async def test_page_has_all_its_files_and_no_code_in_line() -> None:
     async with opened() as browser:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(URL(browser.url).origin()) as response,
+        ):
+            assert str(response.url) == browser.url
         status, page, headers = await browser.get()
         assert (status, headers["Content-Type"]) == (200, "text/html")
         policy = headers["Content-Security-Policy"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from http import HTTPStatus
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -268,7 +269,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 async def _go_to_page(_: web.Request) -> web.Response:
-    raise web.HTTPFound("console")
+    return web.Response(status=HTTPStatus.FOUND, headers={hdrs.LOCATION: "console"})
 
 
 def _file_handler(file: Path) -> Handler:

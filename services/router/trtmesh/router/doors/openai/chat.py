@@ -210,10 +210,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     if not OBJECT.has(given):
         raise InvalidField("must be an object", field=name)
     message = {key: value for key, value in given.items() if value is not None}
-    role = message.get("role")
-    if role not in ROLES:
-        told = quoted(role) if isinstance(role, str) else "missing"
-        raise InvalidField(f"is {told} but must be one of {', '.join(ROLES)}", field=f"{name}.role")
+    check_role(name, message.get("role"))
     if LIST.has(message.get("content")):
         message["content"] = joined(f"{name}.content", message["content"])
     elif "content" in message and not TEXT.has(message["content"]):
@@ -237,11 +234,23 @@ def _call(name: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise InvalidField("must have a function", field=name)
-    told, arguments = Fields(function, f"{name}.function."), function.get("arguments")
-    if TEXT.has(arguments):
-        with suppress(orjson.JSONDecodeError):
-            arguments = orjson.loads(arguments or "{}")
-    if not OBJECT.has(arguments):
-        problem = "must be the text of a JSON object"
-        raise InvalidField(problem, field=f"{name}.function.arguments")
+    told = Fields(function, f"{name}.function.")
+    arguments = parsed_arguments(f"{name}.function.arguments", function.get("arguments"))
     return {**call, "function": {"name": told.need("name", TEXT), "arguments": arguments}}
+
+
+def parsed_arguments(name: str, given: Any) -> Any:
+    """The arguments of a call as an object. Raises InvalidField."""
+    if TEXT.has(given):
+        with suppress(orjson.JSONDecodeError):
+            given = orjson.loads(given or "{}")
+    if not OBJECT.has(given):
+        raise InvalidField("must be the text of a JSON object", field=name)
+    return given
+
+
+def check_role(name: str, role: Any) -> None:
+    """Raises InvalidField for a role that no message has."""
+    if role not in ROLES:
+        told = quoted(role) if isinstance(role, str) else "missing"
+        raise InvalidField(f"is {told} but must be one of {', '.join(ROLES)}", field=f"{name}.role")

@@ -102,7 +102,9 @@ class OpenAi:
         router.add_get("/health", self._health)
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)
-        TextPaths(self._served, self._tokenizers).register(port)
+        TextPaths(self._served, self._tokenizers, reports_unknown=self._reports_unknown).register(
+            port
+        )
         port.served["/v1/models"] = "the models and adapters"
         for endpoint in ENDPOINTS:
             router.add_post(endpoint.path, partial(self._generate, endpoint))

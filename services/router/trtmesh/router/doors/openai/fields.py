@@ -89,7 +89,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 """The fields of errors under the names of this API, where the request does not say which of several it used."""
 
 LIMITING = re.compile(
-    "guid|regex|ebnf|grammar|schema|stop|bad_|allowed_|logit|beam|penalty|min_|max_"
+    "guid|regex|ebnf|grammar|schema|json|^format$|stop|bad_|allowed_|logit|beam|penalty|min_|max_"
 )
 """In names of what limits an answer, at other servers."""
 MOST_DIGITS = 10
@@ -194,6 +194,8 @@ def read_config(fields: Fields, defaults: pb.GenerationConfig | None) -> pb.Gene
     if (seed := fields.take("seed", INTEGER)) is not None:
         config.sampling.seed = seed % 2**64
     if (priority := fields.take("priority", INTEGER)) is not None:
+        if abs(priority) >= 2**31:
+            raise InvalidField.of("priority", priority, "in the range of 32 bits")
         # Lower is earlier, as in vLLM.
         fields.put(config, "priority", "priority", -priority)
     _read_stops(fields, config.stopping)

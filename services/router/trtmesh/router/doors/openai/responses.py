@@ -10,12 +10,13 @@ from typing import Any
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.router.doors.openai.answer import Frame, Gathered, Wanted, Writer
-from trtmesh.router.doors.openai.chat import Chats
+from trtmesh.router.doors.openai.chat import Chats, check_role, parsed_arguments
 from trtmesh.router.doors.openai.fields import (
     ANY,
     DIRECT,
     INTEGER,
     LIST,
+    NAMES,
     OBJECT,
     TEXT,
     WITHOUT_EFFECT,
@@ -43,11 +44,12 @@ REFUSED = MappingProxyType(
 )
 """What would need a state."""
 
-NAMES = MappingProxyType(
+OWN_NAMES = MappingProxyType(
     {
         "response_format.json_schema": "text.format",
         "response_format": "text.format",
         "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
         "reasoning_effort": "reasoning.effort",
         "messages": "input",
         "logprobs": "include",
@@ -84,7 +86,8 @@ class StatelessResponses:
         except TrtmeshError as error:
             raise _renamed(error) from None
         finally:
-            fields.names |= {path: _name(name) for path, name in inner.names.items()}
+            named = {**NAMES, **inner.names}
+            fields.names |= {path: _name(name) for path, name in named.items()}
         sampling = wanted.request.items[0].config.sampling
         echo = {
             **dict.fromkeys(REPEATED),
@@ -116,7 +119,7 @@ def _name(chat_name: str) -> str:
     """A field of chats under its name here."""
     if chat_name.startswith("tool"):
         return chat_name.replace(".function", "", 1).replace(".allowed_tools", "", 1)
-    for theirs, ours in NAMES.items():
+    for theirs, ours in OWN_NAMES.items():
         if chat_name.startswith(theirs):
             return ours + chat_name.removeprefix(theirs)
     return chat_name
@@ -256,7 +259,9 @@ class _Turns:
                     "type": "function",
                     "function": {
                         "name": told.need("name", TEXT),
-                        "arguments": told.need("arguments", TEXT),
+                        "arguments": parsed_arguments(
+                            f"{name}.arguments", told.need("arguments", TEXT)
+                        ),
                     },
                 }
                 self._of_model().setdefault("tool_calls", []).append(call)
@@ -271,6 +276,7 @@ class _Turns:
 
     def _add_message(self, told: Fields, name: str) -> None:
         role = told.need("role", TEXT)
+        check_role(name, role)
         content = _text_of(f"{name}.content", told.need("content", TEXT_OR_LIST))
         if role == "assistant":
             self._of_model("content", "tool_calls")["content"] = content

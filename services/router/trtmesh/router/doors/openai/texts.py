@@ -13,7 +13,7 @@ from trtmesh.router.doors.http.bodies import Bodies, Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
 from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.openai.chat import conversation
-from trtmesh.router.doors.openai.errors import FIELD_NAMES, OpenAiForm, id_of, named
+from trtmesh.router.doors.openai.errors import FIELD_NAMES, IGNORED, OpenAiForm, id_of, named
 from trtmesh.router.doors.openai.fields import BOOLEAN, LIST, TEXT, Fields, checked_ids
 from trtmesh.router.doors.openai.requested import Requested, encoded
 from trtmesh.router.doors.openai.served import ServedModels
@@ -27,8 +27,11 @@ T = TypeVar("T")
 class TextPaths:
     """The endpoints that run no model."""
 
-    def __init__(self, served: ServedModels, tokenizers: TokenizerPool) -> None:
+    def __init__(
+        self, served: ServedModels, tokenizers: TokenizerPool, *, reports_unknown: bool
+    ) -> None:
         self._served, self._tokenizers = served, tokenizers
+        self._reports_unknown = reports_unknown
 
     def register(self, port: HttpPort) -> None:
         """Adds the paths."""
@@ -53,6 +56,8 @@ class TextPaths:
             parse = partial(parse_json, body, bodies.limits.most_json_bytes)
             fields = Fields(await message.run(parse, JSON_COST))
             request[FIELD_NAMES] = fields.names
+            if self._reports_unknown:
+                request[IGNORED] = fields.ignored = []
             served = self._served.find(fields.take("model", TEXT) or "")
             requested = Requested(fields, served, id_of(request), self._tokenizers)
             return requested, await message.run(partial(read_fields, requested), JSON_COST)
