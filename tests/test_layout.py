@@ -247,7 +247,7 @@ ROOMS = {
         "fields",
         "answer_parser",
         "call_formats",
-        "said",
+        "answer_parts",
         "settings",
     ),
     "router.doors.triton": (
@@ -300,7 +300,7 @@ SMALL_IDEAS = {
     "router.doors.guard": "what every gRPC server of the router asks",
     "router.doors.http.origins": "which pages of browsers may ask",
     "router.doors.openai.completions": "an endpoint",
-    "router.doors.openai.said": "the words between the parser and the endpoints",
+    "router.doors.openai.answer_parts": "the words between the parser and the endpoints",
     "router.doors.triton.templates.ensemble": "a template, like its neighbours",
     "router.doors.triton.triton": "the door as a whole",
     "router.doors.triton.unmerged": "tokens taken apart for clients that count responses",

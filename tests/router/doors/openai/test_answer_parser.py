@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.router.doors.openai.answer_parser import AnswerParser, Reading
-from trtmesh.router.doors.openai.call_formats import FORMATS, CallFormat
-from trtmesh.router.doors.openai.said import (
+from trtmesh.router.doors.openai.answer_parts import (
+    AnswerPart,
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
     Reasoning,
-    Said,
 )
+from trtmesh.router.doors.openai.call_formats import FORMATS, CallFormat
 
 TOOLS = frozenset({"get", "get_all"})
 READINGS = [
@@ -44,11 +44,11 @@ PIECES = (
 )
 
 
-def told(reading: Reading, pieces: Iterable[str]) -> list[Said]:
+def told(reading: Reading, pieces: Iterable[str]) -> list[AnswerPart]:
     """What is said, with neighbours of a kind as one."""
     parser = AnswerParser(reading)
     said = [each for piece in pieces for each in parser.feed(piece)]
-    merged: list[Said] = []
+    merged: list[AnswerPart] = []
     for each in [*said, *parser.end()]:
         last = merged[-1] if merged else None
         texts = (Content, Reasoning, CallArguments)
@@ -60,7 +60,7 @@ def told(reading: Reading, pieces: Iterable[str]) -> list[Said]:
     return merged
 
 
-def call(index: int, name: str, arguments: Any) -> list[Said]:
+def call(index: int, name: str, arguments: Any) -> list[AnswerPart]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return [CallBegun(index, name), CallArguments(index, text), CallEnded(index)]
 
@@ -70,7 +70,7 @@ QWEN3 = Reading(reasons=True, formats=HERMES, tools=TOOLS)
 R1 = Reading(reasons=True, is_thinking=True)
 LLAMA3 = Reading(formats=LLAMA, tools=TOOLS)
 NEMO = Reading(formats=MISTRAL, tools=TOOLS)
-REAL: Sequence[tuple[str, Reading, str, list[Said]]] = [
+REAL: Sequence[tuple[str, Reading, str, list[AnswerPart]]] = [
     (
         "Qwen3 thinks, then calls twice",
         QWEN3,
@@ -172,7 +172,7 @@ REAL: Sequence[tuple[str, Reading, str, list[Said]]] = [
 @pytest.mark.parametrize(
     ("reading", "text", "expected"), [each[1:] for each in REAL], ids=[each[0] for each in REAL]
 )
-def test_real_answers(reading: Reading, text: str, expected: list[Said]) -> None:
+def test_real_answers(reading: Reading, text: str, expected: list[AnswerPart]) -> None:
     expected = expected or [Content(text)]
     assert told(reading, [text]) == expected
     assert told(reading, text) == expected

@@ -12,9 +12,9 @@ from router.doors.openai.test_answer_parser import told, written
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.engine.backends.torch.guided.structural_tags import tag_grammar
 from trtmesh.router.doors.openai.answer_parser import Reading
+from trtmesh.router.doors.openai.answer_parts import CallBegun, Content
 from trtmesh.router.doors.openai.call_formats import FORMATS
 from trtmesh.router.doors.openai.fields import Fields
-from trtmesh.router.doors.openai.said import CallBegun, Content
 from trtmesh.router.doors.openai.tools import guided, read_tools, reading_of
 from trtmesh.v1 import generation_pb2 as pb
 

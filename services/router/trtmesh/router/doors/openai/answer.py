@@ -1,4 +1,4 @@
-"""From the events of a request to an answer: one choice for each sequence."""
+"""Makes an answer of the events of a request, with a choice for each sequence."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import orjson
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Cancelled, DeadlineExceeded, TrtmeshError
 from trtmesh.router.doors.openai.answer_parser import AnswerParser, Reading
+from trtmesh.router.doors.openai.answer_parts import AnswerPart, Content, Reasoning
 from trtmesh.router.doors.openai.log_probs import Scored, TokenTexts, scored
-from trtmesh.router.doors.openai.said import Content, Reasoning, Said
 from trtmesh.router.doors.openai.tools import ToolUse
 from trtmesh.router.streams.client_stream import Waiting, WaitingTokens
 from trtmesh.router.values.request import GenerationRequest
@@ -25,7 +25,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 DONE = b"data: [DONE]\n\n"
 BLANK = "\0"
-"""Stands for a text until one is known."""
+"""Stands in a template of events where the text goes."""
 SCORED_COST = 64
 """Cost of a token with its log-probability, in bytes."""
 
@@ -51,16 +51,18 @@ class Wanted:
     with_usage_so_far: bool = False
     """Whether each of its chunks has the usage up to there, as vLLM's."""
     with_token_ids: bool = False
+    """Whether choices have the ids of their tokens."""
     tokens_as_ids: bool = False
     """Whether log-probabilities name tokens by their numbers."""
     echo: Mapping[str, Any] = field(default_factory=dict)
-    """What an answer of `/v1/responses` says of its request."""
+    """The fields of the request that an answer of `/v1/responses` repeats."""
     reading: Reading | None = None
-    """How to read the answers, where they may be more than text."""
+    """How to read the answers; None where they are text alone."""
     tools: ToolUse | None = None
     with_reasoning: bool = True
+    """Whether the answer shows the reasoning."""
     reasoning_ids: Sequence[int] = ()
-    """The tokens that begin and end reasoning, where they are one each."""
+    """The token that begins reasoning and the one that ends it; none where a mark is several tokens."""
 
     @property
     def choices(self) -> int:
@@ -71,7 +73,7 @@ class Wanted:
         return self.request.items[0].config.output.log_probs
 
     def extras(self, piece: Piece) -> dict[str, Any]:
-        """What a choice has besides what OpenAI gives it."""
+        """Returns the fields of a choice that OpenAI's API does not have."""
         return {"token_ids": piece.token_ids} if self.with_token_ids else {}
 
 
@@ -84,8 +86,8 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     scored: Sequence[Scored] | None = None
     """The tokens with their log-probabilities, where asked for."""
-    said: Sequence[Said] = ()
-    """In place of the text, where it is more than content."""
+    said: Sequence[AnswerPart] = ()
+    """The parts of the text, in place of it, where it is more than content."""
     so_far: Consumption | None = None
     """The usage of the request up to here, where each chunk has it."""
 
@@ -94,7 +96,7 @@ class Writer(Protocol):
     """Writes an answer as a stream."""
 
     def of(self, piece: Piece, bytes_of: Mapping[int, bytes]) -> bytes:
-        """The events of news, if any."""
+        """Returns the events of a piece, as bytes; none if it shows nothing new."""
 
     def end(self, usage: Consumption) -> bytes:
         """The events behind the last choice."""
@@ -107,7 +109,7 @@ class Gathered(Protocol):
     """Gathers an answer."""
 
     def add(self, piece: Piece) -> None:
-        """Takes news."""
+        """Takes a piece."""
 
     @property
     def scored(self) -> Iterable[Scored]:
@@ -131,10 +133,10 @@ class Choices(ABC):
     """The `object` of a part of a stream."""
 
     def writer(self, wanted: Wanted, frame: Frame) -> Writer:
-        return Parts(wanted, self, frame)
+        return StreamedAnswer(wanted, self, frame)
 
     def gathered(self, wanted: Wanted, frame: Frame) -> Gathered:
-        return Whole(wanted, self, frame)
+        return WholeAnswer(wanted, self, frame)
 
     @abstractmethod
     def opening(self, choice: int) -> dict[str, Any] | None:
@@ -206,7 +208,7 @@ class Readers:
         self.reasoning_tokens = 0
 
     def read(self, piece: Piece) -> Piece:
-        """The piece, with what its text says in place of it."""
+        """Returns the piece with the parts of its text in place of the text."""
         if (parser := self._parsers.get(piece.choice)) is None:
             assert self._wanted.reading is not None
             new_id = partial(self._call_id, piece.choice)
@@ -225,7 +227,7 @@ class Readers:
         return piece._replace(text="", said=said, finish_reason=reason)
 
     def _count(self, piece: Piece) -> None:
-        """Counts the tokens of the reasoning, with its marks."""
+        """Counts the tokens of the reasoning, including the marks around it."""
         if not self._wanted.reasoning_ids:
             return
         begin, end = self._wanted.reasoning_ids
@@ -247,8 +249,8 @@ class Readers:
 
 
 def _cut_off(reason: int) -> TrtmeshError | None:
-    """The error of an item that ended otherwise than by itself: no finish reason of this API says that a text is cut
-    off."""
+    """Returns the error of an item that was stopped or ran out of time, else None: no finish reason of this API says
+    that."""
     if reason == pb.FINISH_REASON_STOPPED:
         return Cancelled("the request was stopped before its end")
     if reason == pb.FINISH_REASON_CANCELLED:
@@ -268,7 +270,7 @@ class Frame:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-class Whole:
+class WholeAnswer:
     """An answer as one object."""
 
     def __init__(self, wanted: Wanted, form: Choices, frame: Frame) -> None:
@@ -277,7 +279,7 @@ class Whole:
         self._token_ids: list[list[int]] = [[] for _ in range(wanted.choices)]
         self._scored: list[list[Scored]] = [[] for _ in range(wanted.choices)]
         self._reasons: list[str | None] = [None] * wanted.choices
-        self._said: list[list[Said]] = [[] for _ in range(wanted.choices)]
+        self._said: list[list[AnswerPart]] = [[] for _ in range(wanted.choices)]
 
     def add(self, piece: Piece) -> None:
         self._texts[piece.choice].append(piece.text)
@@ -307,7 +309,7 @@ class Whole:
         return self._form.choice(piece, texts) | self._wanted.extras(piece)
 
 
-class Parts:
+class StreamedAnswer:
     """An answer as the events of a stream."""
 
     def __init__(self, wanted: Wanted, form: Choices, frame: Frame) -> None:
@@ -316,7 +318,7 @@ class Parts:
             wanted.has_log_probs or wanted.with_token_ids or wanted.with_usage_so_far
         )
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        """The event of a text without it, by choice."""
+        """What stands before and behind the text in its event, by choice."""
         self._texts: dict[int, TokenTexts] = {}
         self._frame = frame.of(form.chunk)
         self._head = b"data: " + orjson.dumps(self._frame)[:-1] + b',"choices":['
@@ -365,9 +367,9 @@ class Consumption:
     cached: int = 0
     generated: int = 0
     predicted: int = 0
-    """Tokens that the client expected, as far as they were tried."""
+    """Tokens of the client's prediction that were tried."""
     accepted: int = 0
-    """Those that came true."""
+    """Tokens of the prediction that the model generated."""
     reasoning: int = 0
     """Generated tokens of reasoning."""
 

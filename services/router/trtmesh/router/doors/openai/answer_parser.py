@@ -1,8 +1,9 @@
 """Tells the text, the reasoning and the calls of tools of an answer apart, while it comes.
 
-What is said does not depend on how the text was cut into pieces: a decision waits until no further text can change it.
-Nothing is lost: what turns out to be no call is content, with its marker; only the beginning of a call that a grammar
-began, up to its name, is no part of an answer that is cut off there. White space beside a marker belongs to it.
+The parts do not depend on how the text was cut into pieces: a decision waits until no further text can change it. No
+text is lost: a marker without a valid call behind it is content, like the text around it. There is one exception: where
+a grammar began a call and the answer is cut off before the call's name is complete, that beginning is dropped. White
+space beside a marker belongs to the marker.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trtmesh.chassis.json_text import load_json
-from trtmesh.router.doors.openai.call_formats import CallFormat
-from trtmesh.router.doors.openai.said import (
+from trtmesh.router.doors.openai.answer_parts import (
+    AnswerPart,
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
     Reasoning,
-    Said,
 )
+from trtmesh.router.doors.openai.call_formats import CallFormat
 
 THINK, THOUGHT = "<think>", "</think>"
-INK = re.compile(r"\S")
+NOT_SPACE = re.compile(r"\S")
 SIGN = re.compile(r'["\\{}\[\]]')
 """Characters of JSON that decide where a value ends."""
 NAMED = re.compile(r"([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*")
 """A call without JSON around it, up to its arguments."""
 MOST_NAMED = 256
-"""Characters of it."""
+"""Most characters of such a call before its arguments."""
 
 T = TypeVar("T")
 Need = Generator[None, None, T]
-"""A step, which yields where it needs more text."""
+"""A step of the parser: it yields where it needs more text, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,17 @@ class Reading:
     """How to read an answer."""
 
     reasons: bool = False
-    """Whether it may begin with reasoning."""
+    """Whether the answer may begin with reasoning."""
     is_thinking: bool = False
     """Whether the prompt has begun the reasoning."""
     formats: Sequence[CallFormat] = ()
-    """Those of its calls, if it may have any."""
+    """The formats that calls may have; none where the answer has no calls."""
     tools: frozenset[str] = frozenset()
     """Names of the tools."""
     is_guided: bool = False
-    """Whether a grammar keeps calls in the first format, so that their arguments are told as they come."""
+    """Whether a grammar keeps calls in the first format. Their arguments are then passed on while they come."""
     must_call: bool = False
-    """Whether it lets the model say calls alone."""
+    """Whether the grammar allows calls alone."""
 
 
 class AnswerParser:
@@ -63,12 +64,12 @@ class AnswerParser:
         """`new_id` names calls by their number."""
         self._reading, self._new_id = reading, new_id
         self._text = ""
-        """What is not yet decided."""
+        """The text that belongs to no part yet."""
         self._has_ended = False
-        self._said: list[Said] = []
+        self._said: list[AnswerPart] = []
         self._calls = 0
         self._refused = 0
-        """Where a value ends that is no call."""
+        """End of the last JSON value that turned out to be no call."""
         self._steps = self._answer()
 
     @property
@@ -76,25 +77,25 @@ class AnswerParser:
         """The number of calls so far."""
         return self._calls
 
-    def feed(self, text: str) -> Sequence[Said]:
-        """What more text says for certain."""
+    def feed(self, text: str) -> Sequence[AnswerPart]:
+        """Takes more text. Returns the parts that are now certain."""
         self._text += text
         next(self._steps)
         said, self._said = self._said, []
         return said
 
-    def end(self) -> Sequence[Said]:
-        """What the end of the text says."""
+    def end(self) -> Sequence[AnswerPart]:
+        """Takes the end of the text. Returns the last parts."""
         self._has_ended = True
         for _ in self._steps:
             pass
         return self._said
 
-    def _say(self, said: Said) -> None:
+    def _say(self, said: AnswerPart) -> None:
         self._said.append(said)
 
     def _say_text(self, kind: type[Content | Reasoning], end: int) -> None:
-        """Says the text up to a place, and drops it."""
+        """Makes a part of the text up to a place, and drops that text."""
         if text := self._text[:end]:
             self._say(kind(text))
             self._text = self._text[end:]
@@ -127,7 +128,7 @@ class AnswerParser:
                 self._say_text(Content, max(start + len(marker), self._refused))
 
     def _is_cut_off(self, text: str) -> bool:
-        """Whether the text ends within the beginning of a call: a grammar had begun it, so it is no content."""
+        """Returns whether the answer ends within the beginning of a call that a grammar began, which is no content."""
         form = self._reading.formats[0]
         heads = (form.opening + form.head(name) for name in self._reading.tools)
         is_cut_off = any(head.startswith(text) for head in heads)
@@ -147,8 +148,8 @@ class AnswerParser:
     def _text_until(
         self, kind: type[Content | Reasoning], *markers: str
     ) -> Need[tuple[int, str] | None]:
-        """Says text up to the first of the markers. Returns its place and itself, or None at the end. No marker may
-        begin within another."""
+        """Makes parts of the text up to the first of the markers. Returns the place of the marker and the marker, or
+        None at the end of the text. No marker may begin within another."""
         while True:
             places = ((self._text.find(marker), marker) for marker in markers)
             if found := min((each for each in places if each[0] >= 0), default=None):
@@ -211,7 +212,7 @@ class AnswerParser:
         yield from self._drop_space(at)
 
     def _call(self, form: CallFormat, at: int, *, must_be_known: bool) -> Need[int | None]:
-        """Says the call at a place. Returns where it ends, or None, and says nothing, where there is none."""
+        """Makes parts of the call at a place. Returns where it ends, or None, without parts, where there is no call."""
         if self._reading.is_guided:
             for name in self._reading.tools:
                 if (yield from self._has(at, head := form.head(name))):
@@ -254,7 +255,7 @@ class AnswerParser:
         return index
 
     def _guided_call(self, form: CallFormat, name: str, start: int) -> Need[int]:
-        """Says a call while its arguments come. Where they are cut off, they stay so."""
+        """Makes parts of a call while its arguments come. Arguments that are cut off are passed on as they are."""
         index = self._begin_call(name)
         end = yield from self._value_end(start, index)
         if end is None:
@@ -264,8 +265,8 @@ class AnswerParser:
         return at + len(form.tail) if (yield from self._has(at, form.tail)) else at
 
     def _value_end(self, at: int, told_as: int | None = None) -> Need[int | None]:
-        """Returns where the JSON object at a place ends, or None where there is none or the text ends before. Says it,
-        while it comes, as the arguments of a call."""
+        """Returns where the JSON object at a place ends, or None where there is none or the text ends before. With
+        `told_as`, the number of a call, passes the object on as its arguments while it comes."""
         if not (yield from self._has(at, "{")):
             return None
         depth, is_quoted, told = 0, False, at
@@ -297,21 +298,21 @@ class AnswerParser:
                 yield
 
     def _space(self, at: int) -> Need[int]:
-        """Returns the place of the first character from a place on that is no white space, or the end of the text."""
-        while (ink := INK.search(self._text, at)) is None:
+        """Returns the next place from `at` on without white space, or the end of the text."""
+        while (found := NOT_SPACE.search(self._text, at)) is None:
             at = len(self._text)
             if self._has_ended:
                 return at
             yield
-        return ink.start()
+        return found.start()
 
     def _drop_space(self, at: int) -> Need[None]:
-        """Drops the text up to a place, and white space behind it."""
+        """Drops the text up to a place, and the white space behind it."""
         at = yield from self._space(at)
         self._text = self._text[at:]
 
     def _has(self, at: int, text: str) -> Need[bool]:
-        """Whether a text stands at a place."""
+        """Returns whether a text stands at a place."""
         while not self._has_ended and len(self._text) < at + len(text):
             if not text.startswith(self._text[at:]):
                 return False
@@ -320,7 +321,7 @@ class AnswerParser:
 
 
 def _call_of(text: str) -> tuple[str, str] | None:
-    """The name and arguments of a call, if a text is one."""
+    """Returns the name and arguments of a call, or None if the text is no call."""
     call = _loaded(text)
     if not isinstance(call, dict):
         return None
@@ -330,7 +331,7 @@ def _call_of(text: str) -> tuple[str, str] | None:
 
 
 def _arguments_of(given: Any) -> str | None:
-    """Arguments as the text of a JSON object, if they are one."""
+    """Returns arguments as the text of a JSON object, or None if they are no object."""
     if isinstance(given, str):
         given = _loaded(given)
     if not isinstance(given, Mapping):
@@ -345,7 +346,7 @@ def _arguments_of(given: Any) -> str | None:
 
 
 def _loaded(text: str) -> Any:
-    """The value of a JSON text, or None."""
+    """Returns the value of a JSON text, or None if it is no JSON."""
     try:
         return load_json(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a model says in an answer, piece by piece: text, reasoning, and calls of tools."""
+"""The parts of an answer, as a parser finds them in the text: content, reasoning, and calls of tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More text of the thoughts before it."""
+    """More text of the reasoning, which comes before the content."""
 
     text: str
 
@@ -27,6 +27,7 @@ class CallBegun:
     """Its number in the answer."""
     name: str
     id: str = ""
+    """The id that the answer of the tool will name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +45,5 @@ class CallEnded:
     index: int
 
 
-Said = Content | Reasoning | CallBegun | CallArguments | CallEnded
+AnswerPart = Content | Reasoning | CallBegun | CallArguments | CallEnded
+"""Any part, in the order of the text."""

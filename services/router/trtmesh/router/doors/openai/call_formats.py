@@ -1,4 +1,4 @@
-"""How families of models write calls of tools: the same data makes grammars, and finds calls in texts."""
+"""How families of models write calls of tools. The same data makes grammars and finds calls in texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class CallFormat:
     """Calls as a text."""
 
     marker: str
-    """Announces calls."""
+    """Begins each call, or the list of calls."""
     key: str
     """Name of the arguments in the JSON object of a call. Without it the text is `name[ARGS]{...}`."""
     gap: str = ""
@@ -22,12 +22,14 @@ class CallFormat:
     separator: str = ""
     """Stands between the calls of a list."""
     closing: str = ""
+    """Ends a call, or a list of calls."""
     may_lack_marker: bool = False
-    """Whether a call may be the beginning of an answer."""
+    """Whether an answer may begin with a call that has no marker."""
     has_short_ids: bool = False
     """Whether templates want ids of nine letters and digits."""
     ends: Sequence[str] = ()
-    """Special tokens that end an answer, where special tokens announce calls, so that texts have them."""
+    """Special tokens that end an answer. They appear in the text where the marker is a special token too, since special
+    tokens are then not skipped."""
     between: str = ""
     """Stands between two calls, each with its marker."""
 
@@ -46,7 +48,7 @@ class CallFormat:
 
     @property
     def tail(self) -> str:
-        """A call behind its arguments."""
+        """The end of a call, behind its arguments."""
         return "}" if self.key else ""
 
     @property

@@ -11,6 +11,7 @@ import orjson
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.quoting import quoted
 from trtmesh.router.doors.openai.answer import Choices, Piece, Wanted
+from trtmesh.router.doors.openai.answer_parts import CallArguments, CallBegun, Content, Reasoning
 from trtmesh.router.doors.openai.fields import (
     BOOLEAN,
     INTEGER,
@@ -23,7 +24,6 @@ from trtmesh.router.doors.openai.fields import (
 )
 from trtmesh.router.doors.openai.log_probs import TokenTexts, chat_shape
 from trtmesh.router.doors.openai.requested import Requested
-from trtmesh.router.doors.openai.said import CallArguments, CallBegun, Content, Reasoning
 from trtmesh.router.doors.openai.tools import ToolUse, guided, read_tools, reading_of
 from trtmesh.v1 import chat_pb2
 from trtmesh.v1 import generation_pb2 as pb
@@ -90,7 +90,7 @@ class Chats(Choices):
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
-    """The news of a message. Reasoning is under the two names that clients read."""
+    """Returns what a piece adds to a message. Reasoning stands under the two names that clients read."""
     texts: dict[str, list[str]] = {"content": [piece.text], "reasoning": []}
     calls: dict[int, dict[str, Any]] = {}
     for said in piece.said:
@@ -162,7 +162,7 @@ def conversation(requested: Requested) -> Talk:
     _name_answers(messages)
     template = fields.take("chat_template", TEXT)
     if any(m["role"] == "developer" for m in messages) and not requested.names_developers(template):
-        # The older name of the same.
+        # `system` is the older name of the role.
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
     chat = chat_pb2.Chat(messages=orjson.dumps(messages).decode(), template=template)
     if documents := fields.take_list("documents", OBJECT):
@@ -221,7 +221,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     if not LIST.has(calls):
         raise InvalidField("must be a list", field=f"{name}.tool_calls")
     if calls:
-        # Many templates add it to their text.
+        # Many templates add the content to a text, so it must be one.
         message.setdefault("content", "")
         message["tool_calls"] = [
             _call(f"{name}.tool_calls[{number}]", call) for number, call in enumerate(calls)

@@ -112,7 +112,7 @@ class OpenAi:
 
     @property
     def generating(self) -> Mapping[str, Handler]:
-        """What generates, by path, for other ports that know the caller; after `register`."""
+        """The handlers of the endpoints by path, for other ports that authorise the caller. Call `register` first."""
         return {each.path: partial(self._generate, each) for each in ENDPOINTS}
 
     async def _health(self, _: web.Request) -> web.Response:

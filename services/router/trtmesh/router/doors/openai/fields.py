@@ -55,7 +55,7 @@ WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
 )
-"""Notes for the operator of a service: none says what the answer is to be like."""
+"""Fields about billing, storage and abuse: none changes the answer."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -91,9 +91,9 @@ NAMES: Mapping[str, str] = MappingProxyType(
 LIMITING = re.compile(
     "guid|regex|ebnf|grammar|schema|json|^format$|stop|bad_|allowed_|logit|beam|penalty|min_|max_"
 )
-"""In names of what limits an answer, at other servers."""
+"""Matches the names of fields by which other servers limit an answer."""
 MOST_DIGITS = 10
-"""Of a token id."""
+"""Most digits of a token id."""
 LEAST_BIAS, MOST_BIAS = -100, 100
 
 
@@ -106,7 +106,7 @@ class Fields:
         self.names: dict[str, str] = {}
         """The fields of errors under the names that the request used."""
         self.ignored: list[str] | None = None
-        """Where the names of unknown fields go, in place of a refusal."""
+        """Collects the names of unknown fields, if they are not to be refused."""
 
     def take(self, name: str, kind: Kind) -> Any:
         """Returns the value of a field, or None if it is absent. Raises InvalidField for another kind of value."""
@@ -157,11 +157,11 @@ class Fields:
             raise InvalidField.of(name, value, limit) from None
 
     def call(self, name: str, *paths: str) -> None:
-        """The request said all these by one field."""
+        """Errors in any of the fields at `paths` name this field of the request."""
         self.names |= dict.fromkeys(paths, name)
 
     def refuse_rest(self) -> None:
-        """Raises InvalidRequest for a field that nobody has taken: it might be a wish."""
+        """Raises InvalidRequest for a field that was not taken, since it may change what the client expects."""
         for name in self._left:
             if self.ignored is not None and not LIMITING.search(name):
                 self.ignored.append(name)
@@ -225,7 +225,7 @@ def checked_ids(name: str, ids: list[Any]) -> list[int]:
 
 
 def _read_format(fields: Fields, config: pb.GenerationConfig) -> None:
-    """Has the answer follow a schema."""
+    """Reads `response_format` into the guide."""
     if (given := fields.take("response_format", OBJECT)) is None:
         return
     told = Fields(given, "response_format.")
@@ -239,7 +239,7 @@ def _read_format(fields: Fields, config: pb.GenerationConfig) -> None:
             schema = named.need("schema", OBJECT)
             config.guided_decoding.guide_type = pb.GUIDE_TYPE_JSON_SCHEMA
             config.guided_decoding.guide = orjson.dumps(schema).decode()
-            # A name for the schema, and a wish that is always granted.
+            # Labels of the schema; and schemas are always strict.
             for name in ("name", "description", "strict"):
                 named.take(name, ANY)
             named.refuse_rest()
@@ -283,7 +283,7 @@ GUIDES = (
 
 
 def _read_structure(fields: Fields, guide: pb.GuidedDecodingConfig) -> None:
-    """Has the answer follow a guide, as vLLM's clients say it."""
+    """Reads vLLM's `structured_outputs` into the guide."""
     if (given := fields.take("structured_outputs", OBJECT)) is None:
         return
     told = Fields(given, "structured_outputs.")

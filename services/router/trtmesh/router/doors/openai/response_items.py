@@ -10,15 +10,15 @@ from typing import Any
 
 import orjson
 from trtmesh.router.doors.openai.answer import SCORED_COST, Consumption, Frame, Piece, Wanted
-from trtmesh.router.doors.openai.log_probs import Scored, TokenTexts, chat_shape
-from trtmesh.router.doors.openai.said import (
+from trtmesh.router.doors.openai.answer_parts import (
+    AnswerPart,
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
     Reasoning,
-    Said,
 )
+from trtmesh.router.doors.openai.log_probs import Scored, TokenTexts, chat_shape
 
 Event = dict[str, Any]
 """An event without its number."""
@@ -42,11 +42,11 @@ class _Open:
 
     @property
     def name(self) -> str:
-        """Of events of the text."""
+        """The word for this item in the types of its events."""
         return self.part or "function_call_arguments"
 
     def content(self) -> dict[str, Any]:
-        """The part as it is."""
+        """Returns the part with its text so far."""
         content: dict[str, Any] = {"type": self.part, "text": "".join(self.texts)}
         if self.part == "output_text":
             content |= {"annotations": [], "logprobs": self.log_probs}
@@ -60,8 +60,8 @@ class Items:
         self.output: list[dict[str, Any]] = []
         self._open: _Open | None = None
 
-    def say(self, said: Said, log_probs: Sequence[Any] = ()) -> Iterator[Event]:
-        """The events of what the model says."""
+    def say(self, said: AnswerPart, log_probs: Sequence[Any] = ()) -> Iterator[Event]:
+        """Yields the events of a part."""
         match said:
             case Content(text):
                 yield from self._text("output_text", text, log_probs)
@@ -132,8 +132,8 @@ def _new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-class _Answer:
-    """An answer that comes."""
+class _ItemAnswer:
+    """The state of an answer while it comes."""
 
     def __init__(self, wanted: Wanted, frame: Frame) -> None:
         self._wanted, self._frame = wanted, frame
@@ -149,7 +149,7 @@ class _Answer:
         if piece.scored:
             self._texts.bytes_of = bytes_of
             log_probs = chat_shape(piece.scored, self._texts)["content"]
-        # Tokens of a text that is not decided yet wait for it.
+        # Log-probabilities wait until the parser knows the part that their text belongs to.
         self._waiting += log_probs
         said = [Content(piece.text)] if piece.text or self._is_plain else piece.said
         for each in said:
@@ -159,7 +159,7 @@ class _Answer:
 
     def _end(self) -> Iterator[Event]:
         if not self._items.output:
-            # One without a text is an answer, too.
+            # An empty answer has an empty message.
             yield from self._items.say(Content(""))
         cut = self._finish_reason == "length"
         yield from self._items.close("incomplete" if cut else "completed")
@@ -167,7 +167,7 @@ class _Answer:
     def _response(
         self, status: str, usage: Consumption | None = None, error: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The response as it is."""
+        """Returns the response as it stands."""
         is_cut = status == "incomplete"
         told = {
             "id": self._frame.id,
@@ -199,7 +199,7 @@ def _told(usage: Consumption) -> dict[str, Any]:
     }
 
 
-class ResponseEvents(_Answer):
+class ResponseEvents(_ItemAnswer):
     """Writes an answer as a stream."""
 
     def __init__(self, wanted: Wanted, frame: Frame) -> None:
@@ -220,7 +220,7 @@ class ResponseEvents(_Answer):
             told = {"code": "server_error", "message": error["message"]}
             response = self._response("failed", error=told)
             events += self._event({"type": "response.failed", "response": response})
-            # Clients raise this one.
+            # OpenAI's clients raise an exception for this event.
             about = {key: error[key] for key in ("code", "message", "param")}
             events += self._event({"type": "error", **about})
         return events
@@ -242,7 +242,7 @@ class ResponseEvents(_Answer):
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), told)
 
 
-class GatheredResponse(_Answer):
+class GatheredResponse(_ItemAnswer):
     """Gathers an answer."""
 
     def __init__(self, wanted: Wanted, frame: Frame) -> None:

@@ -42,7 +42,7 @@ REFUSED = MappingProxyType(
         "prompt": "is not served: no prompt is kept; send it as instructions and input",
     }
 )
-"""What would need a state."""
+"""Fields that need state on the server, with the reason of the refusal."""
 
 OWN_NAMES = MappingProxyType(
     {
@@ -58,12 +58,12 @@ OWN_NAMES = MappingProxyType(
 """Fields of chats, under the names here."""
 
 LOG_PROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-"""What an answer may include. Reasoning comes as a text, which needs no key."""
+"""Values of `include`. Reasoning comes as plain text, so its encrypted form adds nothing."""
 PARTS = ("input_text", "output_text", "text")
 TEXT_OR_LIST = Kind("a text or a list", (str, list))
 TEXT_OR_OBJECT = Kind("a text or an object", (str, dict))
 REPEATED = ("instructions", "max_output_tokens", "tool_choice", "tools", "text", "reasoning")
-"""What an answer says of its request, as it was given."""
+"""Fields of the request that the answer repeats as they were given."""
 
 
 class StatelessResponses:
@@ -136,14 +136,14 @@ def _as_chat(fields: Fields) -> dict[str, Any]:
     for name, why in REFUSED.items():
         fields.refuse(name, why, neutral=False if name == "background" else None)
     fields.refuse("truncation", "is not served: no input is cut", neutral="disabled")
-    # Of tools that run here, of which there are none.
+    # It limits tools that run on the server, and there are none.
     fields.take("max_tool_calls", INTEGER)
     chat = {name: fields.take(name, ANY) for name in PASSED}
     chat["messages"] = _messages(fields)
     chat["max_completion_tokens"] = fields.take("max_output_tokens", INTEGER)
     chat["tools"] = _tools(fields.take("tools", LIST))
     choice = _tool_choice(fields.take("tool_choice", TEXT_OR_OBJECT))
-    # What counts without tools, too.
+    # Chats refuse a choice without tools; "auto" is valid without them here.
     chat["tool_choice"] = None if choice == "auto" else choice
     _read_text(fields, chat)
     _read_reasoning(fields, chat)
@@ -156,7 +156,7 @@ def _as_chat(fields: Fields) -> dict[str, Any]:
 
 
 def _read_text(fields: Fields, chat: dict[str, Any]) -> None:
-    """How the text is to look."""
+    """Reads `text`, the form of the answer."""
     told = Fields(fields.take("text", OBJECT) or {}, "text.")
     told.refuse("verbosity", "is not served: ask for it in the instructions", neutral="medium")
     form = told.take("format", OBJECT)
@@ -285,7 +285,8 @@ class _Turns:
             self._messages.append({"role": role, "content": content})
 
     def _of_model(self, *before: str) -> dict[str, Any]:
-        """The model's message of this turn; another one if it has any of what comes `before` the next item."""
+        """Returns the model's message of this turn. Begins another message if this one has a field of `before`, which
+        must not stand before the next item."""
         if self._turn is None or self._turn.keys() & set(before):
             self._turn = {"role": "assistant"}
             self._messages.append(self._turn)

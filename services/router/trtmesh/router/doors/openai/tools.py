@@ -1,4 +1,4 @@
-"""The tools of a request: which the model may call, which it must, and the grammar that sees to it."""
+"""The tools of a request: those that the model may or must call, and the grammar that enforces this."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tool:
     """Of its arguments."""
     is_strict: bool
     told: Mapping[str, Any]
-    """As the template gets it."""
+    """The tool as the chat template gets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ToolUse:
 
     @property
     def needs_guide(self) -> bool:
-        """Whether the model's own habit is not enough."""
+        """Whether a grammar must enforce the tool choice."""
         is_strict = any(tool.is_strict for tool in self.callable)
         is_limited = len(self.callable) < len(self.told)
         return self.must_call or self.calls_one or is_strict or is_limited
@@ -154,8 +154,9 @@ def reading_of(use: ToolUse | None, *, reasons: bool) -> Reading:
 
 
 def guided(config: pb.GuidedDecodingConfig, use: ToolUse | None, reading: Reading) -> Reading:
-    """Has the answer be calls as the tools ask for, or else what the config asks for so far, each after the reasoning.
-    Returns how to read it then. Raises InvalidField for a guide that does not go with them."""
+    """Changes the guide of the config where the tools need one, or where reasoning must end before a guide begins: the
+    guide then describes the reasoning, and behind it the calls or what the config asked for. Returns how to read the
+    answer. Raises InvalidField for a guide that cannot be combined with the tools."""
     has_calls = use is not None and (use.needs_guide or bool(config.guide_type))
     if not has_calls and not (config.guide_type and reading.is_thinking):
         return reading
@@ -193,10 +194,10 @@ def _content(config: pb.GuidedDecodingConfig) -> Form | None:
 
 
 def _free(use: ToolUse, content: Form | None) -> Form:
-    """Calls, or what the model likes to say. Raises InvalidField where a grammar cannot have both."""
+    """Returns the format of calls or else free text. Raises InvalidField where a grammar cannot allow both."""
     form = use.formats[0]
     if form.has_special_marker:
-        # A grammar of texts would keep the model from calling.
+        # A grammar describes text, so under one the model could not write the token.
         problem = (
             "cannot be kept to a form, as the model may call or not and its calls begin with a special token: set"
             " tool_choice, or leave out strict, allowed_tools, parallel_tool_calls and response_format"
@@ -205,7 +206,7 @@ def _free(use: ToolUse, content: Form | None) -> Form:
     if content is None:
         return _triggered(use)
     if form.may_lack_marker:
-        # Calls begin as other JSON does.
+        # Calls have no marker that tells them from other JSON.
         problem = "does not go with tools that the model may call; set tool_choice, or leave it out"
         raise InvalidField(problem, field="response_format")
     return {"type": "or", "elements": [content, _calls(use)]}

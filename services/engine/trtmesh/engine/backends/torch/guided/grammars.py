@@ -29,7 +29,8 @@ THREADS = 2
 MOST_COMPILE_SECONDS = 1.0
 """Most CPU time to compile a guide. The limits of the library bound each part of it, of which most take far less."""
 MOST_WAITING = 256
-"""Guided items between their submission and their end, times sequences counted once."""
+"""Most guided items in the worker, from their submission to their end; an item counts once, whatever the number of its
+sequences."""
 MOST_KEPT = 32
 """Grammars kept after their last use; each takes up to 32 MiB while it is followed."""
 

@@ -1,4 +1,4 @@
-"""Grammars by llguidance: the only file that imports it."""
+"""Grammars by llguidance. Only this file and `trial.py` import it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Compilation:
             "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}" if most else None,
             "lenient": False,
         }
-        """The library's, for JSON."""
+        """The library's options for JSON."""
 
     def of(self, asked: GuidedDecoding) -> GuidanceMatcher:
         """Raises InvalidField."""

@@ -1,8 +1,9 @@
 """Structural tags: fixed texts around free text, JSON, expressions and grammars, as TensorRT-LLM and vLLM take them.
 
 Either `{"type": "structural_tag", "format": {...}}` in xgrammar's notation, or the older `{"structures": [{"begin":
-"<f=a>", "schema": {}, "end": "</f>"}], "triggers": ["<f="]}`, in which a trigger in free text begins a tag. Special
-tokens are no texts. Expressions and fixed texts in a row are followed together; others take the longest they can.
+"<f=a>", "schema": {}, "end": "</f>"}], "triggers": ["<f="]}`, in which a trigger in free text begins a tag. A special
+token matches no text. Neighbouring expressions and fixed texts are followed as one automaton; other parts take the
+longest text they can.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "triggered_tags": {"triggers": list, "tags": list, "excludes": [], **CHOSEN},
     "tags_with_separator": {"tags": list, "separator": str, **CHOSEN},
 }
-"""Members with the type of one that must be there, else the default; in brackets where no other value is taken."""
+"""The members of each format: a type where the member is required, else its default. A default in a tuple is the only
+value accepted."""
 
 Ends = Sequence[str] | None
 """Texts that end free text, as part of it; none where there is no such text, and None where nothing follows."""
@@ -147,7 +149,7 @@ class Writer:
         without = [*_texts(given["excludes"], f"{path}/excludes"), *triggers]
         bodies: dict[str, list[Expression]] = {}
         for place, begin, rest in tags:
-            # Of those that fit, the shortest comes first in a text.
+            # Where several triggers match, a text reaches the end of the shortest first.
             trigger = min((own for own in triggers if begin.startswith(own)), key=len, default="")
             if not trigger:
                 refuse(place, "starts with none of the triggers")
@@ -216,7 +218,7 @@ class Writer:
 
     def _text(self, path: str, excludes: Sequence[str], ends: Ends) -> Expression:
         """Any text up to the first of `ends`, which is part of it, without any of `excludes` before."""
-        # Of the ends too: the library may miss a short one just after an ambiguous text.
+        # Exclude the ends as well: the library may miss a short end directly after an ambiguous text.
         without = [*excludes, *(ends or ())]
         found = f"{ANY} {self._or(map(_fixed, without)).text} {ANY}"
         base = self._define("T", "", f"{ANY} & ~({found})" if without else ANY)
@@ -228,7 +230,7 @@ class Writer:
         return self._define("t", "[lazy]", f"{base.text} {end.text}")
 
     def _row(self, parts: Sequence[Expression]) -> Expression:
-        """One part after the other."""
+        """Returns a sequence of parts."""
         if all(part.is_regular for part in parts):
             return Expression(" ".join(part.text for part in parts), is_regular=True)
         texts = []
@@ -245,11 +247,11 @@ class Writer:
         return Expression(f"({' | '.join(texts)})", is_regular)
 
     def _rule(self, part: Expression) -> Expression:
-        """A part that may be used in several places."""
+        """Returns a part that can be used in several places."""
         return part if part.is_regular else self._define("r", "", part.text)
 
     def _named(self, part: Expression) -> str:
-        """A part among others."""
+        """Returns the text of a part beside others."""
         if not part.is_regular or part.text == '""':
             return part.text
         return self._define("T", "", part.text).text

@@ -1,7 +1,8 @@
-"""Compiles a grammar in a process first: one that can be killed, which a thread in the library cannot.
+"""Compiles a grammar in a process first, since a process can be killed and a thread in the library cannot.
 
-The library's limits bound the work for a schema or an expression to some tenths of a second. A grammar's rules may use
-each other so that it takes minutes within all of them. The process knows no tokens but bytes, so that it begins soon.
+The library's limits bound the work for a schema or an expression to some tenths of a second. The rules of a grammar may
+refer to each other in ways that take minutes within these limits. The process has bytes as its only tokens, so that it
+starts quickly.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ PROGRAM = "trtmesh.engine.backends.torch.guided.trial"
 SMALL_BYTES = 1024
 """A grammar of so many bytes takes less time than a process."""
 CPU_SECONDS = 1.0
+"""Most CPU time of the process."""
 MEMORY_BYTES = 2**31
 """Most address space of the process."""
-LOOK_SECONDS = 0.02
-"""Between two looks at whether a result is still wanted."""
+CHECK_SECONDS = 0.02
+"""Time between two checks whether the result is still wanted."""
 
 MAX_LEXER_STATES = 16_384
-"""Of a kilobyte or two each."""
+"""Most states of the lexer, of a kilobyte or two each."""
 INITIAL_LEXER_FUEL = 30_000
 """Bounds the largest expression. With the library's million, `((a{1000}){1000})` takes a second of CPU time."""
 MAX_ROW_ITEMS = 400
@@ -46,7 +48,7 @@ def limits(max_row_items: int | None) -> LLParserLimits:
 
 
 def problem_of_trial(grammar: str, check: Callable[[], None]) -> str:
-    """Why a grammar of the library cannot be compiled, as far as its time goes, or ''. Raises what `check` does."""
+    """Returns why the process could not compile a grammar, or ''. Raises the exceptions of `check`."""
     given: bytes | None = grammar.encode()
     if len(grammar) <= SMALL_BYTES:
         return ""
@@ -55,9 +57,9 @@ def problem_of_trial(grammar: str, check: Callable[[], None]) -> str:
             while process.returncode is None:
                 check()
                 try:
-                    process.communicate(given, LOOK_SECONDS)
+                    process.communicate(given, CHECK_SECONDS)
                 except TimeoutExpired:
-                    # It goes on with what it was given.
+                    # The process has the grammar already.
                     given = None
         except BaseException:
             process.kill()
@@ -70,7 +72,7 @@ def problem_of_trial(grammar: str, check: Callable[[], None]) -> str:
 
 def _begun() -> Popen[bytes]:
     command = (sys.executable, "-m", PROGRAM)
-    return Popen(command, stdin=PIPE, stdout=DEVNULL)  # noqa: S603 - no word of it is a stranger's
+    return Popen(command, stdin=PIPE, stdout=DEVNULL)  # noqa: S603 - the command has no input of a client
 
 
 def main() -> None:
