@@ -208,11 +208,14 @@ async def test_a_step_too_large_for_the_memory_is_computed_in_parts(llama: Path)
         assert engine.failures == []
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
 async def test_broken_model_ends_all_sequences_and_reports_once(
-    llama: Path,
+    kind: type[BaseException], llama: Path
 ) -> None:
+    """A panic of a library in Rust is no Exception."""
+
     def fault(_: torch.Tensor) -> None:
-        raise RuntimeError("the device is gone")
+        raise kind("the device is gone")
 
     async with running(llama, max_batch_size=2) as engine:
         with raising(engine, fault):

@@ -123,6 +123,25 @@ def test_masks_made_together_are_those_made_alone(
     assert counts.mask_seconds > 0
 
 
+def test_failing_guides_are_left_to_the_choice() -> None:
+    """Others have their masks at once."""
+
+    class Failing(Guide):
+        def place(self, tokens: Sequence[int], seconds: float) -> Matcher | None:
+            raise RuntimeError("a fault")
+
+        makes: Any = place
+
+    rows: list[Any] = [Row(key, 1e-5) for key in range(8)]
+    for row in rows[::2]:
+        row.guide = Failing.__new__(Failing)
+        row.guide.seconds = row.guide.last_seconds = 0.0
+        row.guide.problem = ""
+    time = MaskTime(GuideCounts(), filling_together(2))
+    time.begin()
+    assert time.late(rows) == set()
+
+
 def test_unguided_rows_are_never_late() -> None:
     row: Any = SimpleNamespace(key=1, token_rules=SimpleNamespace(guided=False))
     assert MaskTime(GuideCounts()).late([row]) == set()

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import ModelUnusable, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import BackendFailed, ModelUnusable, TrtmeshError, WorkerLost
 from trtmesh.chassis.progress import tell_progress
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
@@ -285,9 +285,11 @@ class TorchBackend:
             ranks.watch(self._lose)
         try:
             self._serve(engine, ranks)
-        except Exception as error:
+        except BaseException as error:
             log.exception("the engine failed")
-            self._break(engine, error)
+            # A panic of a library in Rust is no Exception.
+            known = error if isinstance(error, Exception) else BackendFailed(repr(error))
+            self._break(engine, known)
         finally:
             if ranks:
                 ranks.close()

@@ -110,7 +110,8 @@ class Preparation:
             return
         except TrtmeshError as error:
             part = error
-        except Exception as error:
+        except BaseException as error:
+            # A panic of a library in Rust is no Exception.
             with request_id_bound(request_id):
                 log.exception("a %s", what)
             part = BackendFailed(f"the {what}: {error}")

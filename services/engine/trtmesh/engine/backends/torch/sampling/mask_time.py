@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,8 +74,10 @@ class MaskTime:
             guide = sequence.guide
             if guide and guide.last_seconds <= TOGETHER_SECONDS < self._left:
                 before = guide.seconds
-                if place := guide.place(sequence.tokens, STEP_SECONDS):
-                    together.append((sequence, guide, place))
+                # One that fails is met again alone.
+                with suppress(Exception):
+                    if place := guide.place(sequence.tokens, STEP_SECONDS):
+                        together.append((sequence, guide, place))
                 self._took(guide, before)
         if not together:
             return
