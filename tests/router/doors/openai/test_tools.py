@@ -316,6 +316,7 @@ async def test_template_gets_what_it_wants() -> None:
         }
 
 
+DEEP = '{"a":' * 300 + "{}" + "}" * 300
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": []}, "tools"),
     ({"tools": [1]}, "tools[0]"),
@@ -339,16 +340,31 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages[0].tool_calls[0].function.name",
     ),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": DEEP}}, "structured_outputs.json"),
+    ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
     (
         {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"id": "1", "function": {"name": "get", "arguments": "[1]"}}],
-                }
-            ]
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": []},
+            }
         },
-        "messages[0].tool_calls[0].function.arguments",
+        "tool_choice.allowed_tools.tools",
+    ),
+    *(
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "get", "arguments": arguments}}],
+                    }
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        )
+        for arguments in ("[1]", DEEP)
     ),
 ]
 

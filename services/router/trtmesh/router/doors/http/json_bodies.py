@@ -56,20 +56,32 @@ def parse_json(
     if body[: len(BOM)] == BOM:
         body = body[len(BOM) :]
     counts = _count(body)
-    parsed, problem = None, ""
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        problem = f"{error.msg}: line {error.lineno} column {error.colno}"
-    if problem:
-        # Not above: that error has the whole text.
-        raise _refusal(problem)
+    parsed = _loaded(body)
     if not isinstance(parsed, dict):
         raise _refusal("it is not a JSON object")
     if _check_containers(parsed, counts.containers) != counts.members:
         # orjson keeps the last of several values.
         raise InvalidRequest(repeated(cut(_repeated_key(body))))
     return parsed
+
+
+def parse_text(text: str) -> Any:
+    """Returns the value of a text of JSON within a body, with the limits of bodies. Raises InvalidRequest."""
+    body = text.encode()
+    counts = _count(body)
+    parsed = _loaded(body)
+    _check_containers([parsed], counts.containers + 1)
+    return parsed
+
+
+def _loaded(body: bytes | memoryview) -> Any:
+    problem = ""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        problem = f"{error.msg}: line {error.lineno} column {error.colno}"
+    # Not above: that error has the whole text.
+    raise _refusal(problem)
 
 
 @dataclass(slots=True)

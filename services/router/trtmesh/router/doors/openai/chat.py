@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import orjson
-from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.errors import InvalidField, InvalidRequest
 from trtmesh.chassis.quoting import quoted
+from trtmesh.router.doors.http.json_bodies import parse_text
 from trtmesh.router.doors.openai.answer import Choices, Piece, Wanted
 from trtmesh.router.doors.openai.answer_parts import CallArguments, CallBegun, Content, Reasoning
 from trtmesh.router.doors.openai.fields import (
@@ -242,8 +243,8 @@ def _call(name: str, call: Any) -> dict[str, Any]:
 def parsed_arguments(name: str, given: Any) -> Any:
     """The arguments of a call as an object. Raises InvalidField."""
     if TEXT.has(given):
-        with suppress(orjson.JSONDecodeError):
-            given = orjson.loads(given or "{}")
+        with suppress(InvalidRequest):
+            given = parse_text(given or "{}")
     if not OBJECT.has(given):
         raise InvalidField("must be the text of a JSON object", field=name)
     return given

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from trtmesh.chassis.errors import InvalidField, InvalidRequest
 from trtmesh.chassis.quoting import quoted
+from trtmesh.router.doors.http.json_bodies import MAX_DEPTH, parse_text
 from trtmesh.v1 import generation_pb2 as pb
 
 
@@ -288,8 +289,15 @@ def _read_structure(fields: Fields, guide: pb.GuidedDecodingConfig) -> None:
         return
     told = Fields(given, "structured_outputs.")
     fields.call("structured_outputs", "guided_decoding.guide", "guided_decoding.guide_type")
+    if TEXT.has(schema := given.get("json")):
+        try:
+            parse_text(schema)
+        except InvalidRequest:
+            problem = f"must be JSON, nested at most {MAX_DEPTH} levels deep"
+            raise InvalidField(problem, field="structured_outputs.json") from None
     guides = {kind: told.take(name, value) for name, kind, value in GUIDES}
     asked = {kind: value for kind, value in guides.items() if value is not None}
+    check_all("structured_outputs.choice", asked.get(pb.GUIDE_TYPE_CHOICE, ()), TEXT)
     is_json = told.take_flag("json_object")
     told.refuse_rest()
     if guide.guide_type or len(asked) + is_json != 1:

@@ -130,6 +130,8 @@ def _chosen(choice: Any, known: Collection[str]) -> tuple[str, Sequence[str]]:
                 Fields(each, f"{path}tools[{number}].").need("function", OBJECT)
                 for number, each in enumerate(allowed.take_list("tools", OBJECT))
             ]
+            if not functions:
+                raise InvalidField("must have one tool or more", field=f"{path}tools")
             names = [_name(f"{path}tools", each, known) for each in functions]
             allowed.refuse_rest()
         case kind:
