@@ -1,4 +1,4 @@
-"""The console's page and what it asks, over real sockets: who may look, who may change, and what looks cost."""
+"""The console's page and what it asks, over real sockets: who may look, who may change, and what snapshots cost."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class Browser:
             yield response
 
 
-async def look(response: aiohttp.ClientResponse) -> Any:
-    """The next look of a feed."""
+async def snapshot(response: aiohttp.ClientResponse) -> Any:
+    """The next snapshot of a feed."""
     event = await response.content.readuntil(b"\n\n")
     return json.loads(event.removeprefix(b"data: "))
 
 
 async def until_its_end(response: aiohttp.ClientResponse) -> None:
     while True:
-        await look(response)
+        await snapshot(response)
 
 
 @asynccontextmanager
@@ -112,7 +112,7 @@ async def test_page_has_all_its_files_and_no_code_in_line() -> None:
         assert seen == {f"/{file.name}" for file in console.PAGE.iterdir()} - {"/console.html"}
 
 
-async def test_token_is_needed_for_changes_and_not_for_looks(token: Path) -> None:
+async def test_token_is_needed_for_changes_and_not_for_snapshots(token: Path) -> None:
     async with opened(admin={"token_file": token}, http={"port": 0}) as browser:
         changes = [*(f"calls/{method}" for method in CHANGES), *GENERATING]
         for path in changes:
@@ -127,12 +127,12 @@ async def test_token_is_needed_for_changes_and_not_for_looks(token: Path) -> Non
             wrong, _ = await browser.call(f"calls/{method}", Authorization="Bearer x")
             assert wrong == 401
         async with browser.feed() as feed:
-            assert (await look(feed))["guarded"]
+            assert (await snapshot(feed))["guarded"]
         async with browser.feed(Authorization=f"Bearer {SECRET}x") as feed:
             assert feed.status == 401
 
 
-async def test_looks_may_need_the_token_too(token: Path) -> None:
+async def test_snapshots_may_need_the_token_too(token: Path) -> None:
     async with opened(admin={"token_file": token, "console": "token"}) as browser:
         assert (await browser.get())[0] == 200
         for method in READS:
@@ -140,7 +140,7 @@ async def test_looks_may_need_the_token_too(token: Path) -> None:
         async with browser.feed() as feed:
             assert feed.status == 401
         async with browser.feed(**WITH_TOKEN) as feed:
-            assert (await look(feed))["fleet"]["policy"] == "auto"
+            assert (await snapshot(feed))["fleet"]["policy"] == "auto"
 
 
 async def test_address_without_a_console_speaks_grpc_alone() -> None:
@@ -184,7 +184,7 @@ async def test_playground_is_a_client_like_others(token: Path, tmp_path: Path) -
             status, answer = await browser.call(path, body, **own)
             assert status not in (401, 404), answer
         async with browser.feed() as feed:
-            assert (await look(feed))["needs_key"]
+            assert (await snapshot(feed))["needs_key"]
 
 
 async def test_router_ends_in_spite_of_viewers() -> None:
@@ -192,65 +192,65 @@ async def test_router_ends_in_spite_of_viewers() -> None:
         async with serving_router([NOBODY]) as client:
             viewer = Browser(session, client.admin.address)
             feed = await session.get(f"{viewer.url}/feed")
-            await look(feed)
+            await snapshot(feed)
         with pytest.raises((asyncio.IncompleteReadError, aiohttp.ClientError)):
             await until_its_end(feed)
         feed.close()
 
 
-async def test_engine_that_dies_is_gone_in_the_next_looks() -> None:
+async def test_engine_that_dies_is_gone_in_the_next_snapshots() -> None:
     engine = ScriptedEngine(worker="w")
     async with serving_engine(engine) as address, serving_router([address]) as client:
         await until_states(client, [READY], [])
         async with browser_of(client) as browser, browser.feed() as feed:
-            (worker,) = (await look(feed))["fleet"]["workers"]
+            (worker,) = (await snapshot(feed))["fleet"]["workers"]
             assert (worker["worker"], worker["state"]) == ("w", "WORKER_STATE_READY")
             engine.refusal = "stays away"
             await engine.hang_up()
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while worker["state"] == "WORKER_STATE_READY":
-                    (worker,) = (await look(feed))["fleet"]["workers"]
+                    (worker,) = (await snapshot(feed))["fleet"]["workers"]
             assert worker["problem"]
 
 
-async def test_looks_are_shared_and_nobody_looks_without_a_viewer(
+async def test_snapshots_are_shared_and_none_is_taken_without_a_viewer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks = 0
+    snapshots = 0
     list_workers = RouterAdminService.ListWorkers
 
     async def counted(*arguments: Any) -> Any:
-        nonlocal looks
-        looks += 1
+        nonlocal snapshots
+        snapshots += 1
         return await list_workers(*arguments)
 
     monkeypatch.setattr(RouterAdminService, "ListWorkers", counted)
-    monkeypatch.setattr(console, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(console, "SNAPSHOT_SECONDS", 0.05)
     monkeypatch.setattr(console, "MOST_VIEWERS", 2)
     async with serving_router([NOBODY]) as client, browser_of(client) as browser:
         served = client.router._admin_door._console
         assert served is not None
         await asyncio.sleep(0.2)
-        assert looks == 0
+        assert snapshots == 0
         async with browser.feed() as one, browser.feed() as other:
-            times = ((await look(one))["time"], (await look(other))["time"])
+            times = ((await snapshot(one))["time"], (await snapshot(other))["time"])
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while times[0] != times[1]:
                     late = one if times[0] < times[1] else other
-                    time = (await look(late))["time"]
+                    time = (await snapshot(late))["time"]
                     times = (time, times[1]) if late is one else (times[0], time)
             async with browser.feed() as third:
                 assert third.status == 503
                 assert (await third.json())["error"] == "2 others look already"
         await eventually(lambda: not served._viewers)
-        # A look under way may end.
+        # A snapshot under way may end.
         await asyncio.sleep(0.1)
-        seen = looks
+        seen = snapshots
         await asyncio.sleep(0.2)
-        assert looks == seen
+        assert snapshots == seen
         # Their places are free again.
         async with browser.feed() as feed:
-            await look(feed)
+            await snapshot(feed)
 
 
 async def test_calls_answer_as_the_admin_api_does() -> None:
@@ -261,7 +261,7 @@ async def test_calls_answer_as_the_admin_api_does() -> None:
         await anext(stream)
         await engine.submitted()
         async with browser_of(client) as browser, browser.feed() as feed:
-            seen = await look(feed)
+            seen = await snapshot(feed)
             (request,) = seen["requests"]["requests"]
             assert (request["request_id"], seen["items"]) == ("<b>", [1])
             assert request["items"][0]["worker"] == "w"

@@ -1,8 +1,8 @@
-"""The console: a page for operators at the admin address, and what the page asks there.
+"""The console: a page for operators at the admin address, and the paths that the page calls.
 
-`/console/feed` is an endless stream of looks at the router, `/console/calls/METHOD` a method of the admin API with
-messages as JSON, and the paths of the OpenAI door below `/console` serve the playground. Looks and the calls of READS
-change nothing and need no token.
+`/console/feed` is an endless stream of snapshots of the router, `/console/calls/METHOD` a method of the admin API with
+messages as JSON, and the paths of the OpenAI door below `/console` serve the playground. Snapshots and the calls of
+READS change nothing and need no token.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from trtmesh.router.requests.requests import Requests
 from trtmesh.v1 import router_admin_pb2 as pb
 
 READS = frozenset({"Explain", "ListAdapters"})
-"""Methods for everybody who may look."""
+"""Methods for all viewers."""
 CHANGES = frozenset({"DrainWorker", "ResumeWorker", "MoveRequest", "SetWorkerRole", "StopRequest"})
 """Methods for admins."""
 
-LOOK_SECONDS = 1.0
-"""Time between two looks."""
+SNAPSHOT_SECONDS = 1.0
+"""Time between two snapshots."""
 MOST_VIEWERS = 32
-"""Most streams of looks at once."""
+"""Most streams of snapshots at once."""
 MOST_ROWS = 200
 """Most workers, tokenizers, requests, handoffs or adapters in an answer."""
 MOST_ITEMS = 8
-"""Most items of a request in a look."""
-ITEMS_PER_LOOK = 512
-"""Items after which a look leaves out the younger requests."""
+"""Most items of a request in a snapshot."""
+ITEMS_PER_SNAPSHOT = 512
+"""Items after which a snapshot leaves out the younger requests."""
 MOST_BYTES = 2**16
 """Longest body of a call."""
 RECEIVE_SECONDS = 10.0
@@ -102,8 +102,8 @@ class Console:
         self._generating = generating
         self._facts = {"router": name, "guarded": token is not None}
         self._viewers = 0
-        self._looked = -LOOK_SECONDS
-        self._looking: asyncio.Task[bytes] | None = None
+        self._taken_at = -SNAPSHOT_SECONDS
+        self._taking: asyncio.Task[bytes] | None = None
         answer = answering({"": ConsoleForm(), "console": ConsoleForm()}, metrics.note_http_request)
         origins, setting = settings.allowed_origins, "admin.allowed_origins"
         app = web.Application(
@@ -127,8 +127,8 @@ class Console:
         await self._http.open()
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._taking is not None:
+            self._taking.cancel()
         await self._http.close()
 
     async def _feed(self, request: web.Request) -> web.StreamResponse:
@@ -141,32 +141,32 @@ class Console:
             response.content_type = "text/event-stream"
             await response.prepare(request)
             while True:
-                await response.write(b"data: " + await self._next_look() + b"\n\n")
+                await response.write(b"data: " + await self._next_snapshot() + b"\n\n")
         finally:
             self._viewers -= 1
 
-    async def _next_look(self) -> bytes:
-        """The next look, made once for all who wait. Nobody looks while nobody waits."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look_in_time())
-        return await asyncio.shield(self._looking)
+    async def _next_snapshot(self) -> bytes:
+        """The next snapshot, taken once for all viewers. None is taken without viewers."""
+        if self._taking is None or self._taking.done():
+            self._taking = asyncio.create_task(self._snapshot_in_time())
+        return await asyncio.shield(self._taking)
 
-    async def _look_in_time(self) -> bytes:
+    async def _snapshot_in_time(self) -> bytes:
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(self._looked + LOOK_SECONDS - loop.time())
-        self._looked = loop.time()
+        await asyncio.sleep(self._taken_at + SNAPSHOT_SECONDS - loop.time())
+        self._taken_at = loop.time()
         context = _call_of_page()
         fleet = await self._service.ListWorkers(pb.ListWorkersRequest(), context)
         for worker in fleet.workers:
             for long in ("supported_fields", "end_ids", "kv_shapes", "kv_transports"):
                 worker.engine.ClearField(long)
-        listed = pb.ListRequestsRequest(limit=self._requests_in_look())
+        listed = pb.ListRequestsRequest(limit=self._requests_in_snapshot())
         requests = await self._service.ListRequests(listed, context)
         items = [len(each.items) for each in requests.requests]
         for each in requests.requests:
             del each.items[MOST_ITEMS:]
         handoffs = await self._service.ListHandoffs(pb.ListHandoffsRequest(), context)
-        look = self._facts | {
+        snapshot = self._facts | {
             "time": time.time(),
             "playground": bool(self._generating),
             "needs_key": self._callers.check_keys,
@@ -175,13 +175,15 @@ class Console:
             "items": items,
             "handoffs": await _as_dict(handoffs),
         }
-        return orjson.dumps(look)
+        return orjson.dumps(snapshot)
 
-    def _requests_in_look(self) -> int:
+    def _requests_in_snapshot(self) -> int:
         """How many requests, the oldest first, have few items together; at least one."""
         sizes = accumulate(len(live.items) for live in self._requests.live.values())
         few = sum(
-            1 for _, size in zip(range(MOST_ROWS), sizes, strict=False) if size <= ITEMS_PER_LOOK
+            1
+            for _, size in zip(range(MOST_ROWS), sizes, strict=False)
+            if size <= ITEMS_PER_SNAPSHOT
         )
         return max(1, few)
 
@@ -214,7 +216,7 @@ class Console:
         return await self._generating[request.path.removeprefix("/console")](request)
 
     def _check_reader(self, request: web.Request) -> None:
-        """Raises Unauthenticated. A wrong token is wrong everywhere: so a page learns it at once."""
+        """Raises Unauthenticated. Refuses a wrong token even where none is needed, so that a page learns of it."""
         if self._reads_need_token or hdrs.AUTHORIZATION in request.headers:
             self._check_token(request)
 

@@ -26,9 +26,6 @@ from trtmesh.v1 import router_pb2 as router_pb
 DONE = b"data: [DONE]\n\n"
 BLANK = "\0"
 """Stands in a template of events where the text goes."""
-SCORED_COST = 64
-"""Cost of a token with its log-probability, in bytes."""
-
 FINISH_REASONS = {
     pb.FINISH_REASON_END_ID: "stop",
     pb.FINISH_REASON_STOP_WORD: "stop",
@@ -114,10 +111,6 @@ class Gathered(Protocol):
     @property
     def scored(self) -> Iterable[Scored]:
         """All tokens with log-probabilities."""
-
-    @property
-    def cost(self) -> int:
-        """Bytes of a message that takes as long to parse as this answer takes to write."""
 
     def written(self, usage: Consumption, bytes_of: Mapping[int, bytes]) -> bytes:
         """The answer as JSON."""
@@ -291,10 +284,6 @@ class WholeAnswer:
     @property
     def scored(self) -> Iterable[Scored]:
         return chain.from_iterable(self._scored)
-
-    @property
-    def cost(self) -> int:
-        return SCORED_COST * sum(1 + len(each.top) for each in self.scored)
 
     def written(self, usage: Consumption, bytes_of: Mapping[int, bytes]) -> bytes:
         choices = [self._choice(index, bytes_of) for index in range(self._wanted.choices)]

@@ -47,6 +47,8 @@ from trtmesh.router.streams.client_stream import Waiting
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
+SCORED_COST = 64
+"""Bytes of a message that takes as long to parse as a token with its log-probability takes to write."""
 NOTHING_SCORED: Mapping[int, bytes] = MappingProxyType({})
 
 
@@ -154,7 +156,8 @@ class OpenAi:
                 self._metrics.client_messages += 1
                 bytes_of = await self._token_bytes.of(wanted.request.model, whole.scored)
                 write = partial(whole.written, events.usage, bytes_of)
-                body = await self._bodies.written(whole.cost, write)
+                cost = SCORED_COST * sum(1 + len(each.top) for each in whole.scored)
+                body = await self._bodies.written(cost, write)
         return named(request, web.Response(body=body, content_type="application/json"))
 
     async def _read(

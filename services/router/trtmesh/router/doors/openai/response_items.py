@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from trtmesh.router.doors.openai.answer import SCORED_COST, Consumption, Frame, Piece, Wanted
+from trtmesh.router.doors.openai.answer import Consumption, Frame, Piece, Wanted
 from trtmesh.router.doors.openai.answer_parts import (
     AnswerPart,
     CallArguments,
@@ -255,10 +255,6 @@ class GatheredResponse(_ItemAnswer):
     @property
     def scored(self) -> Iterable[Scored]:
         return (token for piece in self._pieces for token in piece.scored or ())
-
-    @property
-    def cost(self) -> int:
-        return SCORED_COST * sum(1 + len(each.top) for each in self.scored)
 
     def written(self, usage: Consumption, bytes_of: Mapping[int, bytes]) -> bytes:
         for piece in self._pieces:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from trtmesh.engine.backends.torch.cuda.kernels.experts import experts
 
 MOST_PAIRS = 2048
-"""Pairs of a token and an expert; products of transformers' own read weights less often for more."""
+"""Most pairs of a token and an expert for the kernels. Beyond, transformers' own products read weights less often."""
 
 
 class KernelExperts(nn.Module):
@@ -19,7 +19,7 @@ class KernelExperts(nn.Module):
         super().__init__()
         self.gate_up_proj = own.gate_up_proj
         self.down_proj = own.down_proj
-        # Not as a submodule.
+        # The bound method, so that the replaced layer is no submodule.
         self._own = own.forward
         self._most_pairs = most_pairs
 

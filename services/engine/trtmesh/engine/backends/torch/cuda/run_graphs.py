@@ -17,13 +17,13 @@ from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
 from trtmesh.engine.backends.torch.sequence import Chunk
 
 MOST_ROWS = 128
-"""Tokens and drafts of a step."""
+"""Most tokens and drafts of a step together."""
 MOST_OF_SEQUENCE = 9
-"""A token with as many drafts as a source makes for a step."""
+"""Rows of a sequence in a step: a token, and the most drafts that a source makes."""
 
 
 def most_rows(sequences: int) -> int:
-    """Of a step with up to so many sequences."""
+    """The most rows of a step with up to `sequences` sequences."""
     return min(MOST_ROWS, MOST_OF_SEQUENCE * sequences)
 
 
@@ -44,7 +44,7 @@ class RunGraphs(DecodeGraphs):
 
     @torch.inference_mode()
     def launch_runs(self, chunks: SequenceOf[Chunk]) -> tuple[Rows, list[Drafted]]:
-        """The rows of the sequences, and their drafts with the logits after them."""
+        """Returns the rows of the sequences, and their drafts with the logits after them."""
         rows = [Chunk(chunk.sequence, chunk.start, 1) for chunk in chunks]
         token_ids = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
         drafted = [chunk for chunk in chunks if chunk.drafts]

@@ -30,23 +30,23 @@ slow for another reason, then after twice as many each time, up to the second nu
 PLAIN_EVERY = 64
 """Where they pay, a step in so many has none."""
 FIRST_TRIAL, MOST_AHEAD = 2, 2048
-"""Steps launched ahead before drafts are tried: at first so many, then four times as many each time, up to the second
-number."""
+"""Steps launched ahead before drafts are tried: first `FIRST_TRIAL`, then four times as many each time, at most
+`MOST_AHEAD`."""
 TRIAL_STEPS = 4
 """Least steps that wait for drafts on trial."""
 TRIAL_DECAY = 0.97
 TRIALS_AFTER = 256
 """Where drafts pay, steps are launched ahead again after so many that waited."""
 OUTLIER = 3.0
-"""Times beyond so many times those of as many sequences as rows are cut: something else took them."""
+"""A time is cut to so many times the expected one: anything beyond has another cause than the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a step took."""
+    """The time of a step, and the work that it did."""
 
     rows: int
-    """Its sequences."""
+    """Number of sequences in the step."""
     drafts: int
     held: int
     """Drafts that held."""
@@ -149,7 +149,7 @@ class Pace:
         self._ahead = 0.0
         """Seconds of a step launched ahead, for each of its sequences; 0 while unknown."""
         self._steps = 0
-        """Of this kind, since the last of the other."""
+        """Steps of this kind since the last change between waiting and launching ahead."""
         self._retry_after = FIRST_TRIAL
         # Of steps that waited: tokens of a sequence, and seconds for it.
         self._tokens = self._seconds = 0.0
@@ -157,7 +157,7 @@ class Pace:
     def add(self, step: StepTime) -> None:
         seconds = step.seconds / step.rows
         if step.is_ahead == self.waits:
-            # Launched as before the change.
+            # The step was launched before the last change.
             return
         self._steps += 1
         if step.is_ahead:

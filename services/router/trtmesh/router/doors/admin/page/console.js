@@ -1,4 +1,4 @@
-// Joins the panels, the looks and the rights of the viewer.
+// Joins the panels, the snapshots and the rights of the viewer.
 
 import { Details } from "./details.js";
 import { $, element, put } from "./dom.js";
@@ -15,7 +15,7 @@ const TELL_MS = 8000;
 const rates = new Rates();
 let guarded = true;
 let following = new AbortController();
-let lastLook = 0;
+let lastSnapshot = 0;
 
 // Changes something and tells how it went. `perform.allowed` says whether the viewer may.
 async function perform(what, change) {
@@ -53,14 +53,14 @@ const panels = [
   new Fleet(rates, perform, changed), new Streams(rates, perform, explain), new Playground(perform, explain), details,
 ];
 
-function onLook(look) {
-  lastLook = performance.now();
-  guarded = look.guarded;
+function onSnapshot(snapshot) {
+  lastSnapshot = performance.now();
+  guarded = snapshot.guarded;
   showRights();
-  put($("router"), look.router);
-  showLink(look.fleet.draining ? "draining" : "ready", look.fleet.draining ? "the router drains" : "live");
-  rates.begin(look.time);
-  for (const panel of panels) panel.show(look);
+  put($("router"), snapshot.router);
+  showLink(snapshot.fleet.draining ? "draining" : "ready", snapshot.fleet.draining ? "the router drains" : "live");
+  rates.begin(snapshot.time);
+  for (const panel of panels) panel.show(snapshot);
 }
 
 function onProblem(status, reason) {
@@ -88,7 +88,7 @@ function showRights() {
 function restart() {
   following.abort();
   following = new AbortController();
-  follow(onLook, onProblem, following.signal);
+  follow(onSnapshot, onProblem, following.signal);
 }
 
 $("admin").addEventListener("submit", (event) => {
@@ -100,6 +100,6 @@ $("admin").addEventListener("submit", (event) => {
 $("forget").addEventListener("click", () => { token.set(""); restart(); });
 document.addEventListener("visibilitychange", () => (document.hidden ? following.abort() : restart()));
 setInterval(() => {
-  if (lastLook && performance.now() - lastLook > SILENT_MS) showLink("stalled", "the router is silent");
+  if (lastSnapshot && performance.now() - lastSnapshot > SILENT_MS) showLink("stalled", "the router is silent");
 }, 1000);
 restart();

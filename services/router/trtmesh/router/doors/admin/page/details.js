@@ -9,7 +9,7 @@ const ADAPTERS_EVERY = 5;
 const milliseconds = (value) => `${whole(1000 * Number(value))} ms`;
 
 export class Details {
-  #looks = 0;
+  #snapshots = 0;
 
   constructor() {
     this.handoffs = new Rows($("handoffs"), [
@@ -43,9 +43,9 @@ export class Details {
     ], (each) => each.key, "Each placement leaves its decision; the router keeps the latest.");
   }
 
-  show(look) {
-    this.handoffs.show(look.handoffs.handoffs);
-    if (this.#looks++ % ADAPTERS_EVERY === 0) {
+  show(snapshot) {
+    this.handoffs.show(snapshot.handoffs.handoffs);
+    if (this.#snapshots++ % ADAPTERS_EVERY === 0) {
       call("ListAdapters").then(({ adapters }) => this.adapters.show(adapters), () => {});
     }
   }

@@ -1,4 +1,4 @@
-// Engines, tokenizers and the totals of a look.
+// Engines, tokenizers and the totals of a snapshot.
 
 import { $, Rows, action, drawBar, drawCourse, drawState, element, put, whole } from "./dom.js";
 import { call } from "./mesh.js";
@@ -49,8 +49,8 @@ export class Fleet {
     ], (each) => each.address, "No tokenizer is known.");
   }
 
-  show(look) {
-    const { workers, tokenizers } = look.fleet;
+  show(snapshot) {
+    const { workers, tokenizers } = snapshot.fleet;
     for (const worker of workers) {
       worker.speed = this.rates.count(`worker ${worker.address} ${worker.engine?.instance}`, load(worker, "generated_tokens"));
     }
@@ -58,7 +58,7 @@ export class Fleet {
       ...tokenizers.map((each) => [`tokenizer ${each.address}`, each])]);
     this.workers.show(workers);
     this.tokenizers.show(tokenizers);
-    this.#showTotals(look, workers);
+    this.#showTotals(snapshot, workers);
   }
 
   #tellChanges(replicas) {
@@ -73,7 +73,7 @@ export class Fleet {
     this.#states = seen;
   }
 
-  #showTotals(look, workers) {
+  #showTotals(snapshot, workers) {
     const sum = (name) => workers.reduce((total, worker) => total + load(worker, name), 0);
     this.#generated += workers.reduce((total, { speed }) => total + speed.grown, 0);
     const speed = this.rates.count("all", this.#generated);
@@ -89,12 +89,12 @@ export class Fleet {
     const text = (told) => (cell) => put(cell, told);
     total("Tokens/s", (cell) => drawCourse(cell, speed.rate === null ? "–" : whole(speed.rate), speed.course));
     total("Engines ready", text(`${ready} of ${workers.length}`));
-    total("Live requests", text(whole(look.fleet.live_requests)));
+    total("Live requests", text(whole(snapshot.fleet.live_requests)));
     total("Running", text(whole(sum("running_sequences"))));
     total("Waiting", text(whole(sum("waiting_sequences"))));
     total("KV used", (cell) => drawBar(cell, sum("used_blocks"), sum("total_blocks")));
     total("KV reuse", text(reuse(workers)));
-    total("Placement", text(look.fleet.policy));
+    total("Placement", text(snapshot.fleet.policy));
   }
 
   #drawRole(cell, worker) {

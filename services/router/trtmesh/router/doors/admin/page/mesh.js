@@ -1,4 +1,4 @@
-// What the router says: looks once a second, and answers to calls.
+// What the router says: snapshots once a second, and answers to calls.
 
 const TOKEN = "trtmesh admin token";
 const AGAIN_MS = 1000;
@@ -43,12 +43,12 @@ export async function call(method, body = {}) {
   return response.json();
 }
 
-// Follows the looks for ever. `onProblem` gets the status and the reason of an interruption.
-export async function follow(onLook, onProblem, signal) {
+// Follows the snapshots for ever. `onProblem` gets the status and the reason of an interruption.
+export async function follow(onSnapshot, onProblem, signal) {
   while (!signal.aborted) {
     try {
       const response = await fetch("console/feed", { headers: headers(), signal });
-      if (response.ok) for await (const data of events(response)) onLook(JSON.parse(data));
+      if (response.ok) for await (const data of events(response)) onSnapshot(JSON.parse(data));
       onProblem(response.status, response.ok ? "the router ended" : await problemOf(response));
     } catch {
       if (!signal.aborted) onProblem(0, "the router does not answer");

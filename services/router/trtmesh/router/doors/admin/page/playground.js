@@ -38,16 +38,16 @@ export class Playground {
     });
   }
 
-  show(look) {
-    const why = !look.playground ? "The router serves no HTTP." : this.perform.allowed ? "" : "It needs the admin token.";
+  show(snapshot) {
+    const why = !snapshot.playground ? "The router serves no HTTP." : this.perform.allowed ? "" : "It needs the admin token.";
     $("no-playground").hidden = !why;
     put($("no-playground"), why);
     $("chat").hidden = Boolean(why);
-    $("key-field").hidden = !look.needs_key;
-    const models = [...new Set(look.fleet.workers.map((each) => each.engine?.model).filter(Boolean))];
+    $("key-field").hidden = !snapshot.needs_key;
+    const models = [...new Set(snapshot.fleet.workers.map((each) => each.engine?.model).filter(Boolean))];
     const known = [...$("model").options].map((each) => each.value);
     if (models.join() !== known.join()) $("model").replaceChildren(...models.map((each) => new Option(each)));
-    const live = look.requests.requests.find((each) => each.request_id === this.#id);
+    const live = snapshot.requests.requests.find((each) => each.request_id === this.#id);
     put($("running").lastChild, live ? `on ${enginesOf(live)}` : "");
   }
 

@@ -1,4 +1,4 @@
-// Rates between looks, and their course over the last minute.
+// Rates between snapshots, and their course over the last minute.
 
 const LENGTH = 60;
 
@@ -8,7 +8,7 @@ export class Rates {
   #seconds = 0;
   #time = 0;
 
-  // Begins a look; what was not counted in the last one is forgotten.
+  // Begins a snapshot; what was not counted in the last one is forgotten.
   begin(time) {
     [this.#before, this.#now] = [this.#now, new Map()];
     [this.#seconds, this.#time] = [time - this.#time, time];

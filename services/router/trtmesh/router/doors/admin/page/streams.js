@@ -1,4 +1,4 @@
-// The live requests of a look, a page at a time.
+// The live requests of a snapshot, a page at a time.
 
 import { $, Rows, action, drawState, put, seconds, whole } from "./dom.js";
 import { call } from "./mesh.js";
@@ -35,13 +35,13 @@ export class Streams {
     $("later").addEventListener("click", () => this.#turn(1));
   }
 
-  show(look) {
-    this.#requests = look.requests.requests;
+  show(snapshot) {
+    this.#requests = snapshot.requests.requests;
     this.#requests.forEach((request, at) => {
       request.speed = this.rates.count(`request ${keyOf(request)}`, tokensOf(request));
-      request.all_items = look.items[at];
+      request.all_items = snapshot.items[at];
     });
-    this.live = look.requests.live_requests;
+    this.live = snapshot.requests.live_requests;
     this.#turn(0);
   }
 

@@ -18,17 +18,17 @@ from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.cuda.kernels.products import SHARED_MEMORY, shared_memory
 
 TILE_WORDS = 4
-"""Expert; first of its pairs in the order; pairs; nothing."""
+"""Words of a tile: its expert, the place of its first pair in the order, the number of its pairs, and padding."""
 FEW_PAIRS, MANY_PAIRS = 16, 64
-"""Of a tile."""
+"""Most pairs of a tile."""
 PAIRS_OF_FEW = 16
 """Most pairs of an expert on average with tiles of FEW_PAIRS."""
 LISTED = 1024
-"""Pairs listed at once."""
+"""Pairs that a program reads at once to list them."""
 LINES = 64
-"""Outputs of a program."""
+"""Outputs that a program computes."""
 COLUMNS = 1024
-"""Of a program that adds up."""
+"""Columns that a program adds up."""
 
 
 @triton.jit

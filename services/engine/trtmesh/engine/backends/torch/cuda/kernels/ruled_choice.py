@@ -39,11 +39,11 @@ from trtmesh.engine.backends.torch.cuda.kernels.row_fields import (
 from trtmesh.engine.backends.torch.sampling.draws import BLOCK
 
 LISTED = 2048
-"""Most tokens listed of a row, to find the k-th highest."""
+"""Most tokens of a row that are listed to find the k-th highest logit."""
 AT_ONCE = 8192
-"""Tokens of a row read at once."""
+"""Tokens of a row that are read at once."""
 BLOCKS_AT_ONCE = 128
-"""Blocks of listed tokens read at once."""
+"""Blocks of listed tokens that are read at once."""
 
 _FLAGS = tl.constexpr(int(Field.FLAGS))
 _SLOT = tl.constexpr(int(Field.SLOT))

@@ -25,7 +25,7 @@ MOST_PARTS = 3
 COLUMNS = 128
 """Outputs of a program."""
 TILE_WORDS = 4
-"""Slot, or -1 without an adapter; first of its rows in the order; rows; nothing."""
+"""Words of a tile: its slot, -1 without an adapter; the place of its first row in the order; its rows; and padding."""
 FEW_ROWS = 16
 """Rows of a tile of a decode step."""
 MANY_ROWS = 64
@@ -37,7 +37,7 @@ SHARES = {FEW_ROWS: 8, MANY_ROWS: 2}
 FLOAT_DEPTH = 64
 WARPS = {FEW_ROWS: 2, MANY_ROWS: 4}
 NORM_WARPS = 4
-"""Of a launch with norms."""
+"""Warps of a launch that computes norms too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Tiles:
     order: Tensor
     """All rows, those of a tile side by side, [rows] int64."""
     slots: Tensor
-    """By row, -1 without an adapter, [rows] int64."""
+    """The slot of each row, -1 without an adapter, [rows] int64."""
     rows: int
-    """Of a tile at most: FEW_ROWS or MANY_ROWS."""
+    """Most rows of a tile: FEW_ROWS or MANY_ROWS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Factors:
 
 @triton.jit
 def of_part(part, first, second, third):
-    """Of three pointers that of a part, by selection, which keeps their alignment known."""
+    """Selects the pointer of a part. The compiler still knows its alignment, which it would not after a load."""
     return tl.where(part == 2, third, tl.where(part == 1, second, first))
 
 
