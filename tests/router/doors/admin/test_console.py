@@ -31,7 +31,7 @@ from yarl import URL
 SECRET = "s3cret-and-long"
 NOBODY = "127.0.0.1:1"
 WITH_TOKEN = {"Authorization": f"Bearer {SECRET}"}
-GENERATING = ("v1/chat/completions", "v1/completions")
+GENERATING = ("v1/chat/completions", "v1/completions", "v1/responses")
 
 
 class Browser:

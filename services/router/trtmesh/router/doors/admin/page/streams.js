@@ -6,7 +6,8 @@ import { call } from "./mesh.js";
 const PAGE = 20;
 const STALLED_SECONDS = 2;
 
-const keyOf = (request) => `${request.owner} ${request.request_id}`;
+// Names have no line ends.
+const keyOf = (request) => `${request.owner}\n${request.request_id}`;
 const sequencesOf = (request) => request.items.flatMap((item) => item.sequences);
 const tokensOf = (request) => request.items.reduce((total, item) => total + item.generated_tokens, 0);
 
