@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from engine.torch.combinations import rows
 from engine.torch.conftest import ModelDir
 from engine.torch.cuda.interpreted import recomputed
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
+from trtmesh.engine.backends.torch.cuda.capturing import Rows
 from trtmesh.engine.backends.torch.cuda.device import Cuda
+from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -60,3 +64,42 @@ async def test_captured_steps_equal_their_operations(
     async with running(folder, **options) as engine:
         assert await streams(engine) == captured
     assert any(logits for _, logits in captured)
+
+
+class SharedGraphs:
+    """Decode graphs of a divided model, as far as a step launched ahead needs them."""
+
+    are_captured = are_shared = True
+
+    def __init__(self) -> None:
+        self.followed: list[list[int]] = []
+
+    def follow(self, chunks: list[Any], places: list[int]) -> Rows:
+        self.followed.append(list(places))
+        return Rows(torch.zeros(len(chunks), 8), torch.zeros(len(chunks), dtype=torch.int64))
+
+
+def test_ranks_follow_by_the_rows_of_graphs() -> None:
+    """The first alone chooses. Where its rows are others than those of the graph, nothing follows."""
+    nothing: Any = lambda *_: []  # noqa: E731
+    own: Any = SimpleNamespace(move=0, synchronize=0, check=0, release_memory=0)
+    rules: Any = SimpleNamespace(by_host=nothing, guided=nothing)
+    untyped: Any = None
+
+    def rank() -> tuple[GraphRunner, SharedGraphs]:
+        graphs: Any = SharedGraphs()
+        cpu = torch.device("cpu")
+        return GraphRunner(own, graphs, untyped, None, rules, untyped, cpu), graphs
+
+    chunks: list[Any] = [SimpleNamespace(sequence=SimpleNamespace(key=key)) for key in range(3)]
+    (first, its), (other, others) = rank(), rank()
+    sequences = [chunk.sequence for chunk in chunks]
+    for going in ([0, 1, 2], [0, 2]):
+        for each in (first, other):
+            forward = each.follow([chunks[row] for row in going], going)
+            if each is first:
+                first.choose([chunk.sequence for chunk in forward.completing], forward.logits)
+                assert first.may_follow
+    assert its.followed == others.followed == [[0, 1, 2], [0, 2]]
+    first.choose(sequences[2:], forward.logits[1:])
+    assert not first.may_follow

@@ -75,6 +75,11 @@ class DecodeGraphs:
         return bool(self._replays)
 
     @property
+    def are_shared(self) -> bool:
+        """Whether other ranks compute as well, which know tokens by the rows of the graphs alone."""
+        return self._share is not None
+
+    @property
     def take_adapters(self) -> bool:
         return bool(self._adapted_replays)
 
@@ -116,8 +121,7 @@ class DecodeGraphs:
 
     def take(self, rows: SequenceOf[int], tokens: Tensor) -> bool:
         """Takes tokens of the last launch that were chosen otherwise. Returns whether `follow` finds them."""
-        if self._share or not self.are_captured:
-            # Other ranks have the tokens of the graphs.
+        if self.are_shared or not self.are_captured:
             return False
         self._tokens.index_copy_(0, indexes(rows, tokens), tokens)
         return True

@@ -107,7 +107,8 @@ class GraphRunner:
         return Forward(self._completing, rows.logits, [], drafted)
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
-        places = [self._chosen[row] for row in rows]
+        # Other ranks than the first choose nothing: theirs are the rows of the graphs.
+        places = [self._chosen[row] for row in rows] if self._chosen else rows
         self._rows, self.may_follow = self._graphs.follow(chunks, places), False
         self._own = self._graphs
         self._completing, self._decoded = list(chunks), len(chunks)
@@ -137,6 +138,8 @@ class GraphRunner:
             log_probs = _with_rows(log_probs, found, rows, len(tokens))
         # After drafts, the last tokens are not in the rows of their sequences.
         follows = self._own is self._graphs and self._graphs.are_captured
+        if self._graphs.are_shared:
+            follows = follows and places == range(len(tokens))
         self._chosen, self.may_follow = places, follows
         choice = None
         if rest:
