@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale
 from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages, TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NO_TOKEN
+from trtmesh.engine.backends.torch.cuda.kernels.updates import Factors
 from trtmesh.engine.backends.torch.model.attention import Rule
 
 
@@ -133,3 +135,20 @@ def highest_reference(logits: Tensor) -> Tensor:
     """The tokens of rows of temperature 0."""
     peaks, ids = logits.float().max(1)
     return torch.where(peaks.abs() < math.inf, ids, NO_TOKEN)
+
+
+def updates_reference(
+    slots: Sequence[int], parts: Sequence[Factors], given: Tensor, output: Tensor
+) -> Tensor:
+    """`output` with the update of each row's slot, -1 for none."""
+    wide = output.double()
+    for row, slot in enumerate(slots):
+        first = 0
+        for part in parts:
+            after = first + part.b.shape[2]
+            if slot >= 0:
+                rank = int(part.ranks[slot])
+                inner = part.a[slot, :rank].double() @ given[row].double()
+                wide[row, first:after] += inner @ part.b[slot, :rank].double()
+            first = after
+    return wide

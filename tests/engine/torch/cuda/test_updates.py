@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 import torch
+from engine.torch.cuda.references import updates_reference
 from torch import Tensor, nn
 from trtmesh.engine.adapters.lora import Module, Place, Target, Update
 from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale, norm_reference
@@ -17,7 +18,6 @@ from trtmesh.engine.backends.torch.cuda.kernels.updates import (
     expand,
     expand_gated,
     shrink_normed,
-    updates_reference,
 )
 from trtmesh.engine.backends.torch.cuda.layers import KernelNorm, LayerProducts
 from trtmesh.engine.backends.torch.cuda.updates import (

@@ -73,8 +73,6 @@ class ReplayResult:
     """Items with an adapter."""
     adapter_deliveries: int
     adapter_copies: int
-    finished_at: float
-    """Time of the last end from the start of the trace."""
 
     @property
     def hit_rate(self) -> float:

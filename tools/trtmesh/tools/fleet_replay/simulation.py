@@ -149,7 +149,6 @@ class _Simulation:
         self._ends: list[float] = []
         self._gaps: list[float] = []
         self._handoffs = 0
-        self._finished_at = 0.0
 
     def arrive(self, arrival: Arrival) -> None:
         """Places an item as a router would."""
@@ -298,7 +297,6 @@ class _Simulation:
         self._ends.append(now - arrival.seconds)
         if tokens > 1:
             self._gaps.append((now - item.first) / (tokens - 1))
-        self._finished_at = now
 
     def _hand_over(self, sender: ReplayedWorker, item: _Item) -> None:
         """Moves the KV that the other worker lacks; most of it moved while the prompt was computed."""
@@ -339,7 +337,6 @@ class _Simulation:
             adapter_items=sum(bool(a.adapter) for a in arrivals),
             adapter_deliveries=sum(w.adapters.store.loads for w in workers),
             adapter_copies=sum(w.adapters.copies for w in workers),
-            finished_at=self._finished_at,
         )
 
     def _snapshot(self, worker: ReplayedWorker, now: float) -> WorkerSnapshot:

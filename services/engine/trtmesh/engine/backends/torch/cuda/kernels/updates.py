@@ -446,20 +446,3 @@ def shrink_arguments(updates: Updates | None, inner: Inner | None) -> Sequence[A
 def _three(given: Sequence[Any]) -> Sequence[Any]:
     """One for each of MOST_PARTS; the last stands for parts that are not there."""
     return [*given, given[-1], given[-1]][:MOST_PARTS]
-
-
-def updates_reference(
-    slots: Sequence[int], parts: Sequence[Factors], given: Tensor, output: Tensor
-) -> Tensor:
-    """`output` with the update of each row's slot, -1 for none."""
-    wide = output.double()
-    for row, slot in enumerate(slots):
-        first = 0
-        for part in parts:
-            after = first + part.b.shape[2]
-            if slot >= 0:
-                rank = int(part.ranks[slot])
-                inner = part.a[slot, :rank].double() @ given[row].double()
-                wide[row, first:after] += inner @ part.b[slot, :rank].double()
-            first = after
-    return wide
