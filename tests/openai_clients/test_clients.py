@@ -62,7 +62,11 @@ CLIENTS: tuple[Python | Node, ...] = (
     Python("instructor_package", ("instructor>=1.17,<2",)),
     Python(
         "lm_evaluation",
-        ("--no-binary=sqlitedict,word2number,rouge-score", "lm-eval[api]>=0.4.13,<0.5"),
+        (
+            "--no-binary=sqlitedict,word2number,rouge-score",
+            "lm-eval[api]>=0.4.13,<0.5",
+            "transformers>=5,<6",
+        ),
     ),
     Python("aiperf_load", ("aiperf>=0.13,<0.14",)),
     Python("guidellm_load", ("guidellm>=0.8.1,<0.9",)),
