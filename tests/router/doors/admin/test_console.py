@@ -288,6 +288,8 @@ async def test_what_is_no_call_is_refused() -> None:
         for body in (b"[]", b"{", b'{"nothing": 1}', b'{"request_id": 1}'):
             status, answer = await browser.call("calls/Explain", body)
             assert status == 400, answer
+        status, answer = await browser.call("calls/Explain", {"x" * 2**15: 1})
+        assert (status, len(answer["error"]) < 512) == (400, True)
         assert (await browser.call("calls/Explain", b" " * 2**17))[0] == 413
         # The playground is OpenAI's door, which is not there without a port for HTTP.
         assert (await browser.call(GENERATING[0]))[0] == 404

@@ -352,6 +352,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "tool_choice.allowed_tools.tools",
     ),
+    (
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [NAMED | {"type": "custom"}]},
+            }
+        },
+        "tool_choice.allowed_tools.tools[0].type",
+    ),
     *(
         (
             {

@@ -25,6 +25,7 @@ from trtmesh.chassis.bearer import BEARER_METADATA_KEY, AdminToken
 from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import InvalidRequest, Unauthenticated
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
+from trtmesh.chassis.quoting import cut
 from trtmesh.chassis.rpc import RpcContext
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.admin.service import RouterAdminService
@@ -200,7 +201,7 @@ class Console:
         try:
             asked = ParseDict(body, getattr(pb, f"{method}Request")())
         except ParseError as error:
-            raise InvalidRequest(f"the body is no {method}Request: {error}") from None
+            raise InvalidRequest(f"the body is no {method}Request: {cut(str(error))}") from None
         answer = await getattr(self._service, method)(asked, _call_of_page())
         return web.Response(
             body=orjson.dumps(await _as_dict(answer)),

@@ -253,5 +253,5 @@ def parsed_arguments(name: str, given: Any) -> Any:
 def check_role(name: str, role: Any) -> None:
     """Raises InvalidField for a role that no message has."""
     if role not in ROLES:
-        told = quoted(role) if isinstance(role, str) else "missing"
+        told = "missing" if role is None else quoted(str(role))
         raise InvalidField(f"is {told} but must be one of {', '.join(ROLES)}", field=f"{name}.role")

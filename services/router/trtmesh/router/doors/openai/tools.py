@@ -89,11 +89,7 @@ def read_tools(fields: Fields, tool_format: str) -> ToolUse | None:
 def _tool(path: str, given: Any) -> Tool:
     if not OBJECT.has(given):
         raise InvalidField("must be an object", field=path)
-    told = Fields(given, f"{path}.")
-    if (kind := told.need("type", TEXT)) != "function":
-        raise InvalidField.of(f"{path}.type", kind, "function")
-    function = told.need("function", OBJECT)
-    told.refuse_rest()
+    function = _function(f"{path}.", given)
     about = Fields(function, f"{path}.function.")
     name = about.need("name", TEXT)
     if not NAME.fullmatch(name):
@@ -106,6 +102,16 @@ def _tool(path: str, given: Any) -> Tool:
     about.refuse_rest()
     kept = {key: value for key, value in function.items() if key != "strict" and value is not None}
     return Tool(name, schema or ANY_OBJECT, strict, {"type": "function", "function": kept})
+
+
+def _function(path: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function of a tool of this type. Raises InvalidField."""
+    told = Fields(given, path)
+    if (kind := told.need("type", TEXT)) != "function":
+        raise InvalidField.of(f"{path}type", kind, "function")
+    function: Mapping[str, Any] = told.need("function", OBJECT)
+    told.refuse_rest()
+    return function
 
 
 def _chosen(choice: Any, known: Collection[str]) -> tuple[str, Sequence[str]]:
@@ -127,7 +133,7 @@ def _chosen(choice: Any, known: Collection[str]) -> tuple[str, Sequence[str]]:
             if (mode := allowed.need("mode", TEXT)) not in MODES[1:]:
                 raise InvalidField.of(f"{path}mode", mode, "auto or required")
             functions = [
-                Fields(each, f"{path}tools[{number}].").need("function", OBJECT)
+                _function(f"{path}tools[{number}].", each)
                 for number, each in enumerate(allowed.take_list("tools", OBJECT))
             ]
             if not functions:
