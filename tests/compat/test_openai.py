@@ -298,7 +298,7 @@ async def test_operator_names_models_and_the_model_gives_defaults(tmp_path: Path
     settings = {
         "TRTMESH_TOKENIZER_MODEL_DIR": str(model_dir),
         "TRTMESH_TOKENIZER_ALLOW_REQUEST_TEMPLATES": "true",
-        "TRTMESH_ROUTER_OPENAI_ALIASES": '{"gpt-5": "other", "gone": "nowhere"}',
+        "TRTMESH_ROUTER_OPENAI_ALIASES": '{"gpt-5": "other", "gone": "nowhere", "other": "other"}',
         "TRTMESH_ROUTER_MODELS": "demo,other",
         "TRTMESH_ROUTER_OPENAI_UNKNOWN_FIELDS": "report",
     }
@@ -315,8 +315,8 @@ async def test_operator_names_models_and_the_model_gives_defaults(tmp_path: Path
         listed = (await http.get("/v1/models")).json["data"]
         assert [(each["id"], each["root"], each["parent"]) for each in listed] == [
             ("demo", "demo", None),
-            ("other", "other", None),
             ("gpt-5", "other", None),
+            ("other", "other", None),
         ]
         template = "Say: {{ messages[0].content }}"
         body = {"messages": CHAT_BODY["messages"], "chat_template": template}

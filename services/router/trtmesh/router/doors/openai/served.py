@@ -77,7 +77,8 @@ class ServedModels:
         named = [*models, *sorted(self._adapters_by_name(), key=lambda adapter: adapter.name)]
         by_name = {served.name: served for served in named}
         meant = ((name, by_name.get(self._aliases[name])) for name in sorted(self._aliases))
-        return named + [replace(served, name=name) for name, served in meant if served]
+        own = [served for served in named if served.name not in self._aliases]
+        return own + [replace(served, name=name) for name, served in meant if served]
 
     def _adapters_by_name(self) -> Iterator[Served]:
         """The adapters that operators registered. Of one that any model may have, the parent is the default model."""
