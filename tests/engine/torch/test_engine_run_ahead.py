@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine.short_names import by_short_names
+from engine.torch.drafts.drafters import Knowing
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from torch import Tensor
@@ -18,6 +19,9 @@ from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.admission import admit
 from trtmesh.engine.backend import PromptDetails, StepOutput, Submission
 from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
+from trtmesh.engine.backends.torch.drafts import drafting
+from trtmesh.engine.backends.torch.drafts.drafter import Wish
+from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
 from trtmesh.engine.backends.torch.engine import Launched
 from trtmesh.engine.backends.torch.loading import load_engine
 from trtmesh.engine.backends.torch.model.weights import weight_files
@@ -356,6 +360,27 @@ def test_step_that_cannot_be_launched_ahead_is_launched_later(llama: Path) -> No
         driver.run()
     assert failing.compute.followed > 6
     assert failing.tokens == known.tokens
+
+
+class Broken(Knowing):
+    """Fails every time."""
+
+    def propose(self, wishes: SequenceOf[Wish]) -> list[list[int]]:
+        raise RuntimeError("as planned")
+
+
+def test_steps_launched_ahead_end_the_pause_of_a_source_of_drafts(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "PAUSE_STEPS", 5)
+    driver = FollowingDriver(llama, drafts="ngram", **AMPLE)
+    own = driver.engine.drafting
+    assert own
+    own.drafter, own.lengths = Broken({}), FixedLengths(2)
+    driver.add(1, [5, 6, 7], LONGER)
+    driver.run()
+    assert driver.compute.followed > 12
+    assert own.counts.failures == 3
 
 
 async def test_backend_launches_ahead_and_gives_the_same_tokens(llama: Path) -> None:

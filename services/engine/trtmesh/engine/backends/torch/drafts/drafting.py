@@ -177,6 +177,8 @@ class Drafting:
 
     def ahead(self, chunks: SequenceOf[Chunk]) -> Speculation | None:
         """The step of `chunks` launched ahead, to be measured; None where it has no sequence that may have drafts."""
+        if self._paused_steps:
+            self._paused_steps -= 1
         if not any(chunk.sequence.key in self._followed for chunk in chunks):
             return None
         return Speculation([], len(chunks), self._now(), is_ahead=True)
