@@ -142,6 +142,57 @@ def test_failing_guides_are_left_to_the_choice() -> None:
     assert time.late(rows) == set()
 
 
+class Ending:
+    """Implements Matcher: meets a limit at its first token, or in the mask after it."""
+
+    end_ids, mask_bytes, may_end, problem = (), 8, False, ""
+
+    def __init__(self, accepted: int) -> None:
+        self._accepted = accepted
+
+    def copy(self) -> Ending:
+        return Ending(self._accepted)
+
+    def accept(self, _token_ids: Sequence[int]) -> int:
+        return self._accepted
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def fill(self, _row: Any) -> str:
+        self.problem = "a limit"
+        return self.problem
+
+
+def filled_one_by_one(places: Sequence[Matcher], rows: Any) -> None:
+    for place, row in zip(places, rows, strict=True):
+        place.fill(row)
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+@pytest.mark.parametrize("together", [None, filled_one_by_one])
+def test_guides_that_end_are_counted_once(together: Any, accepted: int) -> None:
+    sequences: list[Any] = []
+    for key in range(6):
+        guide = Guide(Grammar(Ending(accepted)), 0)
+        guide.last_seconds = 0.0
+        sequences.append(
+            SimpleNamespace(
+                key=key,
+                token_rules=SimpleNamespace(guided=True),
+                tokens=[5],
+                rule=SimpleNamespace(end_ids=(0,)),
+                guide=guide,
+            )
+        )
+    counts = GuideCounts()
+    time = MaskTime(counts, together)
+    time.begin()
+    assert time.late(sequences) == set()
+    assert [bool(each.guide.problem) for each in sequences] == [True] * 6
+    assert counts.not_followed == 6
+
+
 def test_unguided_rows_are_never_late() -> None:
     row: Any = SimpleNamespace(key=1, token_rules=SimpleNamespace(guided=False))
     assert MaskTime(GuideCounts()).late([row]) == set()

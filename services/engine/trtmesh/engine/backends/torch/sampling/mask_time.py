@@ -78,7 +78,7 @@ class MaskTime:
                 with suppress(Exception):
                     if place := guide.place(sequence.tokens, STEP_SECONDS):
                         together.append((sequence, guide, place))
-                self._took(guide, before)
+                self._spend(guide.seconds - before)
         if not together:
             return
         places = [place for _, _, place in together]
@@ -94,8 +94,8 @@ class MaskTime:
         each = took if took > STEP_SECONDS / 2 else min(took, TOGETHER_SECONDS)
         for row, (sequence, guide, _) in zip(rows, together, strict=True):
             guide.take(row, sequence.rule.end_ids, each)
-        self._left -= took
-        self._counts.mask_seconds += took
+            self._counts.not_followed += bool(guide.problem)
+        self._spend(took)
 
     def _makes(self, sequence: Continuation) -> bool:
         guide = sequence.guide
@@ -105,15 +105,14 @@ class MaskTime:
             is_made = guide.makes(sequence.tokens, end_ids, STEP_SECONDS)
         except Exception:  # noqa: BLE001 - the choice meets it again, and ends this item alone
             is_made = True
-        self._took(guide, before)
+        took = guide.seconds - before
+        self._spend(took)
+        self._counts.not_followed += bool(took and guide.problem)
         return is_made
 
-    def _took(self, guide: Guide, before: float) -> None:
-        """Counts what a guide took beyond the seconds `before`."""
-        took = guide.seconds - before
-        self._left -= took
-        self._counts.mask_seconds += took
-        self._counts.not_followed += bool(took and guide.problem)
+    def _spend(self, seconds: float) -> None:
+        self._left -= seconds
+        self._counts.mask_seconds += seconds
 
 
 def _expected(sequence: Continuation) -> float:
