@@ -12,11 +12,13 @@ import pytest
 VARIABLE = "TRTMESH_TEST_DATA"
 
 
+def has_public(name: str) -> bool:
+    """Whether a file is there."""
+    return VARIABLE in os.environ and (Path(os.environ[VARIABLE]) / name).is_file()
+
+
 def public_json(name: str) -> Any:
     """The content of a file; skips the test where it is absent."""
-    if VARIABLE not in os.environ:
+    if not has_public(name):
         pytest.skip(f"{VARIABLE} names no directory with {name}")
-    file = Path(os.environ[VARIABLE]) / name
-    if not file.is_file():
-        pytest.skip(f"no {file}")
-    return json.loads(file.read_text(encoding="utf-8"))
+    return json.loads((Path(os.environ[VARIABLE]) / name).read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from compat.openai_schemas import check
+from compat.openai_schemas import check, need_specification
 from compat.plain_http import PlainHttp, Reply
 from compat.test_openai import CHAT, drawn_body
 from e2e.mesh import Mesh
@@ -123,6 +123,7 @@ WALKS = 60
 
 
 async def test_every_answer_is_of_the_specification(http: PlainHttp) -> None:
+    need_specification()
     random_ = random.Random(37)
     statuses: Counter[int] = Counter()
     for _ in range(WALKS):
