@@ -203,7 +203,7 @@ async def test_prefix_goes_where_the_engine_has_it() -> None:
     assert {cached for _, cached in found} == {len(prefix)}
 
 
-async def test_stop_text_and_stop_sequence() -> None:
+async def test_stops_act_and_an_unsupported_field_is_refused_by_name() -> None:
     answer = greedy(PROMPTS[0], 60)
     async with fleet("vllm") as running:
         client = running.mesh.client
@@ -218,16 +218,12 @@ async def test_stop_text_and_stop_sequence() -> None:
                 stop_texts=[decode(answer[10:13]).strip() or decode(answer[10:13])],
             ),
         )
+        (refused,) = await client.complete(PROMPTS[:1], max_tokens=3, beam_width=2)
     assert by_ids[0].sequences[0].token_ids == tuple(answer[:12])
     assert by_ids[0].reason is FinishReason.STOP_WORD
     assert by_text[0].reason is FinishReason.STOP_WORD
-
-
-async def test_unsupported_field_is_refused_by_name() -> None:
-    async with fleet("vllm") as running:
-        (item,) = await running.mesh.client.complete(PROMPTS[:1], max_tokens=3, beam_width=2)
-    assert isinstance(item.error, UnsupportedField)
-    assert "beam_search.beam_width" in item.error.fields
+    assert isinstance(refused.error, UnsupportedField)
+    assert "beam_search.beam_width" in refused.error.fields
 
 
 async def test_clients_seed_finds_no_place_on_an_engine_without_seeds() -> None:
@@ -251,7 +247,7 @@ async def test_foreign_and_own_engines_serve_side_by_side() -> None:
     assert running.engines[0].url in workers
 
 
-async def test_admin_adds_and_removes_an_engine() -> None:
+async def test_admin_adds_and_removes_an_engine_and_learns_why_one_is_absent() -> None:
     async with foreign_process("vllm") as engine, fleet("vllm") as running:
         mesh = running.mesh
         added = await mesh.admin.add_worker(engine.url, wait_seconds=120)
@@ -269,20 +265,15 @@ async def test_admin_adds_and_removes_an_engine() -> None:
             await mesh.admin.add_worker("vlm://127.0.0.1:1")
         with pytest.raises(InvalidField, match="link-local"):
             await mesh.admin.add_worker("vllm://169.254.169.254:80")
-
-
-async def test_absent_engine_is_explained() -> None:
-    async with fleet("vllm") as running:
-        mesh = running.mesh
         with pytest.raises(WorkerLost):
             await mesh.admin.add_worker("vllm://127.0.0.1:1", wait_seconds=0.1)
         await mesh.admin.add_worker("vllm://127.0.0.1:1", wait_seconds=0)
 
-        async def told() -> bool:
+        async def is_explained() -> bool:
             workers = (await mesh.status()).workers
             return any("cannot use vllm://127.0.0.1:1" in worker.problem for worker in workers)
 
-        await eventually(told)
+        await eventually(is_explained)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
