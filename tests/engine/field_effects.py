@@ -123,13 +123,18 @@ def adapter_cases(new: Options, see: See, settings: Mapping[str, Any]) -> dict[s
     }
 
 
-async def check(path: str, case: Case, start: Callable[..., Backend]) -> None:
+def with_and_without(path: str, case: Case) -> tuple[Options, Options]:
+    """The case's options without the field, and with it."""
     after = {**case.before, **case.added}
     fields = [config_of(options).fields_set for options in (case.before, after)]
     assert path in fields[1]
     assert fields[0] ^ fields[1] <= {path}, "more than the field differs"
+    return case.before, after
+
+
+async def check(path: str, case: Case, start: Callable[..., Backend]) -> None:
     seen = []
-    for options in (case.before, after):
+    for options in with_and_without(path, case):
         async with lab(start(**case.settings)) as on:
             seen.append(await case.see(on, options))
     assert seen[0] != seen[1], f"{path} changes nothing"

@@ -29,6 +29,7 @@ from engine.field_effects import (
     refuses,
     reused,
     survives,
+    with_and_without,
 )
 from engine.short_names import by_short_names
 from engine.torch.conftest import Device
@@ -199,8 +200,12 @@ def plain(llama: Path) -> list[int]:
     return tiny_models.greedy(tiny_models.reference_model(llama), PROMPT, 12)
 
 
-@pytest.mark.parametrize("path", sorted(SUPPORTED_FIELDS | ADAPTERS))
+@pytest.mark.parametrize(
+    "path", sorted(path for path in SUPPORTED_FIELDS | ADAPTERS if not path.startswith(CHOSEN_BY))
+)
 async def test_field_acts(path: str, llama: Path, plain: list[int]) -> None:
+    """The fields of CHOSEN_BY act below, all in one engine."""
+
     def start(**settings: Any) -> Backend:
         return torch_backend(llama, **settings)
 
@@ -222,7 +227,7 @@ def alone(case: Case) -> Options:
     return options
 
 
-async def test_fields_act_where_a_gpu_chooses(
+async def test_fields_act_alike_on_a_cpu_and_where_a_gpu_chooses(
     device: Device, llama: Path, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By itself and with all others in a batch, each field gives the tokens of a CPU. Without a GPU the choice is a
@@ -231,7 +236,7 @@ async def test_fields_act_where_a_gpu_chooses(
     chosen = {path: cases[path] for path in SUPPORTED_FIELDS if path.startswith(CHOSEN_BY)}
     assert all(case.see is everything and not case.settings for case in chosen.values())
     asked = {
-        path: [*map(config_of, (case.before, {**case.before, **case.added}, alone(case)))]
+        path: [*map(config_of, (*with_and_without(path, case), alone(case)))]
         for path, case in chosen.items()
     }
 
@@ -249,7 +254,8 @@ async def test_fields_act_where_a_gpu_chooses(
         with on.gate.held():
             keys = {path: on.submit(PROMPT, configs[1]) for path, configs in asked.items()}
         together = {path: await on.ended(keys[path]) for path in asked}
-    assert [path for path, (before, after, _) in found.items() if before == after] == []
+    for chosen_by in (expected, found):
+        assert [path for path, (before, after, _) in chosen_by.items() if before == after] == []
     if not device:
         assert [path for path in asked if found[path] != expected[path]] == []
     for path, runs in found.items():
