@@ -91,7 +91,7 @@ class Requested:
             raise InvalidField("belongs to a request with stream", field="stream_options")
         options = Fields(given, "stream_options.")
         with_usage = options.take_flag("include_usage")
-        # Pads chunks against listeners who measure them; nothing here does.
+        # It pads chunks against listeners who measure their sizes; nothing here does.
         options.refuse("include_obfuscation", "is not served", neutral=False)
         with_usage_so_far = options.take_flag("continuous_usage_stats")
         options.refuse_rest()

@@ -83,7 +83,7 @@ BODIES = _codes(
 MODELS = _codes(llama.LlamaForCausalLM, mixtral.MixtralForCausalLM, qwen3_moe.Qwen3MoeForCausalLM)
 EXPERTS = _codes(mixtral.MixtralExperts, qwen3_moe.Qwen3MoeExperts)
 ROUTERS = _codes(mixtral.MixtralTopKRouter, qwen3_moe.Qwen3MoeTopKRouter)
-"""Of the experts of a mixture."""
+"""The layers that choose the experts of a mixture."""
 
 
 def replace_layers(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STEP_SECONDS = 0.01
-"""CPU time."""
+"""CPU time for the masks of a step."""
 LEAST_TOGETHER = 4
 """Fewer masks are made one by one."""
 
 
 class MaskTime:
-    """What is left of the time of a step."""
+    """Makes the masks of guided sequences within the time of a step."""
 
     def __init__(self, counts: GuideCounts, fill_together: FillTogether | None = None) -> None:
         """Without `fill_together` masks are made one by one."""
@@ -68,7 +68,7 @@ class MaskTime:
         return late
 
     def _make_together(self, fill_together: FillTogether, guided: Sequence[Continuation]) -> None:
-        """Makes the masks that take little time, as far as nothing fails."""
+        """Makes the masks that take little time together; after a failure none, and they are made one by one."""
         together: list[tuple[Continuation, Guide, Matcher]] = []
         for sequence in guided:
             guide = sequence.guide
