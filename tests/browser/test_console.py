@@ -31,7 +31,7 @@ TORCH = ("--backend", "torch", "--model-dir", str(DEMO), "--torch-threads", "1")
 WORKERS = ("one", "two", "three")
 PATIENCE_MS = 60_000
 SECRET = "s3cret-and-long"
-LONG = "100"
+LONG = "600"
 """Tokens of an answer during which there is time for a click or two."""
 
 Page = Any
@@ -195,7 +195,7 @@ async def test_everything_is_reached_by_keyboard(browser: Any, mesh: Mesh) -> No
             await page.keyboard.press("Tab")
             assert await page.evaluate("document.activeElement.textContent") == name
         await page.keyboard.press("Enter")
-        await page.wait_for_function("document.activeElement.id === 'why'")
+        await api.expect(page.locator("#why")).to_be_focused()
         await page.focus("#running button")
         await page.keyboard.press("Enter")
         await ended(page)

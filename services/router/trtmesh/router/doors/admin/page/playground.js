@@ -60,6 +60,7 @@ export class Playground {
     answer.ariaBusy = "true";
     this.tops.show([]);
     put($("said"), "running");
+    put($("running").lastChild, "");
     $("running").hidden = false;
     $("send").ariaDisabled = "true";
     let ended = "";
