@@ -77,10 +77,14 @@ def filling_together(threads: int) -> FillTogether:
     executor = LLExecutor(threads)
 
     def fill(matchers: Sequence[Matcher], rows: Row) -> None:
-        own = [each for each in matchers if isinstance(each, GuidanceMatcher)]
-        places = [(each.own, place) for place, each in enumerate(own)]
+        places = []
+        for place, each in enumerate(matchers):
+            assert isinstance(each, GuidanceMatcher)
+            places.append((each.own, place))
+            end_ids = each.end_ids
         executor.unsafe_compute_mask_ptr(places, rows.ctypes.data, rows.shape[1], len(rows))
-        for token in own[0].end_ids:
+        # The model's, so those of every row.
+        for token in end_ids:
             rows[:, token >> 3] &= 0xFF ^ (1 << (token & 7))
 
     return fill

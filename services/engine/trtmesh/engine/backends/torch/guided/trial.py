@@ -49,9 +49,10 @@ def limits(max_row_items: int | None) -> LLParserLimits:
 
 def problem_of_trial(grammar: str, check: Callable[[], None]) -> str:
     """Returns why the process could not compile a grammar, or ''. Raises the exceptions of `check`."""
-    given: bytes | None = grammar.encode()
-    if len(grammar) <= SMALL_BYTES:
+    encoded = grammar.encode()
+    if len(encoded) <= SMALL_BYTES:
         return ""
+    given: bytes | None = encoded
     with _begun() as process:
         try:
             while process.returncode is None:
