@@ -1,0 +1,353 @@
+"""The record of a run: what is sent, what came back, and the file of both.
+
+A file has one run after another, a JSON object a line: a line of kind `run` begins one, a line of kind `answer` follows
+for every item that was sent, in the order in which they ended, and a line of kind `end` closes it. A run without that
+line was killed; its answers count.
+
+Times are seconds since the start of the run, of a monotonic clock; `Header.started_unix_s` is that start by the clock
+on the wall.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal, Self
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+from trtmesh.chassis.errors import SettingsError
+
+SCHEMA = 1
+"""Version of the file; a reader refuses a newer one."""
+
+MAX_LINE_BYTES = 1 << 28
+
+
+class AnswerOutcome(StrEnum):
+    """How an item ended. Each item that was sent has exactly one."""
+
+    OK = "ok"
+    ERROR = "error"
+    """It failed, its stream broke, or the protocol was not kept."""
+    CANCELLED = "cancelled"
+    """By the tool, at the end of the run or at Ctrl-C, or by someone else at the server."""
+    REFUSED = "refused"
+    """The server had no room: UNAVAILABLE with a full queue, RESOURCE_EXHAUSTED, 429, 503."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One item to send, of a text or of token ids. Equal for every target and every run of a workload."""
+
+    index: int
+    """Identity in the workload; pairs the answers of two runs."""
+    text: str | None = None
+    ids: tuple[int, ...] = ()
+    """Token ids in place of `text`."""
+    history: tuple[str, ...] = ()
+    """Earlier texts of the conversation, the user's and the model's in turn; the driver fills in the model's."""
+    max_tokens: int = 16
+    seed: int | None = None
+    adapter: str = ""
+    """Name or number of a LoRA."""
+    json_schema: str | None = None
+    """The answer must be JSON of this schema."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Other sampling fields by their native names (`temperature`, `top_k`, `ignore_end_id`, ...)."""
+
+    @property
+    def whole_text(self) -> str:
+        """The conversation up to the prompt as one text."""
+        return "".join((*self.history, self.text or ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One request: several prompts are a batch, which only native targets have."""
+
+    prompts: tuple[Prompt, ...]
+    planned_s: float | None = None
+    """When to send it; None in a closed loop."""
+    session: str = ""
+    """Requests of one session are sent one after the other, each `delay_s` after the end of the one before; then
+    `planned_s` is that of the first alone."""
+    turn: int = 0
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back of one item."""
+
+    index: int
+    batch_index: int
+    request_id: str
+    planned_s: float
+    """When it was due; in a closed loop when it was sent. Latencies count from here."""
+    sent_s: float
+    ended_s: float
+    outcome: AnswerOutcome
+    error: str = ""
+    """Why it is not ok."""
+    finish_reason: str = ""
+    """As the protocol names it."""
+    arrivals_s: tuple[float, ...] = ()
+    """Of each chunk with content: text or token ids."""
+    tokens: tuple[int, ...] = ()
+    """Tokens of each of those chunks; 0 where the protocol does not say."""
+    prompt_tokens: int | None = None
+    """By the server's usage."""
+    output_tokens: int | None = None
+    """By the server's usage, else the sum of `tokens` where the protocol says all of them."""
+    text_sha256: str = ""
+    ids_sha256: str | None = None
+    """Of the token ids as decimal numbers with spaces between; None where the protocol carries none."""
+    lost: int | None = None
+    """Tokens that the offsets skipped; None where the protocol carries no offsets."""
+    doubled: int | None = None
+    """Tokens that came again."""
+    worker: str = ""
+    session: str = ""
+    turn: int = 0
+    text: str | None = None
+    """The answer itself, if texts are kept."""
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome is AnswerOutcome.OK
+
+    @property
+    def lag_s(self) -> float:
+        """How late the client sent it."""
+        return self.sent_s - self.planned_s
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What the client itself costs: the same load and protocol against a server in this machine that does nothing."""
+
+    concurrency: int
+    added_first_ms: tuple[float, float, float]
+    """p50, p90, p99 that the client adds to the time to the first token."""
+    added_gap_ms: tuple[float, float, float]
+    """p50, p90, p99 that it adds to a gap between tokens."""
+    requests_per_s: float
+    """Its ceiling, with answers of `tokens` tokens each."""
+    tokens_per_s: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disruption:
+    """A fault that was made during the run."""
+
+    kind: str
+    target: str
+    at_s: float
+    ended_s: float
+    error: str = ""
+    """Why it could not be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests were sent: in a closed loop of `concurrency`, or at the planned times of `rate`."""
+
+    kind: str
+    """`closed`, `constant`, `poisson`, `gamma`, `ramp` or `trace`."""
+    concurrency: int | None = None
+    """In an open loop the most requests at a time, if there is a limit."""
+    rate: float | None = None
+    """Requests per second."""
+    shape: Mapping[str, float | str] = field(default_factory=dict)
+    """What else the kind needs, such as `burstiness`."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.concurrency} at a time"] if self.concurrency is not None else []
+        parts += [f"{self.rate:g}/s"] if self.rate is not None else []
+        return ", ".join([self.kind, *parts, *(f"{k} {v}" for k, v in self.shape.items())])
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a run was: the first line of it."""
+
+    target: str
+    """URL, without secrets."""
+    protocol: str
+    load: Load
+    workload: str
+    """The prompts in words: the file, or the distribution."""
+    seed: int
+    model: str = ""
+    release: str = ""
+    """Version of the server, as far as it says."""
+    command: str = ""
+    """The command line, without secrets."""
+    tool: str = ""
+    """Version of trtmesh."""
+    started_unix_s: float = 0.0
+    warmup: int = 0
+    """Requests before the start, which are in no figure."""
+    duration_s: float | None = None
+    """When sending had to end; None without a limit."""
+    connections: int = 1
+    processes: int = 1
+    echo: Echo | None = None
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """What is known when a run is over: the last line of it."""
+
+    ended_s: float
+    interrupted: bool = False
+    """By Ctrl-C; then the answers are those so far."""
+    unsent: int = 0
+    """Prompts of the workload that were not sent before the end."""
+    disruptions: tuple[Disruption, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A whole run."""
+
+    header: Header
+    answers: tuple[Answer, ...]
+    end: RunEnd | None = None
+    """None for a run that was killed."""
+
+    @property
+    def lags_s(self) -> tuple[float, ...]:
+        """How late each item was sent."""
+        return tuple(answer.lag_s for answer in self.answers)
+
+    def count(self, outcome: AnswerOutcome) -> int:
+        return sum(answer.outcome is outcome for answer in self.answers)
+
+
+Line = Header | Answer | RunEnd
+
+_KINDS: Mapping[str, TypeAdapter[Line]] = {
+    "run": TypeAdapter(Header),
+    "answer": TypeAdapter(Answer),
+    "end": TypeAdapter(RunEnd),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    kind: Literal["run", "answer", "end"]
+    schema: int = SCHEMA
+
+
+_KIND = TypeAdapter(_Kind)
+
+
+def as_line(line: Line) -> bytes:
+    kind = "run" if isinstance(line, Header) else "answer" if isinstance(line, Answer) else "end"
+    return orjson.dumps({"kind": kind} | _values(line), default=_plain) + b"\n"
+
+
+def _values(line: Line) -> dict[str, Any]:
+    return {name: getattr(line, name) for name in line.__dataclass_fields__}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(type(value).__name__)
+
+
+class RunFile:
+    """Writes runs while they happen. Each line is whole on the disk once it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._file = self._path.open("wb")
+        except OSError as error:
+            raise SettingsError(f"{self._path} cannot be written: {error.strerror}") from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file:
+            self._file.close()
+
+    def write(self, line: Line) -> None:
+        assert self._file, "used outside `with`"
+        self._file.write(as_line(line))
+        if not isinstance(line, Answer):
+            self._file.flush()
+
+
+def read_runs(path: Path) -> Sequence[Run]:
+    """The runs of a file. Raises SettingsError with the line for what is no record."""
+    try:
+        with path.open("rb") as lines:
+            return [*_runs(path, lines)]
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _runs(path: Path, lines: IO[bytes]) -> Iterator[Run]:
+    run: Run | None = None
+    answers: list[Answer] = []
+    for number, text in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES), b""), 1):
+        if not text.endswith(b"\n"):
+            # The process was killed in the middle of the line.
+            break
+        line = _line(f"{path}, line {number}", text)
+        if isinstance(line, Header):
+            if run:
+                yield replace(run, answers=tuple(answers))
+            run, answers = Run(line, ()), []
+        elif run is None:
+            raise SettingsError(f"{path}, line {number}: no line of kind 'run' comes before it")
+        elif isinstance(line, Answer):
+            answers.append(line)
+        else:
+            run = replace(run, end=line)
+    if run is None:
+        raise SettingsError(f"{path} has no run; write one with `trtmesh bench serve --record`")
+    yield replace(run, answers=tuple(answers))
+
+
+def _line(where: str, text: bytes) -> Line:
+    try:
+        # Read as JSON, where tuples are lists and outcomes are words.
+        seen = _KIND.validate_json(text)
+        if seen.schema > SCHEMA:
+            raise SettingsError(
+                f"{where}: schema {seen.schema} is newer than {SCHEMA}, the last that this release reads"
+            )
+        return _KINDS[seen.kind].validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field_name = ".".join(map(str, first["loc"])) or "the line"
+        raise SettingsError(f"{where}: {field_name}: {first['msg']}") from error
+
+
+def without_secrets(arguments: Sequence[str]) -> str:
+    """A command line to show; keys are never on one, and user information of URLs is removed."""
+    return shlex.join(_without_user(each) for each in arguments)
+
+
+def _without_user(argument: str) -> str:
+    scheme, mark, rest = argument.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{authority.rpartition('@')[2]}{slash}{path}" if mark else argument
