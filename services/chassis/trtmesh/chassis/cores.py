@@ -11,7 +11,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 BYTES_PER_THREAD = 100_000_000
 """Weights for each thread. The demo's streams are faster in one thread than in two, on an idle machine and much more so
-beside other processes (`bench/README.md`, busy machine)."""
+beside other processes (`bench/history.md`, busy machine)."""
 
 
 def threads_for(weights: int, cores: int) -> int:
