@@ -188,6 +188,11 @@ class Router:
             self._requests,
         )
         token = AdminToken.read(settings.admin.token_file, os.environ)
+        if token is None and settings.admin.console == "token":
+            raise SettingsError(
+                f"is token, and there is none: set admin.token_file or {AdminToken.variable}",
+                setting="router.admin.console",
+            )
         has_console = settings.admin.console != "none"
         console = Console(
             service,

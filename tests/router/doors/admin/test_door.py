@@ -220,6 +220,12 @@ async def test_token_comes_from_the_environment() -> None:
     [
         ((), {"TRTMESH_ADMIN_TOKEN": ""}, 2, "TRTMESH_ADMIN_TOKEN is empty"),
         (("--admin-token-file", "/nowhere"), {}, 2, "/nowhere"),
+        (
+            ("--admin-console", "token"),
+            {},
+            2,
+            "--admin-console is token, and there is none: set admin",
+        ),
         (("--admin-host", "a" * 64), {}, 2, f"cannot listen for admins on {'a' * 64}"),
     ],
 )

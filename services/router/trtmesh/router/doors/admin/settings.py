@@ -22,7 +22,8 @@ class AdminSettings(Settings):
     """File with the token required of calls; if unset, the variable TRTMESH_ADMIN_TOKEN; if neither, no token."""
     console: Literal["open", "token", "none"] = "open"
     """Who may look at the console at `/console` of this address: all who reach it, or admins with the token. Changes
-    and the playground need the token either way, if there is one. `none` serves no console."""
+    and the playground need the token either way, if there is one; `token` without one is refused at the start. `none`
+    serves no console."""
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
     """Origins, such as `https://mesh.example`, under which browsers may open the console, besides IP addresses and
     `localhost`; `*` allows all."""
