@@ -39,6 +39,7 @@ Row = tuple[str, int | float, str]
 INVALID = "INVALID_ARGUMENT, 400"
 CALM = "the connection ends"
 REFUSED = "GOAWAY, closed"
+REPLACES = "replaces the one that waits longest for a request; 503, closed, if none does"
 
 
 def _pace(rate: Rate) -> str:
@@ -132,13 +133,13 @@ TABLES: dict[str, list[Row]] = {
         ("elements of typed contents", calls.MOST_TYPED_ELEMENTS, f"{INVALID}; raw contents"),
     ],
     "HTTP": [
-        ("connections (`connections.max_open`)", _ROUTER.connections.max_open, "503, closed"),
+        ("connections (`connections.max_open`)", _ROUTER.connections.max_open, REPLACES),
         (
             "connections of an IPv4 address or IPv6 network (`connections.max_per_address`)",
             _ROUTER.connections.max_per_address,
-            "503, closed",
+            REPLACES,
         ),
-        ("connections of the metrics port", metrics_endpoint.LIMITS.max_open, "503, closed"),
+        ("connections of the metrics port", metrics_endpoint.LIMITS.max_open, REPLACES),
         ("bytes of the request line or a header", http_server.MAX_LINE_BYTES, "400, closed"),
         ("headers", http_server.MAX_HEADERS, "400, closed"),
         ("parts of a path", http_server.MAX_SEGMENTS, "404"),
@@ -149,11 +150,8 @@ TABLES: dict[str, list[Row]] = {
         ),
         ("seconds to send a body", port.RECEIVE_SECONDS, "408"),
         ("bytes of a body, also decompressed", _ROUTER.max_message_bytes, "413"),
-        (
-            "seconds to send a head, or from an answer to the next request",
-            port.IDLE_SECONDS,
-            "closed",
-        ),
+        ("seconds to send a head, from its first byte", http_server.HEAD_SECONDS, "closed"),
+        ("seconds from an answer to the next request", port.IDLE_SECONDS, "closed"),
         (
             "seconds in which nothing of an answer is read (`client.unread_seconds` and one more)",
             _ROUTER.client.unread_seconds + port.UNREAD_MARGIN_SECONDS,

@@ -38,8 +38,9 @@ def limits(
     max_per_address: int = 64,
     idle_seconds: float = 60,
     unread_seconds: float = 60,
+    head_seconds: float = 60,
 ) -> HttpLimits:
-    return HttpLimits(max_open, max_per_address, 2**30, idle_seconds, unread_seconds)
+    return HttpLimits(max_open, max_per_address, 2**30, idle_seconds, unread_seconds, head_seconds)
 
 
 @asynccontextmanager
@@ -204,21 +205,46 @@ async def test_a_malformed_body_gets_a_400(rest: bytes) -> None:
         await until(lambda: not server.connection_counts._open)
 
 
-async def test_head_must_arrive_in_time() -> None:
-    async with serving(idle_seconds=0.5) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+@pytest.mark.parametrize(
+    "earlier", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["first", "second"]
+)
+async def test_head_must_arrive_in_time(earlier: bytes) -> None:
+    given = limits(head_seconds=0.5)
+    async with server_of(length, given) as (_, port), connected(port) as (reader, writer):
+        writer.write(earlier)
+        if earlier:
+            await reader.readuntil(b"!")
         writer.write(b"GET / HTTP/1.1\r\n")
-        async with asyncio.timeout(60):
-            # Bytes now and then do not prolong it.
-            while True:
-                writer.write(b"X")
-                try:
-                    async with asyncio.timeout(0.1):
-                        assert await reader.read() == b""
-                        break
-                except TimeoutError:
-                    continue
-        writer.close()
+        # Bytes now and then do not prolong it.
+        while True:
+            writer.write(b"X")
+            try:
+                async with asyncio.timeout(0.1):
+                    assert await reader.read() == b""
+                    break
+            except TimeoutError:
+                continue
+
+
+async def test_a_whole_head_may_wait_long_for_its_answer() -> None:
+    """The time of the head ends with the head, and one that begins behind a request has none yet."""
+
+    async def late(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.5)
+        return await length(request)
+
+    async with (
+        server_of(late, limits(head_seconds=0.1)) as (_, port),
+        connected(port) as (reader, writer),
+    ):
+        writer.write(GET[:10])
+        await asyncio.sleep(0)
+        writer.write(GET[10:])
+        await asyncio.sleep(0.05)
+        writer.write(GET[:10])
+        assert b"200 OK" in await reader.readuntil(b"!")
+        writer.write(GET[10:])
+        assert b"200 OK" in await reader.readuntil(b"!")
 
 
 async def bytes_left(client: socket.socket) -> int:
@@ -292,21 +318,82 @@ GET = b"GET /get HTTP/1.1\r\nHost: x\r\n\r\n"
 async def test_a_connection_beyond_the_limit_is_told_and_closed(
     given: HttpLimits, reason: str
 ) -> None:
-    async with server_of(length, given) as (server, port):
+    """While the others have requests."""
+    begun, go_on = 0, asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal begun
+        begun += 1
+        await go_on.wait()
+        return await length(request)
+
+    async with server_of(answer, given) as (server, port):
         async with connected(port) as (first, write_first), connected(port) as (second, write):
-            for reader, writer in ((first, write_first), (second, write)):
-                writer.write(GET)
-                assert b"200 OK" in await reader.readuntil(b"!")
+            write_first.write(GET)
+            write.write(GET)
+            await until(lambda: begun == 2)
             async with connected(port) as (third, _):
                 head, _, body = (await third.read()).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
             assert json.loads(body) == {"error": reason}
-            write_first.write(GET)
-            assert b"200 OK" in await first.readuntil(b"!")
+            go_on.set()
+            for reader in (first, second):
+                assert b"200 OK" in await reader.readuntil(b"!")
         await until(lambda: not server.connection_counts._open)
         async with connected(port) as (reader, writer):
             writer.write(GET)
             assert b"200 OK" in await reader.readuntil(b"!")
+
+
+@pytest.mark.parametrize("given", [limits(max_open=4), limits(max_per_address=4)])
+@pytest.mark.parametrize("sent", [b"", GET[:-2], GET], ids=["nothing", "half-a-head", "a-request"])
+async def test_connections_without_a_request_keep_nobody_out(
+    given: HttpLimits, sent: bytes
+) -> None:
+    """They give way, the longest waiting first, and those with a request do not."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/held":
+            begun.set()
+            await go_on.wait()
+        return await length(request)
+
+    async with server_of(answer, given) as (server, port), AsyncExitStack() as stack:
+        held, writer = await stack.enter_async_context(connected(port))
+        writer.write(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+        await begun.wait()
+        idle = []
+        for _ in range(20):
+            reader, writer = await stack.enter_async_context(connected(port))
+            writer.write(sent)
+            if sent == GET:
+                await reader.readuntil(b"!")
+            idle.append(reader)
+        for reader in idle[:-3]:
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        reader, writer = await stack.enter_async_context(connected(port))
+        writer.write(GET)
+        assert b"200 OK" in await reader.readuntil(b"!")
+        assert server.connection_counts._open.total() == 4
+        go_on.set()
+        assert b"/held 0!" in await held.readuntil(b"!")
+    await until(lambda: not server.connection_counts._open)
+    assert not server._waiting
+
+
+async def test_the_address_with_most_idle_connections_makes_room() -> None:
+    async with server_of(length, limits(max_open=4)) as (_, port), AsyncExitStack() as stack:
+        few, write_few = await stack.enter_async_context(connected(port))
+        loop = asyncio.get_running_loop()
+        for _ in range(20):
+            crowd = stack.enter_context(socket.socket())
+            crowd.setblocking(False)
+            crowd.bind(("127.0.0.2", 0))
+            await loop.sock_connect(crowd, ("127.0.0.1", port))
+        write_few.write(GET)
+        assert b"200 OK" in await few.readuntil(b"!")
 
 
 def post(path: str, body: bytes) -> bytes:

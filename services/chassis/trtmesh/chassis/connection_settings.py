@@ -10,7 +10,7 @@ from trtmesh.chassis.settings import Settings
 
 class ConnectionSettings(Settings):
     """Limits of the connections to each port of clients or services. A connection beyond them is closed with a GOAWAY
-    that says so, over HTTP/1.1 answered with 503."""
+    that says so. Over HTTP/1.1 it replaces one without a request, or is answered with 503."""
 
     max_open: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
     """Most open connections."""

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
+HEAD_SECONDS = 10.0
 LINGER_SECONDS = 2.0
 """How long a client may keep sending after an early answer."""
 CLOSE_SECONDS = 0.5
@@ -47,15 +48,18 @@ class HttpLimits:
     """What one server gives to its clients."""
 
     max_open: int
-    """Most open connections; further ones are answered with 503."""
+    """Most open connections. A further one replaces the connection of the busiest address that waits longest for the
+    head of a request; where none waits, it is answered with 503."""
     max_per_address: int
-    """Most open connections of one IPv4 address or one /64 network of IPv6, likewise."""
+    """Most open connections of one IPv4 address or one /64 network of IPv6, likewise among its own."""
     held_bytes: int
     """Most bytes that were received and not parsed, of all connections together."""
     idle_seconds: float
-    """How long a connection may idle, or take to send the head of a request."""
+    """How long a connection may idle between requests."""
     unread_seconds: float
     """How long a client may read nothing of an answer."""
+    head_seconds: float = HEAD_SECONDS
+    """How long the head of a request may take from its first byte."""
 
 
 class HttpServer:
@@ -75,6 +79,8 @@ class HttpServer:
         self.occasionally = Occasionally(log)
         self.draining = False
         self._open: set[_Connection] = set()
+        self._waiting: dict[str, dict[_Connection, None]] = {}
+        """Open connections without a request, by address, those that wait longest first."""
         app.on_response_prepare.append(self._complete_head)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
@@ -109,13 +115,48 @@ class HttpServer:
             response.headers[hdrs.CONNECTION] = "close"
             response.force_close()
 
-    def opened(self, connection: _Connection) -> None:
-        """A connection was admitted."""
-        self._open.add(connection)
+    def admit(self, connection: _Connection) -> str:
+        """Counts a connection until `closed`. Returns '', or why it is refused."""
+        counts, origin = self.connection_counts, connection.origin
+        problem = counts.admit(origin)
+        if problem and self._make_room(origin if counts.is_full_for(origin) else None):
+            problem = counts.admit(origin)
+        if not problem:
+            self._open.add(connection)
+            self.waits(connection)
+        return problem
+
+    def _make_room(self, origin: str | None) -> bool:
+        """Ends the connection that waits longest, of an address or else of the address with most. Returns whether one
+        did: heads that never end must keep nobody out."""
+        if origin is None:
+            origin = max(self._waiting, key=lambda each: len(self._waiting[each]), default="")
+        oldest = next(iter(self._waiting.get(origin, ())), None)
+        if oldest is None:
+            return False
+        self.occasionally(
+            "replaced", logging.INFO, "connections without a request of %s are replaced", origin
+        )
+        oldest.give_way()
+        return True
+
+    def waits(self, connection: _Connection) -> None:
+        """An admitted connection has no request."""
+        self._waiting.setdefault(connection.origin, {})[connection] = None
+
+    def asks(self, connection: _Connection) -> None:
+        """An admitted connection has a request, or is over."""
+        of_address = self._waiting.get(connection.origin, {})
+        of_address.pop(connection, None)
+        if not of_address:
+            self._waiting.pop(connection.origin, None)
 
     def closed(self, connection: _Connection) -> None:
-        """An admitted connection is over."""
-        self._open.discard(connection)
+        """A connection is over, if it was admitted."""
+        if connection in self._open:
+            self._open.discard(connection)
+            self.connection_counts.leave(connection.origin)
+            self.asks(connection)
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -199,6 +240,8 @@ class _Connection(web.RequestHandler):
         )
         self._server = server
         self._host = ""
+        self.origin = ""
+        """The owner of the limits."""
         self._starts: StartQueue
         self._input: InputTransport | None = None
         """None unless the connection is admitted and open."""
@@ -212,29 +255,39 @@ class _Connection(web.RequestHandler):
         """Whether the answer to the present request has begun."""
         self._was_used = False
         """Whether any request has begun."""
+        self._head_ends: asyncio.TimerHandle | None = None
+        """Of a head that has begun."""
         self._stalled: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         server, below = self._server, cast(asyncio.Transport, transport)
         self._host = str((below.get_extra_info("peername") or ("unknown",))[0])
-        if problem := server.connection_counts.admit(self._host):
+        self.origin = origin_of(self._host)
+        if problem := server.admit(self):
             self._refuse(below, problem)
             return
-        origin = origin_of(self._host)
-        self._starts = StartQueue(server.start_scheduler, origin)
-        self._input = InputTransport(below, self, server.turns, server.budget, origin)
+        self._starts = StartQueue(server.start_scheduler, self.origin)
+        self._input = InputTransport(below, self, server.turns, server.budget, self.origin)
         super().connection_made(cast(asyncio.Transport, self._input))
-        server.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._server.closed(self)
         if self._input is not None:
-            self._server.connection_counts.leave(self._host)
-            self._server.closed(self)
             self._input.drop()
             self._input = self._body = None
         self._forget_stall()
+        self._end_head()
         super().connection_lost(exc)
+
+    def give_way(self) -> None:
+        """Ends the connection, which has no request, for another one. An answer that is still unread is lost: its
+        memory counts no longer."""
+        transport = self.transport
+        self._server.closed(self)
+        self.force_close()
+        if transport is not None:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if data and self._input is not None:
@@ -244,8 +297,15 @@ class _Connection(web.RequestHandler):
             super().data_received(data)
 
     def parse(self, piece: bytes) -> None:
+        begins_head = self._head_ends is None and self._waiter is not None and self.in_head
         super().data_received(piece)
         self.request_waits = bool(self._messages)
+        if self.request_waits:
+            self._server.asks(self)
+            self._end_head()
+        elif begins_head:
+            seconds = self._server.limits.head_seconds
+            self._head_ends = self._loop.call_later(seconds, self.give_way)
         if self.request_waits and self._body is not None and not self._body.is_eof():
             # What waits is no request, but an error in the body, which aiohttp would tell after the answer: never.
             self._refuse_body()
@@ -273,10 +333,13 @@ class _Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Ends the connection after an answer begun before the drain."""
+        """Ends the connection after an answer begun before the drain. Else it waits for the next request."""
         if self._server.draining:
             resp.force_close()
-        return await super().finish_response(request, resp, start_time)
+        finished = await super().finish_response(request, resp, start_time)
+        if self._input is not None and not self._messages:
+            self._server.waits(self)
+        return finished
 
     async def turn(self) -> None:
         """Waits for a turn of the request."""
@@ -348,6 +411,12 @@ class _Connection(web.RequestHandler):
             "unread", logging.INFO, "connection ended: its client reads no answer"
         )
         self.transport.abort()
+
+    def _end_head(self) -> None:
+        """The head that had begun is whole, or never will be."""
+        if self._head_ends is not None:
+            self._head_ends.cancel()
+            self._head_ends = None
 
     def _forget_stall(self) -> None:
         if self._stalled is not None:

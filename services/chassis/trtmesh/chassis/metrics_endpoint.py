@@ -15,7 +15,7 @@ from trtmesh.chassis.tls.certificates import ServerTls
 
 PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 LIMITS = HttpLimits(
-    max_open=64, max_per_address=64, held_bytes=2**20, idle_seconds=30.0, unread_seconds=10.0
+    max_open=64, max_per_address=32, held_bytes=2**20, idle_seconds=30.0, unread_seconds=10.0
 )
 REST = 4
 """Rest after a rendering, in multiples of the rendering time: continuous scrapes take a fifth of a core."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,23 @@ async def test_snapshots_may_need_the_token_too(token: Path) -> None:
             assert feed.status == 401
         async with browser.feed(**WITH_TOKEN) as feed:
             assert (await snapshot(feed))["fleet"]["policy"] == "auto"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET /console HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"],
+    ids=["half-a-head", "a-request"],
+)
+async def test_idle_connections_keep_nobody_from_the_page(sent: bytes) -> None:
+    async with opened() as browser, AsyncExitStack() as stack:
+        url = URL(browser.url)
+        for _ in range(4 * console.LIMITS.max_open):
+            _, writer = await asyncio.open_connection(url.host, url.port)
+            stack.callback(writer.close)
+            writer.write(sent)
+        async with browser.feed() as feed:
+            assert (await snapshot(feed))["fleet"]["policy"] == "auto"
+            assert (await browser.get())[0] == 200
 
 
 async def test_address_without_a_console_speaks_grpc_alone() -> None:

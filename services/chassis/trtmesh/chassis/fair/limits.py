@@ -161,6 +161,10 @@ class ConnectionCounts:
         self._open[origin] += 1
         return ""
 
+    def is_full_for(self, host: str) -> bool:
+        """Whether the address has as many connections as one may have."""
+        return self._open[origin_of(host)] >= self._limits.max_per_address
+
     def leave(self, host: str) -> None:
         """Stops counting an admitted connection."""
         origin = origin_of(host)

@@ -58,7 +58,7 @@ MOST_BYTES = 2**16
 RECEIVE_SECONDS = 10.0
 """Time for a browser to send it."""
 LIMITS = HttpLimits(
-    max_open=256, max_per_address=256, held_bytes=2**24, idle_seconds=75.0, unread_seconds=10.0
+    max_open=256, max_per_address=64, held_bytes=2**24, idle_seconds=75.0, unread_seconds=10.0
 )
 
 PAGE = Path(__file__).with_name("page")

@@ -29,7 +29,7 @@ MAX_JSON_BYTES = 2**24
 RECEIVE_SECONDS = 60.0
 """Time for a client to send the body of a request."""
 IDLE_SECONDS = 75.0
-"""How long a connection may idle, or take to send the head of a request."""
+"""How long a connection may idle."""
 UNREAD_MARGIN_SECONDS = 1.0
 """How much longer than a request's client a connection may leave an answer unread."""
 
