@@ -106,6 +106,11 @@ COMMANDS = (
         PREPARE,
     ),
     LazyCommand("trtmesh.tools.triton.infer:triton", "Client of Triton models.", USE),
+    LazyCommand(
+        "trtmesh.tools.bench.app:bench",
+        "Measure a server, compare two runs, and prove that no byte was lost.",
+        OPERATE,
+    ),
     LazyCommand("trtmesh.cli.fleet:workers", "The workers of a router.", OPERATE),
     LazyCommand("trtmesh.cli.requests:requests", "The live requests of a router.", OPERATE),
     LazyCommand("trtmesh.cli.adapters:adapters", "The LoRA adapters of a router.", OPERATE),

@@ -1,0 +1,32 @@
+"""`trtmesh bench`: the commands that measure servers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import typer
+from trtmesh.cli.lazy import LazyCommand, LazyGroup
+
+
+class BenchCommands(LazyGroup):
+    """Each command's module is imported when it is used."""
+
+    lazy: ClassVar[tuple[LazyCommand, ...]] = (
+        LazyCommand(
+            "trtmesh.tools.bench.serve:serve",
+            "Send a workload to TARGET under a load, and report latencies, throughput, stalls and lost tokens.",
+        ),
+    )
+
+
+bench = typer.Typer(
+    name="bench",
+    cls=BenchCommands,
+    help="Measure a server, compare two runs, and prove that no byte was lost.",
+    no_args_is_help=True,
+)
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure a server, compare two runs, and prove that no byte was lost."""

@@ -1,0 +1,113 @@
+"""Sends the requests of a workload to a target, each at its time, and hands on the answers as they end."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.tools.bench.reception import Reception
+from trtmesh.tools.bench.record import Answer, AnswerOutcome, Plan
+from trtmesh.tools.bench.targets.target import Target
+
+MOST_OPEN = 16_384
+"""Requests at a time in an open loop, so that memory is bounded; the next ones are sent late, as their lag says."""
+
+Chain = Sequence[Plan]
+"""The requests of a session in order, or a request outside one."""
+
+
+def chains_of(plans: Iterable[Plan]) -> list[Chain]:
+    """In the order of their first requests."""
+    chains: dict[object, list[Plan]] = {}
+    for number, plan in enumerate(plans):
+        chains.setdefault(plan.session or number, []).append(plan)
+    return [sorted(chain, key=lambda plan: plan.turn) for chain in chains.values()]
+
+
+class Driver:
+    """Sends over connections in turn. Times are seconds since `started`, by the event loop's clock."""
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        on_answer: Callable[[Answer], object],
+        *,
+        started: float | None = None,
+        keeps_text: bool = False,
+    ) -> None:
+        self._targets = targets
+        self._on_answer = on_answer
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time() if started is None else started
+        self._keeps_text = keeps_text
+        self._sent = 0
+
+    def clock(self) -> float:
+        return self._loop.time() - self._started
+
+    async def send(
+        self, chains: Iterable[Chain], most_open: int = MOST_OPEN, duration_s: float | None = None
+    ) -> int:
+        """Sends every chain, at most so many at a time; at the end of the duration cancels what is left. Returns the
+        number of requests sent. To cancel the task cancels the requests, with an answer each."""
+        ends_at = None if duration_s is None else self._started + duration_s
+        try:
+            async with asyncio.timeout_at(ends_at):
+                await self._send_all(chains, asyncio.Semaphore(most_open))
+        except TimeoutError:
+            pass
+        return self._sent
+
+    async def _send_all(self, chains: Iterable[Chain], free: asyncio.Semaphore) -> None:
+        async with asyncio.TaskGroup() as group:
+            for chain in chains:
+                await self._until(chain[0].planned_s)
+                await free.acquire()
+                task = group.create_task(self._converse(chain))
+                task.add_done_callback(lambda _: free.release())
+
+    async def _until(self, planned_s: float | None) -> None:
+        if planned_s is not None and (left := planned_s - self.clock()) > 0:
+            await asyncio.sleep(left)
+
+    async def _converse(self, chain: Chain) -> None:
+        """Sends the requests of a session one after the other, each with what was said before; a failed one ends it."""
+        said: tuple[str, ...] = ()
+        due_s = chain[0].planned_s
+        for plan in chain:
+            if plan.turn:
+                await asyncio.sleep(plan.delay_s)
+                plan = _continued(plan, said)  # noqa: PLW2901 - what is sent in its place
+            reception = await self._ask(plan, due_s)
+            if not reception.is_ok:
+                return
+            due_s = None
+            if plan.session:
+                (prompt,) = plan.prompts
+                said = (*prompt.history, prompt.text or "", reception.text())
+
+    async def _ask(self, plan: Plan, due_s: float | None) -> Reception:
+        target = self._targets[self._sent % len(self._targets)]
+        self._sent += 1
+        reception = Reception(
+            plan, self.clock, uuid.uuid4().hex, due_s=due_s, keeps_text=self._keeps_text
+        )
+        try:
+            await target.answer(plan, reception)
+        except TrtmeshError as error:
+            reception.fail_rest(error)
+        except asyncio.CancelledError:
+            reception.end_rest(AnswerOutcome.CANCELLED, "the run ended before")
+            raise
+        finally:
+            for answer in reception.answers():
+                self._on_answer(answer)
+        return reception
+
+
+def _continued(plan: Plan, said: tuple[str, ...]) -> Plan:
+    (prompt,) = plan.prompts
+    return replace(plan, prompts=(replace(prompt, history=said),))

@@ -1,0 +1,166 @@
+"""`trtmesh bench serve`: sends a workload to a server under a load."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from trtmesh.chassis.bearer import ApiKey
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.tls.client import ClientTls
+from trtmesh.cli.option_groups import grouped, option
+from trtmesh.cli.output import put
+from trtmesh.cli.session import FAILED, INTERRUPTED, OK, ApiKeyFileOption, run
+from trtmesh.cli.tls import CONNECTION, TlsOptions
+from trtmesh.tools.bench.loads import KINDS, read_numbers, read_ramp
+from trtmesh.tools.bench.measuring import Setup, Watch, measure
+from trtmesh.tools.bench.record import (
+    AnswerOutcome,
+    Load,
+    Plan,
+    Prompt,
+    Run,
+    RunFile,
+    without_secrets,
+)
+from trtmesh.tools.bench.targets.target import FORMS, Connecting, Url
+
+LOAD = "Load"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """How to reach the server."""
+
+    model: str = option("Model to ask; unset, the only one, or `ensemble`.", default="")
+    api_key_file: ApiKeyFileOption = None
+    tls: TlsOptions = field(default_factory=TlsOptions)
+
+    def connecting(self, target: str) -> Connecting:
+        """Raises SettingsError."""
+        url, tls = Url.parse(target), self.tls.client_tls()
+        if url.is_secure and tls is None:
+            tls = ClientTls()
+        return Connecting(url, self.model, ApiKey.read(self.api_key_file, os.environ), tls)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """When requests are sent. One of the first four."""
+
+    concurrency: str | None = option(
+        "Requests at a time, each followed by the next; several with commas are a run each. Default 1.",
+        metavar="N[,N...]",
+        panel=LOAD,
+    )
+    rate: str | None = option(
+        "Requests per second at planned times; several with commas are a run each.",
+        metavar="R[,R...]",
+        panel=LOAD,
+    )
+    ramp: str | None = option(
+        "Rates from the first to the last over a time: 1..20@60s, 1..20@60s:exponential.",
+        metavar="R..R@S",
+        panel=LOAD,
+    )
+    as_recorded: bool = option(
+        "Send at the times of the trace.", "--as-recorded", default=False, panel=LOAD
+    )
+    speed: float = option("Speed of the trace.", default=1.0, min=1e-6, panel=LOAD)
+    arrivals: str = option(f"Gaps at a --rate: {', '.join(KINDS)}.", default="poisson", panel=LOAD)
+    burstiness: float = option(
+        "Of gamma: 1 is poisson, less comes in bursts.", default=0.5, min=1e-3, panel=LOAD
+    )
+    duration: float | None = option(
+        "Seconds after which the run ends; what is under way is cancelled.", min=0.001, panel=LOAD
+    )
+    warmup: int = option(
+        "Requests before the run, without figures: the first of the workload.",
+        default=0,
+        min=0,
+        panel=LOAD,
+    )
+
+    def loads(self) -> list[Load]:
+        """One of each run. Raises SettingsError."""
+        given = [self.concurrency, self.rate, self.ramp, self.as_recorded or None]
+        if sum(each is not None for each in given) > 1:
+            raise SettingsError("give one of --concurrency, --rate, --ramp and --as-recorded")
+        if self.arrivals not in KINDS:
+            raise SettingsError(
+                f"is {self.arrivals!r} but must be one of {', '.join(KINDS)}", setting="--arrivals"
+            )
+        if self.rate is not None:
+            shape = {"burstiness": self.burstiness} if self.arrivals == "gamma" else {}
+            rates = read_numbers(self.rate, "--rate")
+            return [Load(self.arrivals, rate=rate, shape=shape) for rate in rates]
+        if self.ramp is not None:
+            return [read_ramp(self.ramp)]
+        if self.as_recorded:
+            return [Load("trace", shape={"speed": self.speed})]
+        levels = read_numbers(self.concurrency or "1", "--concurrency")
+        if any(level != int(level) for level in levels):
+            raise SettingsError("must have whole numbers", setting="--concurrency")
+        return [Load("closed", concurrency=int(level)) for level in levels]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """How the tool sends, and what it keeps."""
+
+    connections: int = option("Connections to the server.", default=1, min=1, panel=CONNECTION)
+    record: Path | None = option("Write each answer to this file, for `bench compare`.")
+    save_texts: bool = option("Keep texts in the record.", "--save-texts", default=False)
+
+
+@grouped
+def serve(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=FORMS)],
+    *,
+    connection: TargetOptions,
+    load: LoadOptions,
+    client: ClientOptions,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a run.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the workload and of the times.")] = 0,
+) -> None:
+    """Send a workload to TARGET under a load, and report latencies, throughput, stalls and lost tokens.
+
+    Exit status: 0 done, 1 requests failed, 2 wrong usage, 130 Ctrl-C; then the answers so far are reported.
+    """
+    setup = Setup(
+        connecting=connection.connecting(target),
+        workload=f"{requests} numbered prompts",
+        seed=seed,
+        command=without_secrets(sys.argv[1:]),
+        connections=client.connections,
+        warmup=load.warmup,
+        duration_s=load.duration,
+        keeps_text=client.save_texts,
+    )
+    plans = [
+        Plan((Prompt(number, f"request {number}", max_tokens=max_tokens, seed=seed),))
+        for number in range(requests)
+    ]
+    run(_serve(setup, load.loads(), plans, client.record))
+
+
+async def _serve(setup: Setup, loads: list[Load], plans: list[Plan], record: Path | None) -> int:
+    with ExitStack() as files:
+        written = [files.enter_context(RunFile(record)).write] if record else []
+        for load in loads:
+            measured = await measure(setup, load, plans, Watch(on_line=written))
+            put(_counts(measured))
+            if measured.end and measured.end.interrupted:
+                return INTERRUPTED
+    return OK if not measured.count(AnswerOutcome.ERROR) else FAILED
+
+
+def _counts(measured: Run) -> str:
+    counts = ", ".join(f"{measured.count(each)} {each}" for each in AnswerOutcome)
+    return f"{measured.header.load}: {len(measured.answers)} sent = {counts}"

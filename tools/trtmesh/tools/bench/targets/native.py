@@ -1,0 +1,91 @@
+"""The mesh's own API, by its SDK: batches, token ids, offsets, and several routers that continue each other's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.client import Client, GenerateItem, ItemFailed, ItemFinished, ItemStarted, Tokens
+from trtmesh.client.options import build_config, build_items
+from trtmesh.tools.bench.reception import Reception
+from trtmesh.tools.bench.record import Plan, Prompt
+from trtmesh.tools.bench.targets.target import Connecting
+
+
+class NativeTarget:
+    """A router of a mesh, or several."""
+
+    has_batches = True
+
+    def __init__(self, connecting: Connecting) -> None:
+        self._model = connecting.model
+        self._client = Client(
+            connecting.url.addresses, api_key=connecting.api_key, tls=connecting.tls
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._client.__aexit__(kind, error, trace)
+
+    async def answer(self, plan: Plan, reception: Reception) -> None:
+        events = self._client.generate(
+            [_item(prompt) for prompt in plan.prompts],
+            request_id=reception.request_id,
+            model=self._model,
+        )
+        async with aclosing(events):
+            async for event in events:
+                at = event.batch_index
+                match event:
+                    case Tokens():
+                        reception.chunk(
+                            at,
+                            event.text,
+                            ids=event.token_ids,
+                            offset=event.token_offset,
+                            sequence_index=event.sequence_index,
+                        )
+                    case ItemStarted():
+                        reception.placed(at, event.worker, event.prompt_tokens)
+                    case ItemFinished():
+                        used = event.usage
+                        reception.usage(at, used.prompt_tokens, used.generated_tokens)
+                        reception.finish(at, event.reason)
+                    case ItemFailed():
+                        reception.fail(at, event.error)
+                    case _:
+                        pass
+
+
+def _item(prompt: Prompt) -> GenerateItem:
+    (item,) = build_items([prompt.ids or prompt.whole_text])
+    try:
+        item.config.CopyFrom(build_config(None, _options(prompt)))
+    except TypeError as error:
+        raise InvalidRequest(str(error)) from error
+    return item
+
+
+def _options(prompt: Prompt) -> Mapping[str, Any]:
+    options: dict[str, Any] = {"max_tokens": prompt.max_tokens, **prompt.extra}
+    if prompt.seed is not None:
+        options["seed"] = prompt.seed
+    if prompt.adapter:
+        options["adapter"] = int(prompt.adapter) if prompt.adapter.isdecimal() else prompt.adapter
+    if prompt.json_schema is not None:
+        options["guided_decoding"] = json.loads(prompt.json_schema)
+    if options.get("beam_width", 1) > 1:
+        raise InvalidRequest("beam_width rewrites tokens that were sent, so no stream can be timed")
+    return options
