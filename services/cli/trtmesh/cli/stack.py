@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
@@ -69,7 +70,7 @@ class Stack:
     def place(self) -> RunningStack:
         """Where the stack is, for commands of this machine."""
         at, models, ca = self.router, ", ".join(self.plan.models), str(self.plan.ca or "")
-        return RunningStack(at.address, at.admin_address, models, ca, network())
+        return RunningStack(at.address, at.admin_address, models, ca, network(), os.getpid())
 
     @property
     def router(self) -> Addresses:

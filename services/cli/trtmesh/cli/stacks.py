@@ -31,6 +31,8 @@ class RunningStack:
     ca: str = ""
     network: int = 0
     """The network namespace; loopback addresses differ between namespaces."""
+    pid: int = 0
+    """The process that started the others; 0 if unknown."""
 
     def tls(self, asked: ClientTls | None) -> ClientTls | None:
         """Returns TLS as asked for, else with the stack's authority."""
@@ -91,7 +93,7 @@ def _take(file: IO[str]) -> bool:
 
 def stack_meant(option: str) -> RunningStack:
     """Returns the user's only running stack, or else the default addresses. Raises SettingsError for several."""
-    stacks = list(_running())
+    stacks = running_stacks()
     if len(stacks) > 1:
         told = "; ".join(f"{s.models}: router {s.router}, admin {s.admin}" for s in stacks)
         raise SettingsError(
@@ -99,6 +101,11 @@ def stack_meant(option: str) -> RunningStack:
             setting=option,
         )
     return stacks[0] if stacks else RunningStack()
+
+
+def running_stacks() -> list[RunningStack]:
+    """Those of this user that serve here."""
+    return list(_running())
 
 
 def _running() -> Iterator[RunningStack]:
