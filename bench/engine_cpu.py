@@ -4,8 +4,8 @@ Prints `ratios` by peer, model and batch: tokens a second of trtmesh through its
 prompts and token counts, counting only steps in which every sequence decodes; the median of repetitions in which all
 engines take turns. Peers are transformers' `generate` with a static batch
 (`generate`; `generate_1024` at prompts of 1,024 tokens), transformers' continuous batching (`continuous`) and
-llama.cpp (`llama_cpp`, where llama_cpp and gguf can be imported: the extra `bench`). In float32 the tokens of trtmesh
-must equal those of `generate`, or the run fails. The part `invariant` compares `batch_invariant` on and off.
+llama.cpp (`llama_cpp`, where llama_cpp and gguf can be imported: the extra `bench-peers`). In float32 the tokens of
+trtmesh must equal those of `generate`, or the run fails. The part `invariant` compares `batch_invariant` on and off.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def run(bench: Bench) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     if "llama_cpp" in arguments.peers and not llama_cpp_is_there():
-        print("llama.cpp is left out: llama_cpp or gguf cannot be imported (extra `bench`)",
+        print("llama.cpp is left out: llama_cpp or gguf cannot be imported (extra `bench-peers`)",
               file=sys.stderr)  # fmt: skip
         arguments.peers = [peer for peer in arguments.peers if peer != "llama_cpp"]
     with tempfile.TemporaryDirectory() as folder:
