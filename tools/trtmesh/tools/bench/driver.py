@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
 from trtmesh.tools.bench.reception import Reception
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Plan
 from trtmesh.tools.bench.targets.target import Target
@@ -28,21 +28,22 @@ def chains_of(plans: Iterable[Plan]) -> list[Chain]:
 
 
 class Driver:
-    """Sends over connections in turn. Times are seconds since `started`, by the event loop's clock."""
+    """Sends over connections in turn. Times are seconds since it was made, by the event loop's clock."""
 
     def __init__(
         self,
         targets: Sequence[Target],
         on_answer: Callable[[Answer], object],
         *,
-        started: float | None = None,
         keeps_text: bool = False,
+        timeout_s: float | None = None,
     ) -> None:
         self._targets = targets
         self._on_answer = on_answer
         self._loop = asyncio.get_running_loop()
-        self._started = self._loop.time() if started is None else started
+        self._started = self._loop.time()
         self._keeps_text = keeps_text
+        self._timeout_s = timeout_s
         self._sent = 0
 
     def clock(self) -> float:
@@ -96,9 +97,13 @@ class Driver:
             plan, self.clock, uuid.uuid4().hex, due_s=due_s, keeps_text=self._keeps_text
         )
         try:
-            await target.answer(plan, reception)
+            async with asyncio.timeout(self._timeout_s):
+                await target.answer(plan, reception)
         except TrtmeshError as error:
             reception.fail_rest(error)
+        except TimeoutError:
+            late = DeadlineExceeded(f"there was no end within {self._timeout_s:g} s (--timeout)")
+            reception.fail_rest(late)
         except asyncio.CancelledError:
             reception.end_rest(AnswerOutcome.CANCELLED, "the run ended before")
             raise

@@ -44,7 +44,7 @@ def _recorded_s(plan: Plan) -> float:
 def times_of(load: Load, seed: int) -> Iterator[float]:
     """Seconds after the start, ascending and without end; equal for equal seeds."""
     assert load.rate is not None
-    rate, draw = load.rate, Random(f"{seed} times")  # noqa: S311 - equal for equal seeds
+    rate, draw = load.rate, Random(f"{seed} times")
     match load.kind:
         case "constant":
             return (number / rate for number in count())

@@ -7,24 +7,31 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Protocol
 
+from trtmesh.chassis.errors import InvalidRequest, Unavailable
 from trtmesh.tools.bench.driver import MOST_OPEN, Driver, chains_of
 from trtmesh.tools.bench.loads import planned
 from trtmesh.tools.bench.record import (
     Answer,
+    AnswerOutcome,
     Disruption,
     Header,
     Line,
     Load,
     Plan,
+    Prompt,
     Run,
     RunEnd,
 )
 from trtmesh.tools.bench.targets.opening import open_target
 from trtmesh.tools.bench.targets.target import Connecting, Target
+
+CONNECT_SECONDS = 60.0
+"""For the first token over a connection."""
+COUNTED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ class Setup:
     warmup: int = 0
     """Plans at the beginning of the workload that are sent before the run, and are in no figure."""
     duration_s: float | None = None
+    timeout_s: float | None = None
+    """Of a request."""
     keeps_text: bool = False
 
 
@@ -78,10 +87,13 @@ async def measure(setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch)
     recorded = _Recorded(watch)
     warming, measured = plans[: setup.warmup], plans[setup.warmup :]
     async with opened(setup.connecting, setup.connections) as targets:
+        await _connect(targets, plans)
         await _warm_up(targets, warming, load)
         header = _header(setup, load)
         recorded.tell(header)
-        driver = Driver(targets, recorded.tell, keeps_text=setup.keeps_text)
+        driver = Driver(
+            targets, recorded.tell, keeps_text=setup.keeps_text, timeout_s=setup.timeout_s
+        )
         async with _disrupted(watch.disruptor, driver.clock):
             interrupted = await _sent(driver, setup, load, planned(measured, load, setup.seed))
     made = tuple(watch.disruptor.made) if watch.disruptor else ()
@@ -95,6 +107,22 @@ async def measure(setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch)
 async def opened(connecting: Connecting, count: int) -> AsyncIterator[Sequence[Target]]:
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(open_target(connecting)) for _ in range(count)]
+
+
+async def _connect(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
+    """Has each connection answer a token, which opens it. Raises the error of a server that cannot."""
+    for plan in plans[:1]:
+        (first, *_) = plan.prompts
+        prompt = replace(
+            first, text="Hello" if first.text else first.text, ids=first.ids[:1], max_tokens=1
+        )
+        for target in targets:
+            answers: list[Answer] = []
+            await Driver([target], answers.append, timeout_s=CONNECT_SECONDS).send(
+                [[Plan((prompt,))]]
+            )
+            if answers[0].outcome is AnswerOutcome.ERROR:
+                raise Unavailable(f"the target answers no request of one token: {answers[0].error}")
 
 
 async def _warm_up(targets: Sequence[Target], plans: Sequence[Plan], load: Load) -> None:
@@ -124,6 +152,36 @@ async def _sent(driver: Driver, setup: Setup, load: Load, plans: Sequence[Plan])
         finally:
             sending.cancel()
     return interrupted
+
+
+def batched(plans: Sequence[Plan], size: int) -> Sequence[Plan]:
+    """The same prompts with so many in a request, the last with the rest; sessions stay as they are."""
+    alone = [plan for plan in plans if not plan.session]
+    groups = (alone[at : at + size] for at in range(0, len(alone), size))
+    together = [
+        Plan(tuple(prompt for plan in group for prompt in plan.prompts), group[0].planned_s)
+        for group in groups
+    ]
+    return [*together, *(plan for plan in plans if plan.session)]
+
+
+async def count_tokens(connecting: Connecting, texts: Sequence[str]) -> Sequence[int]:
+    """By the server: the prompt tokens of requests of one token. Raises InvalidRequest if it does not tell."""
+    plans = [Plan((Prompt(at, text, max_tokens=1),)) for at, text in enumerate(texts)]
+    counts: dict[int, int | None] = {}
+
+    def note(answer: Answer) -> None:
+        if not answer.ok:
+            raise InvalidRequest(f"the server counts no tokens: {answer.error}")
+        counts[answer.index] = answer.prompt_tokens
+
+    async with opened(connecting, 1) as targets:
+        await Driver(targets, note, timeout_s=CONNECT_SECONDS).send(
+            chains_of(plans), COUNTED_AT_ONCE
+        )
+    if None in (found := [counts[at] for at in range(len(texts))]):
+        raise InvalidRequest("the server does not tell the tokens of a prompt; give --tokenizer")
+    return [count or 0 for count in found]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,19 +19,21 @@ from trtmesh.cli.output import put
 from trtmesh.cli.session import FAILED, INTERRUPTED, OK, ApiKeyFileOption, run
 from trtmesh.cli.tls import CONNECTION, TlsOptions
 from trtmesh.tools.bench.loads import KINDS, read_numbers, read_ramp
-from trtmesh.tools.bench.measuring import Setup, Watch, measure
+from trtmesh.tools.bench.measuring import Setup, Watch, batched, count_tokens, measure
 from trtmesh.tools.bench.record import (
     AnswerOutcome,
     Load,
-    Plan,
-    Prompt,
     Run,
     RunFile,
     without_secrets,
 )
 from trtmesh.tools.bench.targets.target import FORMS, Connecting, Url
+from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
 LOAD = "Load"
+
+TELL_PROMPT_TOKENS = ("grpc", "openai")
+"""Protocols with the number of a prompt's tokens in every answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,10 @@ class LoadOptions:
         panel=LOAD,
     )
 
+    batch: int = option(
+        "Prompts of a request; only grpc:// takes several.", default=1, min=1, panel=LOAD
+    )
+
     def loads(self) -> list[Load]:
         """One of each run. Raises SettingsError."""
         given = [self.concurrency, self.rate, self.ramp, self.as_recorded or None]
@@ -114,51 +121,61 @@ class ClientOptions:
     """How the tool sends, and what it keeps."""
 
     connections: int = option("Connections to the server.", default=1, min=1, panel=CONNECTION)
+    timeout: float = option(
+        "Seconds after which a request has failed.", default=600.0, min=0.001, panel=CONNECTION
+    )
     record: Path | None = option("Write each answer to this file, for `bench compare`.")
     save_texts: bool = option("Keep texts in the record.", "--save-texts", default=False)
 
 
 @grouped
 def serve(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=FORMS)],
+    target: Annotated[str, typer.Argument(help=f"Server: {FORMS}.")],
     *,
     connection: TargetOptions,
+    workload: WorkloadOptions,
     load: LoadOptions,
     client: ClientOptions,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of a run.")] = 100,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the workload and of the times.")] = 0,
 ) -> None:
     """Send a workload to TARGET under a load, and report latencies, throughput, stalls and lost tokens.
+
+    Prompts are completed greedily, unless the workload says otherwise.
 
     Exit status: 0 done, 1 requests failed, 2 wrong usage, 130 Ctrl-C; then the answers so far are reported.
     """
     setup = Setup(
         connecting=connection.connecting(target),
-        workload=f"{requests} numbered prompts",
+        workload=str(workload),
         seed=seed,
-        command=without_secrets(sys.argv[1:]),
+        command=without_secrets(["trtmesh", *sys.argv[1:]]),
         connections=client.connections,
         warmup=load.warmup,
         duration_s=load.duration,
+        timeout_s=client.timeout,
         keeps_text=client.save_texts,
     )
-    plans = [
-        Plan((Prompt(number, f"request {number}", max_tokens=max_tokens, seed=seed),))
-        for number in range(requests)
-    ]
-    run(_serve(setup, load.loads(), plans, client.record))
+    if load.batch > 1 and setup.connecting.url.protocol != "grpc":
+        raise SettingsError("is for grpc:// alone", setting="--batch")
+    run(_serve(setup, load, workload, client.record))
 
 
-async def _serve(setup: Setup, loads: list[Load], plans: list[Plan], record: Path | None) -> int:
+async def _serve(
+    setup: Setup, load: LoadOptions, workload: WorkloadOptions, record: Path | None
+) -> int:
+    loads = load.loads()
+    counts = partial(count_tokens, setup.connecting)
+    tells = setup.connecting.url.protocol in TELL_PROMPT_TOKENS
+    plans = batched(await workload.plans(setup.seed, counts if tells else None), load.batch)
+    runs: list[Run] = []
     with ExitStack() as files:
         written = [files.enter_context(RunFile(record)).write] if record else []
-        for load in loads:
-            measured = await measure(setup, load, plans, Watch(on_line=written))
-            put(_counts(measured))
-            if measured.end and measured.end.interrupted:
+        for each in loads:
+            runs.append(await measure(setup, each, plans, Watch(on_line=written)))
+            put(_counts(runs[-1]))
+            if runs[-1].end and runs[-1].end.interrupted:
                 return INTERRUPTED
-    return OK if not measured.count(AnswerOutcome.ERROR) else FAILED
+    return FAILED if any(measured.count(AnswerOutcome.ERROR) for measured in runs) else OK
 
 
 def _counts(measured: Run) -> str:

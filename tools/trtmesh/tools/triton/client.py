@@ -57,6 +57,16 @@ class TritonConnection(ServerChannel):
             )
         return response.config
 
+    async def infer(self, request: Any) -> Any:
+        """The ModelInferResponse of a request that is not streamed."""
+        call = self.channel.unary_unary(
+            f"{SERVICE}ModelInfer",
+            request_serializer=grpc_service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=grpc_service_pb2.ModelInferResponse.FromString,
+        )
+        with typed_errors(self.address):
+            return await call(request, metadata=self.metadata, compression=self._compression)
+
     async def stream(
         self, requests: AsyncIterator[Any], timeout_seconds: float | None
     ) -> AsyncGenerator[Any, None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -81,9 +81,9 @@ class ClientTls:
         """Options of a channel with these credentials."""
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
-    def context(self) -> ssl.SSLContext:
-        """Returns the context for HTTP/2. Raises SettingsError."""
-        return client_context(self._own(), self._ca(), (H2,))
+    def context(self, protocols: Sequence[str] = (H2,)) -> ssl.SSLContext:
+        """Returns the context for these protocols of ALPN. Raises SettingsError."""
+        return client_context(self._own(), self._ca(), protocols)
 
     def peer_tls(self) -> PeerTls:
         """For the mesh's own client. Raises SettingsError."""

@@ -1,0 +1,51 @@
+"""Triton's `generate_stream`: texts over HTTP, a server-sent event for each response."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+from trtmesh.tools.bench.reception import Reception
+from trtmesh.tools.bench.record import Plan
+from trtmesh.tools.bench.targets.http import HttpServer, http_server, parsed
+from trtmesh.tools.bench.targets.kserve import COUNTS, DEFAULT_MODEL, TokenCounts, tensor_options
+from trtmesh.tools.bench.targets.target import Connecting
+
+
+class GenerateStreamTarget:
+    """A model of a server. The end of the answer is the end of the request."""
+
+    has_batches = False
+
+    def __init__(self, server: HttpServer, model: str) -> None:
+        self._server = server
+        self._path = f"/v2/models/{model}/generate_stream"
+
+    async def answer(self, plan: Plan, reception: Reception) -> None:
+        (prompt,) = plan.prompts
+        given = {"input_ids": prompt.ids} if prompt.ids else {"text_input": prompt.whole_text}
+        body = {
+            **given,
+            "max_tokens": prompt.max_tokens,
+            "stream": True,
+            "exclude_input_in_output": True,
+            # A server without these inputs takes them for parameters, without effect.
+            **dict.fromkeys(COUNTS, True),
+            **tensor_options(prompt),
+        }
+        counts = TokenCounts()
+        events = self._server.events(self._path, body)
+        async with aclosing(events):
+            async for event in events:
+                fields = parsed(event)
+                text = str(fields.get("text_output", ""))
+                reception.chunk(0, text)
+                counts.add(fields, has_content=bool(text))
+        reception.usage(0, counts.prompt, counts.output())
+        reception.finish(0, "")
+
+
+@asynccontextmanager
+async def generate_stream_target(connecting: Connecting) -> AsyncIterator[GenerateStreamTarget]:
+    async with http_server(connecting) as server:
+        yield GenerateStreamTarget(server, connecting.model or DEFAULT_MODEL)
