@@ -16,6 +16,14 @@ class BenchCommands(LazyGroup):
             "trtmesh.tools.bench.serve:serve",
             "Send a workload to TARGET under a load, and report latencies, throughput, stalls and lost tokens.",
         ),
+        LazyCommand(
+            "trtmesh.tools.bench.compare:compare",
+            "Compare the runs of B with those of A, prompt by prompt, by ratios with intervals.",
+        ),
+        LazyCommand(
+            "trtmesh.tools.bench.report:report",
+            "Report recorded runs, as tables or files: JSON, CSV, aiperf's.",
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,3 +137,129 @@ def exactness(answers: Sequence[Answer]) -> Exactness:
         sum(lost) if lost else None,
         sum(doubled) if doubled else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """One number of a whole run."""
+
+    tag: str
+    """aiperf's, where it has the number."""
+    name: str
+    unit: str
+    definition: str
+    of: Callable[[Figures], float | None]
+
+
+def _count(outcome: AnswerOutcome) -> Callable[[Figures], float]:
+    return lambda figures: figures.counts[outcome]
+
+
+def _lag(percent: int) -> Callable[[Figures], float]:
+    return lambda figures: figures.lag_ms.percentiles[percent]
+
+
+TOTALS: Sequence[Total] = (
+    Total(
+        "request_throughput",
+        "requests",
+        "requests/sec",
+        "answers ok / duration",
+        lambda each: each.request_throughput,
+    ),
+    Total(
+        "output_token_throughput",
+        "output tokens",
+        "tokens/sec",
+        "output tokens of answers ok / duration",
+        lambda each: each.output_token_throughput,
+    ),
+    Total(
+        "goodput",
+        "goodput",
+        "requests/sec",
+        "answers that meet every SLO / duration",
+        lambda each: each.goodput.per_s if each.goodput else None,
+    ),
+    Total(
+        "good_request_count",
+        "good",
+        "requests",
+        "answers that meet every SLO",
+        lambda each: each.goodput.good if each.goodput else None,
+    ),
+    Total(
+        "good_request_fraction",
+        "attainment",
+        "ratio",
+        "answers that meet every SLO / all that were not cancelled",
+        lambda each: each.goodput.attainment if each.goodput else None,
+    ),
+    Total("request_count", "ok", "requests", "answers ok", _count(AnswerOutcome.OK)),
+    Total(
+        "error_request_count",
+        "errors",
+        "requests",
+        "answers that failed",
+        _count(AnswerOutcome.ERROR),
+    ),
+    Total(
+        "refused_request_count",
+        "refused",
+        "requests",
+        "requests for which the server had no room",
+        _count(AnswerOutcome.REFUSED),
+    ),
+    Total(
+        "cancelled_request_count",
+        "cancelled",
+        "requests",
+        "requests that the end of the run, or someone else, cancelled",
+        _count(AnswerOutcome.CANCELLED),
+    ),
+    Total(
+        "stall_count",
+        "stalls",
+        "gaps",
+        "gaps over 1 s in answers ok",
+        lambda each: each.exactness.stalls,
+    ),
+    Total(
+        "stalled_request_count",
+        "stalled streams",
+        "requests",
+        "answers ok with a gap over 1 s",
+        lambda each: each.exactness.stalled,
+    ),
+    Total(
+        "lost_token_count",
+        "lost tokens",
+        "tokens",
+        "tokens that offsets skipped",
+        lambda each: each.exactness.lost,
+    ),
+    Total(
+        "doubled_token_count",
+        "doubled tokens",
+        "tokens",
+        "tokens that came again",
+        lambda each: each.exactness.doubled,
+    ),
+    Total(
+        "mean_concurrency",
+        "under way",
+        "requests",
+        "mean number of requests under way",
+        lambda each: each.users,
+    ),
+    Total(
+        "benchmark_duration",
+        "duration",
+        "sec",
+        "first send to last end",
+        lambda each: each.duration_s,
+    ),
+    Total("replay_sched_lag_p50", "lag p50", "ms", "sent minus planned time", _lag(50)),
+    Total("replay_sched_lag_p90", "lag p90", "ms", "sent minus planned time", _lag(90)),
+    Total("replay_sched_lag_p99", "lag p99", "ms", "sent minus planned time", _lag(99)),
+)

@@ -6,14 +6,18 @@ certain than it is. What all requests of a run share, such as a busy machine, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from trtmesh.tools.bench.figures import Pool, Values
+from trtmesh.tools.bench.record import Answer
 
 ROUNDS = 2000
+LEAST_ROUNDS = 500
+MOST_LOOKS = 200_000_000
+"""Values that all rounds look at together; of many values fewer rounds say as much."""
 SEED = 20260101
 LEVEL = 0.95
 
@@ -46,26 +50,43 @@ def interval(samples: Values, level: float = LEVEL) -> Interval | None:
     return Interval(float(low), float(high))
 
 
-def draws(requests: Sequence[object], block: int = ROUNDS) -> Iterator[Weights]:
+def draws(
+    requests: Sequence[object], rounds: int = ROUNDS, block: int = ROUNDS
+) -> Iterator[Weights]:
     """How often each answer was drawn, [rounds, answers], in blocks of rounds. `requests` has the request of each;
     answers of one request are drawn together."""
     number: dict[object, int] = {}
     of_answer = np.array([number.setdefault(each, len(number)) for each in requests], dtype=np.intp)
     random, count = np.random.default_rng(SEED), len(number)
-    for start in range(0, ROUNDS, block):
-        rounds = min(block, ROUNDS - start)
-        drawn = random.integers(0, count, (rounds, count)) + count * np.arange(rounds)[:, None]
-        times = np.bincount(drawn.ravel(), minlength=rounds * count)
-        yield times.reshape(rounds, count)[:, of_answer]
+    for start in range(0, rounds, block):
+        own = min(block, rounds - start)
+        drawn = random.integers(0, count, (own, count)) + count * np.arange(own)[:, None]
+        times = np.bincount(drawn.ravel(), minlength=own * count)
+        yield times.reshape(own, count)[:, of_answer]
 
 
 def bootstrap(
     requests: Sequence[object], figure: Callable[[Weights], Values], values: int
 ) -> Values:
     """The figure in each round, [rounds, parts of the figure]. `values` is how many a round of it looks at."""
-    block = max(1, BLOCK_VALUES // max(values, len(requests)))
+    looks = max(values, len(requests), 1)
+    rounds = min(ROUNDS, max(LEAST_ROUNDS, MOST_LOOKS // looks))
+    block = max(1, BLOCK_VALUES // looks)
     with np.errstate(all="ignore"):
-        return np.concatenate([figure(weights) for weights in draws(requests, block)])
+        return np.concatenate([figure(weights) for weights in draws(requests, rounds, block)])
+
+
+def intervals_of(pool: Pool, answers: Sequence[Answer]) -> Mapping[str, Interval]:
+    """By statistic, of those that so many values tell."""
+    told = [statistic for statistic in STATISTICS if is_enough(pool, statistic)]
+    if not told:
+        return {}
+    requests = [answer.request_id for answer in answers]
+    rounds = bootstrap(
+        requests, lambda weights: weighted_statistics(pool, weights), pool.values.size
+    )
+    found = {each: interval(rounds[:, STATISTICS.index(each)]) for each in told}
+    return {statistic: own for statistic, own in found.items() if own}
 
 
 def weighted_statistics(pool: Pool, weights: Weights) -> Values:

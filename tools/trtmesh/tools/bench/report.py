@@ -1,0 +1,86 @@
+"""`trtmesh bench report`: figures of recorded runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from trtmesh.cli.extras import check_extras
+from trtmesh.cli.option_groups import grouped, option
+from trtmesh.cli.output import put, readable
+from trtmesh.cli.session import OK, run
+from trtmesh.cli.tables import print_tables
+from trtmesh.tools.bench.record import Run, read_runs
+
+PANEL = "Reports"
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """What is reported, beside the tables, and by which limits."""
+
+    slo: list[str] | None = option(
+        "Limits in milliseconds that a good answer keeps, as 'ttft:200 tpot:30'; also itl, e2e and gap, the longest"
+        " gap. Repeatable.",
+        metavar="NAME:MS",
+        panel=PANEL,
+    )
+    json: Path | None = option("Write JSON with aiperf's tags to this file.", panel=PANEL)
+    csv: Path | None = option("Write a row for each figure to this file.", panel=PANEL)
+    aiperf: Path | None = option(
+        "Write aiperf's export and records of each run to a folder in this one.", panel=PANEL
+    )
+
+    def check(self) -> None:
+        """Raises before a run what would be raised behind it: SettingsError, StartupError."""
+        check_extras(["bench"])
+        from trtmesh.tools.bench.slo import parse_slos
+
+        parse_slos(self.slo or ())
+
+    def report(self, runs: Sequence[Run]) -> None:
+        """Prints the tables and writes the files."""
+        self.check()
+        # Need numpy.
+        from trtmesh.tools.bench.reports import files
+        from trtmesh.tools.bench.reports.report import report_of
+        from trtmesh.tools.bench.reports.tables import run_tables, sweep_table
+        from trtmesh.tools.bench.slo import parse_slos
+
+        found = report_of(runs, parse_slos(self.slo or ()))
+        for each in found.runs:
+            put(f"\n{each.load}, {each.run.header.target}")
+            print_tables(*run_tables(each))
+            for error, count in each.errors:
+                put(readable(f"{count} x {error}"))
+        if found.is_sweep:
+            put("")
+            print_tables(sweep_table(found))
+        for path, content in ((self.json, files.as_json), (self.csv, files.as_csv)):
+            if path:
+                files.write(path, content(found))
+        if self.aiperf:
+            files.write_aiperf(self.aiperf, found)
+
+
+@grouped
+def report(
+    records: Annotated[
+        list[Path], typer.Argument(help="Records of `bench serve --record`, together a sweep.")
+    ],
+    *,
+    options: ReportOptions,
+) -> None:
+    """Report recorded runs, as tables or files: JSON, CSV, aiperf's.
+
+    Exit status: 0 done, 2 a file cannot be read or written.
+    """
+    run(_report(records, options))
+
+
+async def _report(records: Sequence[Path], options: ReportOptions) -> int:
+    options.report([each for record in records for each in read_runs(record)])
+    return OK
