@@ -168,6 +168,8 @@ class ForkServer:
                 else:
                     self.is_fit = told != UNFIT
                     self._pid = int(told) if self.is_fit else 0
+            if not self.is_fit:
+                self.wait()
 
     def children(self) -> list[psutil.Process]:
         """The living processes that this process has had forked."""

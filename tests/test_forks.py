@@ -289,7 +289,8 @@ def test_workers_share_a_server_until_the_last_ends(other_run: Mapping[str, str]
 def test_server_that_has_ended_is_started_again() -> None:
     first = ForkServer(("json", "html"))
     first.wait_ready()
-    first._connection.close()
+    first.close()
+    first.wait()
     second = ForkServer(("json", "html"))
     second.wait_ready()
     assert second.pid

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tokenizer.tokenizers_zoo import byte_level_bpe, ids_of, save_model_dir
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from trtmesh.chassis.errors import InvalidField, InvalidRequest
+from trtmesh.tokenizer.chat import renderer as renderer_module
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.chat.templates import ChatTemplates
 from trtmesh.v1 import chat_pb2 as pb
@@ -244,8 +245,29 @@ async def test_process_is_started_again_and_ends_with_its_owner() -> None:
 
 
 def _renderers() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [c for c in children if "trtmesh.tokenizer.chat.rendering" in c.cmdline()]
+    return [each for each in psutil.Process().children() if _renders(each)]
+
+
+def _renders(process: psutil.Process) -> bool:
+    # Other tests' processes may end meanwhile.
+    with suppress(psutil.NoSuchProcess):
+        return renderer_module.PROGRAM in process.cmdline()
+    return False
+
+
+async def test_process_is_killed_and_awaited_where_its_owner_closes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rendering(default="x") as renderer:
+        assert await renderer.render(chat(TALK)) == "x"
+        (child,) = _renderers()
+        child.suspend()
+        monkeypatch.setattr(renderer_module, "WALL_SECONDS", 0.0)
+        monkeypatch.setattr(renderer_module, "LAST_SECONDS", 600.0)
+        rendered = asyncio.create_task(renderer.render(chat(TALK)))
+        await asyncio.sleep(0.1)
+    assert rendered.cancelled()
+    assert not psutil.pid_exists(child.pid)
 
 
 async def test_conversation_that_nobody_awaits_is_not_rendered() -> None:

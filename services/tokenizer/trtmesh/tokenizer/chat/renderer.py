@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 PROGRAM = "trtmesh.tokenizer.chat.rendering"
 WALL_SECONDS = 30.0
 """Longest wait for an answer, on a machine too busy to give a rendering its CPU time."""
+LAST_SECONDS = 0.1
+"""Time for a process to end by itself, which its status then explains."""
 MAX_WAITING = 1024
 """Most waiting conversations; beyond, QUEUE_FULL."""
 PARTS = ("messages", "tools", "documents", "template_kwargs")
@@ -178,14 +180,16 @@ class ChatRenderer:
         return InternalError(f"the process of the chat template ended with status {status}")
 
     async def _end(self) -> int:
-        """Ends the process, if there is one; returns its status."""
-        process, self._process = self._process, None
-        if process is None:
+        """Ends the process, if there is one, also where the caller is being cancelled; returns its status."""
+        if (process := self._process) is None:
             return 0
-        with suppress(TimeoutError):
-            # One that ended by itself says why.
-            async with asyncio.timeout(0.1):
-                return await process.wait()
-        with suppress(ProcessLookupError):
-            process.kill()
-        return await process.wait()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_SECONDS):
+                    await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            status = await process.wait()
+            self._process = None
+        return status
