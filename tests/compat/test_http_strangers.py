@@ -97,6 +97,47 @@ async def test_web_pages_elsewhere_may_not_send_requests(http: PlainHttp) -> Non
     assert "(http.allowed_origins)" in reply.json["error"]
 
 
+PAGE = "https://chat.example"
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/v1/chat/completions", "/v1/responses", "/nothing"])
+async def test_browsers_are_told_what_pages_may_do(http: PlainHttp, path: str) -> None:
+    reply = await http.call("OPTIONS", path, headers={"Origin": PAGE, **PREFLIGHT})
+    assert (reply.status, reply.body) == (204, b"")
+    told = reply.headers
+    assert told["Access-Control-Allow-Origin"] == PAGE
+    assert told["Access-Control-Allow-Methods"] == "GET, POST"
+    assert told["Access-Control-Allow-Headers"] == PREFLIGHT["Access-Control-Request-Headers"]
+    elsewhere = {"Origin": "https://evil.example", **PREFLIGHT}
+    reply = await http.call("OPTIONS", path, headers=elsewhere)
+    assert reply.status == 403
+    assert "(http.allowed_origins)" in reply.body.decode()
+    assert not [name for name in reply.headers if name.startswith("Access-Control")]
+    for no_preflight in (PREFLIGHT, {"Origin": PAGE}):
+        reply = await http.call("OPTIONS", path, headers=no_preflight)
+        assert reply.status == (404 if path == "/nothing" else 405)
+
+
+async def test_allowed_pages_read_answers_and_errors(http: PlainHttp) -> None:
+    for path in ("/v2", "/v1/models", "/nothing"):
+        reply = await http.call("GET", path, headers={"Origin": PAGE})
+        assert reply.headers["Access-Control-Allow-Origin"] == PAGE
+        assert reply.headers["Access-Control-Expose-Headers"] == "*"
+        assert "Access-Control-Allow-Credentials" not in reply.headers
+        for others in (
+            {},
+            {"Origin": "https://evil.example"},
+            {"Origin": f"http://{http.address}"},
+        ):
+            reply = await http.call("GET", path, headers=others)
+            assert reply.headers["Vary"] == "Origin"
+            assert "Access-Control-Allow-Origin" not in reply.headers
+
+
 async def test_pages_of_the_port_itself_may_send_requests_unless_a_name_leads_to_it(
     http: PlainHttp,
 ) -> None:

@@ -1,8 +1,10 @@
-"""Requests of web pages: a browser sends them from inside a network, so they are refused unless allowed."""
+"""Requests of web pages: a browser sends them from inside a network, so they are refused unless allowed. Allowed ones
+get the headers by which browsers let them read answers (CORS)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from http import HTTPStatus
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -12,6 +14,8 @@ from trtmesh.chassis.quoting import cut
 
 ANY = "*"
 LOCALHOST = "localhost"
+PREFLIGHT_SECONDS = 600
+"""How long a browser may remember what it may send."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -38,6 +42,39 @@ def only_from(allowed: Collection[str], setting: str = "http.allowed_origins") -
         return ANY in allowed or origin in allowed or _is_own(origin, host)
 
     return check
+
+
+@web.middleware
+async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Says what a browser may send, to a page that `only_from` has let pass. It asks for any path, and with no key."""
+    asked = {hdrs.ORIGIN, hdrs.ACCESS_CONTROL_REQUEST_METHOD} <= request.headers.keys()
+    if request.method != hdrs.METH_OPTIONS or not asked:
+        return await handler(request)
+    headers = {
+        hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
+        hdrs.ACCESS_CONTROL_MAX_AGE: str(PREFLIGHT_SECONDS),
+    }
+    if (wanted := request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)) is not None:
+        headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = wanted
+    return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
+
+
+def readable_from(
+    allowed: Collection[str],
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Lets pages of the origins in `allowed` read answers and their headers: `on_response_prepare` of an application.
+    Cookies and certificates of the browser do not count."""
+
+    async def permit(request: web.Request, response: web.StreamResponse) -> None:
+        if not allowed:
+            return
+        response.headers.add(hdrs.VARY, hdrs.ORIGIN)
+        origin = request.headers.get(hdrs.ORIGIN)
+        if origin is not None and (ANY in allowed or origin in allowed):
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = ANY
+
+    return permit
 
 
 def only_under(allowed: Collection[str], setting: str) -> Middleware:

@@ -17,7 +17,7 @@ from trtmesh.router.doors.http.answers import json_response
 from trtmesh.router.doors.http.authorising import Handler, authorising
 from trtmesh.router.doors.http.bodies import Bodies, BodyLimits
 from trtmesh.router.doors.http.errors import ErrorForm, answering
-from trtmesh.router.doors.http.origins import only_from
+from trtmesh.router.doors.http.origins import answer_preflight, only_from, readable_from
 from trtmesh.router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class PortSettings(Settings):
     port: OptionalPort = 8000
     """Port to listen on; `none` serves no HTTP."""
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
-    """Origins of web pages, such as `https://chat.example`, with permission for browsers to send requests; `*` allows
+    """Origins of web pages, such as `https://chat.example`, that may send requests and read answers (CORS); `*` allows
     all. Pages of this port are allowed under `localhost` and under an IP address."""
 
 
@@ -69,9 +69,10 @@ class HttpPort:
         authorise = authorising(callers, self.open_handlers)
         answer = answering(self.error_forms, metrics.note_http_request)
         self.app = web.Application(
-            middlewares=[answer, only_from(settings.allowed_origins), authorise],
+            middlewares=[answer, only_from(settings.allowed_origins), answer_preflight, authorise],
             client_max_size=max_body_bytes,
         )
+        self.app.on_response_prepare.append(readable_from(settings.allowed_origins))
         self.app.router.add_get("/", self._tell_served)
         limits = HttpLimits(
             max_open=connections.max_open,
