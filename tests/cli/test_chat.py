@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from cli.commands import trtmesh
+import os
+import pty
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from cli.commands import STOP_SECONDS, TRTMESH, read_until_closed, running_stack, trtmesh
 
 FLAGS = ("--max-tokens", "6", "--temperature", "0.8", "--seed", "3")
 
@@ -41,3 +48,101 @@ def test_answer_is_stopped(router: str) -> None:
     status, out, problem = chat(router, "Hello", "/stop", flags=endless)
     assert (status, problem) == (0, "")
     assert len(out) < 20_000
+
+
+ESCAPE_ID = "223"
+"""Of the demo model's tokenizer, for the control character of terminals."""
+ONLY_ESCAPES = {
+    f"TRTMESH_ENGINE_SIMULATED_VOCABULARY_{which}_TOKEN_ID": ESCAPE_ID
+    for which in ("FIRST", "LAST")
+}
+ENDLESS = ("--max-tokens", "8000", "--end-id", "5")
+CTRL_C = "\x03"
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[str]:
+    """A router whose model answers with escape characters alone."""
+    with running_stack("--port", "0", env=ONLY_ESCAPES) as stack:
+        yield stack.wait_ready()
+
+
+class Terminal:
+    """A terminal in which a command runs, and what it has shown."""
+
+    status: int
+
+    def __init__(self, leader: int) -> None:
+        self.leader, self.shown, self._seen = leader, "", 0
+
+    def type(self, text: str) -> None:
+        os.write(self.leader, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Waits until it shows a text after those of earlier waits."""
+        while (at := self.shown.find(text, self._seen)) < 0:
+            self.shown += os.read(self.leader, 65536).decode(errors="replace")
+        self._seen = at + len(text)
+
+    def wait_for_more(self, characters: int) -> None:
+        while len(self.shown) < self._seen + characters:
+            self.shown += os.read(self.leader, 65536).decode(errors="replace")
+
+
+@contextmanager
+def terminal(*command: str, input_from: int | None = None) -> Iterator[Terminal]:
+    """Runs a command as the foreground process of a terminal, to its end."""
+    leader, follower = pty.openpty()
+    given = follower if input_from is None else input_from
+    # It controls the terminal of its own session.
+    run = ["setsid", *(("--ctty",) if input_from is None else ()), TRTMESH, *command]
+    with subprocess.Popen(run, stdin=given, stdout=follower, stderr=subprocess.STDOUT) as process:
+        os.close(follower)
+        try:
+            running = Terminal(leader)
+            yield running
+            running.shown += read_until_closed(leader)
+            process.wait(STOP_SECONDS)
+        finally:
+            process.kill()
+    running.status = process.returncode
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_answers_cannot_command_the_terminal(hostile: str, piped: bool) -> None:
+    """Nor where the messages come from a pipe."""
+    reading, writing = os.pipe()
+    given = reading if piped else None
+    with terminal("chat", "--router", hostile, *FLAGS, input_from=given) as chat:
+        os.write(writing if piped else chat.leader, b"Hello\n/quit\n")
+        os.close(writing)
+    os.close(reading)
+    assert chat.status == 0
+    assert r"\x1b" * 6 in chat.shown
+    assert "\x1b" not in chat.shown
+    assert trtmesh("chat", "--router", hostile, *FLAGS, stdin="Hello").stdout == "\x1b" * 6 + "\n"
+
+
+def test_generated_text_cannot_command_the_terminal(hostile: str) -> None:
+    for form in ((), ("--json",)):
+        with terminal("generate", "--router", hostile, *FLAGS, *form, "Hello") as generate:
+            pass
+        assert generate.status == 0
+        assert r"1b" in generate.shown
+        assert "\x1b" not in generate.shown
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_talk(router: str) -> None:
+    with terminal("chat", "--router", router, *ENDLESS) as chat:
+        for _ in range(2):
+            chat.wait_for("> ")
+            chat.type("Hello\n")
+            chat.wait_for("Hello\r\n")
+            chat.wait_for_more(200)
+            chat.type(CTRL_C)
+            chat.wait_for("^C")
+        chat.wait_for("> ")
+        chat.type(CTRL_C)
+    assert chat.status == 130
+    assert len(chat.shown) < 20_000
+    assert "Traceback" not in chat.shown

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 
 import pytest
 from rich.console import Console
@@ -131,10 +132,32 @@ def test_single_stream_is_bare_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.strip() == "ended: length, 3 prompt tokens, 2 new"
 
 
-def test_text_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    one = choose_printer(as_json_lines=False, items=1, sequences=1, console=terminal())
-    show(one, tokens(0, f"{ESCAPE}[2J"))
-    assert capsys.readouterr().out == "\\x1b[2J\n"
+@pytest.mark.parametrize("items", [1, 2])
+@pytest.mark.parametrize("console", [terminal(), pipe()], ids=["terminal", "no-terminal"])
+def test_text_cannot_command_a_terminal(
+    items: int,
+    console: Console,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the environment has rich take the terminal for."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    printer = choose_printer(as_json_lines=False, items=items, sequences=1, console=console)
+    show(printer, tokens(0, f"{ESCAPE}[2J\x9b2J\a\u3000é\t"), *finished(0))
+    shown = capsys.readouterr().out
+    if printer.redraws:
+        assert isinstance(console.file, io.StringIO)
+        shown = Console(file=io.StringIO()).render_str(console.file.getvalue()).plain
+    assert "\\x1b[2J\\x9b2J\\x07\u3000é" in shown
+
+
+def test_json_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(map(chr, range(0xB0)))
+    printer = choose_printer(as_json_lines=True, items=1, sequences=1, console=pipe())
+    show(printer, tokens(0, text))
+    (line,) = capsys.readouterr().out.split("\n")[:-1]
+    assert line.isprintable() or line.replace("\u00a0", " ").replace("\u00ad", "").isprintable()
+    assert json.loads(line)["text"] == text
 
 
 def test_regions_of_a_terminal_carry_their_tags() -> None:

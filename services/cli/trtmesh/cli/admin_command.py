@@ -16,7 +16,7 @@ from rich.table import Table
 from trtmesh.chassis.errors import Unauthenticated
 from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.option_groups import option, with_options
-from trtmesh.cli.output import put, put_json
+from trtmesh.cli.output import as_fields, put, put_json
 from trtmesh.cli.session import OK, AddressOption, address_explained, run
 from trtmesh.cli.stacks import stack_meant
 from trtmesh.cli.tables import print_tables
@@ -41,7 +41,7 @@ class Context:
         """Prints several messages as JSON, or all of them as lines and tables. Returns the exit status."""
         if self.as_json:
             for message in messages:
-                put_json(message)
+                put_json(as_fields(message))
             return OK
         for part in shown:
             if isinstance(part, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import threading
 import uuid
@@ -14,12 +15,12 @@ from typing import Annotated, Any
 import typer
 from trtmesh.chassis.errors import InvalidRequest, NotFound, TrtmeshError
 from trtmesh.cli.config_options import takes_config_options
-from trtmesh.cli.output import put, readable, say, say_error
-from trtmesh.cli.session import FAILED, OK, RouterOptions, run
+from trtmesh.cli.output import put, say, say_error, shown
+from trtmesh.cli.session import FAILED, INTERRUPTED, OK, RouterOptions, run
 from trtmesh.client import Client, ItemFailed, Tokens, chat_item
 from trtmesh.client.options import build_config
 
-HELP = "/stop ends an answer, /model NAME takes another model, /new forgets the conversation, /quit ends"
+HELP = "Ctrl-C or /stop ends an answer, /model NAME takes another model, /new forgets the conversation, /quit ends"
 
 
 @takes_config_options
@@ -34,10 +35,10 @@ def chat(
 ) -> None:
     """Talk with a model. Each line is a message; its answer is streamed, and the model sees both from then on.
 
-    /stop ends an answer early; /model NAME takes another model; /new forgets the conversation; /quit or the
-    end of the input ends.
+    Ctrl-C or /stop ends an answer early; /model NAME takes another model; /new forgets the conversation; /quit,
+    Ctrl-C without an answer, or the end of the input ends.
 
-    Exit status: 0, or 1 if the last message had no answer.
+    Exit status: 0, 1 if the last message had no answer, or 130 by Ctrl-C.
     """
 
     async def talk() -> int:
@@ -60,10 +61,13 @@ class Talk:
         self._typed: deque[str | None] = deque()
         self._lines: asyncio.Queue[str | None] = asyncio.Queue()
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._answering: asyncio.Task[None] | None = None
+        self._interrupted = False
 
     async def until_end(self) -> int:
         """Reads and answers until the end of the input. Returns the exit status."""
         loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
         # A daemon: nothing else ends the wait for a line.
         threading.Thread(
             target=_read_lines, args=(loop, self._lines.put_nowait), daemon=True
@@ -81,7 +85,15 @@ class Talk:
                 say(f"no command {command}: {HELP}")
             elif line and command != "/stop":
                 status = await self._answer(line)
-        return status
+        return INTERRUPTED if self._interrupted else status
+
+    def _interrupt(self) -> None:
+        """Ends the answer under way, or else the talk."""
+        if self._answering is not None:
+            self._answering.cancel()
+        else:
+            self._interrupted = True
+            self._lines.put_nowait(None)
 
     async def _next_line(self) -> str | None:
         if self._is_terminal and not self._typed:
@@ -90,24 +102,38 @@ class Talk:
 
     async def _answer(self, line: str) -> int:
         """Streams the answer to a message, which is forgotten where there is none. Returns the exit status."""
+        texts: list[str] = []
         asked = [*self._messages, {"role": "user", "content": line}]
         request_id = uuid.uuid4().hex
         accepted = asyncio.Event()
         stopping = asyncio.create_task(self._stop_when_told(request_id, accepted))
+        self._answering = asyncio.create_task(self._stream(asked, request_id, accepted, texts))
         try:
-            text = await self._stream(asked, request_id, accepted)
+            await asyncio.wait((self._answering,))
+            if not self._answering.cancelled():
+                self._answering.result()
+            else:
+                put("")
+                if not texts:
+                    return FAILED
         except (InvalidRequest, NotFound) as error:
             say_error(f"{error.reason}: {error}")
             return FAILED
         finally:
             stopping.cancel()
-        self._messages = [*asked, {"role": "assistant", "content": text}]
+            self._answering.cancel()
+            self._answering = None
+        self._messages = [*asked, {"role": "assistant", "content": "".join(texts)}]
         return OK
 
     async def _stream(
-        self, asked: list[dict[str, Any]], request_id: str, accepted: asyncio.Event
-    ) -> str:
-        texts: list[str] = []
+        self,
+        asked: list[dict[str, Any]],
+        request_id: str,
+        accepted: asyncio.Event,
+        texts: list[str],
+    ) -> None:
+        """Prints the texts of the answer, and adds them to `texts`. A request without a reader ends."""
         failed: TrtmeshError | None = None
         events = self._client.generate(
             [chat_item(asked)], config=self._config, model=self._model, request_id=request_id
@@ -117,13 +143,12 @@ class Talk:
                 accepted.set()
                 if isinstance(event, Tokens) and not event.sequence_index:
                     texts.append(event.text)
-                    put(readable(event.text) if self._is_terminal else event.text, end="")
+                    put(shown(event.text), end="")
                 elif isinstance(event, ItemFailed):
                     failed = event.error
         put("")
         if failed is not None:
             raise failed
-        return "".join(texts)
 
     async def _stop_when_told(self, request_id: str, accepted: asyncio.Event) -> None:
         while True:

@@ -14,6 +14,10 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from trtmesh.chassis.quoting import escaped
 
+KEPT = "\n\t\u00a0\u202f\u3000\u200c\u200d"
+"""What no terminal obeys, though it does not print as a character: line ends, spaces, and joiners within a word."""
+CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+
 
 def say(text: str) -> None:
     """Prints a note to standard error; a closed standard error does not end the command."""
@@ -42,7 +46,12 @@ def say_equal(sequences: int, remedy: str) -> None:
 
 def readable(text: str) -> str:
     """Returns text of several lines without control characters for a terminal."""
-    return escaped(text, kept="\n\t")
+    return escaped(text, kept=KEPT)
+
+
+def shown(text: str) -> str:
+    """Returns a model's text for standard output: as it is, but readable where that is a terminal."""
+    return readable(text) if sys.stdout.isatty() else text
 
 
 def local_time(timespec: str = "seconds") -> str:
@@ -56,9 +65,9 @@ def put(text: str, end: str = "\n") -> None:
     sys.stdout.flush()
 
 
-def put_json(message: Message) -> None:
-    """Prints a message as a line of JSON."""
-    put(json.dumps(as_fields(message), ensure_ascii=False))
+def put_json(value: Any) -> None:
+    """Prints a line of JSON, the same in a pipe and on a terminal: JSON itself escapes only half of the controls."""
+    put(json.dumps(value, ensure_ascii=False).translate(CONTROLS))
 
 
 def as_fields(message: Message) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.quoting import escaped
-from trtmesh.cli.output import put, readable, say
+from trtmesh.cli.output import put, put_json, readable, say, shown
 from trtmesh.client import Event, ItemFailed, ItemFinished, SequenceFinished, Tokens, Usage
 from trtmesh.client.results import Results
 
@@ -51,15 +50,14 @@ class JsonLines(Printer):
     def __exit__(self, *_: object) -> None: ...
 
     def show(self, event: Event) -> None:
-        put(json.dumps(as_json(event), ensure_ascii=False))
+        put_json(as_json(event))
 
 
 class RawText(Printer):
     """Prints the bare text of a single sequence without delay."""
 
-    def __init__(self, clean: Callable[[str], str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._clean = clean
         self._began = False
 
     def __exit__(self, *_: object) -> None:
@@ -70,7 +68,7 @@ class RawText(Printer):
         self._began = True
         self._note(event)
         if isinstance(event, Tokens):
-            put(self._clean(event.text), end="")
+            put(shown(event.text), end="")
         elif isinstance(event, ItemFinished | ItemFailed):
             say(f"\n{self._summary(event)}")
 
@@ -78,10 +76,9 @@ class RawText(Printer):
 class TaggedLines(Printer):
     """Prints the lines of several sequences after tags, each line once complete: no line is folded."""
 
-    def __init__(self, tag: Callable[[int, int], str], clean: Callable[[str], str]) -> None:
+    def __init__(self, tag: Callable[[int, int], str]) -> None:
         super().__init__()
         self._tag = tag
-        self._clean = clean
         self._held: defaultdict[str, list[str]] = defaultdict(list)
 
     def __exit__(self, *_: object) -> None:
@@ -107,7 +104,7 @@ class TaggedLines(Printer):
             self._print(tag)
 
     def _print(self, tag: str) -> None:
-        put(f"{tag} {self._clean(''.join(self._held.pop(tag)))}")
+        put(f"{tag} {shown(''.join(self._held.pop(tag)))}")
 
 
 class LiveRegions(Printer):
@@ -156,12 +153,11 @@ def choose_printer(*, as_json_lines: bool, items: int, sequences: int, console: 
 
     if as_json_lines:
         return JsonLines()
-    clean = readable if console.is_terminal else str
     if items * sequences == 1:
-        return RawText(clean)
+        return RawText()
     if console.is_terminal:
         return LiveRegions(tag, items, console)
-    return TaggedLines(tag, clean)
+    return TaggedLines(tag)
 
 
 def summary(event: ItemFinished | ItemFailed, log_probs: Sequence[float] = ()) -> str:

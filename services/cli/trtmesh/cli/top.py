@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from rich.text import Text
 from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.coming_back import repeated
-from trtmesh.cli.output import as_fields, local_time, put
+from trtmesh.cli.output import as_fields, local_time, put_json
 from trtmesh.cli.rates import Rates, Sample, measure
 from trtmesh.cli.session import OK
 from trtmesh.cli.tables import (
@@ -88,7 +87,7 @@ def _shown(context: Context) -> Iterator[Show]:
     console = Console()
     make = partial(page, console, context.admin.address)
     if context.as_json:
-        yield _put_json
+        yield _put_json_line
     elif console.is_terminal:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             yield lambda sample, rates: live.update(make(sample, rates), refresh=True)
@@ -96,14 +95,14 @@ def _shown(context: Context) -> Iterator[Show]:
         yield lambda sample, rates: console.print(make(sample, rates), soft_wrap=True)
 
 
-def _put_json(sample: Sample, rates: Rates) -> None:
+def _put_json_line(sample: Sample, rates: Rates) -> None:
     look = {
         "time": local_time("milliseconds"),
         **as_fields(sample.fleet),
         **as_fields(sample.requests),
         "rates": asdict(rates),
     }
-    put(json.dumps(look, ensure_ascii=False))
+    put_json(look)
 
 
 def page(console: Console, address: str, sample: Sample, rates: Rates) -> Group:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from trtmesh.chassis.quoting import escaped
-from trtmesh.cli.output import put, readable, say_error
+from trtmesh.cli.output import put, put_json, readable, say_error, shown
 from trtmesh.tools.triton.results import Outputs, Place, Results
 from trtmesh.tools.triton.tensors import Tensor
 
@@ -24,7 +22,6 @@ class TritonPrinter:
         self._prompts = prompts
         self._results = results
         self._as_json = as_json
-        self._clean = readable if sys.stdout.isatty() else str
         self._live = sum(prompts) == 1
         self._line_open = False
         self._unprinted = set(range(len(prompts)))
@@ -35,16 +32,15 @@ class TritonPrinter:
         if self._as_json:
             self._put_json(index, outputs, final=final)
         elif fresh and self._is_single(place, self._results.of(index)[place]):
-            put(self._clean(fresh), end="")
+            put(shown(fresh), end="")
             self._line_open = True
 
     def _put_json(self, index: int, outputs: Sequence[Tensor], *, final: bool) -> None:
-        shown = {
+        described = {
             t.name: {"datatype": t.data_type, "shape": list(t.shape), "data": t.nested()}
             for t in outputs
         }
-        event = {"event": "response", "request": index, "final": final, "outputs": shown}
-        put(json.dumps(event, ensure_ascii=False))
+        put_json({"event": "response", "request": index, "final": final, "outputs": described})
 
     def end(self, index: int) -> None:
         """Prints the rest of a request, once."""
@@ -65,7 +61,7 @@ class TritonPrinter:
         """Prints an error of a request, after its output so far."""
         self._end_line()
         if self._as_json:
-            put(json.dumps({"event": "error", "request": index, "message": message}))
+            put_json({"event": "error", "request": index, "message": message})
         tag = f"[{self._first(index)}] " if len(self._prompts) > 1 else ""
         say_error(tag + escaped(message))
 
@@ -83,7 +79,7 @@ class TritonPrinter:
             tag = f"{self._first(index) + (row or 0) + at // beams}"
             tag += f".{at % beams}" if beams > 1 else ""
             tag += "" if sequence is None else f".{sequence}"
-            put(f"[{tag}] {self._clean(text)}")
+            put(f"[{tag}] {shown(text)}")
 
     def _first(self, index: int) -> int:
         """Index of a request's first prompt on the command line."""
@@ -99,9 +95,9 @@ class TritonPrinter:
 
 
 def _abridged(elements: Sequence[Any]) -> str:
-    def shown(some: Sequence[Any]) -> str:
+    def listed(some: Sequence[Any]) -> str:
         return " ".join(f"{e:.6g}" if isinstance(e, float) else readable(str(e)) for e in some)
 
     if len(elements) <= 4 * SHOWN:
-        return shown(elements)
-    return f"{shown(elements[:SHOWN])} ... {shown(elements[-SHOWN:])}"
+        return listed(elements)
+    return f"{listed(elements[:SHOWN])} ... {listed(elements[-SHOWN:])}"
