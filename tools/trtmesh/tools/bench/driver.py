@@ -44,7 +44,7 @@ class Driver:
         self._started = self._loop.time()
         self._keeps_text = keeps_text
         self._timeout_s = timeout_s
-        self._sent = 0
+        self.sent = 0
 
     def clock(self) -> float:
         return self._loop.time() - self._started
@@ -60,7 +60,7 @@ class Driver:
                 await self._send_all(chains, asyncio.Semaphore(most_open))
         except TimeoutError:
             pass
-        return self._sent
+        return self.sent
 
     async def _send_all(self, chains: Iterable[Chain], free: asyncio.Semaphore) -> None:
         async with asyncio.TaskGroup() as group:
@@ -91,8 +91,8 @@ class Driver:
                 said = (*prompt.history, prompt.text or "", reception.text())
 
     async def _ask(self, plan: Plan, due_s: float | None) -> Reception:
-        target = self._targets[self._sent % len(self._targets)]
-        self._sent += 1
+        target = self._targets[self.sent % len(self._targets)]
+        self.sent += 1
         reception = Reception(
             plan, self.clock, uuid.uuid4().hex, due_s=due_s, keeps_text=self._keeps_text
         )
