@@ -84,6 +84,7 @@ ROOMS = {
         "quoting",
         "progress",
         "panics",
+        "outbox",
         "forwarding",
         "number_lists",
         "metrics",
@@ -107,6 +108,7 @@ ROOMS = {
         "detokenizers",
         "defaults",
         "conversion",
+        "workload",
         "metrics",
     ),
     "engine": (
@@ -131,6 +133,7 @@ ROOMS = {
         "handoffs",
         "scheduler",
         "prefixes",
+        "rules",
         "sequence",
         "leases",
         "blocks",

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli.commands import EXECUTED, Stack, running_stack
+from cli.commands import EXECUTED, Stack, running_stack, trtmesh
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.stacks import RunningStack
 from trtmesh.cli.tables import role_word
 from trtmesh.client import AdminClient, Client
 from trtmesh.tools.bench.disruptions import Fault, Faults, read_fault
+from trtmesh.tools.bench.record import read_runs
 from trtmesh.tools.bench.stack_processes import (
     StackProcess,
     frozen,
@@ -160,6 +161,27 @@ async def test_streams_survive_the_death_of_their_engine(found: RunningStack) ->
     async with AdminClient(found.admin) as admin:
         listed = await admin.list_workers()
     assert [each.state for each in listed.workers] == [WORKER_STATE_READY] * 2
+
+
+def test_serve_compares_with_the_undisturbed_run(stack: Stack, tmp_path: Path) -> None:
+    record = tmp_path / "runs.jsonl"
+    asked = ("bench", "serve", f"grpc://{stack.wait_ready()}", "--record", str(record))
+    load = ("--requests", "12", "--concurrency", "6", "--output-tokens", "60")
+    place = {"XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
+    done = trtmesh(*asked, *load, "--disrupt", "kill:engine@0.5s", env=place)
+    assert done.returncode == 0, done.stderr
+    assert "identical to the undisturbed run: 12 of 12 streams (100.00 %)" in done.stdout
+    calm, disturbed_run = read_runs(record)
+    assert calm.end is not None
+    assert disturbed_run.end is not None
+    assert calm.end.disruptions == ()
+    assert [each.kind for each in disturbed_run.end.disruptions] == ["kill"]
+    again = trtmesh(
+        *asked, *load, "--baseline", str(record), "--disrupt", "freeze:tokenizer@0+0.1s", env=place
+    )
+    assert again.returncode == 0, again.stderr
+    assert "12 of 12 streams" in again.stdout
+    assert "freeze tokenizer at 0.0 s" in again.stdout
 
 
 async def test_frozen_process_runs_again(found: RunningStack) -> None:

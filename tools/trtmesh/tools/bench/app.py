@@ -24,6 +24,19 @@ class BenchCommands(LazyGroup):
             "trtmesh.tools.bench.report:report",
             "Report recorded runs, as tables or files: JSON, CSV, aiperf's.",
         ),
+        LazyCommand(
+            "trtmesh.tools.bench.upstream.core:core",
+            "Measure a model of token ids as upstream's benchmark_core_model.py does: its flags, its load, its table.",
+        ),
+        LazyCommand(
+            "trtmesh.tools.bench.upstream.core:identity",
+            "Measure a model of token ids as upstream's identity_test.py does: a dataset at once, and its total"
+            " latencies.",
+        ),
+        LazyCommand(
+            "trtmesh.tools.bench.upstream.perf:perf",
+            "Measure every combination of input length, output length and batch size, from text to text.",
+        ),
     )
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Protocol
 
@@ -28,10 +29,13 @@ from trtmesh.tools.bench.record import (
 )
 from trtmesh.tools.bench.targets.opening import open_target
 from trtmesh.tools.bench.targets.target import Connecting, Target
+from trtmesh.tools.bench.workloads.words import Count
 
 CONNECT_SECONDS = 60.0
 """For the first token over a connection."""
 COUNTED_AT_ONCE = 16
+TELL_PROMPT_TOKENS = ("grpc", "openai")
+"""Protocols with the number of a prompt's tokens in every answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,23 +169,26 @@ def batched(plans: Sequence[Plan], size: int) -> Sequence[Plan]:
     return [*together, *(plan for plan in plans if plan.session)]
 
 
+def server_count(connecting: Connecting) -> Count | None:
+    """The server's own count of tokens, if its protocol tells it."""
+    tells = connecting.url.protocol in TELL_PROMPT_TOKENS
+    return partial(count_tokens, connecting) if tells else None
+
+
 async def count_tokens(connecting: Connecting, texts: Sequence[str]) -> Sequence[int]:
     """By the server: the prompt tokens of requests of one token. Raises InvalidRequest if it does not tell."""
     plans = [Plan((Prompt(at, text, max_tokens=1),)) for at, text in enumerate(texts)]
-    counts: dict[int, int | None] = {}
-
-    def note(answer: Answer) -> None:
+    answers: list[Answer] = []
+    async with opened(connecting, 1) as targets:
+        driver = Driver(targets, answers.append, timeout_s=CONNECT_SECONDS)
+        await driver.send(chains_of(plans), COUNTED_AT_ONCE)
+    for answer in answers:
         if not answer.ok:
             raise InvalidRequest(f"the server counts no tokens: {answer.error}")
-        counts[answer.index] = answer.prompt_tokens
-
-    async with opened(connecting, 1) as targets:
-        await Driver(targets, note, timeout_s=CONNECT_SECONDS).send(
-            chains_of(plans), COUNTED_AT_ONCE
-        )
-    if None in (found := [counts[at] for at in range(len(texts))]):
+    counts = {answer.index: answer.prompt_tokens for answer in answers}
+    if None in counts.values():
         raise InvalidRequest("the server does not tell the tokens of a prompt; give --tokenizer")
-    return [count or 0 for count in found]
+    return [counts[at] or 0 for at in range(len(texts))]
 
 
 @contextmanager

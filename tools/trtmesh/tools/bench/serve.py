@@ -6,7 +6,6 @@ import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +17,9 @@ from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import put
 from trtmesh.cli.session import FAILED, INTERRUPTED, OK, ApiKeyFileOption, run
 from trtmesh.cli.tls import CONNECTION, TlsOptions
+from trtmesh.tools.bench.disruption_options import DisruptionOptions
 from trtmesh.tools.bench.loads import KINDS, read_numbers, read_ramp
-from trtmesh.tools.bench.measuring import Setup, Watch, batched, count_tokens, measure
+from trtmesh.tools.bench.measuring import Setup, Watch, batched, measure, server_count
 from trtmesh.tools.bench.record import (
     AnswerOutcome,
     Load,
@@ -27,13 +27,11 @@ from trtmesh.tools.bench.record import (
     RunFile,
     without_secrets,
 )
+from trtmesh.tools.bench.survival import shown, survival
 from trtmesh.tools.bench.targets.target import FORMS, Connecting, Url
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
 LOAD = "Load"
-
-TELL_PROMPT_TOKENS = ("grpc", "openai")
-"""Protocols with the number of a prompt's tokens in every answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +134,7 @@ def serve(
     workload: WorkloadOptions,
     load: LoadOptions,
     client: ClientOptions,
+    disruption: DisruptionOptions,
     seed: Annotated[int, typer.Option(help="Of the workload and of the times.")] = 0,
 ) -> None:
     """Send a workload to TARGET under a load, and report latencies, throughput, stalls and lost tokens.
@@ -144,6 +143,18 @@ def serve(
 
     Exit status: 0 done, 1 requests failed, 2 wrong usage, 130 Ctrl-C; then the answers so far are reported.
     """
+    run(_serve(target, connection, workload, load, client, disruption, seed))
+
+
+async def _serve(
+    target: str,
+    connection: TargetOptions,
+    workload: WorkloadOptions,
+    load: LoadOptions,
+    client: ClientOptions,
+    disruption: DisruptionOptions,
+    seed: int,
+) -> int:
     setup = Setup(
         connecting=connection.connecting(target),
         workload=str(workload),
@@ -157,24 +168,22 @@ def serve(
     )
     if load.batch > 1 and setup.connecting.url.protocol != "grpc":
         raise SettingsError("is for grpc:// alone", setting="--batch")
-    run(_serve(setup, load, workload, client.record))
-
-
-async def _serve(
-    setup: Setup, load: LoadOptions, workload: WorkloadOptions, record: Path | None
-) -> int:
-    loads = load.loads()
-    counts = partial(count_tokens, setup.connecting)
-    tells = setup.connecting.url.protocol in TELL_PROMPT_TOKENS
-    plans = batched(await workload.plans(setup.seed, counts if tells else None), load.batch)
+    loads, undisturbed = load.loads(), disruption.undisturbed()
+    count = server_count(setup.connecting)
+    plans = batched(await workload.plans(setup.seed, count), load.batch)
     runs: list[Run] = []
     with ExitStack() as files:
-        written = [files.enter_context(RunFile(record)).write] if record else []
+        written = [files.enter_context(RunFile(client.record)).write] if client.record else []
         for each in loads:
-            runs.append(await measure(setup, each, plans, Watch(on_line=written)))
-            put(_counts(runs[-1]))
-            if runs[-1].end and runs[-1].end.interrupted:
-                return INTERRUPTED
+            for faults in disruption.turns(setup.connecting.url, setup.seed):
+                watch = Watch(on_line=written, disruptor=faults)
+                runs.append(await measure(setup, each, plans, watch))
+                put(_counts(runs[-1]))
+                if runs[-1].end and runs[-1].end.interrupted:
+                    return INTERRUPTED
+            if disruption.disrupt:
+                for line in shown(survival(runs[-1], undisturbed or runs[-2])):
+                    put(line)
     return FAILED if any(measured.count(AnswerOutcome.ERROR) for measured in runs) else OK
 
 

@@ -8,8 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import InvalidRequest, SettingsError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Count = Callable[[Sequence[str]], Awaitable[Sequence[int]]]
 """The number of tokens of each text, special ones included."""
@@ -66,25 +70,29 @@ async def one_token_words(count: Count, candidates: Sequence[str] = COMMON) -> W
     return Words(words, special=least - 1, exact=True)
 
 
-def local_tokenizer(path: Path) -> tuple[Count, tuple[str, ...]]:
-    """Counts tokens by a `tokenizer.json`, or that of a directory, and names words of its vocabulary. Raises
-    SettingsError."""
+def load_tokenizer(path: Path, setting: str) -> Tokenizer:
+    """That of a `tokenizer.json`, or of a directory with one. Raises SettingsError."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise SettingsError(
-            "needs the library tokenizers: pip install 'trtmesh[tokenizer]'", setting="--tokenizer"
+            "needs the library tokenizers: pip install 'trtmesh[tokenizer]'", setting=setting
         ) from error
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise SettingsError(f"is {path}, but there is no {file}", setting="--tokenizer")
+        raise SettingsError(f"is {path}, but there is no {file}", setting=setting)
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        return Tokenizer.from_file(str(file))
     # The library raises Exception itself.
     except Exception as error:
         raise SettingsError(
-            f"is {path}, which cannot be read as a tokenizer: {error}", setting="--tokenizer"
+            f"is {path}, which cannot be read as a tokenizer: {error}", setting=setting
         ) from error
+
+
+def local_tokenizer(path: Path) -> tuple[Count, tuple[str, ...]]:
+    """Counts tokens by the tokenizer of `--tokenizer`, and names words of its vocabulary. Raises SettingsError."""
+    tokenizer = load_tokenizer(path, "--tokenizer")
 
     def counted(texts: Sequence[str]) -> list[int]:
         return [len(encoding.ids) for encoding in tokenizer.encode_batch_fast(list(texts))]
