@@ -177,3 +177,7 @@ def test_the_knee_is_where_the_curve_bends() -> None:
     assert knee(list(reversed(curve))) == 2
     assert knee([(1, 1), (2, 2), (3, 3)]) is None
     assert knee(curve[:2]) is None
+
+
+def test_the_knee_of_a_server_that_does_less_under_more_load_is_before() -> None:
+    assert knee([(104, 8.6), (350, 10.0), (760, 17.5), (703, 77.0)]) == 2

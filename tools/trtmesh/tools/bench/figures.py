@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from trtmesh.tools.bench.measures import MEASURES, Measure, duration_s, gaps_ms
+from trtmesh.tools.bench.measures import MEASURES, STALL_MS, Measure, duration_s, gaps_ms
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Run
 from trtmesh.tools.bench.slo import Goodput, Slo, goodput
 
 PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99)
-
-STALL_MS = 1000.0
-"""A longer gap is a stall."""
 
 Values = NDArray[np.float64]
 

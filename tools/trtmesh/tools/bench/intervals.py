@@ -16,7 +16,7 @@ from trtmesh.tools.bench.record import Answer
 
 ROUNDS = 2000
 LEAST_ROUNDS = 500
-MOST_LOOKS = 200_000_000
+MOST_LOOKS = 20_000_000
 """Values that all rounds look at together; of many values fewer rounds say as much."""
 SEED = 20260101
 LEVEL = 0.95

@@ -8,6 +8,9 @@ from itertools import pairwise
 
 from trtmesh.tools.bench.record import Answer
 
+STALL_MS = 1000.0
+"""A longer gap is a stall."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measure:

@@ -28,6 +28,7 @@ class ReportOptions:
         metavar="NAME:MS",
         panel=PANEL,
     )
+    html: Path | None = option("Write a page with plots to this file.", panel=PANEL)
     json: Path | None = option("Write JSON with aiperf's tags to this file.", panel=PANEL)
     csv: Path | None = option("Write a row for each figure to this file.", panel=PANEL)
     aiperf: Path | None = option(
@@ -44,13 +45,24 @@ class ReportOptions:
     def report(self, runs: Sequence[Run]) -> None:
         """Prints the tables and writes the files."""
         self.check()
-        # Need numpy.
+        # Need numpy and jinja2.
         from trtmesh.tools.bench.reports import files
+        from trtmesh.tools.bench.reports.page import as_html
         from trtmesh.tools.bench.reports.report import report_of
         from trtmesh.tools.bench.reports.tables import run_tables, sweep_table
         from trtmesh.tools.bench.slo import parse_slos
 
         found = report_of(runs, parse_slos(self.slo or ()))
+        # First the files: the reader of the tables may leave.
+        for path, content in (
+            (self.html, as_html),
+            (self.json, files.as_json),
+            (self.csv, files.as_csv),
+        ):
+            if path:
+                files.write(path, content(found))
+        if self.aiperf:
+            files.write_aiperf(self.aiperf, found)
         for each in found.runs:
             put(f"\n{each.load}, {each.run.header.target}")
             print_tables(*run_tables(each))
@@ -59,11 +71,6 @@ class ReportOptions:
         if found.is_sweep:
             put("")
             print_tables(sweep_table(found))
-        for path, content in ((self.json, files.as_json), (self.csv, files.as_csv)):
-            if path:
-                files.write(path, content(found))
-        if self.aiperf:
-            files.write_aiperf(self.aiperf, found)
 
 
 @grouped
@@ -74,7 +81,7 @@ def report(
     *,
     options: ReportOptions,
 ) -> None:
-    """Report recorded runs, as tables or files: JSON, CSV, aiperf's.
+    """Report recorded runs, as tables or files: HTML, JSON, CSV, aiperf's.
 
     Exit status: 0 done, 2 a file cannot be read or written.
     """

@@ -81,8 +81,10 @@ def knee(points: Sequence[tuple[float, float]]) -> int | None:
     first to the last. None for less than three points, or a curve that bends nowhere."""
     if len(points) < 3:
         return None
-    order = sorted(range(len(points)), key=lambda number: points[number])
+    order = sorted(range(len(points)), key=lambda number: points[number][::-1])
     x, y = np.array([points[number] for number in order]).T
+    # Beyond its capacity a server often does less: more latency for no more throughput.
+    x = np.maximum.accumulate(x)
     if x[-1] <= x[0] or y[-1] <= y[0]:
         return None
     below = (x - x[0]) / (x[-1] - x[0]) - (y - y[0]) / (y[-1] - y[0])

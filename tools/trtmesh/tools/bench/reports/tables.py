@@ -55,14 +55,16 @@ def run_tables(report: RunReport) -> Sequence[Table]:
     return [measures, totals]
 
 
-SWEEP = ("load", "ok", "failed", "requests\n/s", "tokens\n/s", "good")
+SWEEP_MEASURES = (TTFT, TPOT, E2E)
+SWEEP_HEADS = (
+    *("load", "ok", "failed", "requests\n/s", "tokens\n/s", "good"),
+    *(f"{measure.name}\n{percent} ms" for measure in SWEEP_MEASURES for percent in ("p50", "p99")),
+)
 
 
 def sweep_table(report: Report) -> Table:
     """A row for each run."""
-    table = new_table(
-        *SWEEP, *(f"{m.name}\n{p} ms" for m in (TTFT, TPOT, E2E) for p in ("p50", "p99"))
-    )
+    table = new_table(*SWEEP_HEADS)
     for run in report.runs:
         add_row(table, *sweep_row(run))
     return table
@@ -75,7 +77,7 @@ def sweep_row(run: RunReport) -> Iterator[str]:
     yield number(figures.request_throughput)
     yield number(figures.output_token_throughput)
     yield f"{figures.goodput.attainment:.1%}" if figures.goodput else "-"
-    for measure in (TTFT, TPOT, E2E):
+    for measure in SWEEP_MEASURES:
         seen: Distribution | None = figures.distributions.get(measure.tag)
         yield from (number(seen.percentiles[percent]) if seen else "-" for percent in (50, 99))
 

@@ -1,0 +1,159 @@
+"""The report as one page: nothing on it is loaded from elsewhere, and all text on it is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from trtmesh.chassis.quoting import escaped
+from trtmesh.tools.bench.figures import TOTALS, Values, pool
+from trtmesh.tools.bench.measures import E2E, GAP, MEASURES, STALL_MS, TPOT, TTFT, Measure
+from trtmesh.tools.bench.record import Answer
+from trtmesh.tools.bench.reports.plots import (
+    Band,
+    Mark,
+    Plot,
+    Series,
+    cumulative,
+    histogram,
+    log_edges,
+    svg,
+)
+from trtmesh.tools.bench.reports.report import Report, RunReport
+from trtmesh.tools.bench.reports.tables import SWEEP_HEADS, between, number, sweep_row
+from trtmesh.tools.bench.saturation import knee, saturation, users_between
+
+SLICES = 120
+MOST_DOTS = 1500
+
+
+def as_html(report: Report) -> bytes:
+    page = Environment(
+        loader=PackageLoader("trtmesh.tools.bench.reports", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_visible,
+    ).get_template("page.html")
+    started = datetime.fromtimestamp(report.runs[0].run.header.started_unix_s, UTC)
+    return page.render(
+        report=report,
+        started=f"{started:%Y-%m-%d %H:%M:%S} UTC",
+        sweep_heads=[head.replace("\n", " ") for head in SWEEP_HEADS],
+        sweep_row=sweep_row,
+        sweep_plots=[*sweep_plots(report)] if report.is_sweep else [],
+        distributions=[*distributions(report)],
+        timeline=timeline,
+        saturation=saturation,
+        measures=MEASURES,
+        totals=TOTALS,
+        number=number,
+        between=between,
+        svg=svg,
+    ).encode()
+
+
+def _visible(value: object) -> object:
+    """Control characters of strangers' texts by their names; a page cannot hold lone surrogates at all."""
+    return escaped(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def distributions(report: Report) -> Iterator[Plot]:
+    for measure in (TTFT, GAP, E2E):
+        own = {run.load: pool(measure, run.run.answers).values for run in report.runs}
+        edges = log_edges(np.concatenate([*own.values()]))
+        curves = [Series(load, cumulative(each[each > 0])) for load, each in own.items()]
+        bars = [Series(load, histogram(each, edges), Mark.STEPS) for load, each in own.items()]
+        x = f"{measure.name}, {measure.unit}"
+        yield Plot(f"{measure.name}, cumulative", x, "% of values", curves, is_log=True)
+        yield Plot(f"{measure.name}, histogram", x, "% of values", bars, is_log=True)
+
+
+def sweep_plots(report: Report) -> Iterator[Plot]:
+    """Latencies against throughput, with the knee."""
+    for measure in (TTFT, TPOT, E2E):
+        curves = [_against_throughput(report, measure, percent) for percent in (50, 99)]
+        x = "output tokens per second"
+        yield Plot(f"{measure.name} against throughput", x, f"{measure.name}, ms", curves)
+
+
+def _against_throughput(report: Report, measure: Measure, percent: int) -> Series:
+    """One percentile of each run; the loads stand at the lower curve."""
+    found = [
+        (run.figures.output_token_throughput, seen.percentiles[percent], run.load)
+        for run in report.runs
+        if run.figures.output_token_throughput is not None
+        and (seen := run.figures.distributions.get(measure.tag))
+    ]
+    points = [(x, y) for x, y, _ in found]
+    bend = knee(points)
+    labels = [
+        f"{_load_label(load)}{', knee' if number == bend else ''}"
+        for number, (_, _, load) in enumerate(found)
+    ]
+    return Series(f"p{percent}", points, Mark.LINE_AND_DOTS, labels if percent == 50 else ())
+
+
+def timeline(run: RunReport) -> Sequence[Plot]:
+    """Load, tokens, first tokens and longest gaps over the time of the run, with its disruptions."""
+    answers, end = run.run.answers, run.run.end
+    bands = [
+        Band(each.at_s, each.ended_s, f"{each.kind} {each.target}")
+        for each in (end.disruptions if end else ())
+    ]
+    edges = np.linspace(0, max(each.ended_s for each in answers) or 1.0, SLICES + 1)
+    width = float(edges[1])
+    users = users_between(answers, edges)
+    tokens = _tokens_between(answers, edges) / width
+    first = [(each.planned_s, value) for each in answers if each.ok for value in TTFT.of(each)]
+    gaps = [
+        (after, 1000 * (after - before))
+        for each in answers
+        if each.ok and len(each.arrivals_s) > 1
+        for before, after in [max(pairwise(each.arrivals_s), key=lambda pair: pair[1] - pair[0])]
+    ]
+    plots = (
+        ("Requests under way", "requests", Series("requests", _steps(edges, users), Mark.STEPS)),
+        (
+            "Tokens received",
+            "tokens per second",
+            Series("tokens", _steps(edges, tokens), Mark.STEPS),
+        ),
+        ("TTFT by planned time", "ms", Series("TTFT", _most(first), Mark.DOTS)),
+        (
+            f"Longest gap of each answer, by its end; {sum(gap > STALL_MS for _, gap in gaps)} over 1 s",
+            "ms",
+            Series("longest gap", _most(gaps), Mark.DOTS),
+        ),
+    )
+    return [
+        Plot(title, "seconds since the start", y, [series], bands) for title, y, series in plots
+    ]
+
+
+def _tokens_between(answers: Sequence[Answer], edges: Values) -> Values:
+    """Chunks of unknown size count as one token."""
+    arrivals = [at for each in answers for at in each.arrivals_s]
+    tokens = [count or 1 for each in answers for count in each.tokens]
+    return np.histogram(arrivals, edges, weights=tokens)[0].astype(np.float64)
+
+
+def _steps(edges: Values, values: Values) -> Sequence[tuple[float, float]]:
+    return [*zip(edges.tolist(), [*values.tolist(), float(values[-1])], strict=True)]
+
+
+def _most(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Of many points the highest, and an even choice of the others."""
+    if len(points) <= MOST_DOTS:
+        return points
+    by_height = sorted(points, key=lambda point: -point[1])
+    highest, others = by_height[: MOST_DOTS // 2], by_height[MOST_DOTS // 2 :]
+    return [*highest, *others[:: -(-2 * len(others) // MOST_DOTS)]]
+
+
+def _load_label(load: str) -> str:
+    """Its number: `16 at a time` of `closed, 16 at a time`."""
+    return load.partition(", ")[2] or load
