@@ -11,6 +11,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import getsource
 from itertools import count, product
@@ -25,7 +26,7 @@ from tokenizers import Tokenizer
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
 from trtmesh.engine.admission import admit
 from trtmesh.engine.backend import Submission
-from trtmesh.engine.backends.torch.drafts.lengths import AdaptiveLengths, FixedLengths, Lengths
+from trtmesh.engine.backends.torch.drafts.lengths import AdaptiveLengths, Lengths, StepTime
 from trtmesh.engine.backends.torch.loading import Loaded, load_engine
 from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
@@ -50,6 +51,22 @@ class Measured:
     """Draft tokens for each emitted token."""
     accepted: float
     """Share of the draft tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLengths:
+    """Implements Lengths: always as many drafts as possible, up to a number."""
+
+    drafts: int
+
+    def waits(self, rows: int) -> bool:
+        return True
+
+    def choose(self, rows: int, rates: Sequence[float], most: Sequence[int]) -> list[int]:
+        return [min(self.drafts, each) for each in most]
+
+    def measured(self, step: StepTime) -> None:
+        """Nothing is learned."""
 
 
 class Lab:

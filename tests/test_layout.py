@@ -84,7 +84,6 @@ ROOMS = {
         "quoting",
         "progress",
         "panics",
-        "outbox",
         "forwarding",
         "number_lists",
         "metrics",
@@ -108,7 +107,6 @@ ROOMS = {
         "detokenizers",
         "defaults",
         "conversion",
-        "workload",
         "metrics",
     ),
     "engine": (
@@ -133,7 +131,6 @@ ROOMS = {
         "handoffs",
         "scheduler",
         "prefixes",
-        "rules",
         "sequence",
         "leases",
         "blocks",

@@ -7,8 +7,8 @@ from operator import attrgetter
 from typing import TypeAlias
 
 import pytest
-from trtmesh.chassis import outbox as module
-from trtmesh.chassis.outbox import ENOUGH_ITEMS, MAX_BYTES, MAX_ITEMS, Outbox
+from trtmesh.chassis import forwarding as module
+from trtmesh.chassis.forwarding import ENOUGH_ITEMS, MAX_BYTES, MAX_ITEMS, Outbox
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 Events: TypeAlias = "Outbox[pb.TokenizerServiceConnectResponse, pb.TokenizerEvent]"

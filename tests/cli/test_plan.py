@@ -72,7 +72,6 @@ def test_one_process_is_a_router_with_the_rest_inside(monkeypatch: pytest.Monkey
     ("name", "value"),
     [
         *((each, "2") for each in ("routers", "engines", "tokenizers", "prefill", "decode")),
-        *((each, "9000") for each in ("engine_port", "tokenizer_port")),
         ("engines_at", "vllm://10.0.0.7:50051"),
         ("backend", "tensorrt_llm"),
         ("model", f"{demo_model()},{WITHOUT_ADAPTERS}"),
@@ -99,14 +98,6 @@ def test_several_models_have_tokenizers_of_their_own(tmp_path: Path) -> None:
     one_inside = MeshSettings(model=settings.model, tokenizers=0)
     with pytest.raises(SettingsError, match=r"is 0, but .* serves one model, and the stack has 2"):
         Plan(one_inside, None)
-
-
-def test_port_of_no_tokenizer_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"mesh\.tokenizer_port has no effect") as refused:
-        Plan(MeshSettings(tokenizer_port=9001), None)
-    assert refused.value.setting == "mesh.tokenizer_port"
-    (tokenizer,) = Plan(MeshSettings(tokenizer_port=9001, tokenizers=1), None).tokenizers()
-    assert tokenizer.ports["port"] == 9001
 
 
 def test_every_process_ends_with_its_supervisor() -> None:
@@ -174,12 +165,6 @@ def test_several_models_are_named_to_the_router_and_told_apart(tmp_path: Path) -
     named.write_text("engine: {model: same}")
     with pytest.raises(SettingsError, match="would name all 2 models"):
         Plan(MeshSettings(model=(str(one), str(two))), str(named))
-
-
-def test_given_ports_follow_each_other() -> None:
-    plan = Plan(MeshSettings(engines=3, engine_port=9100, tokenizers=2), None)
-    assert [process.ports["port"] for process in plan.engines()] == [9100, 9101, 9102]
-    assert [process.ports["port"] for process in plan.tokenizers()] == [0, 0]
 
 
 def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -246,24 +246,14 @@ def test_default_port_in_use_is_replaced_with_a_note() -> None:
 
 @pytest.mark.parametrize(
     "flag",
-    [
-        "--port",
-        "--http-port",
-        "--metrics-port",
-        "--admin-port",
-        "--engine-port",
-        "--tokenizer-port",
-    ],
+    ["--port", "--http-port", "--metrics-port", "--admin-port"],
 )
 def test_requested_ports_in_use_are_errors_before_anything_starts(flag: str) -> None:
     with taken_port() as port:
-        # The second engine would take the port after it.
-        first = port - 1 if flag == "--engine-port" else port
-        counts = ("--engines", "2", "--tokenizers", "1")
-        flags = ("--port", "0", *FREE_PORTS, *counts, flag, str(first))
+        flags = ("--port", "0", *FREE_PORTS, flag, str(port))
         result = trtmesh("up", "--backend", "simulated", *flags)
         assert result.returncode == 3
-        told = f"trtmesh: error: {flag} is {first}, but another process listens on 127.0.0.1:{port}"
+        told = f"trtmesh: error: {flag} is {port}, but another process listens on 127.0.0.1:{port}"
         assert result.stderr.startswith(told)
         assert "choose another, or 0" in result.stderr
 
@@ -303,7 +293,6 @@ def test_stack_runs_without_http_and_metrics() -> None:
         (("--config", "/nowhere.yaml"), 2, "/nowhere.yaml"),
         (("--engines-at", "http://a:1"), 2, "--engines-at has an entry that is not host:port"),
         (("--tokenizers", "-1"), 2, "--tokenizers is '-1' but must be at least 0"),
-        (("--tokenizer-port", "9001"), 2, "--tokenizer-port has no effect"),
         (("--one-process", "--engines", "2"), 2, "--engines has no place in one process"),
     ],
 )

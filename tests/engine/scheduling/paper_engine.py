@@ -13,9 +13,8 @@ from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool
 from trtmesh.engine.scheduling.leases import LeasedBlocks
-from trtmesh.engine.scheduling.rules import SchedulingRules
 from trtmesh.engine.scheduling.scheduler import Scheduler
-from trtmesh.engine.scheduling.sequence import Chunk, ScheduledSequence
+from trtmesh.engine.scheduling.sequence import Chunk, ScheduledSequence, SchedulingRules
 from trtmesh.engine.stopping import EndRule
 
 BLOCK = 4

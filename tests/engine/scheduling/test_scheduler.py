@@ -11,8 +11,8 @@ from engine.torch.harness import configure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searches import examples
-from trtmesh.engine.scheduling.rules import SchedulingRules
 from trtmesh.engine.scheduling.scheduler import PATIENCE, REMOVED_ENTRIES
+from trtmesh.engine.scheduling.sequence import SchedulingRules
 
 
 def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tuple[Any, list[int]]]:

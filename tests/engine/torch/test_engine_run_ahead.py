@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine.short_names import by_short_names
-from engine.torch.drafts.drafters import Knowing
+from engine.torch.drafts.drafters import FixedLengths, Knowing
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from torch import Tensor
@@ -21,7 +21,6 @@ from trtmesh.engine.backend import PromptDetails, StepOutput, Submission
 from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
 from trtmesh.engine.backends.torch.drafts import drafting
 from trtmesh.engine.backends.torch.drafts.drafter import Wish
-from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
 from trtmesh.engine.backends.torch.engine import Launched
 from trtmesh.engine.backends.torch.loading import load_engine
 from trtmesh.engine.backends.torch.model.weights import weight_files

@@ -1,4 +1,4 @@
-"""A file written by others, not to be read half-written."""
+"""Files written by others, not to be read half-written."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ Stamp: TypeAlias = tuple[int, ...]
 
 
 class RestingFile:
-    """Says when to read a file again: after a change, once the file is the same at two looks.
+    """Says when to read a file, or several that belong together, again: after a change, once all are the same at two
+    looks.
 
     Make the object before the first reading, so that no change is missed.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._seen = self._used = _stamp(path)
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._seen = self._used = [*map(_stamp, paths)]
 
     def is_due(self) -> bool:
-        """Looks at the file. May block, as any access to a file."""
-        now = _stamp(self.path)
+        """Looks at the files. May block, as any access to a file."""
+        now = [*map(_stamp, self._paths)]
         due = now == self._seen and now != self._used
         self._seen = now
         if due:

@@ -87,10 +87,6 @@ class MeshSettings(ServiceSettings):
     one model. Unset means 0 for one model, and 1 for several."""
     routers: Replicas = 1
     """Routers; all but the first listen on free ports."""
-    engine_port: Port = 0
-    """Port of the first engine; the others follow it. 0 takes free ports."""
-    tokenizer_port: Port = 0
-    """Port of the first tokenizer process; the others follow it. 0 takes free ports."""
     one_process: bool = False
     """Whether router, tokenizer and one engine run in one process, which saves a laptop memory and the hops: a fault of
     one ends all three, and they start again."""
@@ -145,8 +141,8 @@ PANELS: Mapping[str, str] = {
     **dict.fromkeys(("log_level", "log_format", "log_dir", "output"), "Logs and output"),
     **dict.fromkeys(
         (
-            *("host", "port", "admin_port", "http_port", "metrics_port", "engine_port"),
-            *("tokenizer_port", "tls", "max_message_bytes"),
+            *("host", "port", "admin_port", "http_port", "metrics_port", "tls"),
+            "max_message_bytes",
         ),
         CONNECTION,
     ),

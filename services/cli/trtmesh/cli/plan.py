@@ -46,8 +46,8 @@ _COMMON = {
     "tls.client_certificates": "mesh.tls",
 }
 _OVERRULED: Mapping[str, Mapping[str, str]] = {
-    "tokenizer": {**_COMMON, "host": _NOTHING, "port": "mesh.tokenizer_port"},
-    "engine": {**_COMMON, "host": _NOTHING, "port": "mesh.engine_port", "worker": _NOTHING},
+    "tokenizer": {**_COMMON, "host": _NOTHING, "port": _NOTHING},
+    "engine": {**_COMMON, "host": _NOTHING, "port": _NOTHING, "worker": _NOTHING},
     "router": {
         **_COMMON,
         "host": "mesh.host",
@@ -182,13 +182,12 @@ class Plan:
         return _adapters_in(demo.parent / "demo-adapters")
 
     def tokenizers(self) -> list[ProcessPlan]:
-        settings = self._settings
         return [
             ProcessPlan(
                 name=f"{self._prefix}tokenizer-{index}",
                 service="tokenizer",
                 arguments=(*self._common("tokenizer", LOOPBACK), *model.flags),
-                ports=self._ports(_following(settings.tokenizer_port, index)),
+                ports=self._ports(),
                 tls=self.client_tls,
             )
             for index, model in enumerate(
@@ -198,17 +197,16 @@ class Plan:
 
     def engines(self) -> list[ProcessPlan]:
         """Without the engine inside the router, if there is one process."""
-        settings = self._settings
         return [
             ProcessPlan(
                 name=f"{self._prefix}engine-{index}",
                 service="engine",
                 arguments=(*self._common("engine", LOOPBACK), *engine.flags),
-                ports=self._ports(_following(settings.engine_port, index)),
+                ports=self._ports(),
                 environment=engine.environment,
                 tls=self.client_tls,
             )
-            for index, engine in enumerate(() if settings.one_process else self._engines())
+            for index, engine in enumerate(() if self._settings.one_process else self._engines())
         ]
 
     def _engines(self) -> Iterator[Place]:
@@ -317,9 +315,9 @@ class Plan:
         file = self._given.value("router", "admin.token_file")
         return AdminToken.read(Path(str(file)) if file else None, os.environ)
 
-    def _ports(self, port: int) -> Mapping[str, int | None]:
-        """The ports of a tokenizer or engine."""
-        return {"port": port, "metrics_port": None if self._settings.metrics_port is None else 0}
+    def _ports(self) -> Mapping[str, int | None]:
+        """The ports of a tokenizer or engine, free ones."""
+        return {"port": 0, "metrics_port": None if self._settings.metrics_port is None else 0}
 
     def _places(self, model: ServedModel) -> list[Place]:
         """The place of each engine of a model."""
@@ -431,10 +429,6 @@ def _as_variables(service: str, flags: Sequence[str]) -> Mapping[str, str]:
     return dict(zip(names, flags[1::2], strict=True))
 
 
-def _following(first: int, index: int) -> int:
-    return first + index if first else 0
-
-
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model of the stack."""
@@ -512,7 +506,7 @@ def _check_devices(settings: MeshSettings, models: Iterable[ServedModel]) -> Non
 
 def _tokenizers_per_model(settings: MeshSettings, models: int) -> int:
     """The number of tokenizer processes for each model. Raises SettingsError where routers would need a tokenizer of
-    several models inside, and for a port of no process."""
+    several models inside."""
     count = settings.tokenizers
     if count == 0 and models > 1:
         if settings.asks_for("tokenizers"):
@@ -521,11 +515,6 @@ def _tokenizers_per_model(settings: MeshSettings, models: int) -> int:
                 setting="mesh.tokenizers",
             )
         count = 1
-    if count == 0 and settings.tokenizer_port:
-        raise SettingsError(
-            "has no effect: routers have their tokenizers inside; set mesh.tokenizers for processes",
-            setting="mesh.tokenizer_port",
-        )
     return count
 
 
@@ -537,9 +526,7 @@ def _check_one_process(settings: MeshSettings, models: int) -> None:
     misfits = {
         "routers": settings.routers > 1,
         "tokenizers": settings.tokenizers > 0,
-        "tokenizer_port": settings.tokenizer_port > 0,
         "engines": settings.engines > 1,
-        "engine_port": settings.engine_port > 0,
         "engines_at": bool(settings.engines_at),
         "prefill": settings.prefill > 0,
         "decode": settings.decode > 0,

@@ -109,18 +109,14 @@ class Stack:
         """Raises PortInUse for a requested port in use, before anything loads."""
         settings = self.settings
         hosts = {"port": settings.host, "http_port": settings.host, "metrics_port": settings.host}
-        hosts |= {"admin_port": LOOPBACK, "tokenizer_port": LOOPBACK, "engine_port": LOOPBACK}
-        tokenizers, engines = len(self.plan.tokenizers()), len(self.plan.engines())
-        counts = {"tokenizer_port": tokenizers, "engine_port": engines}
+        hosts["admin_port"] = LOOPBACK
         for name, host in hosts.items():
-            first = getattr(settings, name) if settings.asks_for(name) else None
-            for port in range(first, first + counts.get(name, 1)) if first else ():
-                if port_is_taken(host, port):
-                    raise PortInUse(
-                        f"is {first}, but another process listens on {host}:{port}; choose another, or 0 for a free"
-                        " one",
-                        setting=f"mesh.{name}",
-                    )
+            port = getattr(settings, name) if settings.asks_for(name) else None
+            if port and port_is_taken(host, port):
+                raise PortInUse(
+                    f"is {port}, but another process listens on {host}:{port}; choose another, or 0 for a free one",
+                    setting=f"mesh.{name}",
+                )
 
     async def _start_routers(self, first: Child, *others: Child) -> None:
         await self._start_on_free_ports(first)

@@ -11,10 +11,9 @@ from operator import attrgetter
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, UnsupportedCall
-from trtmesh.chassis.forwarding import Sink
-from trtmesh.chassis.outbox import Outbox
+from trtmesh.chassis.forwarding import Outbox, Sink
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
-from trtmesh.tokenizer.decoding.states import DecodeStates
+from trtmesh.tokenizer.decoding.states import DecodeStates, Workload
 from trtmesh.tokenizer.encoding import (
     EncodedTexts,
     Encoder,
@@ -24,7 +23,6 @@ from trtmesh.tokenizer.encoding import (
 )
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.vocabulary import Vocabulary
-from trtmesh.tokenizer.workload import Workload
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 TOKEN_BYTES = 4

@@ -16,6 +16,7 @@ from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.tokenizer_loading import for_words
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.chat.speaking import reasoning_format, tool_format
+from trtmesh.tokenizer.decoding.states import Workload
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import Encoder, encode_in_this_thread_alone
 from trtmesh.tokenizer.metrics import TokenizerMetrics
@@ -28,7 +29,6 @@ from trtmesh.tokenizer.router_stream import (
 )
 from trtmesh.tokenizer.settings import TokenizerSettings
 from trtmesh.tokenizer.vocabulary import Vocabulary, load_vocabulary
-from trtmesh.tokenizer.workload import Workload
 from trtmesh.v1 import tokenizer_pb2 as pb
 from trtmesh.v1 import tokenizer_pb2_grpc as pb_grpc
 

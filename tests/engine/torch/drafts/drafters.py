@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -13,6 +14,22 @@ from trtmesh.engine.backends.torch.drafts.lengths import MOST_DRAFTS, Lengths, S
 
 Known = dict[tuple[int, int], list[int]]
 """The tokens to come, by batch_index and sequence_index."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLengths:
+    """Implements Lengths: always as many drafts as possible, up to a number."""
+
+    drafts: int
+
+    def waits(self, rows: int) -> bool:
+        return True
+
+    def choose(self, rows: int, rates: Sequence[float], most: Sequence[int]) -> list[int]:
+        return [min(self.drafts, each) for each in most]
+
+    def measured(self, step: StepTime) -> None:
+        """Nothing is learned."""
 
 
 class Knowing:

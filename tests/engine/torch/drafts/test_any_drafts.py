@@ -20,11 +20,10 @@ from engine.torch.combinations import (
     lonely,
 )
 from engine.torch.conftest import Device, ModelDir
-from engine.torch.drafts.drafters import SOURCES, AnyLengths, draft
+from engine.torch.drafts.drafters import SOURCES, AnyLengths, FixedLengths, draft
 from engine.torch.harness import Harness
 from trtmesh.chassis.vocabulary import Draft
 from trtmesh.engine.backends.torch.drafts import drafting
-from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
 
 ITEMS = 9
 FIXED = {"absurd": 3, "perfect": 8}

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from engine.torch.conftest import Device
-from engine.torch.drafts.drafters import AnyLengths, draft
+from engine.torch.drafts.drafters import AnyLengths, FixedLengths, draft
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from transformers import AutoModelForCausalLM
@@ -20,7 +20,6 @@ from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.cpu.device import ORDERING
 from trtmesh.engine.backends.torch.drafts import drafting
 from trtmesh.engine.backends.torch.drafts.drafter import Wish
-from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
 from trtmesh.engine.backends.torch.drafts.patience import PatientDrafter
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation

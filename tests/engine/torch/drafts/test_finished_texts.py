@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine.torch.drafts.drafters import draft
+from engine.torch.drafts.drafters import FixedLengths, draft
 from engine.torch.harness import configure, running
 from trtmesh.chassis.vocabulary import KvCache
 from trtmesh.engine.backends.torch.drafts import finished_texts
 from trtmesh.engine.backends.torch.drafts.finished_texts import Shelf
-from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
 
 
 async def test_what_was_asked_before_is_drafted_for_the_same_salt_alone(llama: Path) -> None:

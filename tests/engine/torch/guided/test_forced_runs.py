@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from e2e.mesh import DEMO
-from engine.torch.drafts.drafters import Failing, Knowing, draft, drafting_of
+from engine.torch.drafts.drafters import Failing, FixedLengths, Knowing, draft, drafting_of
 from engine.torch.guided.guides import guided, text_of
 from engine.torch.harness import Harness, running
-from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
 from trtmesh.engine.backends.torch.guided.grammars import Guide
 
 PROMPT = [9, 40, 41, 42]

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.torch.drafts.drafters import Knowing, draft
+from engine.torch.drafts.drafters import FixedLengths, Knowing, draft
 from engine.torch.guided.guides import guided
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from trtmesh.chassis.vocabulary import GuidedDecoding
-from trtmesh.engine.backends.torch.drafts.lengths import FixedLengths
 from trtmesh.engine.backends.torch.guided.grammars import (
     FIRST_SECONDS,
     Grammar,
@@ -54,7 +53,7 @@ def steps(rows: Sequence[Any], count: int) -> list[tuple[set[int], float]]:
     time, waiting, found = MaskTime(GuideCounts()), list[Any](), []
     for _ in range(count):
         before = sum(row.seconds for row in rows)
-        time.begin()
+        time.seconds_left = STEP_SECONDS
         late = time.late([row for row in rows if row not in waiting])
         waiting += [row for row in rows if row.key in late]
         still = time.late_again(waiting)
@@ -108,7 +107,7 @@ def test_masks_made_together_are_those_made_alone(
 
     time = MaskTime(counts, counted)
     for _ in range(30):
-        time.begin()
+        time.seconds_left = STEP_SECONDS
         late = time.late(sequences)
         for sequence, guide in zip(sequences, alone, strict=True):
             guide.catch_up(sequence.tokens)
@@ -138,7 +137,7 @@ def test_failing_guides_are_left_to_the_choice() -> None:
         row.guide.seconds = row.guide.last_seconds = 0.0
         row.guide.problem = ""
     time = MaskTime(GuideCounts(), filling_together(2))
-    time.begin()
+    time.seconds_left = STEP_SECONDS
     assert time.late(rows) == set()
 
 
@@ -187,15 +186,10 @@ def test_guides_that_end_are_counted_once(together: Any, accepted: int) -> None:
         )
     counts = GuideCounts()
     time = MaskTime(counts, together)
-    time.begin()
+    time.seconds_left = STEP_SECONDS
     assert time.late(sequences) == set()
     assert [bool(each.guide.problem) for each in sequences] == [True] * 6
     assert counts.not_followed == 6
-
-
-def test_unguided_rows_are_never_late() -> None:
-    row: Any = SimpleNamespace(key=1, token_rules=SimpleNamespace(guided=False))
-    assert MaskTime(GuideCounts()).late([row]) == set()
 
 
 async def test_others_have_a_token_in_each_step(

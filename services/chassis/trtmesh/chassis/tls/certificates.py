@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.fair.turns import Handshakes
+from trtmesh.chassis.resting_file import RestingFile
 from trtmesh.chassis.tls.client import H2, ClientTls, PeerTls
 from trtmesh.chassis.tls.pem import OwnCertificate, PemFile, server_context
 from trtmesh.chassis.tls.settings import TlsSettings
@@ -20,8 +21,6 @@ log = logging.getLogger(__name__)
 
 HTTP_1_1 = "http/1.1"
 """ALPN's name of HTTP/1.1."""
-
-_Stamp = Sequence[tuple[int, ...] | None]
 
 HANDSHAKES_PER_SECOND = 100.0
 """Most handshakes begun in a second; others wait."""
@@ -60,7 +59,8 @@ class Certificates:
         self._prefix = f"{section}.tls."
         self._refuse_ineffective()
         # Before the files are read: a change meanwhile is then seen.
-        self._loaded = self._stamp()
+        paths = (settings.certificate, settings.key, settings.client_ca, settings.ca)
+        self._files = RestingFile(*(path for path in paths if path is not None))
         self._contexts = self._load()
         self._handshakes = Handshakes(HANDSHAKES_PER_SECOND)
 
@@ -91,14 +91,11 @@ class Certificates:
 
     async def follow(self) -> NoReturn:
         """Reads changed files again until cancelled. Unusable files leave the former contents in place."""
-        seen = self._loaded
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            # Certificate and key change in sequence, so they are read once both are stable.
-            before, seen = seen, await asyncio.to_thread(self._stamp)
-            if before != seen or seen == self._loaded:
+            # Certificate and key change in sequence.
+            if not await asyncio.to_thread(self._files.is_due):
                 continue
-            self._loaded = seen
             try:
                 self._contexts = await asyncio.to_thread(self._load)
             except SettingsError as error:
@@ -147,17 +144,3 @@ class Certificates:
 
     def _file(self, name: str, path: Path) -> PemFile:
         return PemFile(path, self._prefix + name)
-
-    def _stamp(self) -> _Stamp:
-        """Returns a value that changes with the file, through symbolic links too."""
-        settings = self._settings
-        paths = (settings.certificate, settings.key, settings.client_ca, settings.ca)
-        return [_stamp_of(path) for path in paths if path is not None]
-
-
-def _stamp_of(path: Path) -> tuple[int, ...] | None:
-    try:
-        seen = path.stat()
-    except OSError:
-        return None
-    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns

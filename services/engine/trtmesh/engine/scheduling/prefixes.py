@@ -6,8 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 from trtmesh.chassis.block_hashes import extend_names
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, Prefix, Retention
-from trtmesh.engine.scheduling.rules import SchedulingRules
-from trtmesh.engine.scheduling.sequence import ScheduledSequence
+from trtmesh.engine.scheduling.sequence import ScheduledSequence, SchedulingRules
 
 NOTHING = Prefix([], 0)
 

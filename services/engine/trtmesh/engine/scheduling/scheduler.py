@@ -32,8 +32,7 @@ from trtmesh.engine.scheduling.adapter_slots import AdapterDevice, AdapterSlots
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool, Prefix, Tables
 from trtmesh.engine.scheduling.leases import LeasedBlocks
 from trtmesh.engine.scheduling.prefixes import Prefixes
-from trtmesh.engine.scheduling.rules import SchedulingRules
-from trtmesh.engine.scheduling.sequence import Chunk, Pairs, Rank, S
+from trtmesh.engine.scheduling.sequence import Chunk, Pairs, Rank, S, SchedulingRules
 
 PATIENCE = 4
 """Shorter prompts may overtake a prompt for so many durations of the prompt's own prefill."""

@@ -14,7 +14,7 @@ from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import AdapterLoad, HeldAdapter, HoldsAdapters
 from trtmesh.engine.service.adapter_delivery import Deliveries, Delivery, identity_of
 from trtmesh.engine.service.event_outbox import EventOutbox
-from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.service.streams import LoadedEngine
 from trtmesh.engine.service.wire import adapter_states
 from trtmesh.v1 import engine_pb2 as epb
 

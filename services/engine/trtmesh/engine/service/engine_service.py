@@ -44,10 +44,9 @@ from trtmesh.engine.handoff.settings import HANDOFF_LIMITS, HandoffLimits
 from trtmesh.engine.handoff.transports.choice import KNOWN, open_transports
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.service.adapter_delivery import DeliveryMemory
-from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.router_session import serve_stream
-from trtmesh.engine.service.streams import Streams
+from trtmesh.engine.service.streams import LoadedEngine, Streams
 from trtmesh.engine.service.wire import describe, role_of
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb

@@ -18,8 +18,7 @@ from trtmesh.engine.handoff.handoffs import HandoffsByBlocks, Lease
 from trtmesh.engine.handoff.lease import check_lease_id, lease_seconds
 from trtmesh.engine.handoff.send_run import SenderRequest
 from trtmesh.engine.service.event_outbox import EventOutbox
-from trtmesh.engine.service.loaded_engine import LoadedEngine
-from trtmesh.engine.service.streams import HANDLE_MASK
+from trtmesh.engine.service.streams import HANDLE_MASK, LoadedEngine
 from trtmesh.engine.service.submission import adapter_of
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb

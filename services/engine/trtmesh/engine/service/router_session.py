@@ -37,8 +37,7 @@ from trtmesh.engine.service.event_outbox import (
     end_message,
 )
 from trtmesh.engine.service.handoff_commands import HandoffCommands
-from trtmesh.engine.service.loaded_engine import LoadedEngine
-from trtmesh.engine.service.streams import HANDLE_BITS, HANDLE_MASK
+from trtmesh.engine.service.streams import HANDLE_BITS, HANDLE_MASK, LoadedEngine
 from trtmesh.engine.service.submission import (
     MAX_HANDLES,
     adapter_of,

@@ -7,7 +7,7 @@ from trtmesh.chassis.parsing import ELEMENT_BYTES, parse_config, refuse_unsuppor
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.handoff.lease import check_lease_id, lease_seconds
-from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.service.streams import LoadedEngine
 from trtmesh.engine.stopping import StopVocabulary
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb

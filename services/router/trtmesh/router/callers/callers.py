@@ -69,7 +69,6 @@ class Callers:
         self._holders: Mapping[bytes, _Holder] = {}
         self.problem = ""
         """Why the file is not in use as it is now, or ''."""
-        self._resting: RestingFile | None = None
         if self._file is not None:
             self._resting = RestingFile(self._file)
             self._holders = self._start(self._file)
@@ -124,13 +123,13 @@ class Callers:
 
     async def watch(self) -> None:
         """Reads the file again after each change, until cancelled."""
-        if self._resting is None:
+        if self._file is None:
             return
         while True:
             await next_tick(LOOK_SECONDS)
             # Half of a file that is being written would revoke keys.
             if await asyncio.to_thread(self._resting.is_due):
-                await self._read_again(self._resting.path)
+                await self._read_again(self._file)
 
     async def _read_again(self, file: Path) -> None:
         former = self._holders

@@ -88,7 +88,7 @@ class Fleet:
         self.loaded: set[str] = set()
         """Addresses of workers with a new load and no other change, several times in an item's life."""
         self.decisions = DecisionLog(EXPLAINED_DECISIONS)
-        self.kv_index = KvIndex(settings.kv_index_blocks)
+        self.kv_index = KvIndex()
         self._metrics = metrics
         self._turn = 0
         self._typical: dict[str, Typical] = {}

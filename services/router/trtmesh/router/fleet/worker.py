@@ -17,8 +17,8 @@ from trtmesh.chassis.errors import (
     WorkerLost,
 )
 from trtmesh.chassis.fair.turns import ParseScheduler
+from trtmesh.chassis.forwarding import Outbox
 from trtmesh.chassis.grpc.client import Call, Connection, Method
-from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tasks import next_tick, until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text

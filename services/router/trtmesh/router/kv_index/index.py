@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig
 
+MOST_BLOCKS = 1_000_000
+"""Blocks of workers remembered, of about 250 bytes each; the least recently used are evicted."""
+
 TOUCH_FROM = 0.5
 """Fill level from where on lookups refresh blocks in the eviction order."""
 
@@ -71,7 +74,7 @@ class KvIndex:
     worker holds them; the index then underestimates the workers' caches, never the reverse.
     """
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int = MOST_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._blocks: OrderedDict[int, int] = OrderedDict()
         self._held: dict[str, set[int]] = {}

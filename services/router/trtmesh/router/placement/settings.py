@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
 from trtmesh.chassis.settings import OneOf, Settings
 from trtmesh.router.placement.policies import POLICIES
 
@@ -16,8 +15,6 @@ class PlacementSettings(Settings):
 
     policy: PolicyName = "auto"
     """Policy that scores the workers."""
-    kv_index_blocks: Annotated[int, Field(ge=0, le=100_000_000)] = 1_000_000
-    """Most remembered KV blocks of workers, about 250 bytes each; the least recently used are evicted."""
 
 
 class HandoffSettings(Settings):

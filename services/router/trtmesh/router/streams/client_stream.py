@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 from trtmesh.chassis.errors import SlowClient
@@ -45,9 +45,9 @@ WRITES_PER_PASS = 128
 
 
 BUFFER_TOKENS = 65_536
-"""Most tokens that wait for a client before `at_limit` applies."""
+"""Most tokens that wait for a client before its request pauses."""
 BUFFER_BYTES = 64 * 2**20
-"""Most waiting bytes of tokens, texts, log-probabilities and logits before `at_limit` applies."""
+"""Most waiting bytes of tokens, texts, log-probabilities and logits before that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,9 +413,6 @@ class ClientLimits(Settings):
     total_bytes: Annotated[int, Field(ge=1)] = 512 * 2**20
     """Most memory of the output waiting for all clients together; beyond, the request with the largest part ends with
     SLOW_CLIENT."""
-    at_limit: Literal["pause", "cancel"] = "pause"
-    """Action once 65,536 tokens or 64 MiB wait for a client: `pause` takes the request's sequences off their workers
-    and continues them, on any worker, once the client has read; `cancel` ends the request with SLOW_CLIENT."""
     unread_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """Longest time that a message may stay unread, paused or not, then SLOW_CLIENT."""
 
@@ -474,11 +471,7 @@ class Pace:
             self._metrics.slow_clients["coalesced"] += 1
 
     def _act(self) -> None:
-        if not self._client.full or self._ended:
-            return
-        if self._limits.at_limit == "cancel":
-            self._cancel(asyncio.get_running_loop().time())
-        elif not self.paused:
+        if self._client.full and not self._ended and not self.paused:
             self.paused = True
             self._metrics.slow_clients["paused"] += 1
             self._change()

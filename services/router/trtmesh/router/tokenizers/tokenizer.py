@@ -13,8 +13,8 @@ from typing import Protocol
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Draining, Mismatch, SchemaMismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.turns import ParseScheduler
+from trtmesh.chassis.forwarding import Outbox
 from trtmesh.chassis.grpc.client import Call, Connection, Method
-from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tasks import next_tick
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text

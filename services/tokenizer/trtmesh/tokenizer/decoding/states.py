@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import (
+    Draining,
     InternalError,
     InvalidField,
     InvalidRequest,
@@ -23,12 +25,38 @@ from trtmesh.tokenizer.decoding.stop_matcher import StopMatcher, matcher_of
 from trtmesh.tokenizer.detokenizers.base import TextDecoder
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.vocabulary import Vocabulary
-from trtmesh.tokenizer.workload import Workload
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 NO_MARKS: Mapping[int, str] = MappingProxyType({})
+
+
+class Workload:
+    """Counts the encodes and decode states of all streams. Every `begin` is matched by an `end`."""
+
+    def __init__(self) -> None:
+        self._in_flight = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin(self) -> None:
+        """Admits one encode or sequence. Raises Draining."""
+        if self._draining:
+            raise Draining("the tokenizer is draining and admits no new encodes or sequences")
+        self._in_flight += 1
+        self._idle.clear()
+
+    def end(self, count: int = 1) -> None:
+        self._in_flight -= count
+        if not self._in_flight:
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Admits nothing more and returns when nothing is in flight."""
+        self._draining = True
+        await self._idle.wait()
 
 
 @dataclass(frozen=True, slots=True)

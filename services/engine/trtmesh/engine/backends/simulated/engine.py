@@ -24,9 +24,8 @@ from trtmesh.engine.scheduling.adapter_slots import AdapterDevice
 from trtmesh.engine.scheduling.blocks import BlockPool, Move
 from trtmesh.engine.scheduling.handoffs import BlockHandoffs, Sending
 from trtmesh.engine.scheduling.leases import Outgoing
-from trtmesh.engine.scheduling.rules import SchedulingRules
 from trtmesh.engine.scheduling.scheduler import Scheduler
-from trtmesh.engine.scheduling.sequence import Chunk
+from trtmesh.engine.scheduling.sequence import Chunk, SchedulingRules
 from trtmesh.v1 import generation_pb2 as pb
 
 

@@ -100,7 +100,8 @@ class TorchBackend:
         )
         if item.config.prompt_tuning:
             self._loaded.tables.embedding.check(item.config.prompt_tuning, rule.prompt_tokens)
-        self._loaded.draft_logits.check(item.config)
+        if item.config.draft:
+            self._loaded.draft_logits.check(item.config.draft, item.config.beam_search)
         with self._wake:
             if self._broken:
                 raise WorkerLost("the engine has failed and takes no more items")

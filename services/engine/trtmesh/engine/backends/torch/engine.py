@@ -47,8 +47,8 @@ from trtmesh.engine.backends.torch.guided.grammars import FillTogether, Grammar,
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
+from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.engine.backends.torch.sampling.continuation import GivenDrafts
-from trtmesh.engine.backends.torch.sampling.mask_time import MaskTime
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.ledger import Ledger
@@ -130,7 +130,7 @@ class Engine:
         self.drafting = drafting
         self._compute = compute
         self._guide_counts = guide_counts or GuideCounts()
-        self._mask_time = MaskTime(self._guide_counts, fill_together)
+        self._mask_time = mask_time.MaskTime(self._guide_counts, fill_together)
         self._late: list[Late] = []
         """The longest waiting first."""
         self._broken: BackendFailed | None = None
@@ -254,7 +254,7 @@ class Engine:
         if self._broken:
             raise self._broken
         step = Launched()
-        self._mask_time.begin()
+        self._mask_time.seconds_left = mask_time.STEP_SECONDS
         chunks = self.scheduler.schedule()
         if self.drafting:
             step.speculation = self.drafting.extend(chunks, self.scheduler)
@@ -321,7 +321,7 @@ class Engine:
             late.chunk.sequence.in_flight = False
         if following := step.following:
             if following.is_open:
-                self._mask_time.begin()
+                self._mask_time.seconds_left = mask_time.STEP_SECONDS
                 self._choose(following.forwards[0], following)
                 self._guide_counts.late_masks += len(self._late)
             for sequence in following.awaited:
@@ -422,7 +422,8 @@ class Engine:
 
     def _late_among(self, chunks: SequenceOf[Chunk]) -> set[int]:
         """The keys of sequences without the mask of their next token."""
-        return self._mask_time.late([chunk.sequence for chunk in chunks])
+        guided = [chunk.sequence for chunk in chunks if chunk.sequence.token_rules.guided]
+        return self._mask_time.late(guided) if guided else set()
 
     def _choose_late(self, step: Launched) -> None:
         """Chooses for sequences of earlier steps, as far as there is time for their masks."""

@@ -60,8 +60,8 @@ from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.engine.model_fingerprint import model_fingerprint
 from trtmesh.engine.scheduling.blocks import BlockPool
 from trtmesh.engine.scheduling.handoffs import BlockHandoffs
-from trtmesh.engine.scheduling.rules import SchedulingRules
 from trtmesh.engine.scheduling.scheduler import Scheduler
+from trtmesh.engine.scheduling.sequence import SchedulingRules
 from trtmesh.v1 import engine_pb2 as epb
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from trtmesh.engine.gateways.trtllm.request import AskedGeneration
 from trtmesh.engine.gateways.trtllm.sequence import SequenceOutput
 from trtmesh.engine.gateways.trtllm.texts import StopSearch, Texts
 from trtmesh.engine.service.event_outbox import StepPart
-from trtmesh.engine.service.loaded_engine import LoadedEngine
-from trtmesh.engine.service.streams import HANDLE_BITS
+from trtmesh.engine.service.streams import HANDLE_BITS, LoadedEngine
 from trtmesh.engine.service.submission import parse_submit
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb

@@ -20,7 +20,7 @@ from trtmesh.chassis.block_hashes import ROOT_HASH
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import HeldAdapter, SequenceEnd
 from trtmesh.engine.service.event_outbox import StepPart
-from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.service.streams import LoadedEngine
 from trtmesh.engine.service.wire import kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 

@@ -37,7 +37,7 @@ from trtmesh.engine.gateways.trtllm.kv_feed import (
 from trtmesh.engine.gateways.trtllm.request import AskedGeneration, contract_name, parse_generate
 from trtmesh.engine.gateways.trtllm.texts import Texts
 from trtmesh.engine.gateways.trtllm.tokenizer_files import chunks, tokenizer_archive
-from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.service.streams import LoadedEngine
 from trtmesh.engine.service.submission import MAX_HANDLES, never_fits
 
 FEATURES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from trtmesh.chassis.errors import InvalidField, QueueFull
-from trtmesh.chassis.vocabulary import Draft, GenerationConfig
+from trtmesh.chassis.vocabulary import BeamSearch, Draft
 from trtmesh.engine.backends.torch.memory.tensors import FLOATS, from_message
 from trtmesh.engine.backends.torch.preparation import Done, PartLease, Preparation
 from trtmesh.engine.backends.torch.sampling.continuation import GivenDrafts
@@ -22,20 +22,19 @@ class DraftLogits:
         self._preparation = Preparation("draft-logits", most_bytes)
         self.close = self._preparation.close
 
-    def check(self, config: GenerationConfig) -> None:
+    def check(self, draft: Draft, beams: BeamSearch) -> None:
         """Raises InvalidField for drafts that cannot be verified by their logits."""
-        draft = config.draft
-        if draft is None or draft.logits is None:
-            if draft and draft.acceptance_threshold is not None:
+        if draft.logits is None:
+            if draft.acceptance_threshold is not None:
                 raise InvalidField(
                     "applies to drafts with logits, which are not set; set them, or leave it out",
                     field="draft.acceptance_threshold",
                     limit_field=LOGITS,
                 )
             return
-        if config.beam_search.beam_width > 1:
+        if beams.beam_width > 1:
             raise InvalidField(
-                f"are set with a beam width of {config.beam_search.beam_width}, but beams are ranked, not drawn; leave"
+                f"are set with a beam width of {beams.beam_width}, but beams are ranked, not drawn; leave"
                 " them out",
                 field=LOGITS,
                 limit_field="beam_search.beam_width",

@@ -72,22 +72,6 @@ class Lengths(Protocol):
         """Takes the time of a step in which every sequence had one token, besides drafts."""
 
 
-@dataclass(frozen=True, slots=True)
-class FixedLengths:
-    """Implements Lengths: always as many drafts as possible, up to a number."""
-
-    drafts: int
-
-    def waits(self, rows: int) -> bool:
-        return True
-
-    def choose(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> list[int]:
-        return [min(self.drafts, each) for each in most]
-
-    def measured(self, step: StepTime) -> None:
-        """Nothing is learned."""
-
-
 class AdaptiveLengths:
     """Implements Lengths."""
 

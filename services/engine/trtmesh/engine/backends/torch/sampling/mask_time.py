@@ -41,29 +41,25 @@ class MaskTime:
         """Without `fill_together` masks are made one by one."""
         self._counts = counts
         self._fill_together = fill_together
-        self._left = 0.0
+        self.seconds_left = 0.0
+        """CPU time left in this step. The engine sets STEP_SECONDS for each."""
 
-    def begin(self) -> None:
-        """Begins a step."""
-        self._left = STEP_SECONDS
-
-    def late(self, sequences: Iterable[Continuation]) -> set[int]:
-        """Makes the masks of the next tokens. Returns the keys of the sequences that have none yet."""
-        guided = [sequence for sequence in sequences if sequence.token_rules.guided]
-        guided.sort(key=_expected)
+    def late(self, guided: Iterable[Continuation]) -> set[int]:
+        """Makes the masks of the next tokens of guided sequences. Returns the keys of those that have none yet."""
+        guided = sorted(guided, key=_expected)
         if self._fill_together and len(guided) >= LEAST_TOGETHER:
             self._make_together(self._fill_together, guided)
         return {
             sequence.key
             for sequence in guided
-            if _expected(sequence) > self._left or not self._makes(sequence)
+            if _expected(sequence) > self.seconds_left or not self._makes(sequence)
         }
 
     def late_again(self, waiting: Sequence[Continuation]) -> set[int]:
         """`late` of the sequences that `late` returned in earlier steps, the longest waiting first."""
         late = self.late(waiting)
         first = next((sequence for sequence in waiting if sequence.key in late), None)
-        if first and self._left > 0 and self._makes(first):
+        if first and self.seconds_left > 0 and self._makes(first):
             late.remove(first.key)
         return late
 
@@ -72,7 +68,7 @@ class MaskTime:
         together: list[tuple[Continuation, Guide, Matcher]] = []
         for sequence in guided:
             guide = sequence.guide
-            if guide and guide.last_seconds <= TOGETHER_SECONDS < self._left:
+            if guide and guide.last_seconds <= TOGETHER_SECONDS < self.seconds_left:
                 before = guide.seconds
                 # One that fails is met again alone.
                 with suppress(Exception):
@@ -111,7 +107,7 @@ class MaskTime:
         return is_made
 
     def _spend(self, seconds: float) -> None:
-        self._left -= seconds
+        self.seconds_left -= seconds
         self._counts.mask_seconds += seconds
 
 
