@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 LENGTH_BYTES = 4
 RENDERED, REFUSED, INVALID = b"+", b"-", b"!"
-"""A text, the problem of a template, or the name of a part, a space and its problem."""
+"""A text, the problem of a template, or the name of a part, a space and the problem of the part."""
 CPU_SECONDS = 2.0
-"""Most CPU time of a rendering; beyond it the system ends the process."""
+"""Most CPU time of a rendering; beyond the limit the system ends the process."""
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables that every template gets."""
+"""Variables for every template."""
 
 
 def framed(content: bytes) -> bytes:

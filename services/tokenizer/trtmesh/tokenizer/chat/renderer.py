@@ -1,4 +1,4 @@
-"""Has conversations rendered by a process that is killed where it takes too long, and then started again."""
+"""Renders conversations in a process. A process beyond the time limit is killed, and another one started."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "trtmesh.tokenizer.chat.rendering"
 WALL_SECONDS = 30.0
-"""Longest wait for an answer, on a machine too busy to give a rendering its CPU time."""
+"""Longest wait for an answer, for a machine too busy to give a rendering CPU time."""
 LAST_SECONDS = 0.1
-"""Time for a process to end by itself, which its status then explains."""
+"""Time for a failed process to end. The exit status then explains the failure."""
 MAX_WAITING = 1024
 """Most waiting conversations; beyond, QUEUE_FULL."""
 PARTS = ("messages", "tools", "documents", "template_kwargs")
-"""What a conversation has as JSON."""
+"""Parts of a conversation in JSON."""
 
 
 class ChatRenderer:
-    """Renders one conversation after the other, in the order of arrival."""
+    """Renders conversations in the order of arrival."""
 
     def __init__(
         self, templates: ChatTemplates, max_text_bytes: int, *, takes_templates: bool = False
     ) -> None:
-        """`takes_templates` says whether a conversation may bring its own."""
+        """`takes_templates` allows conversations to bring templates."""
         self._templates, self._takes_templates = templates, takes_templates
         self._most_bytes = max_text_bytes
         self._waiting: deque[tuple[bytes, asyncio.Future[str]]] = deque()
@@ -50,7 +50,7 @@ class ChatRenderer:
         self._closed = False
 
     async def render(self, chat: pb.Chat) -> str:
-        """The text of a conversation. Raises InvalidRequest, with the template's own sentence if it has one."""
+        """Returns the text of a conversation. Raises InvalidRequest, with the template's sentence if there is one."""
         if self._closed:
             raise Draining("the tokenizer is stopping")
         if len(self._waiting) >= MAX_WAITING:
@@ -73,7 +73,7 @@ class ChatRenderer:
         await self._end()
 
     def _asked(self, chat: pb.Chat) -> bytes:
-        """The conversation as the process reads it. Raises InvalidRequest."""
+        """Returns the conversation in the form for the process. Raises InvalidRequest."""
         given = {field.name for field, _ in chat.ListFields()}
         parts = {name: getattr(chat, name).encode() for name in PARTS if name in given}
         if chat.HasField("template") and not self._takes_templates:
@@ -103,7 +103,7 @@ class ChatRenderer:
         return b"".join(map(framed, (json.dumps(asked).encode(), *parts.values())))
 
     def _template(self, chat: pb.Chat) -> dict[str, str]:
-        """The name of the template, or its source."""
+        """The name of the template, or the source."""
         if chat.HasField("template"):
             return {"source": chat.template}
         with_tools = chat.HasField("tools")
@@ -122,7 +122,7 @@ class ChatRenderer:
             except TrtmeshError as error:
                 outcome = error.with_traceback(None)
             except Exception as error:
-                # Broad on purpose: the conversations behind this one are still to be rendered.
+                # Broad on purpose: more conversations wait to be rendered.
                 log.exception("a conversation failed unexpectedly")
                 outcome = InternalError(f"{type(error).__name__}: {error}")
             if rendered.done():
@@ -170,7 +170,7 @@ class ChatRenderer:
         return self._process
 
     async def _lost(self) -> TrtmeshError:
-        """The error of a conversation whose process ended or does not answer."""
+        """The error of a conversation without an answer, or of an ended process."""
         status = await self._end()
         if status == -signal.SIGPROF:
             return InvalidRequest(
@@ -180,7 +180,7 @@ class ChatRenderer:
         return InternalError(f"the process of the chat template ended with status {status}")
 
     async def _end(self) -> int:
-        """Ends the process, if there is one, also where the caller is being cancelled; returns its status."""
+        """Ends the process, if there is one, even while the caller is being cancelled. Returns the exit status."""
         if (process := self._process) is None:
             return 0
         try:

@@ -1,6 +1,6 @@
-"""The program that renders conversations: a process that can be killed, since templates are programs of strangers.
+"""The program for rendering conversations: a process, which can be killed, because templates are programs of strangers.
 
-It renders as transformers does, without its import, which takes seconds.
+The result is the same as transformers', without the seconds for an import of transformers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MEMORY_BYTES = 2**30
 """Most address space of the process."""
 MOST_PROBLEM_CHARACTERS = 512
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of a message that the model continues."""
+"""Marks the end of a message for the model to continue."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}`, which marks answers for training, and renders what it holds."""
+    """`{% generation %}`, which marks answers for training: renders the content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's interface
 
@@ -63,7 +63,7 @@ class TemplateDict:
 
 
 class TemplateNamespace(jinja2.utils.Namespace):
-    """`namespace` without names that lead into Python."""
+    """`namespace` without names leading into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *given = args
@@ -123,7 +123,7 @@ class Templates:
         self._compiled: dict[str, jinja2.Template] = {}
 
     def render(self, asked: Mapping[str, Any]) -> str:
-        """The text of a conversation. Raises whatever the template does."""
+        """Returns the text of a conversation. Raises any error of the template."""
         source, template = self._template(asked)
         messages = [_plain_message(message) for message in asked["messages"]]
         ending = _mark_end(messages, source) if asked["continue_final_message"] else ""
@@ -153,7 +153,7 @@ class Templates:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without nulls, which templates write as text, and with its reasoning under every usual name."""
+    """A message without nulls, rendered as text by templates, and with the reasoning under every usual name."""
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in REASONING_FIELDS if key in plain), None)
     if reasoning is not None:
@@ -162,7 +162,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_written_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with the arguments of calls as text, which some templates add to theirs."""
+    """A message with the arguments of calls as text, for templates that concatenate texts."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return dict(message)
@@ -178,7 +178,7 @@ def _with_written(call: Any) -> Any:
 
 
 def _mark_end(messages: list[dict[str, Any]], source: str) -> str:
-    """Marks the end of the last message. Returns its text."""
+    """Marks the end of the last message. Returns the text of the message."""
     last = messages[-1]
     if (content := last.get("content")) is None or "content" not in source:
         raise ValueError("continue_final_message needs a content of the last message")
@@ -198,12 +198,12 @@ def _cut_at_mark(text: str, ending: str) -> str:
     if ending.strip() not in text or TAG.strip() not in text:
         raise ValueError("the template leaves out parts of the last message, so it cannot continue")
     end = text.rindex(TAG.strip())
-    # A template that trims messages has trimmed the mark too.
+    # A template trimming messages has trimmed the mark too.
     return text[:end] if text.startswith(TAG, end) else text[:end].rstrip()
 
 
 class InvalidPartError(Exception):
-    """A part of a conversation is not what it must be."""
+    """A part of a conversation has an invalid form."""
 
 
 def _conversation(parts: Mapping[str, bytes]) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def _problem_of(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    # Those of the terminal are for the service.
+    # Signals of the terminal are for the service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,5 @@
-"""How a model speaks: the form of its calls of tools, and whether it reasons first, as its chat templates show."""
+"""The output format of a model, according to the chat templates: the form of tool calls, and whether reasoning comes
+first."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from enum import StrEnum
 from trtmesh.tokenizer.chat.templates import DEFAULT, WITH_TOOLS, ChatTemplates
 
 OTHERS = ("<function=", "<arg_key>", "<param")
-"""Of models that write calls between `<tool_call>` otherwise than as JSON."""
+"""Of models with calls between `<tool_call>` in another form than JSON."""
 
 
 class ToolFormat(StrEnum):

@@ -1,4 +1,4 @@
-"""The chat templates of a model directory, and the special tokens that they may name."""
+"""The chat templates of a model directory, and the special tokens for templates."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trtmesh.chassis.errors import InvalidField, InvalidRequest, ModelUnusable
 
 TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"
-"""A folder of further templates, each with its name."""
+"""A folder of further named templates."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 
 SPECIAL_TOKENS = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
-"""What transformers gives to templates."""
+"""Special tokens passed to templates, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ChatTemplates:
 
     @property
     def default(self) -> str | None:
-        """The template of a conversation without tools, if there is one."""
+        """The template of a conversation without tools, if any."""
         return self.by_name.get(DEFAULT)
 
     def find(self, name: str, *, with_tools: bool) -> str:
@@ -53,7 +53,8 @@ class ChatTemplates:
 def read_templates(
     model_dir: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplates:
-    """The template files, else the templates of `config`, which is tokenizer_config.json. Raises ModelUnusable."""
+    """The template files, else the templates of `config`, the content of tokenizer_config.json. Raises
+    ModelUnusable."""
     given = config.get("chat_template")
     named: dict[str, str] = {}
     for entry in given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]:

@@ -1,7 +1,7 @@
 """Drafts by a smaller model with the same tokenizer.
 
-The small model follows each sequence in KV blocks of its own, and draws with the noise of the sequence: the largest of
-logit / temperature + noise is often the same token in both models, more often than two draws of their own would be.
+The small model follows each sequence in separate KV blocks, and draws with the noise of the sequence. So both models
+often pick the same largest logit / temperature + noise, more often than with independent noise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 
 FEW_TOKENS = 16
-"""A sequence further behind gets no drafts in the step in which the small model catches up."""
+"""A sequence further behind gets no drafts while the small model catches up."""
 TOKENS_AT_ONCE = 512
 """Most tokens of a sequence computed to catch up in a step."""
 
@@ -43,7 +43,7 @@ class DraftModel:
         tokens_per_block: int,
         most_tokens: int,
     ) -> None:
-        """`compute` is the small model over its own `blocks` blocks, for sequences of up to `most_tokens`."""
+        """`compute` is the small model over `blocks` blocks, for sequences of up to `most_tokens`."""
         self._compute = compute
         # Kernels run on the current device of a thread.
         self._device = device if device.type == "cuda" else -1
@@ -74,7 +74,7 @@ class DraftModel:
             lacking = {key: max(0, most - drawn) for key, most in lacking.items()}
         proposals: list[SequenceOf[int]] = [()] * len(wishes)
         for place, shadow, _ in going:
-            # `submitted_tokens` are those of the sequence.
+            # `submitted_tokens` counts the tokens of the sequence.
             proposals[place] = shadow.tokens[shadow.submitted_tokens :]
         return proposals
 
@@ -88,14 +88,14 @@ class DraftModel:
             self._tables.give_back(shadow.slot)
 
     def _shadow(self, sequence: Sequence) -> Sequence | None:
-        """The sequence as the small model follows it, with the same tokens; None for a prompt that it cannot read."""
+        """The sequence as seen by the small model, with the same tokens; None for a prompt with a prompt table."""
         if sequence.prompt_table:
             return None
         shadow = self._shadows.get(sequence.key)
         if shadow is None:
             shadow = self._shadows[sequence.key] = _shadow_of(sequence)
         self._shadows.move_to_end(sequence.key)
-        # Drafts that did not hold are dropped.
+        # Rejected drafts are dropped.
         first = shadow.submitted_tokens
         for guess, token in zip(shadow.tokens[first:], sequence.tokens[first:], strict=False):
             if guess != token:
@@ -104,12 +104,13 @@ class DraftModel:
         del shadow.tokens[first:]
         shadow.tokens += sequence.tokens[first:]
         shadow.submitted_tokens = len(shadow.tokens)
-        # The last token may be a draft that was computed, but not verified.
+        # The last token may be a computed draft without a verification.
         shadow.num_computed = min(shadow.num_computed, first, len(shadow.tokens) - 1)
         return shadow
 
     def _has_room(self, shadow: Sequence, tokens: int, wanted: AbstractSet[int]) -> bool:
-        """Gives a shadow blocks for so many tokens, where need be those of the longest unused that is not `wanted`."""
+        """Gives a shadow blocks for so many tokens. Takes blocks from the longest unused shadows, except the
+        `wanted`."""
         missing = -(-tokens // self._tokens_per_block) - len(shadow.blocks)
         if tokens > self._most_tokens:
             return False
@@ -132,7 +133,7 @@ class DraftModel:
         shadow.num_computed += count
 
     def _draw(self, shadows: list[Sequence], lacking: Mapping[int, int]) -> int:
-        """Adds drafts to each, of at most `lacking` by key. Returns how many: one, or as many as the device computes
+        """Adds drafts to each, of at most `lacking` by key. Returns the number: one, or as many as the device computes
         without the host."""
         chunks = [Chunk(each, each.num_computed, _lacking(each)) for each in shadows]
         forward = self._compute.forward(self._compute.prepare(chunks))
@@ -167,7 +168,7 @@ def _shadow_of(sequence: Sequence) -> Sequence:
         min_p=sampling.min_p,
         seed=sampling.seed,
     )
-    # Penalties and bans would need a memory that can go back.
+    # Penalties and bans would need a memory with a way back.
     config = replace(GenerationConfig(), sampling=plain)
     return Sequence(
         key=sequence.key,

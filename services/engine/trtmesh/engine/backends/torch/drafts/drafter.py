@@ -15,12 +15,13 @@ class Drafter(Protocol):
     """Guesses the next tokens of sequences. Neither the guesses nor their number change any output."""
 
     is_free: bool
-    """Whether a guess costs so little that one is made for every token, verified or not, to learn how many hold."""
+    """Whether a guess is nearly free. Then every token gets a guess, verified or not, to learn the share of right
+    guesses."""
     seconds_apart: float
     """CPU time of other threads for all guesses so far."""
 
     def propose(self, wishes: SequenceOf[Wish]) -> SequenceOf[SequenceOf[int]]:
-        """Returns the drafts of each sequence, none where it has no guess. An exception is no drafts for a while."""
+        """Returns the drafts of each sequence, none without a guess. An exception pauses the drafts."""
 
     def forget(self, sequence: Sequence) -> None:
-        """Takes the end of a sequence, and drops what is kept for it."""
+        """Takes the end of a sequence, and drops all data of the sequence."""

@@ -1,4 +1,4 @@
-"""Adds drafts to the steps of an engine, and counts those that hold."""
+"""Adds drafts to the steps of an engine, and counts accepted drafts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trtmesh.engine.scheduling.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 FIRST_RATE = 0.6
-"""Assumed share of drafts that hold, of a sequence without any yet."""
+"""Assumed share of accepted drafts, for a sequence without drafts so far."""
 RATE_WEIGHT = 1 / 12
-"""Weight of a draft in the share of its sequence."""
+"""Weight of a draft in the share of the sequence."""
 LOWEST_RATE, HIGHEST_RATE = 0.02, 0.98
 MOST_GIVEN = 64
 """Most drafts of a client in a step."""
@@ -27,26 +27,26 @@ PAUSE_STEPS = 256
 
 @dataclass(slots=True)
 class Followed:
-    """A sequence that may have drafts."""
+    """A sequence open to drafts."""
 
     rates: list[float] = field(default_factory=lambda: [FIRST_RATE, HIGHEST_RATE])
-    """Shares of drafts that hold, after those before them held: of guesses, and of forced runs."""
+    """Shares of accepted drafts, given that all drafts before were accepted: of guesses, and of forced runs."""
     is_forced: bool = False
-    """Whether the last guess is what the guide leaves, in the tokens in which the tokenizer writes it."""
+    """Whether the last guess is a forced run of the guide, in the tokenizer's own tokens."""
     guess: SequenceOf[int] = ()
     guessed_at: int = 0
     """The number of tokens before the guess."""
     given: SequenceOf[int] = ()
-    """The output as the client guesses it; empty once it differs."""
+    """The output guessed by the client; empty after the first difference."""
     given_right: int = 0
-    """Leading tokens of `given` that came."""
+    """Leading tokens of `given` equal to the output."""
 
     @property
     def rate(self) -> float:
         return self.rates[self.is_forced]
 
     def given_rest(self, sequence: Sequence) -> SequenceOf[int]:
-        """What is left of the client's guess."""
+        """The rest of the client's guess."""
         first = sequence.prompt_tokens
         for token in sequence.tokens[first + self.given_right :]:
             if self.given_right >= len(self.given) or self.given[self.given_right] != token:
@@ -56,7 +56,8 @@ class Followed:
         return self.given[self.given_right : self.given_right + MOST_GIVEN]
 
     def observe(self, tokens: SequenceOf[int]) -> None:
-        """Compares the last guess with the tokens that came; verified or not, they are those of the model."""
+        """Compares the last guess with the new tokens. With or without a verification, the tokens are the model's
+        choice."""
         rate = self.rate
         for guess, token in zip(self.guess, tokens[self.guessed_at :], strict=False):
             rate += RATE_WEIGHT * ((guess == token) - rate)
@@ -65,7 +66,7 @@ class Followed:
         self.rates[self.is_forced] = min(max(rate, LOWEST_RATE), HIGHEST_RATE)
 
     def guessed(self, sequence: Sequence, guess: SequenceOf[int], most: int) -> SequenceOf[int]:
-        """Takes the drafter's guess, which the guide may know better. Returns what is guessed."""
+        """Takes the drafter's guess, and replaces the guess by a forced run of the guide. Returns the guess."""
         forced: SequenceOf[int] = ()
         if most > 0 and sequence.token_rules.guided and sequence.guide:
             forced = sequence.guide.forced(sequence.tokens)[:most]
@@ -81,12 +82,12 @@ class Speculation:
     chunks: list[Chunk]
     """With drafts, to be verified."""
     rows: int
-    """Sequences of the step; 0 where it does more than decode them."""
+    """Sequences of the step; 0 for a step with other work than decoding."""
     started: float
     is_typical: bool = True
-    """Whether its time says something about drafts."""
+    """Whether the time of the step measures drafts."""
     is_ahead: bool = False
-    """Whether it was launched before the tokens before it were known."""
+    """Whether the step was launched before the preceding tokens were known."""
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class DraftCounts:
     """Counters; they only grow."""
 
     drafts: int = 0
-    """Runs of draft tokens, one for a sequence and step."""
+    """Runs of draft tokens, one per sequence and step."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
@@ -103,9 +104,11 @@ class DraftCounts:
 
 
 class Drafting:
-    """Follows the sequences of an engine that may have drafts: all but beams. A sequence has none while logits of
-    earlier tokens are read, in the step after which it is handed over and, except for those of a client, before its
-    first token. Those of a client are verified whatever the rule of lengths says."""
+    """Follows the sequences of an engine open to drafts: all but beams.
+
+    A sequence has no drafts while logits of earlier tokens are read, in the last step before a handoff and, except for
+    drafts of a client, before the first token. Drafts of a client are verified at any length.
+    """
 
     def __init__(
         self,
@@ -116,8 +119,8 @@ class Drafting:
         vocabulary_size: int,
         is_apart: bool = False,
     ) -> None:
-        """Without a `drafter` the only drafts are those of clients. `is_apart` is a device that computes apart from the
-        engine's thread."""
+        """Without a `drafter` all drafts come from clients. `is_apart` means a device computing beside the engine's
+        thread."""
         self.counts = DraftCounts()
         self.drafter = drafter
         self.lengths = lengths
@@ -148,8 +151,8 @@ class Drafting:
     def extend(
         self, chunks: SequenceOf[Chunk], scheduler: Scheduler[Sequence]
     ) -> Speculation | None:
-        """Adds drafts to scheduled chunks, within what is left of the step's tokens. Returns None where no sequence may
-        have any."""
+        """Adds drafts to scheduled chunks, within the rest of the step's tokens. Returns None without a sequence open
+        to drafts."""
         if not self._followed:
             return None
         taken = [chunk for chunk in chunks if self._takes(chunk)]
@@ -167,7 +170,7 @@ class Drafting:
         return step
 
     def waits(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether the next step of sequences waits for their tokens, and so for drafts, where it could be launched
+        """Whether the next step waits for the tokens of the sequences, and so may have drafts, instead of a launch
         ahead."""
         known = [self._followed[each.key] for each in sequences if each.key in self._followed]
         if any(each.given_right < len(each.given) for each in known):
@@ -176,7 +179,7 @@ class Drafting:
         return may_draft and bool(known) and self.lengths.waits(len(sequences))
 
     def ahead(self, chunks: SequenceOf[Chunk]) -> Speculation | None:
-        """The step of `chunks` launched ahead, to be measured; None where it has no sequence that may have drafts."""
+        """The step of `chunks` launched ahead, to be measured; None without a sequence open to drafts."""
         if self._paused_steps:
             self._paused_steps -= 1
         if not any(chunk.sequence.key in self._followed for chunk in chunks):
@@ -184,14 +187,14 @@ class Drafting:
         return Speculation([], len(chunks), self._now(), is_ahead=True)
 
     def computed(self, step: Speculation) -> None:
-        """Counts the drafts of a step, before its tokens may end sequences."""
+        """Counts the drafts of a step, before the tokens may end sequences."""
         for chunk in step.chunks:
             self.counts.drafts += bool(chunk.drafts)
             self.counts.draft_tokens += len(chunk.drafts)
             chunk.sequence.times.draft_tokens += len(chunk.drafts)
 
     def accepted(self, chunk: Chunk, position: int) -> None:
-        """Counts a draft that holds, before the token after it may end the sequence."""
+        """Counts an accepted draft, before the next token may end the sequence."""
         self.counts.accepted_tokens += 1
         self._held += 1
         if position < MOST_DRAFTS:
@@ -199,7 +202,8 @@ class Drafting:
         chunk.sequence.times.accepted_draft_tokens += 1
 
     def finished(self, step: Speculation) -> None:
-        """Learns from the time of a collected step, from the end of the one before where it was launched earlier."""
+        """Learns from the time of a collected step. The time of a step launched ahead begins at the end of the step
+        before."""
         now, held = self._now(), self._held
         seconds = now - max(step.started, self._finished)
         self._finished, self._held = now, 0
@@ -229,7 +233,7 @@ class Drafting:
         for place, chunk in enumerate(chunks):
             sequence = chunk.sequence
             followed = self._followed[sequence.key]
-            # The step emits a token more than drafts that hold.
+            # The step emits one token more than accepted drafts.
             most = sequence.rule.limit - len(sequence.tokens) - 1
             drafts.append(
                 followed.given_rest(sequence)[:most] if followed.given and most > 0 else ()
@@ -258,14 +262,15 @@ class Drafting:
         most: SequenceOf[int],
         rows: int,
     ) -> tuple[list[SequenceOf[int]], bool]:
-        """The drafter's guesses, cut to lengths that pay, and whether their time is typical: a sequence without the
-        guess that was worth its time costs something else, such as reading its prompt."""
+        """Returns the drafter's guesses, cut to worthwhile lengths, and whether the step's time is typical. A sequence
+        without a guess despite a worthwhile length makes the time untypical: reading a prompt, for example, costs
+        more."""
         if drafter.is_free:
             guesses = self._guesses(drafter, followed, list(zip(sequences, most, strict=True)))
             rates = [each.rate for each in followed]
             lengths = self.lengths.choose(rows, rates, list(map(len, guesses)))
         else:
-            # A further draft costs a step of the drafter, whether for one sequence or for all.
+            # A further draft costs a step of the drafter, for one sequence or for all.
             mean = sum(each.rate for each in followed) / len(followed)
             lengths = self.lengths.choose(rows, [mean] * len(followed), most)
             guesses = self._guesses(drafter, followed, list(zip(sequences, lengths, strict=True)))
@@ -295,7 +300,7 @@ class Drafting:
             return [()] * len(wishes)
 
     def _known(self, guess: SequenceOf[int]) -> SequenceOf[int]:
-        """The ids before the first one beyond the vocabulary, such as one of a prompt table."""
+        """The ids up to the first id beyond the vocabulary, such as an id of a prompt table."""
         for place, token in enumerate(guess):
             if not 0 <= token < self._vocabulary_size:
                 return guess[:place]

@@ -1,5 +1,5 @@
-"""Drafts from the sequence itself and from finished sequences of the same salt, adapter and prompt table: those that
-may share KV too. Nothing of another tenant is ever proposed."""
+"""Drafts from the sequence, and from finished sequences of the same salt, adapter and prompt table. As with KV, nothing
+crosses between tenants."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trtmesh.engine.backends.torch.drafts.prompt_lookup import (
 from trtmesh.engine.backends.torch.sequence import Sequence
 
 MOST_TOKENS = 2**15
-"""Tokens of finished sequences, after which those before the last so many are dropped."""
+"""Most tokens of finished sequences in an index; a full index replaces the index before."""
 MOST_SHELVES = 16
 """Most salts, adapters and prompt tables; the longest unused are dropped."""
 SEPARATOR = 2**ID_BITS - 1
-"""Between two texts: no id of a vocabulary, so that nothing goes on across."""
+"""Between two texts: no id of a vocabulary, so no match crosses texts."""
 
 
 class FinishedTexts:
@@ -41,7 +41,7 @@ class FinishedTexts:
         return [self._find(sequence, most)[1] for sequence, most in wishes]
 
     def _find(self, sequence: Sequence, most: int) -> Found:
-        """The longest match, among equals that of the sequence itself."""
+        """The longest match; among equals, the match in the sequence."""
         found = self._own.find(sequence, most)
         shelf = self._shelves.get(sequence.root)
         if shelf is None:
@@ -52,7 +52,7 @@ class FinishedTexts:
         self._own.forget(sequence)
         shelf = self._shelves.setdefault(sequence.root, Shelf())
         self._shelves.move_to_end(sequence.root)
-        # With what the first generated token is found by.
+        # The suffix before the first generated token is included.
         first = max(0, sequence.prompt_tokens - SHORTEST)
         shelf.add(sequence.tokens[first:][:TOKENS_AT_ONCE])
         if len(self._shelves) > MOST_SHELVES:
@@ -60,7 +60,7 @@ class FinishedTexts:
 
 
 class Shelf:
-    """Texts in two indexes: a full one, and one being filled."""
+    """Texts in two indexes: one full, and one in use for new texts."""
 
     def __init__(self) -> None:
         self._full: SuffixIndex | None = None
@@ -78,7 +78,7 @@ class Shelf:
 
 
 def _within(found: Found) -> Found:
-    """The guess up to the end of its text."""
+    """The guess up to the end of the text."""
     length, guess = found
     if SEPARATOR in guess:
         guess = guess[: guess.index(SEPARATOR)]

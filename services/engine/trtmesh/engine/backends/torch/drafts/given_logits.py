@@ -1,4 +1,4 @@
-"""The logits that clients send with their drafts."""
+"""The logits sent by clients with their drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOGITS = "draft.logits"
 
 
 class DraftLogits:
-    """Those of all items of a backend, in at most `most_bytes` of memory."""
+    """The logits of all items of a backend, in at most `most_bytes` of memory."""
 
     def __init__(self, vocabulary_size: int, most_bytes: int) -> None:
         self._vocabulary_size = vocabulary_size
@@ -23,7 +23,7 @@ class DraftLogits:
         self.close = self._preparation.close
 
     def check(self, draft: Draft, beams: BeamSearch) -> None:
-        """Raises InvalidField for drafts that cannot be verified by their logits."""
+        """Raises InvalidField for drafts with unusable logits."""
         if draft.logits is None:
             if draft.acceptance_threshold is not None:
                 raise InvalidField(

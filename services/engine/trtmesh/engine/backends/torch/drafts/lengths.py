@@ -1,9 +1,9 @@
-"""How many drafts pay in a step, by measurement.
+"""The number of worthwhile drafts in a step, by measurement.
 
-A draft that holds with probability p is worth p tokens, and costs the time of its row. A step of `rows` sequences
-yields `rows` tokens in the `plain` time, so a draft pays where p > cost * rows / plain. The plain time and the cost are
-learned from the steps themselves, for each size of a batch: the extra time of a step is fitted by a fixed cost and a
-cost of each draft. Drafts are tried where their cost is unknown, and now and then where they did not pay.
+A draft accepted with probability p is worth p tokens, and costs the time of a row. A step of `rows` sequences yields
+`rows` tokens in the `plain` time, so a draft pays where p > cost * rows / plain. The plain time and the cost are
+learned from the steps, for each size of a batch: the extra time of a step is fitted by a fixed cost and a cost per
+draft. Drafts are tried at unknown cost, and now and then where they did not pay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DECAY = 0.97
 PRIOR = 0.3
 """Weight of the assumed cost, in steps of four drafts."""
 ASSUMED_SHARE = 0.5
-"""Assumed cost of a draft, as a share of that of a sequence in a batch of at least four."""
+"""Assumed cost of a draft, as a share of the cost of a sequence in a batch of at least four."""
 FIRST_RETRY, RETRY_STEPS = 16, 512
 """Where drafts do not pay, some are tried again after so many steps: at first soon, since a single step may have been
 slow for another reason, then after twice as many each time, up to the second number."""
@@ -33,43 +33,43 @@ FIRST_TRIAL, MOST_AHEAD = 2, 2048
 """Steps launched ahead before drafts are tried: first `FIRST_TRIAL`, then four times as many each time, at most
 `MOST_AHEAD`."""
 TRIAL_STEPS = 4
-"""Least steps that wait for drafts on trial."""
+"""Least number of trial steps with a wait for drafts."""
 TRIAL_DECAY = 0.97
 TRIALS_AFTER = 256
-"""Where drafts pay, steps are launched ahead again after so many that waited."""
+"""Where drafts pay, launches ahead are tried again after so many steps with a wait."""
 OUTLIER = 3.0
-"""A time is cut to so many times the expected one: anything beyond has another cause than the step."""
+"""A time is cut to so many times the expected time: the rest has another cause than the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time of a step, and the work that it did."""
+    """The time of a step, and the work done."""
 
     rows: int
     """Number of sequences in the step."""
     drafts: int
     held: int
-    """Drafts that held."""
+    """Accepted drafts."""
     seconds: float
     is_ahead: bool
-    """Whether it was launched before the tokens before it were known."""
+    """Whether the step was launched before the preceding tokens were known."""
     is_typical: bool = True
-    """Whether the time is that of its drafts alone."""
+    """Whether only the drafts explain the time."""
 
 
 class Lengths(Protocol):
     """Decides the number of drafts."""
 
     def waits(self, rows: int) -> bool:
-        """Whether a step of `rows` sequences waits for the tokens before it, and so may have drafts, where it could be
-        launched ahead."""
+        """Whether a step of `rows` sequences waits for the preceding tokens, and so may have drafts, instead of a
+        launch ahead."""
 
     def choose(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> SequenceOf[int]:
-        """The drafts of each sequence, at most `most`, in a step of `rows` sequences; `rates` are the shares of their
-        drafts that hold."""
+        """The drafts of each sequence, at most `most`, in a step of `rows` sequences; `rates` are the shares of
+        accepted drafts."""
 
     def measured(self, step: StepTime) -> None:
-        """Takes the time of a step in which every sequence had one token, besides drafts."""
+        """Takes the time of a step with one token per sequence, besides drafts."""
 
 
 class AdaptiveLengths:
@@ -105,13 +105,13 @@ class AdaptiveLengths:
             costs.add(step.rows, step.drafts, step.seconds)
 
     def _costs_of(self, rows: int) -> StepCosts:
-        # Batches of a similar size share what was learned.
+        # Batches of a similar size share measurements.
         shift = max(0, rows.bit_length() - 4)
         return self._costs.setdefault(rows >> shift << shift, StepCosts())
 
 
 def _paying(rate: float, most: int, price: float) -> int:
-    """Drafts that hold more often than their price."""
+    """Drafts with a higher rate than price."""
     count, holds = 0, rate
     while count < most and holds > price:
         count += 1
@@ -120,7 +120,7 @@ def _paying(rate: float, most: int, price: float) -> int:
 
 
 def _expected(rate: float, drafts: int) -> float:
-    """Drafts of so many that hold."""
+    """Expected accepted drafts of so many."""
     return rate * (1 - rate**drafts) / (1 - rate)
 
 
@@ -131,11 +131,11 @@ class Pace:
     def __init__(self) -> None:
         self.waits = False
         self._ahead = 0.0
-        """Seconds of a step launched ahead, for each of its sequences; 0 while unknown."""
+        """Seconds of a step launched ahead, per sequence; 0 while unknown."""
         self._steps = 0
         """Steps of this kind since the last change between waiting and launching ahead."""
         self._retry_after = FIRST_TRIAL
-        # Of steps that waited: tokens of a sequence, and seconds for it.
+        # Of steps with a wait: tokens per sequence, and seconds.
         self._tokens = self._seconds = 0.0
 
     def add(self, step: StepTime) -> None:
@@ -180,7 +180,7 @@ class StepCosts:
         self.plain_in_a_row = self.drafted_in_a_row = 0
         self.retry_after = FIRST_RETRY
         self.pace = Pace()
-        # Sums over steps with drafts: 1, drafts, drafts², seconds beyond the plain time, and these times drafts.
+        # Sums over steps with drafts: 1, drafts, drafts², seconds beyond the plain time, and the latter times drafts.
         self._sums = [0.0] * 5
 
     def add(self, rows: int, drafts: int, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""A source of drafts on a thread of its own: steps do not wait for one that hangs.
+"""A source of drafts on a separate thread: steps do not wait for a hanging source.
 
-A queue of a single thread keeps the calls in order. A call that takes too long goes on alone, and there are no drafts
-until it ends.
+The queue of a single thread keeps the calls in order. A call beyond the time limit continues alone, and there are no
+drafts until the end of the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trtmesh.engine.backends.torch.sequence import Sequence
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 1.0
-"""Longest wait of a step for its drafts."""
+"""Longest wait of a step for drafts."""
 
 Call = Callable[[], object]
 Answer = Future[SequenceOf[SequenceOf[int]]]
@@ -39,14 +39,14 @@ class PatientDrafter:
         self._asked = Answer()
         self._asked.set_result(())
         self._known = set[int]()
-        """Keys of the sequences that the drafter follows: a hanging one is told of no other ends."""
+        """Keys of the sequences followed by the drafter. A hanging drafter is told of no other ends."""
         self.seconds_apart = 0.0
-        # The thread must not keep the drafter, whose end is that of the thread.
+        # The thread must not keep the drafter: the drafter's end is the thread's end.
         weakref.finalize(self, self._calls.put, None)
         threading.Thread(target=_run, args=(self._calls,), name="drafts", daemon=True).start()
 
     def propose(self, wishes: SequenceOf[Wish]) -> SequenceOf[SequenceOf[int]]:
-        """Raises TimeoutError after the longest wait; until that call ends, nobody gets drafts."""
+        """Raises TimeoutError after the longest wait. Until the end of the call, nobody gets drafts."""
         if not self._asked.done():
             return [()] * len(wishes)
         self._known.update(sequence.key for sequence, _ in wishes)

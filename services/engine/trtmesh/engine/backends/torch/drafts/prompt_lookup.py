@@ -1,4 +1,4 @@
-"""Drafts from known text: what followed the longest suffix of a sequence that occurred before."""
+"""Drafts from known text: the continuation of the longest suffix with an earlier occurrence."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LONGEST = 32
 CANDIDATES = 8
 """Most earlier places compared, the latest first."""
 TOKENS_AT_ONCE = 8192
-"""Most tokens of a sequence indexed in a step, so that a long prompt delays the others for a few milliseconds."""
+"""Most tokens of a sequence indexed in a step: a long prompt delays the others by a few milliseconds."""
 ID_BITS = 32
 
 Found = tuple[int, SequenceOf[int]]
-"""The length of a match, and what followed it: at most as many tokens."""
+"""The length of a match, and the following text: at most as many tokens."""
 NOTHING: Found = (0, ())
 
 
 class PromptLookup:
-    """Implements Drafter by the sequence itself."""
+    """Implements Drafter by the text of the sequence."""
 
     is_free = True
     seconds_apart = 0.0
@@ -57,7 +57,7 @@ class SuffixIndex:
         self._before = array("q", [0] * SHORTEST)
 
     def find(self, tokens: SequenceOf[int], most: int) -> Found:
-        """Up to `most` tokens that may follow `tokens`, which may be the text itself."""
+        """Up to `most` tokens likely to follow `tokens`. The text may be `tokens` too."""
         if len(tokens) < SHORTEST:
             return NOTHING
         place = self._last.get(_pair(tokens, len(tokens)), 0)
@@ -84,7 +84,7 @@ class SuffixIndex:
         return end >= len(text)
 
     def _match(self, tokens: SequenceOf[int], place: int) -> int:
-        """Tokens that the end of `tokens` and the text before `place` have in common."""
+        """Tokens common to the end of `tokens` and the text before `place`."""
         text, length, end = self.text, SHORTEST, len(tokens)
         most = min(LONGEST, place, end)
         while length < most and text[place - 1 - length] == tokens[end - 1 - length]:
@@ -92,7 +92,7 @@ class SuffixIndex:
         return length
 
     def _continuation(self, place: int, most: int) -> list[int]:
-        """The text from `place` on. Beyond the end it goes on as it did from `place`: it may be a repetition."""
+        """The text from `place` on, repeated beyond the end, since the text may be a repetition."""
         found = self.text[place : place + most]
         period = len(self.text) - place
         while len(found) < most:

@@ -1,7 +1,7 @@
-"""Grammars of guided items: compiled once off the step loop, kept by digest, followed by each sequence on its own.
+"""Grammars of guided items: compiled once off the step loop, kept by digest, followed by each sequence separately.
 
-The state of a guided sequence is its grammar and its generated tokens. So it continues after a pause and on another
-worker like any sequence: the tokens are followed again from the first, at about a microsecond each.
+The state of a guided sequence is the grammar and the generated tokens. So a guided sequence continues after a pause and
+on another worker like any sequence: the grammar follows all tokens again, at about a microsecond each.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from trtmesh.engine.guides import FIELD
 THREADS = 2
 """Grammars compiled at once."""
 MOST_COMPILE_SECONDS = 1.0
-"""Most CPU time to compile a guide. The limits of the library bound each part of it, of which most take far less."""
+"""Most CPU time to compile a guide. The limits of the library bound each part of the work; most parts take far less."""
 MOST_WAITING = 256
-"""Most guided items in the worker, from their submission to their end; an item counts once, whatever the number of its
+"""Most guided items in the worker, from the submission to the end; an item counts once, with any number of
 sequences."""
 MOST_KEPT = 32
-"""Grammars kept after their last use; each takes up to 32 MiB while it is followed."""
+"""Grammars kept after the last use; a grammar in use takes up to 32 MiB."""
 
 FREE_SECONDS, SECONDS_OF_TOKEN = 0.25, 0.002
 """Most CPU time to follow a guide. Schemas take microseconds a token; a grammar with many readings of a text takes more
@@ -42,10 +42,10 @@ FIRST_SECONDS = 0.001
 """Expected time of the first mask of a sequence: more than most take."""
 
 TOGETHER_SECONDS = 0.0005
-"""Longest expected time of a mask that is filled together with others."""
+"""Longest expected time of a mask filled together with others."""
 
 Row = NDArray[np.uint8]
-"""A bit for each id, those of a byte from the lowest on."""
+"""A bit per id, in ascending order from the lowest bit of each byte."""
 
 
 class Matcher(Protocol):
@@ -62,10 +62,10 @@ class Matcher(Protocol):
         """The size of a row."""
 
     def forced(self) -> SequenceOf[int]:
-        """The tokens of the text that must follow, as the tokenizer writes it; others may write it too."""
+        """The tokens of the next forced text, as written by the tokenizer; other tokens may spell the same text."""
 
     def fill(self, row: Row) -> str:
-        """Sets the bits of the ids allowed next, and clears all others and those of end ids. Returns the problem."""
+        """Sets the bits of the ids allowed next, and clears all others, end ids included. Returns the problem."""
 
     @property
     def may_end(self) -> bool:
@@ -80,8 +80,8 @@ Check = Callable[[], None]
 FillTogether = Callable[[SequenceOf[Matcher], Row], None]
 """Fills a row for each place, as `fill` does, several at a time: rows are [places, bytes]."""
 Compile = Callable[[GuidedDecoding, Check], Matcher]
-"""The place before the first token. Calls the check before each part of the work, whose exceptions end it. Raises
-InvalidField for a guide that cannot be kept."""
+"""Returns the place before the first token. Calls the check before each part of the work; an exception of the check
+ends the work. Raises InvalidField for an unusable guide."""
 
 
 @dataclass(slots=True)
@@ -90,11 +90,11 @@ class Grammar:
 
     start: Matcher
     is_spoilt: bool = False
-    """Whether its automaton, which all its sequences share, is at the limit of its size."""
+    """Whether the automaton shared by all sequences is at the limit of size."""
 
 
 class Guide:
-    """The generated tokens of a sequence in its grammar, and the mask after them."""
+    """The generated tokens of a sequence in the grammar, and the next mask."""
 
     def __init__(self, grammar: Grammar, prompt_tokens: int) -> None:
         self._grammar = grammar
@@ -104,7 +104,7 @@ class Guide:
         self.seconds = 0.0
         """CPU time so far."""
         self.last_seconds = FIRST_SECONDS
-        """CPU time of the last mask, with what led to it."""
+        """CPU time of the last mask, including the steps before the mask."""
         self.problem = ""
         """Why the grammar can be followed no further."""
 
@@ -113,16 +113,16 @@ class Guide:
         self._follow(tokens, inf)
 
     def place(self, tokens: SequenceOf[int], seconds: float) -> Matcher | None:
-        """Returns the place after the tokens, for a mask to be filled by others. None where it has one, or where the
+        """Returns the place after the tokens, for a mask filled by others. Returns None if the mask exists, or if the
         tokens added since the last call take more than `seconds`."""
         if not self._follow(tokens, seconds) or self._mask is not None or self.problem:
             return None
         return self._matcher
 
     def take(self, row: Row, end_ids: Iterable[int], seconds: float) -> None:
-        """Takes the row that others filled in so many seconds, together with those of other guides."""
+        """Takes the row filled by others in so many seconds, together with the rows of other guides."""
         self.last_seconds = seconds
-        # A slow one among them must not be the fault of all.
+        # A slow guide must not be blamed on all.
         self.seconds += min(seconds, TOGETHER_SECONDS)
         self._mask = self._ended(row, end_ids)
 
@@ -133,7 +133,7 @@ class Guide:
         return self._mask
 
     def forced(self, tokens: SequenceOf[int]) -> SequenceOf[int]:
-        """The tokens of the text that must follow; none where that may take long."""
+        """The tokens of the next forced text; none if finding the text may take long."""
         if self.problem or self.last_seconds > FIRST_SECONDS:
             return ()
         self.catch_up(tokens)
@@ -159,7 +159,7 @@ class Guide:
         until = began + seconds
         while self._next < len(tokens):
             self._mask = None
-            # One by one: with many readings of the text, a token may take milliseconds.
+            # Token by token: with many readings of the text, a token may take milliseconds.
             if not self._matcher.accept(tokens[self._next : self._next + 1]):
                 refused = self._matcher.problem or "a generated token does not follow the grammar"
                 self.problem = self.problem or refused
@@ -209,19 +209,19 @@ class GuideCounts:
 
     compiled: int = 0
     kept: int = 0
-    """Items whose grammar was there."""
+    """Items with a grammar kept from earlier items."""
     compile_seconds: float = 0.0
-    """CPU time, as that of masks."""
+    """CPU time, also of masks."""
     mask_seconds: float = 0.0
     late_masks: int = 0
-    """Times that a sequence sat out a step."""
+    """Steps sat out by sequences."""
     not_compiled: int = 0
     not_followed: int = 0
     queue_full: int = 0
 
 
 class Grammars:
-    """Compiles the guides of items on threads of its own, and keeps the last ones."""
+    """Compiles the guides of items on separate threads, and keeps the last grammars."""
 
     def __init__(self, compile_guide: Compile) -> None:
         self._compile_guide = compile_guide

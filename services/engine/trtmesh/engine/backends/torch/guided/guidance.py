@@ -1,4 +1,4 @@
-"""Grammars by llguidance. Only this file and `trial.py` import it."""
+"""Grammars by llguidance. Nothing else than this file and `trial.py` imports the library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = 65_536
 RULE = r"^[ \t]*\w+\[[^\]\n]*\b"
-"""The beginning of a rule in Lark's notation, within its attributes."""
+"""The beginning of a rule in Lark's notation, within the attributes."""
 TEMPERATURE = re.compile(RULE + r"temperature\s*=", re.MULTILINE)
 CAPTURE = re.compile(RULE + r"capture\b", re.MULTILINE)
 JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA, pb.GUIDE_TYPE_STRUCTURAL_TAG)
@@ -37,7 +37,7 @@ class GuidanceMatcher:
     """Implements Matcher."""
 
     def __init__(self, own: LLMatcher, end_ids: Sequence[int], vocabulary_size: int) -> None:
-        """`end_ids` are those of the tokenizer."""
+        """`end_ids` are the tokenizer's."""
         self.own = own
         self.end_ids = end_ids
         self._vocabulary_size = vocabulary_size
@@ -83,7 +83,7 @@ def filling_together(threads: int) -> FillTogether:
             places.append((each.own, place))
             end_ids = each.end_ids
         executor.unsafe_compute_mask_ptr(places, rows.ctypes.data, rows.shape[1], len(rows))
-        # The model's, so those of every row.
+        # The end ids of the model, and so of every row.
         for token in end_ids:
             rows[:, token >> 3] &= 0xFF ^ (1 << (token & 7))
 
@@ -109,7 +109,7 @@ class GuidanceCompiler:
 
 
 class Compilation:
-    """The work for a guide. Each part of it is bounded, as it cannot be interrupted."""
+    """The work for a guide. Each part is bounded, because no part can be interrupted."""
 
     def __init__(self, tokenizer: LLTokenizer, max_whitespace: int, check: Check) -> None:
         self._tokenizer = tokenizer
@@ -168,8 +168,8 @@ class Compilation:
         return self._begun(own)
 
     def _begun(self, own: LLMatcher) -> GuidanceMatcher:
-        """The first mask may take as long as a thousand others, and copies share what was made for it. A second one
-        fails where the first met a limit."""
+        """The first mask may take as long as a thousand others, and copies share the results. A second mask fails if
+        the first met a limit."""
         for _ in range(2):
             self._check()
             first = own.deep_copy()
@@ -180,7 +180,7 @@ class Compilation:
         return GuidanceMatcher(own, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
 
     def _try(self, grammar: str, max_row_items: int | None = None) -> tuple[LLMatcher, str]:
-        """A grammar at its start, and why it cannot be followed or would be followed in part only."""
+        """Returns a grammar at the start, and why the grammar cannot be followed, at least in part."""
         from llguidance import LLMatcher
 
         self._check()
@@ -192,8 +192,8 @@ class Compilation:
 def compiler_for(
     model_dir: Path, vocabulary_size: int, end_ids: Sequence[int], max_whitespace: int
 ) -> GuidanceCompiler | None:
-    """Returns the compiler for a model's tokenizer, or None, with the reason in the log. It takes seconds for 100,000
-    ids. `vocabulary_size` is that of the logits."""
+    """Returns the compiler for a model's tokenizer, or None, with the reason in the log. Takes seconds for 100,000 ids.
+    `vocabulary_size` is the size of the logits."""
     file = model_dir / "tokenizer.json"
     if find_spec("llguidance") is None or not file.is_file():
         log.info("guided decoding needs llguidance and the model's tokenizer.json; it is refused")
@@ -230,14 +230,14 @@ def _regex(expression: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark's notation, of one in GBNF's or that."""
+    """Returns a grammar in Lark's notation, from Lark's or GBNF's notation."""
     from llguidance.gbnf_to_lark import GrammarParser, is_lark_syntax, resolve
 
     if "%json" in text:
         # Beyond the limits of schemas.
         raise InvalidField("has %json, which a grammar must not contain", field=FIELD)
     if TEMPERATURE.search(text):
-        # The library leaves it to the caller.
+        # The library leaves the temperature to the caller.
         raise InvalidField("has a temperature, which is that of the item alone", field=FIELD)
     if CAPTURE.search(text):
         raise InvalidField("has a capture, which no answer would return", field=FIELD)
@@ -245,7 +245,7 @@ def _lark(text: str) -> str:
         return text
     try:
         rules = GrammarParser().parse(text)
-        # Those within others first, as the library looks at all rules again for each one out of order.
+        # Inner rules first: for each rule out of order, the library looks at all rules again.
         rules = {name: rules[name] for name in _inner_first(rules)}
         resolve(rules)
         return "\n".join(["%llguidance {}", *map(str, rules.values())])

@@ -1,4 +1,4 @@
-"""What a JSON schema may ask for, and where in it a problem lies."""
+"""The limits of a JSON schema, and the place of a problem in a schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtmesh.engine.guides import FIELD
 MOST_DEPTH = 64
 MOST_ENUM_VALUES = 5_000
 MOST_PROPERTIES = 500
-"""Of one object: the time to compile them grows with their square, to seconds for 2,000."""
+"""Per object: the time to compile properties grows with the square of the number, to seconds for 2,000."""
 MOST_MULTIPLE = 10_000
 """Largest common multiple of all `multipleOf`, without trailing zeros: the automaton has a state for each remainder."""
 MOST_SECONDS = 0.1
@@ -26,7 +26,7 @@ Schema = dict[str, Any]
 
 
 def read_schema(text: str) -> Schema:
-    """Parses a schema and checks its size. Raises InvalidField."""
+    """Parses a schema and checks the size. Raises InvalidField."""
     try:
         schema = load_json(text)
     except json.JSONDecodeError as error:
@@ -64,7 +64,7 @@ def refuse(path: str, problem: str) -> NoReturn:
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Schema]]:
-    """All JSON objects within a value, the outer ones first, by their paths."""
+    """All JSON objects within a value, outer before inner, by path."""
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         path, part = waiting.pop()

@@ -39,11 +39,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "triggered_tags": {"triggers": list, "tags": list, "excludes": [], **CHOSEN},
     "tags_with_separator": {"tags": list, "separator": str, **CHOSEN},
 }
-"""The members of each format: a type where the member is required, else its default. A default in a tuple is the only
-value accepted."""
+"""The members of each format: a type for a required member, else the default. A default in a tuple is the only accepted
+value."""
 
 Ends = Sequence[str] | None
-"""Texts that end free text, as part of it; none where there is no such text, and None where nothing follows."""
+"""Texts at the end of free text, as part of the text; none without such texts, and None if nothing follows."""
 
 
 class Expression(NamedTuple):
@@ -51,14 +51,14 @@ class Expression(NamedTuple):
 
     text: str
     is_regular: bool
-    """Whether an automaton can follow it, with its neighbours of that kind."""
+    """Whether an automaton can follow the part, together with such neighbours."""
 
 
 def tag_grammar(
     text: str, options: Schema, lark: Callable[[str], str], regex: Callable[[str], str]
 ) -> tuple[str, bool]:
-    """A grammar of llguidance, and whether a text may have many readings under it; `options` are the library's for
-    JSON, `lark` and `regex` read grammars and expressions. Raises InvalidField."""
+    """Returns a grammar of llguidance, and whether a text may have many readings. `options` are the library's for JSON;
+    `lark` and `regex` read grammars and expressions. Raises InvalidField."""
     try:
         given = load_json(text)
     except json.JSONDecodeError as error:
@@ -101,7 +101,7 @@ class Writer:
         return json.dumps({"grammars": whole}), self._is_ambiguous
 
     def part(self, value: Any, path: str, ends: Ends) -> Expression:
-        """A format; free text goes on to one of `ends`."""
+        """A format; free text continues up to one of `ends`."""
         given = _read(value, path)
         match kind := given["type"]:
             case "const_string":
@@ -130,7 +130,7 @@ class Writer:
         return self._times(given, path)
 
     def ended(self, content: Any, path: str, own: Sequence[str], ends: Ends) -> Expression:
-        """The content of a tag, and one of its `own` ends."""
+        """The content of a tag, and one of the tag's `own` ends."""
         path = f"{path}/content"
         if list(own) == [""]:
             return self.part(content, path, ends)
@@ -141,7 +141,7 @@ class Writer:
     def triggered(
         self, path: str, given: Schema, tags: Sequence[tuple[str, str, Expression]], ends: Ends
     ) -> Expression:
-        """Free text in which triggers begin `tags`: the path and text of the beginning of each, and the rest."""
+        """Free text with triggers at the beginning of `tags`: path and text of each beginning, and the rest."""
         triggers = _texts(given["triggers"], f"{path}/triggers")
         for index, trigger in enumerate(triggers):
             if not any(begin.startswith(trigger) for _, begin, _ in tags):
@@ -217,7 +217,7 @@ class Writer:
         )
 
     def _text(self, path: str, excludes: Sequence[str], ends: Ends) -> Expression:
-        """Any text up to the first of `ends`, which is part of it, without any of `excludes` before."""
+        """Any text up to the first of `ends`, inclusive, without any of `excludes` before."""
         # Exclude the ends as well: the library may miss a short end directly after an ambiguous text.
         without = [*excludes, *(ends or ())]
         found = f"{ANY} {self._or(map(_fixed, without)).text} {ANY}"
@@ -247,7 +247,7 @@ class Writer:
         return Expression(f"({' | '.join(texts)})", is_regular)
 
     def _rule(self, part: Expression) -> Expression:
-        """Returns a part that can be used in several places."""
+        """Returns a part usable in several places."""
         return part if part.is_regular else self._define("r", "", part.text)
 
     def _named(self, part: Expression) -> str:
@@ -263,7 +263,7 @@ class Writer:
 
 
 def _read(value: Any, path: str) -> Schema:
-    """The members of a format, with those left out. Raises InvalidField."""
+    """The members of a format, with defaults. Raises InvalidField."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in FORMATS:
         refuse(f"{path}/type", f"must be one of {', '.join(FORMATS)} on this worker")

@@ -1,8 +1,8 @@
-"""Compiles a grammar in a process first, since a process can be killed and a thread in the library cannot.
+"""Compiles a grammar in a process first, because a process can be killed and a thread in the library cannot.
 
-The library's limits bound the work for a schema or an expression to some tenths of a second. The rules of a grammar may
-refer to each other in ways that take minutes within these limits. The process has bytes as its only tokens, so that it
-starts quickly.
+The library's limits bound the work for a schema or an expression to some tenths of a second. But the rules of a grammar
+may refer to each other, which can take minutes within these limits. The vocabulary of the process has bytes alone, for
+a quick start.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MAX_LEXER_STATES = 16_384
 INITIAL_LEXER_FUEL = 30_000
 """Bounds the largest expression. With the library's million, `((a{1000}){1000})` takes a second of CPU time."""
 MAX_ROW_ITEMS = 400
-"""Most open readings of a text under a grammar, which multiply the time of each. With the library's 2,000, a token of
-`start: a` and `a: a a | /[a-z ]/ | a a a` takes up to three seconds; the parts of a schema are no such readings."""
+"""Most open readings of a text under a grammar; more readings multiply the time per token. With the library's 2,000, a
+token of `start: a` and `a: a a | /[a-z ]/ | a a a` takes up to three seconds. The parts of a schema do not count."""
 
 
 def limits(max_row_items: int | None) -> LLParserLimits:

@@ -1,4 +1,4 @@
-"""Copies of blocks in one kernel, also from and to pinned host memory, to which a GPU has access.
+"""Copies of blocks in one kernel, also from and to pinned host memory, within a GPU's reach.
 
 Copies of single blocks by the driver cost host time for each block; a gathered run costs memory and a second copy.
 """
@@ -53,7 +53,7 @@ def copy_blocks(
 
 
 def _words(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Views the rows [blocks, bytes] as the widest words that fit both."""
+    """Views the rows [blocks, bytes] as the widest words for both."""
     rows = source.view(torch.uint8), target.view(torch.uint8)
     places = [rows[0].shape[1]]
     for each in rows:

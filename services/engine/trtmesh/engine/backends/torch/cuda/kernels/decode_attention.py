@@ -20,8 +20,8 @@ MOST_SPLITS = 16
 LEAST_RUN = 256
 """Keys of a run, where a sequence has fewer than MOST_SPLITS times as many."""
 PROGRAMS = 4096
-"""Programs of a launch with cut sequences. Many times the programs that fill a large GPU, so that a long sequence among
-short sequences is cut as finely as alone."""
+"""Programs of a launch with cut sequences: many times the programs to fill a large GPU. So a long sequence among short
+sequences is cut as finely as alone."""
 MOST_CUT_PAIRS = 512
 """Pairs of row and KV head of such a launch. More fill a GPU, and programs without work would take time."""
 FEW_PROGRAMS = 64
@@ -126,7 +126,7 @@ def _decode(
         new_key = tl.load(own + d, mask=in_dim, other=0.0).to(kind)
         new_value = tl.load(own + kv_heads * kv_head + d, mask=in_dim, other=0.0).to(kind)
         if turned > 0:
-            # The first `turned` of a head's values, in two halves that rotate against each other.
+            # The first `turned` of a head's values, in two halves rotated against each other.
             half: tl.constexpr = turned // 2
             turns = d < turned
             other_half = tl.where(d < half, d + half, d - half)
@@ -142,7 +142,7 @@ def _decode(
             new_key = _turned(new_key, swapped_key, cos_d, sin_d, sign)
         if writes and share == 0:
             block = tl.load(blocks + position // block_tokens)
-            # Rows that only fill a graph have the null block, which stays zero.
+            # Rows without a sequence have the null block, always zero.
             if block != 0:
                 place = base + block * block_stride + (position % block_tokens) * dim + d
                 tl.store(place, new_key, mask=in_dim)
@@ -205,7 +205,7 @@ def _decode(
                 tl.store(done + row * kv_heads + head, 0)
                 for index in range(runs):
                     spot = (part + index) * group + g
-                    # Not from the first-level cache, which may be older than the other programs' results.
+                    # Not from the first-level cache, perhaps older than the other programs' results.
                     m = tl.load(stats + 2 * spot, mask=g < group, other=0.0, cache_modifier=".cg")
                     total = tl.load(
                         stats + 2 * spot + 1, mask=g < group, other=1.0, cache_modifier=".cg"

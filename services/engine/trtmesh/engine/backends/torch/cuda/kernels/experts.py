@@ -1,8 +1,7 @@
 """Mixtures of experts: each token goes through a few of many gated MLPs.
 
-A pair is a token and one of its experts. Pairs of an expert form tiles, listed on the device, so that a graph serves
-any choice of experts. A pair's result depends neither on the other pairs nor on the tiles, and a token's pairs are
-added up in order.
+A pair is a token with one expert. Pairs of an expert form tiles, listed on the device, so a graph serves any choice of
+experts. A pair's result depends neither on the other pairs nor on the tiles, and a token's pairs are added up in order.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.cuda.kernels.products import SHARED_MEMORY, shared_memory
 
 TILE_WORDS = 4
-"""Words of a tile: its expert, the place of its first pair in the order, the number of its pairs, and padding."""
+"""Words of a tile: the expert, the place of the first pair in the order, the number of pairs, and padding."""
 FEW_PAIRS, MANY_PAIRS = 16, 64
 """Most pairs of a tile."""
 PAIRS_OF_FEW = 16
 """Most pairs of an expert on average with tiles of FEW_PAIRS."""
 LISTED = 1024
-"""Pairs that a program reads at once to list them."""
+"""Pairs read at once by a program to list pairs."""
 LINES = 64
-"""Outputs that a program computes."""
+"""Outputs computed by a program."""
 COLUMNS = 1024
-"""Columns that a program adds up."""
+"""Columns added up by a program."""
 
 
 @triton.jit
@@ -45,7 +44,7 @@ def _list(
     listed: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: an expert, whose pairs and tiles it lists. The last one lists tiles without pairs."""
+    """Program: an expert. Lists the pairs and tiles of the expert. The last program lists tiles without pairs."""
     if overlaps:
         gdc_launch_dependents()
         gdc_wait()

@@ -14,7 +14,7 @@ PARTS = ((8, 2048, 8), (1 << 30, 2048, 4))
 """By the most rows: tokens and warps of a program."""
 PART = PARTS[0][1]
 ROW_WARPS = 16
-"""Warps of a program that chooses the token of a row."""
+"""Warps of the program for the token of a row."""
 NO_LOGIT = -2139095041
 """The key of -inf, see `key_of`."""
 
@@ -46,7 +46,7 @@ def _hashes(place, words):
 @triton.jit
 def _estimate(x):
     """`_exponential` in float32, with an error of a few units in the last place."""
-    # The distance to the nearer end, 0 or 1, keeps all its bits in float32.
+    # The distance to the nearer end, 0 or 1, keeps all bits in float32.
     is_high = (x >> 63) != 0
     near = tl.where(is_high, x ^ 0xFFFFFFFFFFFFFFFF, x) >> 12
     high = (near >> 20).to(tl.uint32).to(tl.float32) * 2.3283064365386963e-10
@@ -319,7 +319,7 @@ def _known(given, chosen, output, rows, block: tl.constexpr, overlaps: tl.conste
     there = row < rows
     token = tl.load(given + row, mask=there, other=0)
     source = tl.where(token < 0, -1 - token, 0)
-    # The item of a row without a token ends when the host reads it.
+    # The item of a row without a token ends during the host's read.
     found = tl.maximum(tl.load(chosen + source, mask=there & (token < 0), other=0), 0)
     tl.store(output + row, tl.where(token < 0, found, token), mask=there)
 

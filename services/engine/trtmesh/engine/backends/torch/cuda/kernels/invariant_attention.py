@@ -26,7 +26,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import TILE
 from trtmesh.engine.backends.torch.model.attention import Angles, Rule
 
 ROWS = 64
-"""Of a program: the least of a matrix product with its own instructions on Hopper."""
+"""Of a program: the least for matrix instructions of Hopper."""
 RUN = 512
 """Keys of a run."""
 
@@ -147,7 +147,7 @@ def _attend(
             new_value = tl.load(place_of_key + kv_heads * kv_head + d, mask=in_dim, other=0.0)
             new_value = new_value.to(kind)
             if turned > 0:
-                # The first `turned` of a head's values, in two halves that rotate against each other.
+                # The first `turned` of a head's values, in two halves rotated against each other.
                 half: tl.constexpr = turned // 2
                 turns = d < turned
                 other_half = tl.where(d < half, d + half, d - half)
@@ -163,7 +163,7 @@ def _attend(
                 new_key = _turned(new_key, swapped_key, cos_d, sin_d, sign)
             if share == 0:
                 block = tl.load(blocks + start // block_tokens)
-                # Rows that only fill a graph have the null block, which stays zero.
+                # Rows without a sequence have the null block, always zero.
                 if block != 0:
                     place = base + block * block_stride + (start % block_tokens) * dim + d
                     tl.store(place, new_key, mask=in_dim)
@@ -181,7 +181,7 @@ def _attend(
             if has_window:
                 begin = tl.maximum(begin, first // keys * keys)
             else:
-                # Keys that all tokens see need no mask.
+                # Keys seen by all tokens need no mask.
                 seen = tl.minimum(stop, (start + 1 - decodes) // keys * keys)
                 for at in tl.range(begin, seen, keys, num_stages=stages):
                     key = at + n
@@ -227,7 +227,7 @@ def _attend(
                     visible = visible & (key[None, :] > own[:, None] - window)
                 score = tl.where(visible, score * log2_e, float("-inf"))
                 top = tl.maximum(m, tl.max(score, 1))
-                # A token may see none of the keys before its window, nor those of a later run.
+                # A token may see none of the keys before the window, nor keys of a later run.
                 level = tl.where(top == float("-inf"), 0.0, top)
                 weights = tl.exp2(score - level[:, None])
                 before = tl.exp2(m - level)
@@ -252,7 +252,7 @@ def _attend(
                 tl.store(done + token * kv_heads + kv_at, 0)
                 for index in range(runs):
                     spot = (part + index) * group + g
-                    # Not from the first-level cache, which may be older than the other programs' results.
+                    # Not from the first-level cache, perhaps older than the other programs' results.
                     m = tl.load(stats + 2 * spot, mask=there, other=0.0, cache_modifier=".cg")
                     total = tl.load(
                         stats + 2 * spot + 1, mask=there, other=1.0, cache_modifier=".cg"
@@ -286,7 +286,7 @@ class RunWorkspace:
     """Memory for the results of runs of decoded tokens. All counters are zero between launches."""
 
     def __init__(self, heads: int, pages: Pages, positions: int, device: torch.device) -> None:
-        """`positions` are those of the longest sequence."""
+        """`positions` is the length of the longest sequence."""
         self.most_runs = triton.cdiv(positions, RUN)
         rows = max(1, MOST_CUT_PAIRS // pages.kv_heads)
         runs = rows * heads * self.most_runs
@@ -398,7 +398,7 @@ def _launch(
         has_window=rule.window is not None,
         stages=1 if wide else 2 if row_bytes <= 128 else 3,
         num_warps=8 if row_bytes > 128 else 4,
-        # Which product and sum become one operation, rounded once, differs between compiled forms.
+        # Compiled forms differ in the products fused with a sum and rounded once.
         enable_fp_fusion=False,
         **overlap(queries.device),
     )

@@ -24,7 +24,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.products import (
 )
 
 SHARED_ROWS = 256
-"""Most rows of a launch whose programs share the inputs: their sums need memory."""
+"""Most rows of a launch with shared inputs: the programs' sums need memory."""
 LEAST_ROWS = 16
 """Of a tile."""
 
@@ -82,7 +82,7 @@ def _product(
     z = tl.zeros((lines, row_tile), tl.float32)
     all_y = tl.zeros((lines, row_tile), tl.float32)
     all_z = tl.zeros((lines, row_tile), tl.float32)
-    # The weights are the first operand: its least size is 64, that of the second 8.
+    # The weights are the first operand, of at least 64 lines; the second has at least 8.
     for step in range(0, size if alone else length, depth):
         there = step + tl.arange(0, depth) < length
         in_first, in_second = in_lines, in_rows
@@ -119,7 +119,7 @@ def _product(
         tl.debug_barrier()
         last = tl.atomic_add(done + index, 1) == shares - 1
         if last:
-            # In order, whichever program is the last. Not from the first-level cache, which may be older.
+            # In order, by any program as the last. Not from the first-level cache, perhaps older.
             y = tl.load(theirs, cache_modifier=".cg")
             if gated:
                 z = tl.load(theirs + lines * row_tile, cache_modifier=".cg")
@@ -149,7 +149,7 @@ def _product(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of a program. The results do not depend on it."""
+    """Of a program. Any value gives the same results."""
 
     rows: int
     lines: int

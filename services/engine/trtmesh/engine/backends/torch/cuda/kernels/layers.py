@@ -1,4 +1,4 @@
-"""Norms, activations and rotations, one kernel each."""
+"""Norms, activations and rotations, a kernel each."""
 
 from __future__ import annotations
 

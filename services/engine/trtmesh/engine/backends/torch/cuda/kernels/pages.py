@@ -1,4 +1,4 @@
-"""The paged cache as kernels address it."""
+"""The paged cache, addressed by kernels."""
 
 from __future__ import annotations
 

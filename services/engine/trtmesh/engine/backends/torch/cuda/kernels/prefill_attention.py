@@ -74,7 +74,7 @@ def _prefill(
     total = tl.zeros((tile,), tl.float32)
     sums = tl.zeros((tile, padded_dim), tl.float32)
     end = start + length
-    # Keys that all tokens of the tile see need no mask.
+    # Keys seen by all tokens of the tile need no mask.
     if has_window:
         seen = tl.maximum(start - window + 1, 0) // keys * keys
     else:
@@ -117,7 +117,7 @@ def _prefill(
             visible = visible & (key[None, :] > own - window)
         score = tl.where(visible, score * log2_e, float("-inf"))
         top = tl.maximum(m, tl.max(score, 1))
-        # A token may see none of the keys before its window.
+        # A token may see none of the keys before the window.
         level = tl.where(top == float("-inf"), 0.0, top)
         weights = tl.exp2(score - level[:, None])
         before = tl.exp2(m - level)
@@ -194,7 +194,7 @@ def prefill_attention(
         has_softcap=rule.softcap is not None,
         has_sinks=rule.sinks is not None,
         has_window=rule.window is not None,
-        # Measured: a third stage of rows this short costs more than it hides.
+        # Measured: for rows this short, a third stage costs more than the hidden time.
         stages=1 if wide else 2 if row_bytes <= 128 else 3,
         num_warps=4,
     )

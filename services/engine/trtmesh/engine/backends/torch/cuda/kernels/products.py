@@ -27,7 +27,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.updates import (
 
 MOST_ROWS = 64
 VALUES = 64
-"""Weights of a thread of a product of one row."""
+"""Weights of a thread, for a product of one row."""
 WIDEST = 16384
 """Weights of a line read at once."""
 LINES = 64
@@ -35,7 +35,7 @@ LINES = 64
 DEPTH = 128
 """Inputs of a program multiplied at once: also a divisor of the inputs."""
 PROGRAMS = 132
-"""Programs to fill a large GPU: one for each multiprocessor."""
+"""Programs to fill a large GPU, one per multiprocessor."""
 LEAST_SHARE = 512
 """Inputs of a program, where several share the inputs."""
 MOST_SHARES = 8
@@ -209,7 +209,7 @@ def _few_rows(
     z = tl.zeros((lines, padded_rows), tl.float32)
     if overlaps:
         gdc_wait()
-    # The weights are the first operand: its least size is 64, that of the second 8.
+    # The weights are the first operand, of at least 64 lines; the second has at least 8.
     for step in range(0, size // shares, depth):
         a = tl.load(place + step)
         x = tl.load(source + step, mask=in_rows, other=0.0)
@@ -236,7 +236,7 @@ def _few_rows(
         if last:
             y = tl.zeros((lines, padded_rows), tl.float32)
             z = tl.zeros((lines, padded_rows), tl.float32)
-            # In order, whichever program is the last. Not from the first-level cache, which may be older.
+            # In order, by any program as the last. Not from the first-level cache, perhaps older.
             for other in tl.static_range(shares):
                 theirs = partial + (tile * shares + other) * wide + own
                 y += tl.load(theirs, cache_modifier=".cg")
@@ -379,9 +379,9 @@ class FewRows:
             extra = len(updates.parts) * triton.cdiv(units * RANKS, LINES)
         gated = outputs < len(weight)
         shared = shares(outputs // LINES, size)
-        # What fits the shared memory, and was faster on an H200.
+        # Within the shared memory, and the fastest on an H200.
         deeper = rows <= MOST_ROWS // 2 and shared > 1 and size % (2 * DEPTH * shared) == 0
-        # More programs would not run at once with further ones.
+        # More programs would not run at once with further launches.
         depth = 2 * DEPTH if deeper and not gated and not updates else DEPTH
         _few_rows[(extra + outputs // LINES, shared)](
             given,

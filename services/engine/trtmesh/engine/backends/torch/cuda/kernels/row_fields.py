@@ -1,4 +1,4 @@
-"""What the choice of a row's token needs, as words that kernels read."""
+"""The needs of the choice of a row's token, as words for kernels."""
 
 from __future__ import annotations
 

@@ -39,11 +39,11 @@ from trtmesh.engine.backends.torch.cuda.kernels.row_fields import (
 from trtmesh.engine.backends.torch.sampling.draws import BLOCK
 
 LISTED = 2048
-"""Most tokens of a row that are listed to find the k-th highest logit."""
+"""Most listed tokens of a row, to find the k-th highest logit."""
 AT_ONCE = 8192
-"""Tokens of a row that are read at once."""
+"""Tokens of a row read at once."""
 BLOCKS_AT_ONCE = 128
-"""Blocks of listed tokens that are read at once."""
+"""Blocks of listed tokens read at once."""
 
 _FLAGS = tl.constexpr(int(Field.FLAGS))
 _SLOT = tl.constexpr(int(Field.SLOT))
@@ -231,7 +231,7 @@ def _list_highest(
 
 @triton.jit
 def _counts(keys, middle):
-    """The number of keys from `middle` on, the lowest of these, and the highest below."""
+    """The number of keys from `middle` on, the lowest such key, and the highest key below."""
     above = keys >= middle
     up = tl.min(tl.where(above, keys, 2147483647))
     return tl.sum(above.to(tl.int32)), up, tl.max(tl.where(above, -2147483647, keys))
@@ -290,7 +290,7 @@ def _rounded_mass(
     ids = tl.arange(0, at_once)
     x = values_of(logits, changed, is_changed, row, row_stride, size, ids, ids < size)
     for _ in range(0, size, at_once):
-        # The next tokens come while these are added up.
+        # The next tokens arrive meanwhile.
         ids += at_once
         rest = values_of(logits, changed, is_changed, row, row_stride, size, ids, ids < size)
         mass += tl.where(x > bound, _rounded_weights(x, peak, temperature), 0.0)
@@ -303,7 +303,7 @@ def _masses(
     logits, changed, is_changed, row, row_stride, size, peak, temperature, least, key,
     at_once: tl.constexpr,
 ):  # fmt: skip
-    """The weights of the tokens with keys from `least` on, and of those above `key`."""
+    """The weights of the tokens with keys from `least` on, and of tokens with keys above `key`."""
     total = tl.zeros((), tl.int64)
     above = tl.zeros((), tl.int64)
     for first in range(0, size, at_once):
@@ -491,8 +491,8 @@ def _choose(
 
 
 class Workspace:
-    """Memory of the choice: of each slot, what is known of its tokens, and of each row, what kernels tell each other.
-    Steps in the same stream share it."""
+    """Memory of the choice: per slot, facts about tokens; per row, messages between kernels. Steps in the same stream
+    share the memory."""
 
     def __init__(self, slots: int, rows: int, vocabulary: int, device: torch.device) -> None:
         parts, blocks = triton.cdiv(vocabulary, PART), triton.cdiv(vocabulary, BLOCK)
@@ -501,11 +501,11 @@ class Workspace:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.words = memory(slots, vocabulary, dtype=torch.int32)
-        """What is known of each token, see Word."""
+        """Facts about each token, see Word."""
         self.biases = memory(slots, BIASES)
         """From index 1 on."""
         self.masks = memory(rows, triton.cdiv(vocabulary, 64), dtype=torch.int64)
-        """Bits of the tokens that grammars allow, those of a word from the lowest on."""
+        """Bits of the tokens allowed by grammars, from the lowest bit of a word on."""
         self.changed = memory(rows, vocabulary)
         self.own_peaks, self.own_sums, self.peaks, self.masses = memory(4, rows * parts).unbind()
         self.firsts = memory(rows * parts, dtype=torch.int32)
@@ -545,9 +545,9 @@ def choose_by_rules(
         parts,
         blocks,
         part_size=PART,
-        # With fewer a thread takes so many registers that few programs run at once.
+        # With fewer warps, a thread takes so many registers that few programs run at once.
         num_warps=8,
-        # A product must not be part of a sum: the CPU rounds it.
+        # A product must not be fused with a sum: the CPU rounds the product.
         enable_fp_fusion=False,
         **options,
     )

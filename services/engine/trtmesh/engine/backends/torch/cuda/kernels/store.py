@@ -39,7 +39,7 @@ def _store(
     block = tl.load(table + owner * tl.load(width) + position // block_tokens)
     if overlaps:
         gdc_wait()
-    # Rows that only fill a graph have the null block, which stays zero.
+    # Rows without a sequence have the null block, always zero.
     if block != 0:
         h = tl.arange(0, padded_count)
         d = tl.arange(0, padded_dim)

@@ -25,7 +25,7 @@ MOST_PARTS = 3
 COLUMNS = 128
 """Outputs of a program."""
 TILE_WORDS = 4
-"""Words of a tile: its slot, -1 without an adapter; the place of its first row in the order; its rows; and padding."""
+"""Words of a tile: the slot, -1 without an adapter; the place of the first row in the order; the rows; and padding."""
 FEW_ROWS = 16
 """Rows of a tile of a decode step."""
 MANY_ROWS = 64
@@ -37,7 +37,7 @@ SHARES = {FEW_ROWS: 8, MANY_ROWS: 2}
 FLOAT_DEPTH = 64
 WARPS = {FEW_ROWS: 2, MANY_ROWS: 4}
 NORM_WARPS = 4
-"""Warps of a launch that computes norms too."""
+"""Warps of a launch with norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Tiles:
     words: Tensor
     """[tiles, TILE_WORDS] int64"""
     order: Tensor
-    """All rows, those of a tile side by side, [rows] int64."""
+    """All rows, in the order of tiles, [rows] int64."""
     slots: Tensor
     """The slot of each row, -1 without an adapter, [rows] int64."""
     rows: int
@@ -68,7 +68,7 @@ class Factors:
 
 @triton.jit
 def of_part(part, first, second, third):
-    """Selects the pointer of a part. The compiler still knows its alignment, which it would not after a load."""
+    """Selects the pointer of a part. The compiler still knows the alignment, unlike after a load."""
     return tl.where(part == 2, third, tl.where(part == 1, second, first))
 
 
@@ -229,7 +229,7 @@ def _expand(
     overlaps: tl.constexpr,
 ):
     """Program: (tile, `columns` outputs of a part). With `gates`, the outputs of two parts, and the activation of all
-    rows, also of those without an adapter."""
+    rows, with or without an adapter."""
     if overlaps:
         gdc_launch_dependents()
     tile = tl.program_id(0)
@@ -429,7 +429,8 @@ def _launch_expand(
 
 
 def shrink_arguments(updates: Updates | None, inner: Inner | None) -> Sequence[Any]:
-    """The arguments of a product whose first programs shrink, if there are updates; the last are for several rows."""
+    """The arguments of a product with updates in the first programs, if there are any; the last arguments are for
+    several rows."""
     if updates is None or inner is None:
         return *(None,) * 8, 0, None
     tiles, parts = updates.tiles, updates.parts
@@ -444,5 +445,5 @@ def shrink_arguments(updates: Updates | None, inner: Inner | None) -> Sequence[A
 
 
 def _three(given: Sequence[Any]) -> Sequence[Any]:
-    """One for each of MOST_PARTS; the last stands for parts that are not there."""
+    """An entry for each of MOST_PARTS; the last part stands for missing parts."""
     return [*given, given[-1], given[-1]][:MOST_PARTS]
