@@ -1,9 +1,9 @@
-"""Tells the text, the reasoning and the calls of tools of an answer apart, while it comes.
+"""Separates the text, the reasoning and the tool calls of an answer as the answer arrives.
 
-The parts do not depend on how the text was cut into pieces: a decision waits until no further text can change it. No
-text is lost: a marker without a valid call behind it is content, like the text around it. There is one exception: where
-a grammar began a call and the answer is cut off before the call's name is complete, that beginning is dropped. White
-space beside a marker belongs to the marker.
+The parts do not depend on the cuts between pieces of text: a decision waits until no further text can change the
+result. No text is lost: a marker without a valid call is content, with the surrounding text. With one exception: if a
+grammar began a call, and the answer is cut off within the name of the call, this beginning is dropped. White space
+around a marker belongs to the marker.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from trtmesh.router.doors.openai.call_formats import CallFormat
 THINK, THOUGHT = "<think>", "</think>"
 NOT_SPACE = re.compile(r"\S")
 SIGN = re.compile(r'["\\{}\[\]]')
-"""Characters of JSON that decide where a value ends."""
+"""Characters of JSON relevant for the end of a value."""
 NAMED = re.compile(r"([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*")
-"""A call without JSON around it, up to its arguments."""
+"""A call without JSON around, up to the arguments."""
 MOST_NAMED = 256
-"""Most characters of such a call before its arguments."""
+"""Most characters of such a call before the arguments."""
 
 T = TypeVar("T")
 Need = Generator[None, None, T]
-"""A step of the parser: it yields where it needs more text, and returns its result."""
+"""A step of the parser: yields for more text, and returns the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Reading:
     is_thinking: bool = False
     """Whether the prompt has begun the reasoning."""
     formats: Sequence[CallFormat] = ()
-    """The formats that calls may have; none where the answer has no calls."""
+    """The formats of calls; none for an answer without calls."""
     tools: frozenset[str] = frozenset()
     """Names of the tools."""
     is_guided: bool = False
@@ -64,12 +64,12 @@ class AnswerParser:
         """`new_id` names calls by their number."""
         self._reading, self._new_id = reading, new_id
         self._text = ""
-        """The text that belongs to no part yet."""
+        """Text without a part so far."""
         self._has_ended = False
         self._said: list[AnswerPart] = []
         self._calls = 0
         self._refused = 0
-        """End of the last JSON value that turned out to be no call."""
+        """End of the last JSON value without a call."""
         self._steps = self._answer()
 
     @property
@@ -78,7 +78,7 @@ class AnswerParser:
         return self._calls
 
     def feed(self, text: str) -> Sequence[AnswerPart]:
-        """Takes more text. Returns the parts that are now certain."""
+        """Takes more text. Returns the parts now certain."""
         self._text += text
         next(self._steps)
         said, self._said = self._said, []
@@ -95,7 +95,7 @@ class AnswerParser:
         self._said.append(said)
 
     def _say_text(self, kind: type[Content | Reasoning], end: int) -> None:
-        """Makes a part of the text up to a place, and drops that text."""
+        """Makes a part of the text up to a place, and drops the text."""
         if text := self._text[:end]:
             self._say(kind(text))
             self._text = self._text[end:]
@@ -128,7 +128,8 @@ class AnswerParser:
                 self._say_text(Content, max(start + len(marker), self._refused))
 
     def _is_cut_off(self, text: str) -> bool:
-        """Returns whether the answer ends within the beginning of a call that a grammar began, which is no content."""
+        """Returns whether the answer ends within the beginning of a call by a grammar. Such a beginning is not
+        content."""
         form = self._reading.formats[0]
         heads = (form.opening + form.head(name) for name in self._reading.tools)
         is_cut_off = any(head.startswith(text) for head in heads)
@@ -166,13 +167,13 @@ class AnswerParser:
             yield
 
     def _partial(self, marker: str) -> int:
-        """Where the text ends with the beginning of a marker, else its end."""
+        """Returns the beginning of a marker at the end of the text, else the end."""
         size = len(self._text)
         starts = range(max(0, size - len(marker) + 1), size)
         return next((at for at in starts if marker.startswith(self._text[at:])), size)
 
     def _run(self, form: CallFormat, start: int, *, must_be_known: bool = False) -> Need[bool]:
-        """Reads the calls at a place, and drops their text. Returns whether there is one."""
+        """Reads the calls at a place, and drops the text of the calls. Returns whether there is one."""
         at, self._refused = start, 0
         if self._reading.is_guided:
             at += len(form.opening) if (yield from self._has(at, form.opening)) else 0
@@ -196,7 +197,7 @@ class AnswerParser:
         return has_call
 
     def _drop_closing(self, form: CallFormat) -> Need[None]:
-        """Drops what follows the last call of a list, as far as it is there."""
+        """Drops the end of a list of calls, as far as received."""
         at = yield from self._space(0)
         closing = form.closing.strip()
         if closing and (yield from self._has(at, closing)):
@@ -212,7 +213,7 @@ class AnswerParser:
         yield from self._drop_space(at)
 
     def _call(self, form: CallFormat, at: int, *, must_be_known: bool) -> Need[int | None]:
-        """Makes parts of the call at a place. Returns where it ends, or None, without parts, where there is no call."""
+        """Makes parts of the call at a place. Returns the end of the call, or None, without parts, for other text."""
         if self._reading.is_guided:
             for name in self._reading.tools:
                 if (yield from self._has(at, head := form.head(name))):
@@ -255,7 +256,7 @@ class AnswerParser:
         return index
 
     def _guided_call(self, form: CallFormat, name: str, start: int) -> Need[int]:
-        """Makes parts of a call while its arguments come. Arguments that are cut off are passed on as they are."""
+        """Makes parts of a call as the arguments arrive. Incomplete arguments are passed on unchanged."""
         index = self._begin_call(name)
         end = yield from self._value_end(start, index)
         if end is None:
@@ -265,8 +266,8 @@ class AnswerParser:
         return at + len(form.tail) if (yield from self._has(at, form.tail)) else at
 
     def _value_end(self, at: int, told_as: int | None = None) -> Need[int | None]:
-        """Returns where the JSON object at a place ends, or None where there is none or the text ends before. With
-        `told_as`, the number of a call, passes the object on as its arguments while it comes."""
+        """Returns the end of the JSON object at a place, or None without a complete object. With `told_as`, the number
+        of a call, passes the object on as arguments as the text arrives."""
         if not (yield from self._has(at, "{")):
             return None
         depth, is_quoted, told = 0, False, at
@@ -307,7 +308,7 @@ class AnswerParser:
         return found.start()
 
     def _drop_space(self, at: int) -> Need[None]:
-        """Drops the text up to a place, and the white space behind it."""
+        """Drops the text up to a place, and the following white space."""
         at = yield from self._space(at)
         self._text = self._text[at:]
 
@@ -340,13 +341,13 @@ def _arguments_of(given: Any) -> str | None:
         text = json.dumps(given, ensure_ascii=False, allow_nan=False)
         text.encode()
     except ValueError:
-        # Numbers and characters that JSON, or UTF-8, does not have.
+        # Numbers and characters beyond JSON or UTF-8.
         return None
     return text
 
 
 def _loaded(text: str) -> Any:
-    """Returns the value of a JSON text, or None if it is no JSON."""
+    """Returns the value of a JSON text, or None for other text."""
     try:
         return load_json(text)
     except ValueError:

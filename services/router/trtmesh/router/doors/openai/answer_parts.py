@@ -14,7 +14,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More text of the reasoning, which comes before the content."""
+    """More text of the reasoning before the content."""
 
     text: str
 
@@ -24,10 +24,10 @@ class CallBegun:
     """A call of a tool begins."""
 
     index: int
-    """Its number in the answer."""
+    """Number of the call in the answer."""
     name: str
     id: str = ""
-    """The id that the answer of the tool will name."""
+    """The id for the tool's answer."""
 
 
 @dataclass(frozen=True, slots=True)

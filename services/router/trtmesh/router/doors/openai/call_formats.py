@@ -14,9 +14,9 @@ class CallFormat:
     marker: str
     """Begins each call, or the list of calls."""
     key: str
-    """Name of the arguments in the JSON object of a call. Without it the text is `name[ARGS]{...}`."""
+    """Name of the arguments in the JSON object of a call; '' for the text `name[ARGS]{...}`."""
     gap: str = ""
-    """Stands between the marker and what follows."""
+    """Text between the marker and the rest."""
     bracket: str = ""
     """Opens a list of calls."""
     separator: str = ""
@@ -24,18 +24,18 @@ class CallFormat:
     closing: str = ""
     """Ends a call, or a list of calls."""
     may_lack_marker: bool = False
-    """Whether an answer may begin with a call that has no marker."""
+    """Whether an answer may begin with a call without a marker."""
     has_short_ids: bool = False
     """Whether templates want ids of nine letters and digits."""
     ends: Sequence[str] = ()
-    """Special tokens that end an answer. They appear in the text where the marker is a special token too, since special
-    tokens are then not skipped."""
+    """Special tokens at the end of an answer. If the marker is a special token, special tokens are not skipped, so they
+    appear in the text."""
     between: str = ""
-    """Stands between two calls, each with its marker."""
+    """Text between two calls with a marker each."""
 
     @property
     def has_special_marker(self) -> bool:
-        """Whether the marker is a special token, which no grammar of texts allows."""
+        """Whether the marker is a special token, impossible in a grammar of texts."""
         return bool(self.ends) and not self.may_lack_marker
 
     @property
@@ -43,12 +43,12 @@ class CallFormat:
         return "" if self.may_lack_marker else self.marker + self.gap + self.bracket
 
     def head(self, name: str) -> str:
-        """A call up to its arguments."""
+        """A call up to the arguments."""
         return f'{{"name": "{name}", "{self.key}": ' if self.key else f"{name}[ARGS]"
 
     @property
     def tail(self) -> str:
-        """The end of a call, behind its arguments."""
+        """The end of a call, after the arguments."""
         return "}" if self.key else ""
 
     @property
@@ -84,4 +84,4 @@ FORMATS: Mapping[str, Sequence[CallFormat]] = MappingProxyType(
         "mistral": (MISTRAL, MISTRAL_LIST),
     }
 )
-"""By the name that a tokenizer gives. Grammars are of the first; the others are understood too."""
+"""By the name given by a tokenizer. Grammars use the first format; the parser takes the others too."""

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: conversations, of which the tokenizer makes prompts."""
+"""`/v1/chat/completions`: conversations, rendered into prompts by the tokenizer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Chats(Choices):
             output.skip_special_tokens = False
         reading = reading_of(talk.tools, reasons=requested.about.reasoning_format == "think")
         if not reading.reasons:
-            # Otherwise the prompt decides, once it is rendered.
+            # Otherwise the rendered prompt decides.
             reading = guided(config.guided_decoding, talk.tools, reading)
             if reading.is_guided:
                 fields.call("tools", *GUIDE)
@@ -91,7 +91,7 @@ class Chats(Choices):
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
-    """Returns what a piece adds to a message. Reasoning stands under the two names that clients read."""
+    """Returns the addition of a piece to a message. Reasoning has two names, each read by some clients."""
     texts: dict[str, list[str]] = {"content": [piece.text], "reasoning": []}
     calls: dict[int, dict[str, Any]] = {}
     for said in piece.said:
@@ -146,7 +146,7 @@ class Talk(NamedTuple):
 
     chat: chat_pb2.Chat
     tools: ToolUse | None
-    """What the model may call."""
+    """The functions offered to the model."""
 
 
 def conversation(requested: Requested) -> Talk:
@@ -181,7 +181,7 @@ def conversation(requested: Requested) -> Talk:
 
 
 def _effort(fields: Fields, template: str) -> dict[str, Any]:
-    """Variables of the template for the effort to reason, as far as it has them. Raises InvalidField."""
+    """Variables for the effort of reasoning, if the template has any. Raises InvalidField."""
     if (effort := fields.take("reasoning_effort", TEXT)) is None:
         return {}
     if effort not in EFFORTS:
@@ -196,7 +196,7 @@ def _effort(fields: Fields, template: str) -> dict[str, Any]:
 
 
 def _name_answers(messages: Sequence[dict[str, Any]]) -> None:
-    """Names the tools whose answers the messages are, as some templates want it."""
+    """Adds the name of the tool to each tool message, as required by some templates."""
     names: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -206,7 +206,7 @@ def _name_answers(messages: Sequence[dict[str, Any]]) -> None:
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:
-    """A message as templates expect it: a text as content, and an object as arguments of a call. Raises
+    """Returns a message in the form for templates: text as content, and objects as arguments of calls. Raises
     InvalidField."""
     if not OBJECT.has(given):
         raise InvalidField("must be an object", field=name)
@@ -222,7 +222,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     if not LIST.has(calls):
         raise InvalidField("must be a list", field=f"{name}.tool_calls")
     if calls:
-        # Many templates add the content to a text, so it must be one.
+        # Many templates concatenate content and text.
         message.setdefault("content", "")
         message["tool_calls"] = [
             _call(f"{name}.tool_calls[{number}]", call) for number, call in enumerate(calls)
@@ -231,7 +231,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
 
 
 def _call(name: str, call: Any) -> dict[str, Any]:
-    """A call of a tool as templates expect it, with its arguments parsed. Raises InvalidField."""
+    """Returns a tool call in the form for templates, with parsed arguments. Raises InvalidField."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise InvalidField("must have a function", field=name)
@@ -251,7 +251,7 @@ def parsed_arguments(name: str, given: Any) -> Any:
 
 
 def check_role(name: str, role: Any) -> None:
-    """Raises InvalidField for a role that no message has."""
+    """Raises InvalidField for an unknown role."""
     if role not in ROLES:
         told = "missing" if role is None else quoted(str(role))
         raise InvalidField(f"is {told} but must be one of {', '.join(ROLES)}", field=f"{name}.role")

@@ -21,7 +21,7 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 MAX_TOKENS = 16
-"""Generated tokens where the request does not say, as OpenAI has it."""
+"""OpenAI's default number of generated tokens."""
 
 
 class Completions(Choices):

@@ -19,10 +19,10 @@ from trtmesh.router.values.request import MAX_REQUEST_ID_LENGTH
 
 REQUEST_ID = web.RequestKey("openai_request_id", str)
 FIELD_NAMES = web.RequestKey("openai_field_names", dict)
-"""The fields of errors under the names that a request used."""
+"""The fields of errors, under the names used by a request."""
 
 IGNORED = web.RequestKey("openai_ignored_fields", list)
-"""Names of fields that were left out."""
+"""Names of ignored fields."""
 MOST_IGNORED = 16
 
 CODES = MappingProxyType(
@@ -32,7 +32,7 @@ CODES = MappingProxyType(
         "RATE_LIMITED": "rate_limit_exceeded",
     }
 )
-"""Codes that clients know, by reason. Any other reason is a code in lower case."""
+"""Codes known to clients, by reason. Any other reason is a code in lower case."""
 
 R = TypeVar("R", bound=web.StreamResponse)
 
@@ -40,7 +40,7 @@ TYPES = MappingProxyType({HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"})
 
 
 def id_of(request: web.Request) -> str:
-    """The client's name of a request, else one of ours."""
+    """The client's name of a request, else a generated name."""
     if REQUEST_ID not in request:
         given = request.headers.get(REQUEST_ID_METADATA_KEY, "")
         usable = given.isprintable() and len(given) <= MAX_REQUEST_ID_LENGTH
@@ -67,7 +67,7 @@ class OpenAiForm:
     def refused(self, request: web.Request, error: TrtmeshError, sentence: str) -> web.Response:
         response = json_response({"error": error_object(request, error)}, error.row.http)
         response.headers.update(error_headers(error))
-        # Others, such as those of a lost worker, ended work that a retry would do again.
+        # Other errors, such as a lost worker, ended work; a retry would repeat the work.
         may_retry = error.row.blame is Blame.LOAD
         response.headers["x-should-retry"] = str(may_retry).lower()
         if error.retry_after_ms is not None:
@@ -85,11 +85,11 @@ class OpenAiForm:
 
 
 def named(request: web.Request, response: R) -> R:
-    """The response, with the name of its request."""
+    """The response, with the name of the request."""
     response.headers[REQUEST_ID_METADATA_KEY] = id_of(request)
     response.headers[hdrs.CACHE_CONTROL] = "no-cache"
     if ignored := request.get(IGNORED):
-        # Without line ends, which would begin another header.
+        # Without line ends, since a line end begins another header.
         response.headers["x-ignored-fields"] = json.dumps(list(map(cut, ignored[:MOST_IGNORED])))
     return response
 

@@ -1,5 +1,5 @@
-"""Fields of a request's body, under OpenAI's names and those that other servers added: read once each, refused by name
-where nobody reads them."""
+"""Fields of a request's body, under the names of OpenAI and of other servers: each is read once, and unread fields are
+refused by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DIRECT: Mapping[str, tuple[Kind, str]] = MappingProxyType(
         "cache_salt": (TEXT, "kv_cache.salt"),
     }
 )
-"""Fields that are a field of the config, with its path."""
+"""Fields equal to a field of the config, with the path."""
 
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
@@ -87,12 +87,12 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "text": "prompt",
     }
 )
-"""The fields of errors under the names of this API, where the request does not say which of several it used."""
+"""Fields of errors under the names of this API, for fields with several names."""
 
 LIMITING = re.compile(
     "guid|regex|ebnf|grammar|schema|json|^format$|stop|bad_|allowed_|logit|beam|penalty|min_|max_"
 )
-"""Matches the names of fields by which other servers limit an answer."""
+"""Matches other servers' names of fields for limiting an answer."""
 MOST_DIGITS = 10
 """Most digits of a token id."""
 LEAST_BIAS, MOST_BIAS = -100, 100
@@ -105,19 +105,19 @@ class Fields:
         self._prefix = prefix
         self._left = {name: value for name, value in given.items() if value is not None}
         self.names: dict[str, str] = {}
-        """The fields of errors under the names that the request used."""
+        """The fields of errors, under the names used by the request."""
         self.ignored: list[str] | None = None
         """Collects the names of unknown fields, if they are not to be refused."""
 
     def take(self, name: str, kind: Kind) -> Any:
-        """Returns the value of a field, or None if it is absent. Raises InvalidField for another kind of value."""
+        """Returns the value of a field, or None for an absent field. Raises InvalidField for another kind of value."""
         value = self._left.pop(name, None)
         if value is not None and not kind.has(value):
             raise InvalidField(f"must be {kind.word}", field=self._prefix + name)
         return value
 
     def peek(self, *names: str) -> dict[str, Any]:
-        """The values of those fields that are given, which stay to be taken."""
+        """Returns the values of the given fields, and leaves the fields to be taken."""
         return {name: self._left[name] for name in names if name in self._left}
 
     def need(self, name: str, kind: Kind) -> Any:
@@ -133,19 +133,19 @@ class Fields:
         return default if value is None else bool(value)
 
     def take_list(self, name: str, kind: Kind) -> list[Any]:
-        """Returns a list of values of one kind; empty if it is absent. Raises InvalidField."""
+        """Returns a list of values of one kind; empty for an absent field. Raises InvalidField."""
         values: list[Any] = self.take(name, LIST) or []
         check_all(self._prefix + name, values, kind)
         return values
 
     def refuse(self, name: str, why: str, neutral: Any = None) -> None:
-        """Raises InvalidField for a field with any value but the one that asks for nothing."""
+        """Raises InvalidField for a field with another value than the one without effect."""
         value = self.take(name, ANY)
         if value is not None and value != neutral:
             raise InvalidField(why, field=self._prefix + name)
 
     def put(self, config: pb.GenerationConfig, path: str, name: str, value: Any) -> None:
-        """Sets the field of a config that a field means. Raises InvalidField for a number that it cannot hold."""
+        """Sets the field of a config according to a field. Raises InvalidField for a number out of range."""
         self.names[path] = name
         *groups, last = path.split(".")
         owner: Any = config
@@ -162,7 +162,7 @@ class Fields:
         self.names |= dict.fromkeys(paths, name)
 
     def refuse_rest(self) -> None:
-        """Raises InvalidRequest for a field that was not taken, since it may change what the client expects."""
+        """Raises InvalidRequest for an unread field, since the field may change the expected answer."""
         for name in self._left:
             if self.ignored is not None and not LIMITING.search(name):
                 self.ignored.append(name)
@@ -182,14 +182,14 @@ def check_all(name: str, values: Iterable[Any], kind: Kind) -> None:
 
 def read_config(fields: Fields, defaults: pb.GenerationConfig | None) -> pb.GenerationConfig:
     """The config of a request, but for the number of tokens and for log-probabilities. Raises InvalidField."""
-    # Unset, all these would mean greedy decoding.
+    # Unset, all of them would mean greedy decoding.
     config = pb.GenerationConfig(sampling=pb.SamplingConfig(temperature=1.0))
     if defaults is not None:
         config.MergeFrom(defaults)
     for name, (kind, path) in DIRECT.items():
         value = fields.take(name, kind)
         if value is not None:
-            # As other servers turn it off.
+            # Other servers' way to turn the field off.
             is_off = name == "top_k" and value < 0
             fields.put(config, path, name, 0 if is_off else value)
     if (seed := fields.take("seed", INTEGER)) is not None:
@@ -251,7 +251,7 @@ def _read_format(fields: Fields, config: pb.GenerationConfig) -> None:
 
 
 def read_prediction(fields: Fields) -> str | None:
-    """The answer that a client expects. Raises InvalidField."""
+    """The form of the answer asked for by the client. Raises InvalidField."""
     if (given := fields.take("prediction", OBJECT)) is None:
         return None
     told = Fields(given, "prediction.")

@@ -1,4 +1,4 @@
-"""Log-probabilities in both shapes of the API, with the bytes of the tokens that they are about."""
+"""Log-probabilities in both shapes of the API, with the bytes of tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 LEAST = -9999.0
-"""In place of minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, impossible in JSON."""
 MOST_TOKENIZERS = 16
-"""Tokenizers of which bytes are kept."""
+"""Number of tokenizers with kept bytes."""
 
 Candidate = tuple[int, float]
-"""A token's id and its log-probability."""
+"""A token's id and log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A generated token, with the likeliest at its place."""
+    """A generated token, with the likeliest tokens of the same position."""
 
     token: Candidate
     top: Sequence[Candidate]
@@ -37,14 +37,14 @@ def scored(token_ids: Sequence[int], details: pb.TokenDetails) -> list[Scored]:
 
 
 class TokenBytes:
-    """What tokens are in UTF-8, as their tokenizers say. Each is asked for once."""
+    """UTF-8 of tokens, as reported by the tokenizers. Each token is requested once."""
 
     def __init__(self, tokenizers: TokenizerPool) -> None:
         self._tokenizers = tokenizers
         self._known: dict[str, dict[int, bytes]] = {}
 
     async def of(self, model: str, tokens: Iterable[Scored]) -> Mapping[int, bytes]:
-        """At least the bytes of these tokens. Raises the pool's errors."""
+        """Fetches the bytes of at least these tokens. Raises the pool's errors."""
         fingerprint = self._tokenizers.fingerprint_of(model)
         known = self._known.setdefault(fingerprint, {})
         if len(self._known) > MOST_TOKENIZERS:
@@ -62,10 +62,10 @@ class TokenBytes:
 
 @dataclass(slots=True)
 class TokenTexts:
-    """The texts of a choice's tokens, and how far its text has come."""
+    """The texts of a choice's tokens, and the position in the text."""
 
     by_ids: bool
-    """Whether a token is written by its number."""
+    """Whether tokens are written by number."""
     bytes_of: Mapping[int, bytes] = field(default_factory=dict)
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
@@ -76,7 +76,7 @@ class TokenTexts:
         return f"token_id:{token_id}" if self.by_ids else _text(self.bytes_of[token_id])
 
     def pass_over(self, token_id: int) -> int:
-        """Moves behind a token; returns where it begins."""
+        """Moves past a token. Returns the beginning of the token."""
         began = self._offset
         self._offset += len(self._decoder.decode(self.bytes_of[token_id]))
         return began
@@ -95,8 +95,8 @@ def chat_shape(tokens: Sequence[Scored], texts: TokenTexts) -> dict[str, Any]:
 
 
 def completion_shape(tokens: Sequence[Scored], texts: TokenTexts) -> dict[str, Any]:
-    """The shape of completions. The generated token always stands among the likeliest. Of two tokens with one text the
-    likelier stands there."""
+    """The shape of completions. The generated token is always among the likeliest. Of two tokens with the same text,
+    the likelier counts."""
     tops: list[dict[str, float]] = []
     for each in tokens:
         top: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What the bodies of all generating endpoints have in common."""
+"""Fields common to the bodies of all generating endpoints."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """A body, with the model that it names."""
+    """A body, with the named model."""
 
     fields: Fields
     served: Served
     request_id: str
     tokenizers: TokenizerPool
     predicted_ids: Sequence[int] = ()
-    """The answer that the client expects."""
+    """The form of the answer asked for by the client."""
     defaults: pb.GenerationConfig | None = None
-    """What the model recommends, if that counts."""
+    """The model's recommendations, if they count."""
 
     @property
     def about(self) -> tokenizer_pb.GetTokenizerResponse:
@@ -49,8 +49,8 @@ class Requested:
         *,
         is_large: bool,
     ) -> Wanted:
-        """The request, once an endpoint has taken its own fields. Raises TrtmeshError for the first bad prompt: an
-        answer has no place for it."""
+        """Returns the request, after an endpoint has taken special fields. Raises TrtmeshError for the first bad
+        prompt, because an answer has no place for the error."""
         fields = self.fields
         streamed = fields.take_flag("stream")
         with_usage, with_usage_so_far = self._stream_options(streamed=streamed)
@@ -60,7 +60,7 @@ class Requested:
         config.output.stream = streamed
         if self.predicted_ids:
             config.draft.token_ids.extend(self.predicted_ids)
-            # They say how much of it came true.
+            # The usage tells the share of right guesses.
             config.output.perf_metrics = True
         if self.served.adapter:
             config.lora.name = self.served.adapter
@@ -83,7 +83,7 @@ class Requested:
         )
 
     def _stream_options(self, *, streamed: bool) -> tuple[bool, bool]:
-        """Whether a stream ends with the usage, and whether each chunk has it."""
+        """Whether a stream ends with the usage, and whether each chunk has the usage."""
         given = self.fields.take("stream_options", OBJECT)
         if given is None:
             return False, False
@@ -91,7 +91,7 @@ class Requested:
             raise InvalidField("belongs to a request with stream", field="stream_options")
         options = Fields(given, "stream_options.")
         with_usage = options.take_flag("include_usage")
-        # It pads chunks against listeners who measure their sizes; nothing here does.
+        # The option pads chunks against traffic analysis; the door pads nothing.
         options.refuse("include_obfuscation", "is not served", neutral=False)
         with_usage_so_far = options.take_flag("continuous_usage_stats")
         options.refuse_rest()
@@ -115,7 +115,8 @@ async def encoded(
 
 
 def with_prompt(wanted: Wanted, prompt: tokenizer_pb.Encoded) -> Wanted:
-    """The request with the ids of its conversation, and the guide and reading that they need. Raises InvalidField."""
+    """Returns the request with the ids of the conversation, and with the guide and the reading for the conversation.
+    Raises InvalidField."""
     request, reading = wanted.request, wanted.reading
     assert reading is not None
     is_thinking = prompt.text_end.rstrip().endswith(THINK)

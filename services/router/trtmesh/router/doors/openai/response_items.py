@@ -1,4 +1,4 @@
-"""The answers of `/v1/responses`: items, and the events by which they come."""
+"""The answers of `/v1/responses`: items, and their stream of events."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from trtmesh.router.doors.openai.answer_parts import (
 from trtmesh.router.doors.openai.log_probs import Scored, TokenTexts, chat_shape
 
 Event = dict[str, Any]
-"""An event without its number."""
+"""An event without a number."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """An item that is not complete."""
+    """An incomplete item."""
 
     index: int
     item: dict[str, Any]
     part: str = ""
-    """Kind of its only part, or '' of a call."""
+    """Kind of the only part, or '' for a call."""
     texts: list[str] = field(default_factory=list)
     log_probs: list[Any] = field(default_factory=list)
 
@@ -42,11 +42,11 @@ class _Open:
 
     @property
     def name(self) -> str:
-        """The word for this item in the types of its events."""
+        """The word for this item in the types of events."""
         return self.part or "function_call_arguments"
 
     def content(self) -> dict[str, Any]:
-        """Returns the part with its text so far."""
+        """Returns the part with the text so far."""
         content: dict[str, Any] = {"type": self.part, "text": "".join(self.texts)}
         if self.part == "output_text":
             content |= {"annotations": [], "logprobs": self.log_probs}
@@ -106,7 +106,7 @@ class Items:
         yield event | ({"logprobs": log_probs} if opened.part == "output_text" else {})
 
     def close(self, status: str) -> Iterator[Event]:
-        """The events of the end of an item, if one is open."""
+        """The events at the end of the open item, if any."""
         if (opened := self._open) is None:
             return
         self._open = None
@@ -133,7 +133,7 @@ def _new_id(kind: str) -> str:
 
 
 class _ItemAnswer:
-    """The state of an answer while it comes."""
+    """The state of an incomplete answer."""
 
     def __init__(self, wanted: Wanted, frame: Frame) -> None:
         self._wanted, self._frame = wanted, frame
@@ -149,7 +149,7 @@ class _ItemAnswer:
         if piece.scored:
             self._texts.bytes_of = bytes_of
             log_probs = chat_shape(piece.scored, self._texts)["content"]
-        # Log-probabilities wait until the parser knows the part that their text belongs to.
+        # Log-probabilities wait until the parser knows the part of the text.
         self._waiting += log_probs
         said = [Content(piece.text)] if piece.text or self._is_plain else piece.said
         for each in said:
@@ -167,7 +167,7 @@ class _ItemAnswer:
     def _response(
         self, status: str, usage: Consumption | None = None, error: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns the response as it stands."""
+        """Returns the response so far."""
         is_cut = status == "incomplete"
         told = {
             "id": self._frame.id,

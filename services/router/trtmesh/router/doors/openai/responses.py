@@ -32,7 +32,7 @@ PASSED = (
     *("chat_template", "chat_template_kwargs", "documents", "prediction", "stream"),
     *("parallel_tool_calls", "include_reasoning", *WITHOUT_EFFECT),
 )
-"""Fields that mean the same as in chats."""
+"""Fields with the same meaning as in chats."""
 
 REFUSED = MappingProxyType(
     {
@@ -42,7 +42,7 @@ REFUSED = MappingProxyType(
         "prompt": "is not served: no prompt is kept; send it as instructions and input",
     }
 )
-"""Fields that need state on the server, with the reason of the refusal."""
+"""Fields dependent on state on the server, with the reason of the refusal."""
 
 OWN_NAMES = MappingProxyType(
     {
@@ -58,12 +58,12 @@ OWN_NAMES = MappingProxyType(
 """Fields of chats, under the names here."""
 
 LOG_PROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-"""Values of `include`. Reasoning comes as plain text, so its encrypted form adds nothing."""
+"""Values of `include`. Reasoning arrives as plain text, so the encrypted form adds nothing."""
 PARTS = ("input_text", "output_text", "text")
 TEXT_OR_LIST = Kind("a text or a list", (str, list))
 TEXT_OR_OBJECT = Kind("a text or an object", (str, dict))
 REPEATED = ("instructions", "max_output_tokens", "tool_choice", "tools", "text", "reasoning")
-"""Fields of the request that the answer repeats as they were given."""
+"""Fields of the request repeated unchanged in the answer."""
 
 
 class StatelessResponses:
@@ -116,7 +116,7 @@ class StatelessResponses:
 
 
 def _name(chat_name: str) -> str:
-    """A field of chats under its name here."""
+    """A field of chats, under the name in this API."""
     if chat_name.startswith("tool"):
         return chat_name.replace(".function", "", 1).replace(".allowed_tools", "", 1)
     for theirs, ours in OWN_NAMES.items():
@@ -132,11 +132,11 @@ def _renamed(error: TrtmeshError) -> TrtmeshError:
 
 
 def _as_chat(fields: Fields) -> dict[str, Any]:
-    """The fields of a request of chats that means the same. Raises InvalidField."""
+    """Returns the fields of a chat with the same meaning. Raises InvalidField."""
     for name, why in REFUSED.items():
         fields.refuse(name, why, neutral=False if name == "background" else None)
     fields.refuse("truncation", "is not served: no input is cut", neutral="disabled")
-    # It limits tools that run on the server, and there are none.
+    # The field limits tools on the server; there are none.
     fields.take("max_tool_calls", INTEGER)
     chat = {name: fields.take(name, ANY) for name in PASSED}
     chat["messages"] = _messages(fields)
@@ -186,7 +186,7 @@ def _read_included(fields: Fields, chat: dict[str, Any]) -> None:
 
 
 def _tools(given: Sequence[Any] | None) -> list[Any] | None:
-    """The functions as chats have them. Raises InvalidField for tools that would run here."""
+    """Returns the functions in the form of chats. Raises InvalidField for tools to run on the server."""
     if not given:
         return None
     tools = []
@@ -215,7 +215,7 @@ def _tool_choice(given: Any) -> Any:
 
 
 def _named(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The name of a function as chats say it."""
+    """Returns the name of a function in the form of chats."""
     return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
 
 
@@ -234,12 +234,12 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
 
 
 class _Turns:
-    """Makes messages of items: reasoning, text and calls of one turn are one message."""
+    """Makes messages of items: reasoning, text and calls of a turn become one message."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self._messages = messages
         self._turn: dict[str, Any] | None = None
-        """The message of the model that its next items belong to."""
+        """The model's message for the next items."""
 
     def add(self, name: str, item: Any) -> None:
         """Raises InvalidField."""
@@ -285,8 +285,8 @@ class _Turns:
             self._messages.append({"role": role, "content": content})
 
     def _of_model(self, *before: str) -> dict[str, Any]:
-        """Returns the model's message of this turn. Begins another message if this one has a field of `before`, which
-        must not stand before the next item."""
+        """Returns the model's message of this turn. Begins another message if this message has a field of `before`, not
+        allowed before the next item."""
         if self._turn is None or self._turn.keys() & set(before):
             self._turn = {"role": "assistant"}
             self._messages.append(self._turn)

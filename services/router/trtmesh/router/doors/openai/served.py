@@ -1,4 +1,4 @@
-"""The models by name: those of the mesh, and their adapters."""
+"""The models by name: models of the mesh and adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWNER = "trtmesh"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a name means."""
+    """The meaning of a name."""
 
     name: str
     model: str
@@ -28,7 +28,7 @@ class Served:
 
 
 class ServedModels:
-    """The models of the mesh, every registered adapter as a model whose parent is its base, and further names."""
+    """The models of the mesh, every registered adapter as a model with the base as parent, and further names."""
 
     def __init__(
         self, fleet: Fleet, adapters: Adapters, requests: Requests, aliases: Mapping[str, str]
@@ -40,7 +40,7 @@ class ServedModels:
         self._since = int(time.time())
 
     def find(self, name: str) -> Served:
-        """What a name means; '' is the default model. Raises ModelNotFound or NoWorker."""
+        """Returns the meaning of a name; '' is the default model. Raises ModelNotFound or NoWorker."""
         if name in self._aliases:
             return replace(self._find(self._aliases[name]), name=name)
         return self._find(name)
@@ -58,7 +58,7 @@ class ServedModels:
         return Served(model, model)
 
     def describe(self, served: Served) -> dict[str, Any]:
-        """A model as the API describes it."""
+        """A model as described by the API."""
         described = {
             "id": served.name,
             "object": "model",
@@ -81,7 +81,7 @@ class ServedModels:
         return own + [replace(served, name=name) for name, served in meant if served]
 
     def _adapters_by_name(self) -> Iterator[Served]:
-        """The adapters that operators registered. Of one that any model may have, the parent is the default model."""
+        """The adapters registered by operators. The parent of an adapter for any model is the default model."""
         models = self._fleet.models()
         for entry in self._adapters.entries():
             if not entry.name or entry.brought or entry.name in models:
