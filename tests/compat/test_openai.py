@@ -277,6 +277,7 @@ async def test_texts_and_conversations_are_tokenized(http: PlainHttp) -> None:
     assert told["max_model_len"] == 8192
     reply = await http.post("/detokenize", {"tokens": told["tokens"]})
     assert reply.json == {"prompt": PROMPTS[0]}
+    assert (await http.post("/detokenize", {"tokens": []})).json == {"prompt": ""}
     talk = (await http.post("/tokenize", {"messages": CHAT_BODY["messages"]})).json
     counted = (await http.post(CHAT, CHAT_BODY)).json["usage"]["prompt_tokens"]
     assert talk["count"] == counted
@@ -284,6 +285,7 @@ async def test_texts_and_conversations_are_tokenized(http: PlainHttp) -> None:
         ("/tokenize", {"text": "x"}, "messages"),
         ("/tokenize", {"prompt": 1}, "prompt"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [5, 2**31, 6]}, "tokens[1]"),
         ("/detokenize", {"tokens": [1], "model": "nope"}, "model"),
     ):
         reply = await http.post(path, body)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from compat.openai_schemas import check
 from compat.plain_http import PlainHttp, Reply
+from e2e.mesh import eventually
 from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
 from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
+from trtmesh.router.doors.openai.answer import Piece, StreamedAnswer
 from trtmesh.v1 import generation_pb2 as pb
 
 CHAT = "/v1/chat/completions"
@@ -35,7 +37,7 @@ class Talk:
     def __init__(
         self, engine: ScriptedEngine, tokenizer: ScriptedTokenizer, http: PlainHttp
     ) -> None:
-        self._engine, self.tokenizer, self._http = engine, tokenizer, http
+        self.engine, self.tokenizer, self.http = engine, tokenizer, http
         self.submits = 0
 
     async def whole(self, body: dict[str, Any], *texts: str, reason: Any = STOP) -> Any:
@@ -60,8 +62,8 @@ class Talk:
         self, body: dict[str, Any], texts: Sequence[str], reason: Any, size: int
     ) -> Reply:
         headers = {"X-Request-Id": "mine"}
-        calling = asyncio.create_task(self._http.call("POST", CHAT, body, headers=headers))
-        engine = self._engine
+        calling = asyncio.create_task(self.http.call("POST", CHAT, body, headers=headers))
+        engine = self.engine
         self.submits += 1
         handle = (await engine.submitted(self.submits))[-1].handle
         most = max(map(len, texts))
@@ -78,12 +80,16 @@ class Talk:
     @property
     def last(self) -> pb.GenerationConfig:
         """The config that the engine got."""
-        return self._engine.submits[-1].config
+        return self.engine.submits[-1].config
 
 
 @asynccontextmanager
 async def talking(
-    tool_format: str, reasoning: str = "none", end: str = "", fields: Sequence[str] = FIELDS
+    tool_format: str,
+    reasoning: str = "none",
+    end: str = "",
+    fields: Sequence[str] = FIELDS,
+    **settings: Any,
 ) -> AsyncIterator[Talk]:
     engine = ScriptedEngine(supported_fields=fields)
     tokenizer = ScriptedTokenizer(
@@ -96,7 +102,7 @@ async def talking(
     async with (
         serving_engine(engine) as address,
         serving_tokenizer(tokenizer) as texts,
-        serving_router([address], [texts], http={"port": 0}) as client,
+        serving_router([address], [texts], http={"port": 0}, **settings) as client,
         PlainHttp(client.http_address) as http,
     ):
         await until_states(client, [READY], [READY])
@@ -383,19 +389,62 @@ async def test_engine_without_guides_cannot_keep_to_a_form(reasoning: str) -> No
     async with talking("hermes", reasoning, fields=FIELDS[:3]) as talk:
         (choice,) = await talk.whole(BODY, HERMES)
         assert choice["finish_reason"] == "tool_calls"
-        reply = await talk._http.post(CHAT, BODY | {"tool_choice": "required"})
+        reply = await talk.http.post(CHAT, BODY | {"tool_choice": "required"})
         assert (reply.status, reply.json["error"]["param"]) == (501, "tools"), reply.json
 
 
 async def test_errors_name_their_field() -> None:
     async with talking("hermes", "think") as talk:
         for change, param in REFUSED:
-            reply = await talk._http.post(CHAT, BODY | change)
+            reply = await talk.http.post(CHAT, BODY | change)
             check("ErrorResponse", reply.json)
             assert (reply.status, reply.json["error"]["param"]) == (400, param), reply.json
     async with talking("none") as talk:
-        reply = await talk._http.post(CHAT, BODY)
+        reply = await talk.http.post(CHAT, BODY)
         assert (reply.status, reply.json["error"]["param"]) == (400, "tools")
         assert "tokenizer.tool_format" in reply.json["error"]["message"]
         (choice,) = await talk.whole(BODY | {"tool_choice": "none"}, HERMES)
         assert choice["message"]["content"] == HERMES
+
+
+async def test_limited_caller_costs_no_rendering() -> None:
+    limit = {"items_per_second": 0.001, "burst_items": 1}
+    async with talking("hermes", "think", rate_limit=limit) as talk:
+        await talk.whole(BODY, "Four.")
+        rendered = len(talk.tokenizer.encodes)
+        reply = await talk.http.post(CHAT, BODY)
+        assert (reply.status, reply.json["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert len(talk.tokenizer.encodes) == rendered
+
+
+async def test_defect_within_a_stream_ends_it_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = StreamedAnswer.of
+
+    def fail_at_x(self: StreamedAnswer, piece: Piece, bytes_of: Mapping[int, bytes]) -> bytes:
+        if piece.text == "x":
+            raise RuntimeError("a defect")
+        return written(self, piece, bytes_of)
+
+    monkeypatch.setattr(StreamedAnswer, "of", fail_at_x)
+    async with talking("none") as talk:
+        body = BODY | {"tools": None, "stream": True}
+        calling = asyncio.create_task(talk.http.call("POST", CHAT, body))
+        (submit,) = await talk.engine.submitted(1)
+        await talk.engine.step((submit.handle, 0, [ord("a")]))
+        await talk.engine.step((submit.handle, 1, [ord("x")]))
+        await eventually(lambda: is_stopped(talk.engine))
+        await talk.engine.step(ends=[(submit.handle, pb.FINISH_REASON_STOPPED)])
+        reply = await calling
+        assert reply.status == 200
+        *parts, error, done, rest = reply.body.decode().split("\n\n")
+        assert '"content":"a"' in "".join(parts)
+        told = json.loads(error.removeprefix("data: "))
+        check("ErrorResponse", told)
+        assert told["error"]["message"] == "RuntimeError: a defect"
+        assert (done, rest) == ("data: [DONE]", "")
+
+
+async def is_stopped(engine: ScriptedEngine) -> bool:
+    return bool(engine.stops)

@@ -238,6 +238,22 @@ class Requests:
             former.gone = former.gone or asyncio.Event()
             await former.gone.wait()
 
+    def check_rates(self, request: GenerationRequest, owner: Identity) -> None:
+        """Raises RateLimited where `open` would, before anything is done for the request."""
+        now = asyncio.get_running_loop().time()
+        try:
+            self._mesh.rate_limiter.account_of(owner, now).check_rates(request.size, now)
+        except TrtmeshError as error:
+            self._note_refused(request, request.model, owner, error)
+            raise
+
+    def _note_refused(
+        self, request: GenerationRequest, model: str, owner: Identity, error: TrtmeshError
+    ) -> None:
+        self._mesh.metrics.note_refusal(error.reason, owner.name)
+        if self._mesh.recorder is not None:
+            self._mesh.recorder.note_refused(request, model, error)
+
     def _admit(
         self,
         request: GenerationRequest,
@@ -272,9 +288,7 @@ class Requests:
             account.check_live(items, freed=sum(permit.valid for permit in leaving))
             permits = self._mesh.admission.admit(model, items, leaving)
         except TrtmeshError as error:
-            self._mesh.metrics.note_refusal(error.reason, owner.name)
-            if self._mesh.recorder is not None:
-                self._mesh.recorder.note_refused(request, model, error)
+            self._note_refused(request, model, owner, error)
             raise
         account.open(items, now)
         return Admitted(model, rest, permits, owner, account)

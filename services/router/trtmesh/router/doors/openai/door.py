@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -9,12 +10,13 @@ from types import MappingProxyType
 from typing import Protocol
 
 from aiohttp import HttpVersion11, hdrs, web
-from trtmesh.chassis.errors import SlowClient, TrtmeshError, UnsupportedCall
+from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.http_server import free_transport
 from trtmesh.chassis.logs import rebind_request_id
+from trtmesh.router.callers.identity import Identity
 from trtmesh.router.doors.generation import GenerationCall
 from trtmesh.router.doors.http.answers import EVENT_STREAM, json_response
 from trtmesh.router.doors.http.authorising import IDENTITY, Handler
@@ -46,6 +48,8 @@ from trtmesh.router.requests.requests import Requests
 from trtmesh.router.streams.client_stream import Waiting
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
+
+log = logging.getLogger(__name__)
 
 SCORED_COST = 64
 """Bytes of a message that takes as long to parse as a token with its log-probability takes to write."""
@@ -145,11 +149,15 @@ class OpenAi:
                     try:
                         async with call.running(opening) as live:
                             await live.client.forward(stream)
-                    except SlowClient:
+                        return await stream.end()
+                    except (SlowClient, ConnectionError):
                         raise
                     except TrtmeshError as error:
                         return await stream.fail(error)
-                    return await stream.end()
+                    except Exception as error:
+                        # Broad on purpose: cut off without an event, a stream would seem whole to many clients.
+                        log.exception("a stream failed unexpectedly")
+                        return await stream.fail(InternalError(f"{type(error).__name__}: {error}"))
                 whole = endpoint.gathered(wanted, frame)
                 async with call.running(opening) as live:
                     events = await _collect(live, wanted, whole)
@@ -180,16 +188,17 @@ class OpenAi:
             defaults = self._tokenizers.agreed(model).defaults if self._has_defaults else None
             requested = Requested(fields, served, request_id, self._tokenizers, predicted, defaults)
             wanted = await message.read(partial(endpoint.read, requested))
-            return await self._begun(fields, wanted)
+            return await self._begun(fields, wanted, owner)
         except TrtmeshError:
             self._requests.metrics_of(model).requests["refused"] += 1
             raise
 
-    async def _begun(self, fields: Fields, wanted: Wanted) -> Wanted:
-        """The request, with a rendered prompt where the model reasons: the prompt may have begun it. Raises the pool's
-        errors."""
+    async def _begun(self, fields: Fields, wanted: Wanted, owner: Identity) -> Wanted:
+        """The request, with a rendered prompt where the model reasons: the prompt may have begun it. Raises RateLimited
+        or the pool's errors."""
         if wanted.reading is None or not wanted.reading.reasons:
             return wanted
+        self._requests.check_rates(wanted.request, owner)
         model, chat = wanted.request.model, wanted.request.items[0].chat
         command = tokenizer_pb.EncodeCommand(chat=chat, words=(THINK, THOUGHT))
         begun = with_prompt(wanted, await encoded(self._tokenizers, model, command))

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
+from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.router.doors.http.answers import json_response
 from trtmesh.router.doors.http.bodies import Bodies, Body
@@ -76,9 +77,22 @@ class TextPaths:
         }
 
     async def _detokenize(self, requested: Requested, ids: Sequence[int]) -> dict[str, Any]:
-        options = TextOptions(skip_special_tokens=False)
         model = requested.served.model
+        await self._check_known(model, ids)
+        options = TextOptions(skip_special_tokens=False)
         return {"prompt": await self._tokenizers.decode(model, ids, options)}
+
+    async def _check_known(self, model: str, ids: Sequence[int]) -> None:
+        """Raises InvalidField for an id without a text, which decoding would leave out, or the pool's errors."""
+        size = self._tokenizers.describe(model).vocabulary_size
+        asked = sorted(each for each in set(ids) if each < size)
+        command = pb.EncodeCommand(described_token_ids=asked)
+        told = (await self._tokenizers.encode(model, command)).token_bytes
+        known = {each for each, text in zip(asked, told, strict=True) if text}
+        for place, each in enumerate(ids):
+            if each not in known:
+                problem = f"is {each}, which the tokenizer does not know"
+                raise InvalidField(problem, field=f"tokens[{place}]")
 
 
 def _read_text(requested: Requested) -> pb.EncodeCommand:
