@@ -221,12 +221,49 @@ async def test_calls_and_log_probabilities_are_items_of_responses(http: PlainHtt
         assert {len(each["top_logprobs"]) for each in found} == {2}
 
 
-async def test_schema_that_cannot_be_kept_names_the_tools(http: PlainHttp) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
-    body = {"messages": TALK, "tools": [tool], "max_tokens": 5}
+async def test_schema_that_cannot_be_kept_names_its_tool(http: PlainHttp) -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {}}}}
+    tools = [GREET, {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = {"messages": TALK, "tools": tools, "max_tokens": 5}
     assert (await http.post(CHAT, body)).status == 200
-    reply = await http.post(CHAT, body | {"tool_choice": "required"})
-    assert (reply.status, reply.json["error"]["param"]) == (400, "tools"), reply.json
+    error = (await http.post(CHAT, body | {"tool_choice": "required"})).json["error"]
+    assert error["param"] == "tools[1].function.parameters"
+    assert error["message"].startswith("tools[1].function.parameters at /properties/a cannot be")
+    named = [{"type": "function", **tool["function"]} for tool in tools]
+    asked = {"input": "x", "tools": named, "tool_choice": "required"}
+    error = (await http.post(RESPONSES, asked)).json["error"]
+    assert error["message"].startswith("tools[1].parameters at /properties/a cannot be followed")
+
+
+def many_tools(count: int) -> list[Any]:
+    """Tools with ten properties each, as programs have them."""
+    kinds: list[Any] = [{"type": kind} for kind in ("string", "integer", "number", "boolean")]
+    kinds += [{"type": "array", "items": {"type": "string"}}, {"enum": ["low", "high"]}]
+    about = {"description": "What this is for, in a sentence of the usual length."}
+    functions = [
+        {
+            "name": f"tool_{number}",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    f"p{number}_{place}": kinds[place % len(kinds)] | about for place in range(10)
+                },
+                "additionalProperties": False,
+            },
+        }
+        for number in range(count)
+    ]
+    return [{"type": "function", "function": each} for each in functions]
+
+
+async def test_a_model_may_have_many_tools(http: PlainHttp) -> None:
+    body = {"messages": TALK, "tool_choice": "required", "max_tokens": 40, "n": 2}
+    found = await http.post(CHAT, body | {"tools": many_tools(128)})
+    (call,) = found.json["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"].startswith("tool_")
+    error = (await http.post(CHAT, body | {"tools": many_tools(400)})).json["error"]
+    assert error["param"] == "tools"
+    assert "must be at most 262144; send fewer tools" in error["message"]
 
 
 async def test_response_names_the_schema_that_cannot_be_kept(http: PlainHttp) -> None:

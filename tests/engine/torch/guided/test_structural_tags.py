@@ -112,7 +112,15 @@ def test_texts_of_a_format(
         (form("any_text", max_tokens=5), "at /format/max_tokens is missing, or not taken"),
         (SEVEN | {"style": "qwen_xml"}, "at /format/style is missing, or not taken"),
         (DIGITS | {"colour": "red"}, "at /format/colour is not known"),
-        (tag("<t>", SEVEN | {"json_schema": {"uniqueItems": True}}), "Unimplemented keys"),
+        (
+            form("or", elements=[A, tag("<t>", SEVEN | {"json_schema": {"items": {"x": 1,
+             "uniqueItems": True}}})]),
+            "at /format/elements/1/content/json_schema/items cannot be followed: Unimplemented",
+        ),
+        (
+            tag("<t>", SEVEN | {"json_schema": {"items": {"multipleOf": 10_007}}}),
+            "at /format/content/json_schema/items/multipleOf brings",
+        ),
         (tag("<t>", SEVEN | {"json_schema": False}), "/content/json_schema allows nothing"),
         (form("tag", begin={"type": "token", "token": 5}, content=ANY, end=""), "at /format/begin"),
         (TRIGGERED | {"triggers": ["<f=", "<g="]}, "at /format/triggers/1 begins no structure"),

@@ -37,9 +37,9 @@ def fits(guide: str, text: str) -> bool:
     from llguidance import LLMatcher
 
     options = {"whitespace_flexible": True, "whitespace_pattern": "[ \n]{1,2}"}
-    grammar, is_ambiguous = tag_grammar(guide, options, str, str)
-    assert not is_ambiguous
-    matcher = LLMatcher(tokenizer(), grammar, log_level=0)
+    grammar = tag_grammar(guide, options, str, str)
+    assert not grammar.is_ambiguous
+    matcher = LLMatcher(tokenizer(), grammar.text, log_level=0)
     assert not matcher.get_error()
     ids = tokenizer().tokenize_str(text)
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())

@@ -13,17 +13,18 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 from trtmesh.chassis.error_wire import from_proto
-from trtmesh.chassis.errors import Cancelled, DeadlineExceeded, TrtmeshError
+from trtmesh.chassis.errors import Cancelled, DeadlineExceeded, InvalidField, TrtmeshError
 from trtmesh.router.doors.openai.answer_parser import AnswerParser, Reading
 from trtmesh.router.doors.openai.answer_parts import AnswerPart, Content, Reasoning
 from trtmesh.router.doors.openai.log_probs import Scored, TokenTexts, scored
-from trtmesh.router.doors.openai.tools import ToolUse
+from trtmesh.router.doors.openai.tools import ToolUse, about_schema
 from trtmesh.router.streams.client_stream import Waiting, WaitingTokens
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 DONE = b"data: [DONE]\n\n"
+GUIDE = "guided_decoding.guide"
 BLANK = "\0"
 """Stands in a template of events where the text goes."""
 FINISH_REASONS = {
@@ -68,6 +69,13 @@ class Wanted:
     @property
     def has_log_probs(self) -> bool:
         return self.request.items[0].config.output.log_probs
+
+    def worded(self, error: TrtmeshError) -> TrtmeshError:
+        """The error of an item, as one about what the request has in place of the guide."""
+        if self.reading is None or error.field != GUIDE or not isinstance(error, InvalidField):
+            return error
+        guide = self.request.items[0].message.guided_decoding.guide
+        return about_schema(error, guide, self.tools)
 
     def extras(self, piece: Piece) -> dict[str, Any]:
         """Returns the fields of a choice that OpenAI's API does not have."""
@@ -148,7 +156,7 @@ class Events:
     """Reads the events of a request: what is new of its choices, the usage, and the errors of its items."""
 
     def __init__(self, wanted: Wanted) -> None:
-        self._sequences = wanted.sequences
+        self._wanted, self._sequences = wanted, wanted.sequences
         self._readers = None if wanted.reading is None else Readers(wanted)
         self.usage = Consumption()
         self._so_far = Consumption() if wanted.with_usage_so_far else None
@@ -186,7 +194,7 @@ class Events:
                 if (error := _cut_off(event.item_finished.reason)) is not None:
                     self.errors.append(error.of_item(event.batch_index))
             case "item_failed":
-                error = from_proto(event.item_failed.error)
+                error = self._wanted.worded(from_proto(event.item_failed.error))
                 self.errors.append(error.of_item(event.batch_index))
         return None
 

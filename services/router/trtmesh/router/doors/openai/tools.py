@@ -17,6 +17,8 @@ from trtmesh.v1 import generation_pb2 as pb
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 MODES = ("none", "auto", "required")
+PLACE = re.compile(r"at (/\S*?)/json_schema(/\S*)? (.*)", re.DOTALL)
+"""Matches what an engine says of a schema within structural tags: its path, that of the problem in it, and the rest."""
 
 Form = dict[str, Any]
 """A format of structural tags."""
@@ -69,6 +71,9 @@ def read_tools(fields: Fields, tool_format: str) -> ToolUse | None:
     if not given:
         raise InvalidField("must have one tool or more", field="tools")
     tools = [_tool(f"tools[{number}]", each) for number, each in enumerate(given)]
+    for number, _ in enumerate(tools):
+        path = f"tools[{number}].function.parameters"
+        fields.call(path, path)
     by_name = {tool.name: tool for tool in tools}
     if len(by_name) < len(tools):
         raise InvalidField("have a name twice", field="tools")
@@ -184,6 +189,30 @@ def guided(config: pb.GuidedDecodingConfig, use: ToolUse | None, reading: Readin
     config.guide = orjson.dumps({"type": "structural_tag", "format": answer}).decode()
     must_call = use is not None and use.must_call
     return replace(reading, is_guided=has_calls, must_call=must_call)
+
+
+def about_schema(error: InvalidField, guide: str, use: ToolUse | None) -> InvalidField:
+    """What an engine says of a guide that `guided` made, as an error about the tool or the format with the problem."""
+    if (found := PLACE.fullmatch(error.problem)) is None:
+        told = error.sentence(lambda _: "")
+        problem = f"are too much for a grammar, which {told}; send fewer tools, or shorter schemas"
+        return error if use is None else InvalidField(problem, field="tools")
+    path, inner, rest = found.groups()
+    field, tag = "response_format", _tag_at(orjson.loads(guide), path)
+    for number, tool in enumerate(use.told if use is not None and tag else ()):
+        form, name = use.formats[0], tool["function"]["name"]
+        if tag["begin"].removeprefix(form.opening) == form.head(name):
+            field = f"tools[{number}].function.parameters"
+    return InvalidField(f"at {inner or '/'} {rest}", field=field)
+
+
+def _tag_at(form: Any, path: str) -> Form | None:
+    """The innermost tag around the part of a guide at a path of its own."""
+    tag = None
+    for key in path.split("/")[1:]:
+        form = form[int(key) if isinstance(form, list) else key]
+        tag = form if isinstance(form, dict) and "begin" in form else tag
+    return tag
 
 
 def _content(config: pb.GuidedDecodingConfig) -> Form | None:

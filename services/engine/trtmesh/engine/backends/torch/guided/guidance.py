@@ -15,7 +15,7 @@ from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.guided.grammars import Check, FillTogether, Matcher, Row
 from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
-from trtmesh.engine.backends.torch.guided.structural_tags import tag_grammar
+from trtmesh.engine.backends.torch.guided.structural_tags import TagGrammar, tag_grammar
 from trtmesh.engine.backends.torch.guided.trial import MAX_ROW_ITEMS, limits, problem_of_trial
 from trtmesh.engine.guides import FIELD, plain
 from trtmesh.v1 import generation_pb2 as pb
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 65_536
+MOST_BYTES, MOST_TAG_BYTES = 65_536, 262_144
+"""Most bytes of a guide, and of structural tags: the library's limits bound what all schemas in them take together."""
 RULE = r"^[ \t]*\w+\[[^\]\n]*\b"
 """The beginning of a rule in Lark's notation, within the attributes."""
 TEMPERATURE = re.compile(RULE + r"temperature\s*=", re.MULTILINE)
@@ -125,8 +126,10 @@ class Compilation:
     def of(self, asked: GuidedDecoding) -> GuidanceMatcher:
         """Raises InvalidField."""
         guide = asked.guide or ""
-        if len(guide.encode()) > MOST_BYTES:
-            raise InvalidField.of(FIELD, f"{len(guide.encode())} bytes", f"at most {MOST_BYTES}")
+        is_tag = asked.guide_type == pb.GUIDE_TYPE_STRUCTURAL_TAG
+        most = MOST_TAG_BYTES if is_tag else MOST_BYTES
+        if len(guide.encode()) > most:
+            raise InvalidField.of(FIELD, f"{len(guide.encode())} bytes", f"at most {most}")
         if asked.max_whitespace is not None and asked.guide_type not in JSON_TYPES:
             field = "guided_decoding.max_whitespace"
             raise InvalidField("is set, but only guides of JSON have white space", field=field)
@@ -140,13 +143,25 @@ class Compilation:
             case pb.GUIDE_TYPE_EBNF_GRAMMAR:
                 return self._compiled(_one(_lark(guide)), MAX_ROW_ITEMS)
             case pb.GUIDE_TYPE_STRUCTURAL_TAG:
-                grammar, is_ambiguous = tag_grammar(guide, self._options, _lark, _regex)
-                return self._compiled(grammar, MAX_ROW_ITEMS if is_ambiguous else None)
+                return self._of_tag(tag_grammar(guide, self._options, _lark, _regex))
         kinds = "JSON, JSON_SCHEMA, REGEX, CHOICE, EBNF_GRAMMAR or STRUCTURAL_TAG"
         name = pb.GuideType.Name(pb.GuideType.ValueType(asked.guide_type))
         raise InvalidField.of("guided_decoding.guide_type", name, f"{kinds} on this worker")
 
+    def _of_tag(self, tag: TagGrammar) -> GuidanceMatcher:
+        try:
+            return self._compiled(tag.text, MAX_ROW_ITEMS if tag.is_ambiguous else None)
+        except InvalidField:
+            for path, schema in tag.schemas:
+                self._follow(schema, path)
+            # Only together are they too much.
+            raise
+
     def _of_schema(self, schema: dict[str, object]) -> GuidanceMatcher:
+        return self._begun(self._follow(schema))
+
+    def _follow(self, schema: dict[str, object], base: str = "") -> LLMatcher:
+        """The grammar of a schema at its start. Raises InvalidField with the path of the problem below `base`."""
         grammar_of = partial(_schema_grammar, options=self._options)
 
         def problem_of(part: dict[str, object]) -> str:
@@ -155,8 +170,9 @@ class Compilation:
         own, problem = self._try(grammar_of(schema))
         if problem:
             place = place_of(problem, schema, problem_of)
+            place = base + place.removesuffix("/") or "/"
             raise InvalidField(f"at {place} cannot be followed: {problem}", field=FIELD)
-        return self._begun(own)
+        return own
 
     def _compiled(self, grammar: str, max_row_items: int | None = None) -> GuidanceMatcher:
         # Grammars, unlike schemas and expressions.

@@ -25,8 +25,8 @@ MOST_SECONDS = 0.1
 Schema = dict[str, Any]
 
 
-def read_schema(text: str) -> Schema:
-    """Parses a schema and checks the size. Raises InvalidField."""
+def read_schema(text: str, base: str = "") -> Schema:
+    """Parses a schema and checks its size. Raises InvalidField with the path of the problem below `base`."""
     try:
         schema = load_json(text)
     except json.JSONDecodeError as error:
@@ -34,10 +34,13 @@ def read_schema(text: str) -> Schema:
     if not isinstance(schema, dict):
         raise InvalidField("must be a JSON object", field=FIELD)
     if "x-guidance" in schema:
-        refuse("x-guidance", "is not taken; guided_decoding.max_whitespace bounds white space")
+        refuse(
+            f"{base}/x-guidance", "is not taken; guided_decoding.max_whitespace bounds white space"
+        )
     values, multiple = 0, 1
-    for path, part in parts_of(schema):
-        if path.count("/") > MOST_DEPTH:
+    for below, part in parts_of(schema):
+        path = base + below
+        if below.count("/") > MOST_DEPTH:
             refuse(path, f"is nested deeper than {MOST_DEPTH} levels")
         if isinstance(part.get("enum"), list):
             values += len(part["enum"])

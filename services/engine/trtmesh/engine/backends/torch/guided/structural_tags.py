@@ -54,11 +54,21 @@ class Expression(NamedTuple):
     """Whether an automaton can follow the part, together with such neighbours."""
 
 
+class TagGrammar(NamedTuple):
+    """A grammar of llguidance."""
+
+    text: str
+    is_ambiguous: bool
+    """Whether a text may have many readings under it."""
+    schemas: Sequence[tuple[str, Schema]]
+    """The schemas in it, with their paths."""
+
+
 def tag_grammar(
     text: str, options: Schema, lark: Callable[[str], str], regex: Callable[[str], str]
-) -> tuple[str, bool]:
-    """Returns a grammar of llguidance, and whether a text may have many readings. `options` are the library's for JSON;
-    `lark` and `regex` read grammars and expressions. Raises InvalidField."""
+) -> TagGrammar:
+    """The grammar of a tag; `options` are the library's for JSON, `lark` and `regex` read grammars and expressions.
+    Raises InvalidField."""
     try:
         given = load_json(text)
     except json.JSONDecodeError as error:
@@ -93,12 +103,13 @@ class Writer:
         self._options, self._lark, self._regex = options, lark, regex
         self._rules: list[str] = []
         self._grammars: list[dict[str, str]] = []
+        self._schemas: list[tuple[str, Schema]] = []
         self._is_ambiguous = False
 
-    def grammar(self, start: Expression) -> tuple[str, bool]:
+    def grammar(self, start: Expression) -> TagGrammar:
         rules = "\n".join(["%llguidance {}", f"start: {self._named(start)}", *self._rules])
         whole = [{"name": "tag", "lark_grammar": rules}, *self._grammars]
-        return json.dumps({"grammars": whole}), self._is_ambiguous
+        return TagGrammar(json.dumps({"grammars": whole}), self._is_ambiguous, self._schemas)
 
     def part(self, value: Any, path: str, ends: Ends) -> Expression:
         """A format; free text continues up to one of `ends`."""
@@ -211,7 +222,8 @@ class Writer:
     def _json(self, schema: Any, path: str) -> Expression:
         if schema is False:
             refuse(path, "allows nothing")
-        read = {} if schema is True else read_schema(json.dumps(schema))
+        read = {} if schema is True else read_schema(json.dumps(schema), path)
+        self._schemas.append((path, read))
         return Expression(
             f"%json {json.dumps(read | {'x-guidance': self._options})}", is_regular=False
         )
