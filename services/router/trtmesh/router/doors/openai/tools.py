@@ -199,10 +199,11 @@ def about_schema(error: InvalidField, guide: str, use: ToolUse | None) -> Invali
         return error if use is None else InvalidField(problem, field="tools")
     path, inner, rest = found.groups()
     field, tag = "response_format", _tag_at(orjson.loads(guide), path)
-    for number, tool in enumerate(use.told if use is not None and tag else ()):
-        form, name = use.formats[0], tool["function"]["name"]
-        if tag["begin"].removeprefix(form.opening) == form.head(name):
-            field = f"tools[{number}].function.parameters"
+    if use is not None and tag is not None:
+        form, begin = use.formats[0], tag["begin"]
+        for number, tool in enumerate(use.told):
+            if begin.removeprefix(form.opening) == form.head(tool["function"]["name"]):
+                field = f"tools[{number}].function.parameters"
     return InvalidField(f"at {inner or '/'} {rest}", field=field)
 
 
