@@ -13,8 +13,8 @@ from cli.bench.scripted_servers import PROTOCOLS, Chunk, Fault, Script, Scripts,
 from cli.bench.virtual import SeenTarget, Travelling, run
 from trtmesh.tools.bench.driver import Driver, chains_of
 from trtmesh.tools.bench.loads import planned
-from trtmesh.tools.bench.measuring import opened
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Load, Plan, Prompt
+from trtmesh.tools.bench.targets.opening import opened
 from trtmesh.tools.bench.targets.target import Connecting
 
 EXACT_S = 2e-6

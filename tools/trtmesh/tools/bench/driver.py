@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -28,20 +29,23 @@ def chains_of(plans: Iterable[Plan]) -> list[Chain]:
 
 
 class Driver:
-    """Sends over connections in turn. Times are seconds since it was made, by the event loop's clock."""
+    """Sends over connections in turn. Times are seconds since `started`, by the event loop's clock; without it since
+    it was made."""
 
     def __init__(
         self,
         targets: Sequence[Target],
         on_answer: Callable[[Answer], object],
         *,
+        started: float | None = None,
         keeps_text: bool = False,
         timeout_s: float | None = None,
     ) -> None:
         self._targets = targets
         self._on_answer = on_answer
         self._loop = asyncio.get_running_loop()
-        self._started = self._loop.time()
+        self._started = self._loop.time() if started is None else started
+        self._computed_s = time.thread_time()
         self._keeps_text = keeps_text
         self._timeout_s = timeout_s
         self.sent = 0
@@ -49,18 +53,21 @@ class Driver:
     def clock(self) -> float:
         return self._loop.time() - self._started
 
+    def busy(self) -> float:
+        """Share of the time so far in which this thread computed."""
+        return (time.thread_time() - self._computed_s) / max(self.clock(), 1e-9)
+
     async def send(
         self, chains: Iterable[Chain], most_open: int = MOST_OPEN, duration_s: float | None = None
-    ) -> int:
-        """Sends every chain, at most so many at a time; at the end of the duration cancels what is left. Returns the
-        number of requests sent. To cancel the task cancels the requests, with an answer each."""
+    ) -> None:
+        """Sends every chain, at most so many at a time; at the end of the duration cancels what is left. To cancel
+        the task cancels the requests, with an answer each."""
         ends_at = None if duration_s is None else self._started + duration_s
         try:
             async with asyncio.timeout_at(ends_at):
                 await self._send_all(chains, asyncio.Semaphore(most_open))
         except TimeoutError:
             pass
-        return self.sent
 
     async def _send_all(self, chains: Iterable[Chain], free: asyncio.Semaphore) -> None:
         async with asyncio.TaskGroup() as group:

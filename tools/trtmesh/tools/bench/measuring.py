@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from typing import Protocol
 
-from trtmesh.chassis.errors import InvalidRequest, Unavailable
+from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.driver import MOST_OPEN, Driver, chains_of
+from trtmesh.tools.bench.echo import echo
 from trtmesh.tools.bench.loads import planned
+from trtmesh.tools.bench.processes import Job, sending
 from trtmesh.tools.bench.record import (
     Answer,
-    AnswerOutcome,
     Disruption,
+    Echo,
     Header,
     Line,
     Load,
@@ -27,12 +30,10 @@ from trtmesh.tools.bench.record import (
     Run,
     RunEnd,
 )
-from trtmesh.tools.bench.targets.opening import open_target
+from trtmesh.tools.bench.targets.opening import CONNECT_SECONDS, connect, opened
 from trtmesh.tools.bench.targets.target import Connecting, Target
 from trtmesh.tools.bench.workloads.words import Count
 
-CONNECT_SECONDS = 60.0
-"""For the first token over a connection."""
 COUNTED_AT_ONCE = 16
 TELL_PROMPT_TOKENS = ("grpc", "openai")
 """Protocols with the number of a prompt's tokens in every answer."""
@@ -48,6 +49,10 @@ class Setup:
     seed: int = 0
     command: str = ""
     connections: int = 1
+    """Of each process."""
+    processes: int = 1
+    echoes: bool = False
+    """Whether the client's own cost is measured first."""
     warmup: int = 0
     """Plans at the beginning of the workload that are sent before the run, and are in no figure."""
     duration_s: float | None = None
@@ -90,43 +95,80 @@ async def measure(setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch)
     """Sends the plans under the load. Ctrl-C ends the run, which then has the answers so far."""
     recorded = _Recorded(watch)
     warming, measured = plans[: setup.warmup], plans[setup.warmup :]
+    job = _job(setup, load, measured)
+    own_cost = await echo(setup.connecting.url.protocol, _expected(load)) if setup.echoes else None
     async with opened(setup.connecting, setup.connections) as targets:
-        await _connect(targets, plans)
+        await connect(targets, plans)
         await _warm_up(targets, warming, load)
-        header = _header(setup, load)
+        header = _header(setup, load, own_cost)
         recorded.tell(header)
-        driver = Driver(
-            targets, recorded.tell, keeps_text=setup.keeps_text, timeout_s=setup.timeout_s
-        )
-        async with _disrupted(watch.disruptor, driver.clock):
-            interrupted = await _sent(driver, setup, load, planned(measured, load, setup.seed))
-    made = tuple(watch.disruptor.made) if watch.disruptor else ()
-    unsent = sum(len(plan.prompts) for plan in measured) - len(recorded.answers)
-    end = RunEnd(driver.clock(), interrupted, unsent, made)
+        async with (
+            _sending(setup, job, targets, recorded.tell) as sender,
+            _disrupted(watch.disruptor, sender.clock),
+        ):
+            interrupted = await _sent(sender)
+            ended_s = sender.clock()
+    end = RunEnd(
+        ended_s,
+        interrupted,
+        client_busy=round(sender.busy(), 4),
+        unsent=sum(len(plan.prompts) for plan in measured) - len(recorded.answers),
+        disruptions=tuple(watch.disruptor.made) if watch.disruptor else (),
+    )
     recorded.tell(end)
     return Run(header, tuple(recorded.answers), end)
 
 
+def _job(setup: Setup, load: Load, plans: Sequence[Plan]) -> Job:
+    return Job(
+        setup.connecting,
+        chains_of(planned(plans, load, setup.seed)),
+        most_open=load.concurrency or MOST_OPEN,
+        connections=setup.connections,
+        duration_s=setup.duration_s,
+        timeout_s=setup.timeout_s,
+        keeps_text=setup.keeps_text,
+    )
+
+
+def _expected(load: Load) -> int:
+    """Requests at a time; in an open loop a guess, those of a second."""
+    rate = max(load.rate or 0.0, float(load.shape.get("to", 1.0)))
+    return load.concurrency or math.ceil(rate)
+
+
+class Sender(Protocol):
+    """Sends a job, here or by processes."""
+
+    def clock(self) -> float: ...
+
+    async def send(self) -> None: ...
+
+    def busy(self) -> float: ...
+
+
+class _Here:
+    """Sends by this process."""
+
+    def __init__(self, job: Job, targets: Sequence[Target], tell: Callable[[Answer], None]) -> None:
+        self._job = job
+        self._driver = Driver(targets, tell, keeps_text=job.keeps_text, timeout_s=job.timeout_s)
+        self.clock, self.busy = self._driver.clock, self._driver.busy
+
+    async def send(self) -> None:
+        job = self._job
+        await self._driver.send(job.chains, job.most_open, job.duration_s)
+
+
 @asynccontextmanager
-async def opened(connecting: Connecting, count: int) -> AsyncIterator[Sequence[Target]]:
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(open_target(connecting)) for _ in range(count)]
-
-
-async def _connect(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
-    """Has each connection answer a token, which opens it. Raises the error of a server that cannot."""
-    for plan in plans[:1]:
-        (first, *_) = plan.prompts
-        prompt = replace(
-            first, text="Hello" if first.text else first.text, ids=first.ids[:1], max_tokens=1
-        )
-        for target in targets:
-            answers: list[Answer] = []
-            await Driver([target], answers.append, timeout_s=CONNECT_SECONDS).send(
-                [[Plan((prompt,))]]
-            )
-            if answers[0].outcome is AnswerOutcome.ERROR:
-                raise Unavailable(f"the target answers no request of one token: {answers[0].error}")
+async def _sending(
+    setup: Setup, job: Job, targets: Sequence[Target], tell: Callable[[Answer], None]
+) -> AsyncIterator[Sender]:
+    if setup.processes == 1:
+        yield _Here(job, targets, tell)
+        return
+    async with sending(job, setup.processes, tell) as processes:
+        yield processes
 
 
 async def _warm_up(targets: Sequence[Target], plans: Sequence[Plan], load: Load) -> None:
@@ -136,26 +178,71 @@ async def _warm_up(targets: Sequence[Target], plans: Sequence[Plan], load: Load)
     await driver.send(chains_of(planned(plans, Load("closed"), 0)), at_once)
 
 
-async def _sent(driver: Driver, setup: Setup, load: Load, plans: Sequence[Plan]) -> bool:
+async def _sent(sender: Sender) -> bool:
     """Returns whether Ctrl-C ended it."""
-    at_once = load.concurrency or MOST_OPEN
-    sending = asyncio.create_task(driver.send(chains_of(plans), at_once, setup.duration_s))
+    task = asyncio.create_task(sender.send())
     interrupted = False
 
     def end() -> None:
         nonlocal interrupted
         interrupted = True
-        sending.cancel()
+        task.cancel()
 
     with _at_interrupt(end):
         try:
-            await sending
+            await task
         except asyncio.CancelledError:
             if not interrupted:
                 raise
         finally:
-            sending.cancel()
+            task.cancel()
     return interrupted
+
+
+@contextmanager
+def _at_interrupt(end: Callable[[], None]) -> Iterator[None]:
+    """Has Ctrl-C call `end` inside the block."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+@asynccontextmanager
+async def _disrupted(
+    disruptor: Disruptor | None, clock: Callable[[], float]
+) -> AsyncIterator[None]:
+    if disruptor is None:
+        yield
+        return
+    task = asyncio.create_task(disruptor.run(clock))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def _header(setup: Setup, load: Load, own_cost: Echo | None) -> Header:
+    return Header(
+        target=str(setup.connecting.url),
+        protocol=setup.connecting.url.protocol,
+        load=load,
+        workload=setup.workload,
+        seed=setup.seed,
+        model=setup.connecting.model,
+        command=setup.command,
+        tool=version("trtmesh"),
+        started_unix_s=time.time(),
+        warmup=setup.warmup,
+        duration_s=setup.duration_s,
+        connections=setup.connections,
+        processes=setup.processes,
+        echo=own_cost,
+    )
 
 
 def batched(plans: Sequence[Plan], size: int) -> Sequence[Plan]:
@@ -189,47 +276,3 @@ async def count_tokens(connecting: Connecting, texts: Sequence[str]) -> Sequence
     if None in counts.values():
         raise InvalidRequest("the server does not tell the tokens of a prompt; give --tokenizer")
     return [counts[at] or 0 for at in range(len(texts))]
-
-
-@contextmanager
-def _at_interrupt(end: Callable[[], None]) -> Iterator[None]:
-    """Has Ctrl-C call `end` inside the block."""
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-
-
-@asynccontextmanager
-async def _disrupted(
-    disruptor: Disruptor | None, clock: Callable[[], float]
-) -> AsyncIterator[None]:
-    if disruptor is None:
-        yield
-        return
-    task = asyncio.create_task(disruptor.run(clock))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-
-def _header(setup: Setup, load: Load) -> Header:
-    return Header(
-        target=str(setup.connecting.url),
-        protocol=setup.connecting.url.protocol,
-        load=load,
-        workload=setup.workload,
-        seed=setup.seed,
-        model=setup.connecting.model,
-        command=setup.command,
-        tool=version("trtmesh"),
-        started_unix_s=time.time(),
-        warmup=setup.warmup,
-        duration_s=setup.duration_s,
-        connections=setup.connections,
-    )

@@ -133,9 +133,9 @@ class Echo:
 
     concurrency: int
     added_first_ms: tuple[float, float, float]
-    """p50, p90, p99 that the client adds to the time to the first token."""
+    """p50, p90, p99 from the sending of a first token to its arrival."""
     added_gap_ms: tuple[float, float, float]
-    """p50, p90, p99 that it adds to a gap between tokens."""
+    """p50, p90, p99 by which a gap between tokens is another than that of their sending."""
     requests_per_s: float
     """Its ceiling, with answers of `tokens` tokens each."""
     tokens_per_s: float
@@ -209,6 +209,8 @@ class RunEnd:
     ended_s: float
     interrupted: bool = False
     """By Ctrl-C; then the answers are those so far."""
+    client_busy: float = 0.0
+    """Share of the time in which the client computed, of the busiest process."""
     unsent: int = 0
     """Prompts of the workload that were not sent before the end."""
     disruptions: tuple[Disruption, ...] = ()
@@ -311,7 +313,7 @@ def _runs(path: Path, lines: IO[bytes]) -> Iterator[Run]:
         if not text.endswith(b"\n"):
             # The process was killed in the middle of the line.
             break
-        line = _line(f"{path}, line {number}", text)
+        line = parse_line(f"{path}, line {number}", text)
         if isinstance(line, Header):
             if run:
                 yield replace(run, answers=tuple(answers))
@@ -327,7 +329,8 @@ def _runs(path: Path, lines: IO[bytes]) -> Iterator[Run]:
     yield replace(run, answers=tuple(answers))
 
 
-def _line(where: str, text: bytes) -> Line:
+def parse_line(where: str, text: bytes) -> Line:
+    """Raises SettingsError with the place."""
     try:
         # Read as JSON, where tuples are lists and outcomes are words.
         seen = _KIND.validate_json(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,14 +9,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from trtmesh.chassis.bearer import ApiKey
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.option_groups import grouped, option
-from trtmesh.cli.output import put
+from trtmesh.cli.output import put, say
 from trtmesh.cli.session import FAILED, INTERRUPTED, OK, ApiKeyFileOption, run
 from trtmesh.cli.tls import CONNECTION, TlsOptions
 from trtmesh.tools.bench.disruption_options import DisruptionOptions
+from trtmesh.tools.bench.echo import check_client
 from trtmesh.tools.bench.loads import KINDS, read_numbers, read_ramp
 from trtmesh.tools.bench.measuring import Setup, Watch, batched, measure, server_count
 from trtmesh.tools.bench.record import (
@@ -27,6 +26,7 @@ from trtmesh.tools.bench.record import (
     RunFile,
     without_secrets,
 )
+from trtmesh.tools.bench.report import ReportOptions
 from trtmesh.tools.bench.survival import shown, survival
 from trtmesh.tools.bench.targets.target import FORMS, Connecting, Url
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
@@ -47,7 +47,10 @@ class TargetOptions:
         url, tls = Url.parse(target), self.tls.client_tls()
         if url.is_secure and tls is None:
             tls = ClientTls()
-        return Connecting(url, self.model, ApiKey.read(self.api_key_file, os.environ), tls)
+        found = Connecting(url, self.model, self.api_key_file, tls)
+        # A bad key is refused before anything is sent.
+        _ = found.api_key
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,18 @@ class LoadOptions:
 class ClientOptions:
     """How the tool sends, and what it keeps."""
 
-    connections: int = option("Connections to the server.", default=1, min=1, panel=CONNECTION)
+    connections: int = option(
+        "Connections of a process; over HTTP each request under way has one anyway.",
+        default=1,
+        min=1,
+        panel=CONNECTION,
+    )
+    processes: int = option(
+        "Processes that send, where one cannot keep up.", default=1, min=1, panel=CONNECTION
+    )
+    echo: bool = option(
+        "Measure first what the client itself costs.", "--echo/--no-echo", default=True
+    )
     timeout: float = option(
         "Seconds after which a request has failed.", default=600.0, min=0.001, panel=CONNECTION
     )
@@ -135,15 +149,18 @@ def serve(
     load: LoadOptions,
     client: ClientOptions,
     disruption: DisruptionOptions,
+    reports: ReportOptions,
     seed: Annotated[int, typer.Option(help="Of the workload and of the times.")] = 0,
 ) -> None:
     """Send a workload to TARGET under a load, and report latencies, throughput, stalls and lost tokens.
 
     Prompts are completed greedily, unless the workload says otherwise.
 
-    Exit status: 0 done, 1 requests failed, 2 wrong usage, 130 Ctrl-C; then the answers so far are reported.
+    Exit status: 0 done, 1 requests failed or the client was the bottleneck, 2 wrong usage, 130 Ctrl-C; then the answers
+    so far are reported.
     """
-    run(_serve(target, connection, workload, load, client, disruption, seed))
+    reports.check()
+    run(_serve(target, connection, workload, load, client, disruption, reports, seed))
 
 
 async def _serve(
@@ -153,6 +170,7 @@ async def _serve(
     load: LoadOptions,
     client: ClientOptions,
     disruption: DisruptionOptions,
+    reports: ReportOptions,
     seed: int,
 ) -> int:
     setup = Setup(
@@ -161,6 +179,8 @@ async def _serve(
         seed=seed,
         command=without_secrets(["trtmesh", *sys.argv[1:]]),
         connections=client.connections,
+        processes=client.processes,
+        echoes=client.echo,
         warmup=load.warmup,
         duration_s=load.duration,
         timeout_s=client.timeout,
@@ -178,15 +198,43 @@ async def _serve(
             for faults in disruption.turns(setup.connecting.url, setup.seed):
                 watch = Watch(on_line=written, disruptor=faults)
                 runs.append(await measure(setup, each, plans, watch))
-                put(_counts(runs[-1]))
-                if runs[-1].end and runs[-1].end.interrupted:
-                    return INTERRUPTED
+                if setup.echoes:
+                    check_client(runs[-1])
+                if is_interrupted(runs[-1]):
+                    break
+            if is_interrupted(runs[-1]):
+                break
             if disruption.disrupt:
                 for line in shown(survival(runs[-1], undisturbed or runs[-2])):
                     put(line)
+    if any(measured.answers for measured in runs):
+        reports.report(runs)
+    for measured in runs:
+        say(counted(measured))
+    if is_interrupted(runs[-1]):
+        return INTERRUPTED
     return FAILED if any(measured.count(AnswerOutcome.ERROR) for measured in runs) else OK
 
 
-def _counts(measured: Run) -> str:
-    counts = ", ".join(f"{measured.count(each)} {each}" for each in AnswerOutcome)
-    return f"{measured.header.load}: {len(measured.answers)} sent = {counts}"
+def is_interrupted(measured: Run) -> bool:
+    return measured.end is not None and measured.end.interrupted
+
+
+def counted(measured: Run) -> str:
+    """Every item that was sent has one outcome; what was cut off is said."""
+    end = measured.end
+    counts = " + ".join(f"{measured.count(each)} {each}" for each in AnswerOutcome)
+    parts = [f"{measured.header.load}: {len(measured.answers)} sent = {counts}"]
+    if own := measured.header.echo:
+        first, gap = (
+            " / ".join(f"{ms:.2f}" for ms in each)
+            for each in (own.added_first_ms, own.added_gap_ms)
+        )
+        parts.append(
+            f"the client itself adds {first} ms to a first token and {gap} ms to a gap (p50 / p90 / p99), and takes at"
+            f" most {measured.header.processes * own.tokens_per_s:,.0f} chunks/s"
+        )
+    if end and end.unsent:
+        why = "Ctrl-C" if end.interrupted else "the end"
+        parts.append(f"{end.unsent} prompts were not sent before {why}")
+    return "; ".join(parts)

@@ -1,12 +1,22 @@
-"""The target of a URL."""
+"""Connections to the target of a URL."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+from trtmesh.chassis.errors import Unavailable
+from trtmesh.tools.bench.driver import Driver
+from trtmesh.tools.bench.record import Answer, AnswerOutcome, Plan
 from trtmesh.tools.bench.targets.generate_stream import generate_stream_target
 from trtmesh.tools.bench.targets.kserve import KserveTarget
 from trtmesh.tools.bench.targets.native import NativeTarget
 from trtmesh.tools.bench.targets.openai import openai_target
-from trtmesh.tools.bench.targets.target import Connecting, OpenTarget
+from trtmesh.tools.bench.targets.target import Connecting, OpenTarget, Target
+
+CONNECT_SECONDS = 60.0
+"""For the first token over a connection."""
 
 
 def open_target(connecting: Connecting) -> OpenTarget:
@@ -23,3 +33,25 @@ def open_target(connecting: Connecting) -> OpenTarget:
         case "openai":
             return openai_target(connecting)
     raise ValueError(connecting.url.protocol)
+
+
+@asynccontextmanager
+async def opened(connecting: Connecting, count: int) -> AsyncIterator[Sequence[Target]]:
+    """So many connections."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(open_target(connecting)) for _ in range(count)]
+
+
+async def connect(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
+    """Has each connection answer a token, which opens it. Raises the error of a server that cannot."""
+    for plan in plans[:1]:
+        (first, *_) = plan.prompts
+        prompt = replace(
+            first, text="Hello" if first.text else first.text, ids=first.ids[:1], max_tokens=1
+        )
+        for target in targets:
+            answers: list[Answer] = []
+            driver = Driver([target], answers.append, timeout_s=CONNECT_SECONDS)
+            await driver.send([[Plan((prompt,))]])
+            if answers[0].outcome is AnswerOutcome.ERROR:
+                raise Unavailable(f"the target answers no request of one token: {answers[0].error}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from trtmesh.chassis.bearer import ApiKey
@@ -68,8 +70,13 @@ class Connecting:
 
     url: Url
     model: str = ""
-    api_key: ApiKey | None = None
+    api_key_file: Path | None = None
     tls: ClientTls | None = None
+
+    @property
+    def api_key(self) -> ApiKey | None:
+        """Of the file, else of the environment. Raises SettingsError."""
+        return ApiKey.read(self.api_key_file, os.environ)
 
 
 class Target(Protocol):

@@ -1,0 +1,148 @@
+"""A server that does nothing but answer, by each protocol: what a client costs beside it is the client's own.
+
+`python -m trtmesh.tools.bench.echo_server PROTOCOL` prints its address, and serves until its standard input ends. A
+prompt has two numbers, chunks and milliseconds between them; each chunk is the time at which it was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import orjson
+from aiohttp import web
+from trtmesh.kserve import grpc_service_pb2 as kserve
+from trtmesh.kserve import model_config_pb2
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2
+
+INPUTS = {
+    "text_input": model_config_pb2.TYPE_STRING,
+    "max_tokens": model_config_pb2.TYPE_INT32,
+    "stream": model_config_pb2.TYPE_BOOL,
+}
+
+
+async def stamps(prompt: str) -> AsyncIterator[str]:
+    chunks, gap_ms = map(int, prompt.split())
+    due = time.monotonic()
+    for _ in range(chunks):
+        if gap_ms:
+            due += gap_ms / 1000
+            await asyncio.sleep(due - time.monotonic())
+        yield f"{time.monotonic():.6f} "
+
+
+async def generate(request: Any, _: Any) -> AsyncIterator[bytes]:
+    offset = 0
+    async for stamp in stamps(request.items[0].prompt.text):
+        tokens = router_pb2.TokensGenerated(token_offset=offset, token_ids=[1], text=stamp)
+        yield _native(tokens=tokens)
+        offset += 1
+    usage = pb.Usage(generated_tokens=offset)
+    yield _native(item_finished=router_pb2.ItemFinished(usage=usage))
+
+
+def _native(**event: Any) -> bytes:
+    event_pb = router_pb2.GenerateEvent(**event)
+    return router_pb2.GenerateResponse(events=[event_pb]).SerializeToString()
+
+
+async def model_config(_: Any, __: Any) -> Any:
+    config = model_config_pb2.ModelConfig(name="echo", max_batch_size=1)
+    config.model_transaction_policy.decoupled = True
+    for name, kind in INPUTS.items():
+        config.input.add(name=name, data_type=kind, dims=[1])
+    return kserve.ModelConfigResponse(config=config)
+
+
+async def stream_infer(requests: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
+    async for request in requests:
+        async for stamp in stamps(_prompt(request)):
+            yield kserve.ModelStreamInferResponse(infer_response=_response(stamp))
+        last = kserve.ModelStreamInferResponse()
+        last.infer_response.parameters["triton_final_response"].bool_param = True
+        yield last
+
+
+async def infer(request: Any, _: Any) -> Any:
+    return _response("".join([stamp async for stamp in stamps(_prompt(request))]))
+
+
+def _prompt(request: Any) -> str:
+    at = next(n for n, given in enumerate(request.inputs) if given.name == "text_input")
+    return str(request.raw_input_contents[at][4:], "utf-8")
+
+
+def _response(text: str) -> Any:
+    response = kserve.ModelInferResponse()
+    response.outputs.add(name="text_output", datatype="BYTES", shape=[1])
+    response.raw_output_contents.append(struct.pack("<I", len(text)) + text.encode())
+    return response
+
+
+async def events(request: web.Request) -> web.StreamResponse:
+    """generate_stream, completions and chats: each client reads its own field."""
+    body = orjson.loads(await request.read())
+    prompt = body.get("text_input") or body.get("prompt") or body["messages"][0]["content"]
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    async for stamp in stamps(prompt):
+        choices = [{"text": stamp} if "prompt" in body else {"delta": {"content": stamp}}]
+        event = {"text_output": stamp} if "text_input" in body else {"choices": choices}
+        await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+    if "text_input" not in body:
+        await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def _serve(protocol: str) -> None:
+    if protocol in ("triton+http", "openai"):
+        app = web.Application()
+        app.router.add_post("/{path:.*}", events)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+    else:
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((_mesh(), _triton()))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+    sys.stdout.write(f"127.0.0.1:{port}\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)
+
+
+def _mesh() -> grpc.GenericRpcHandler:
+    method: Any = grpc.unary_stream_rpc_method_handler(
+        generate, router_pb2.GenerateRequest.FromString
+    )
+    return grpc.method_handlers_generic_handler("trtmesh.v1.MeshService", {"Generate": method})
+
+
+def _triton() -> grpc.GenericRpcHandler:
+    message = kserve.ModelInferRequest.FromString
+    methods: dict[str, Any] = {
+        "ModelConfig": grpc.unary_unary_rpc_method_handler(
+            model_config,
+            kserve.ModelConfigRequest.FromString,
+            kserve.ModelConfigResponse.SerializeToString,
+        ),
+        "ModelInfer": grpc.unary_unary_rpc_method_handler(
+            infer, message, kserve.ModelInferResponse.SerializeToString
+        ),
+        "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
+            stream_infer, message, kserve.ModelStreamInferResponse.SerializeToString
+        ),
+    }
+    return grpc.method_handlers_generic_handler("inference.GRPCInferenceService", methods)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(sys.argv[1]))
