@@ -93,7 +93,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def _until_serving(address: str) -> None:
+async def until_serving(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(PATIENCE_SECONDS):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         async for told in watch:
@@ -137,7 +137,7 @@ async def _served(engine_flags: Sequence[str], least_tokens: int) -> AsyncIterat
             *("--engines", engine.address, "--tokenizers", tokenizer.address),
         ) as router,
     ):
-        await _until_serving(router.address)
+        await until_serving(router.address)
         async with _healthy_streams(router.address, least_tokens) as healthy:
             site = Site(router, healthy)
             yield site

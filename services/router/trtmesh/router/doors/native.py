@@ -41,6 +41,8 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                 message = context.message
                 with message.admitted():
                     valid = await message.read(partial(parse_request, request, own_id))
+                    # Its texts are in the valid request, too.
+                    del request
                     rebind_request_id(valid.request_id)
                     opening = self._requests.open(
                         valid, caller.remaining_seconds, caller.identity, caller.origin
@@ -56,6 +58,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                 message = context.message
                 with message.admitted():
                     valid, received = await message.read(partial(parse_resumption, request))
+                    del request
                     opening = self._requests.resume(
                         valid, received, caller.remaining_seconds, caller.identity, caller.origin
                     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from os import urandom
 from types import MappingProxyType
+from typing import TypeAlias
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.parsing import parse_config, parse_prompt
@@ -64,6 +65,10 @@ def with_texts(supported: Iterable[str]) -> frozenset[str]:
     """A worker's supported fields, plus text fields supported after tokenization."""
     fields = frozenset(supported)
     return fields | {texts for texts, ids in IDS_OF_TEXTS.items() if ids in fields}
+
+
+Config: TypeAlias = tuple[GenerationConfig, pb.GenerationConfig]
+"""A config, and its message for the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +193,14 @@ def parse_request(
         )
     if len(message.items) > 1:
         _check_tokens(message.items)
-    read_config = parse_config if is_large else _config_of
+    read_config = _read_large_config if is_large else _read_config
     shared = read_config(message.config)
     errors = dict(refused)
     items: list[ItemRequest] = []
     for batch_index, item in enumerate(message.items):
         if batch_index not in errors:
             try:
-                items.append(_parse_item(batch_index, item, message.config, shared, read_config))
+                items.append(_parse_item(batch_index, item, shared, read_config))
             except TrtmeshError as error:
                 # Its frames have this one, with the message.
                 errors[batch_index] = error.with_traceback(None)
@@ -203,6 +208,17 @@ def parse_request(
         raise errors[0].of_item(0)
     invalid = tuple(RefusedItem(index, error) for index, error in sorted(errors.items()))
     return GenerationRequest(request_id, message.model, tuple(items), invalid)
+
+
+def _read_config(message: pb.GenerationConfig) -> Config:
+    return _config_of(message), message
+
+
+def _read_large_config(message: pb.GenerationConfig) -> Config:
+    """Copies the message: a part of a message keeps the memory of the whole, prompts included, as long as it lives."""
+    copy = pb.GenerationConfig()
+    copy.CopyFrom(message)
+    return parse_config(message), copy
 
 
 def _config_of(message: pb.GenerationConfig) -> GenerationConfig:
@@ -261,17 +277,14 @@ def parse_stopped(message: router_pb.StopRequest) -> frozenset[int]:
 def _parse_item(
     batch_index: int,
     item: router_pb.GenerateItem,
-    shared_message: pb.GenerationConfig,
-    shared: GenerationConfig,
-    read_config: Callable[[pb.GenerationConfig], GenerationConfig],
+    shared: Config,
+    read_config: Callable[[pb.GenerationConfig], Config],
 ) -> ItemRequest:
     chat = item.chat if item.HasField("chat") else None
     if chat is not None and item.HasField("prompt"):
         raise InvalidField("exclude each other; set one of them", fields=("prompt", "chat"))
     prompt = parse_prompt(item.prompt) if chat is None else OF_CHAT
-    config, message = shared, shared_message
-    if item.HasField("config"):
-        config, message = read_config(item.config), item.config
+    config, message = read_config(item.config) if item.HasField("config") else shared
     handoff = config.handoff
     if handoff is None or handoff.state is None:
         return ItemRequest(batch_index, prompt, config, message, chat=chat)

@@ -536,6 +536,8 @@ class ServerCall:
         handler = self._handler
         given = self._iterate() if handler.request_streaming else await self._single_request()
         answer = function_of(handler)(given, self)
+        # How long a message lives is the handler's matter.
+        del given
         if not hasattr(answer, "__aiter__"):
             response = await answer
             if not handler.response_streaming and self._code is grpc.StatusCode.OK:
