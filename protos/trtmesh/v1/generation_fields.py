@@ -73,6 +73,7 @@ class Output:
     perf_metrics: bool = False
     stream: bool = True
     normalize_log_probs: bool | None = None
+    receipt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +233,7 @@ class Options(TypedDict, total=False):
     perf_metrics: bool
     stream: bool
     normalize_log_probs: bool
+    receipt: bool
     # Messages and numbers of GenerationConfig itself
     adapter: str | int | pb.LoraConfig
     prompt_tuning: pb.PromptTuningConfig

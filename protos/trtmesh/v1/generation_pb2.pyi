@@ -687,6 +687,7 @@ class OutputConfig(google.protobuf.message.Message):
     PERF_METRICS_FIELD_NUMBER: builtins.int
     STREAM_FIELD_NUMBER: builtins.int
     NORMALIZE_LOG_PROBS_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
     text: builtins.bool
     """Whether text is returned. Unset means true; false skips the tokenizer."""
     skip_special_tokens: builtins.bool
@@ -721,6 +722,8 @@ class OutputConfig(google.protobuf.message.Message):
     """True returns log-probabilities after bias, penalties, temperature and filters: 0 for a greedy token. The cumulative
     log-probability stays that of the model's logits, as in TensorRT-LLM. Unset means the worker's setting.
     """
+    receipt: builtins.bool
+    """Whether the end of the item has a receipt, by which its tokens can be made again and compared."""
     def __init__(
         self,
         *,
@@ -736,9 +739,10 @@ class OutputConfig(google.protobuf.message.Message):
         perf_metrics: builtins.bool | None = ...,
         stream: builtins.bool | None = ...,
         normalize_log_probs: builtins.bool | None = ...,
+        receipt: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_context_logits", b"_context_logits", "_exclude_prompt", b"_exclude_prompt", "_generation_logits", b"_generation_logits", "_log_probs", b"_log_probs", "_normalize_log_probs", b"_normalize_log_probs", "_perf_metrics", b"_perf_metrics", "_prompt_log_probs", b"_prompt_log_probs", "_skip_special_tokens", b"_skip_special_tokens", "_stream", b"_stream", "_text", b"_text", "_top_log_probs", b"_top_log_probs", "context_logits", b"context_logits", "exclude_prompt", b"exclude_prompt", "generation_logits", b"generation_logits", "log_probs", b"log_probs", "normalize_log_probs", b"normalize_log_probs", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "skip_special_tokens", b"skip_special_tokens", "stream", b"stream", "text", b"text", "top_log_probs", b"top_log_probs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_context_logits", b"_context_logits", "_exclude_prompt", b"_exclude_prompt", "_generation_logits", b"_generation_logits", "_log_probs", b"_log_probs", "_normalize_log_probs", b"_normalize_log_probs", "_perf_metrics", b"_perf_metrics", "_prompt_log_probs", b"_prompt_log_probs", "_skip_special_tokens", b"_skip_special_tokens", "_stream", b"_stream", "_text", b"_text", "_top_log_probs", b"_top_log_probs", "context_logits", b"context_logits", "exclude_prompt", b"exclude_prompt", "generation_logits", b"generation_logits", "log_probs", b"log_probs", "logits_data_type", b"logits_data_type", "normalize_log_probs", b"normalize_log_probs", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "skip_special_tokens", b"skip_special_tokens", "stream", b"stream", "text", b"text", "top_log_probs", b"top_log_probs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_context_logits", b"_context_logits", "_exclude_prompt", b"_exclude_prompt", "_generation_logits", b"_generation_logits", "_log_probs", b"_log_probs", "_normalize_log_probs", b"_normalize_log_probs", "_perf_metrics", b"_perf_metrics", "_prompt_log_probs", b"_prompt_log_probs", "_receipt", b"_receipt", "_skip_special_tokens", b"_skip_special_tokens", "_stream", b"_stream", "_text", b"_text", "_top_log_probs", b"_top_log_probs", "context_logits", b"context_logits", "exclude_prompt", b"exclude_prompt", "generation_logits", b"generation_logits", "log_probs", b"log_probs", "normalize_log_probs", b"normalize_log_probs", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "receipt", b"receipt", "skip_special_tokens", b"skip_special_tokens", "stream", b"stream", "text", b"text", "top_log_probs", b"top_log_probs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_context_logits", b"_context_logits", "_exclude_prompt", b"_exclude_prompt", "_generation_logits", b"_generation_logits", "_log_probs", b"_log_probs", "_normalize_log_probs", b"_normalize_log_probs", "_perf_metrics", b"_perf_metrics", "_prompt_log_probs", b"_prompt_log_probs", "_receipt", b"_receipt", "_skip_special_tokens", b"_skip_special_tokens", "_stream", b"_stream", "_text", b"_text", "_top_log_probs", b"_top_log_probs", "context_logits", b"context_logits", "exclude_prompt", b"exclude_prompt", "generation_logits", b"generation_logits", "log_probs", b"log_probs", "logits_data_type", b"logits_data_type", "normalize_log_probs", b"normalize_log_probs", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "receipt", b"receipt", "skip_special_tokens", b"skip_special_tokens", "stream", b"stream", "text", b"text", "top_log_probs", b"top_log_probs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_context_logits", b"_context_logits"]) -> typing.Literal["context_logits"] | None: ...
     @typing.overload
@@ -753,6 +757,8 @@ class OutputConfig(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_perf_metrics", b"_perf_metrics"]) -> typing.Literal["perf_metrics"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_prompt_log_probs", b"_prompt_log_probs"]) -> typing.Literal["prompt_log_probs"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_receipt", b"_receipt"]) -> typing.Literal["receipt"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]) -> typing.Literal["skip_special_tokens"] | None: ...
     @typing.overload

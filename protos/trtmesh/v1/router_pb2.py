@@ -24,47 +24,48 @@ _sym_db = _symbol_database.Default()
 
 from trtmesh.v1 import chat_pb2 as trtmesh_dot_v1_dot_chat__pb2
 from trtmesh.v1 import generation_pb2 as trtmesh_dot_v1_dot_generation__pb2
+from trtmesh.v1 import receipt_pb2 as trtmesh_dot_v1_dot_receipt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17trtmesh/v1/router.proto\x12\ntrtmesh.v1\x1a\x15trtmesh/v1/chat.proto\x1a\x1btrtmesh/v1/generation.proto\"\x80\x01\n\x0cGenerateItem\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.Prompt\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1c.trtmesh.v1.GenerationConfig\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.trtmesh.v1.Chat\"\x8b\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x05items\x18\x03 \x03(\x0b\x32\x18.trtmesh.v1.GenerateItem\x12,\n\x06\x63onfig\x18\x04 \x01(\x0b\x32\x1c.trtmesh.v1.GenerationConfig\"B\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\\\n\x0bItemStarted\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\"s\n\x0fTokensGenerated\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x07\x64\x65tails\x18\x04 \x01(\x0b\x32\x18.trtmesh.v1.TokenDetails\"@\n\x0fSequenceStarted\x12-\n\x0cperf_metrics\x18\x01 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetrics\"\xab\x02\n\x10SequenceFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\x12\x16\n\tstop_text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12 \n\x13\x63umulative_log_prob\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x1a\n\rhandoff_state\x18\x06 \x01(\x0cH\x02\x88\x01\x01\x12-\n\x0cperf_metrics\x18\x07 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetricsB\x0c\n\n_stop_textB\x16\n\x14_cumulative_log_probB\x10\n\x0e_handoff_state\"\x89\x01\n\x0cItemFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Usage\x12-\n\x0cperf_metrics\x18\x03 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetrics\"P\n\nItemFailed\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.trtmesh.v1.Error\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Usage\"\xe1\x03\n\rGenerateEvent\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12/\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1b.trtmesh.v1.RequestAcceptedH\x00\x12/\n\x0citem_started\x18\x04 \x01(\x0b\x32\x17.trtmesh.v1.ItemStartedH\x00\x12\x33\n\x0eprompt_details\x18\x05 \x01(\x0b\x32\x19.trtmesh.v1.PromptDetailsH\x00\x12-\n\x06tokens\x18\x06 \x01(\x0b\x32\x1b.trtmesh.v1.TokensGeneratedH\x00\x12\x39\n\x11sequence_finished\x18\x07 \x01(\x0b\x32\x1c.trtmesh.v1.SequenceFinishedH\x00\x12\x31\n\ritem_finished\x18\x08 \x01(\x0b\x32\x18.trtmesh.v1.ItemFinishedH\x00\x12-\n\x0bitem_failed\x18\t \x01(\x0b\x32\x16.trtmesh.v1.ItemFailedH\x00\x12\x37\n\x10sequence_started\x18\n \x01(\x0b\x32\x1b.trtmesh.v1.SequenceStartedH\x00\x42\x07\n\x05\x65vent\"=\n\x10GenerateResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.trtmesh.v1.GenerateEvent\"8\n\x0bStopRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rbatch_indexes\x18\x02 \x03(\r\"%\n\x0cStopResponse\x12\x15\n\rstopped_items\x18\x01 \x01(\r\"\xc6\x01\n\x0eSequenceOffset\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12(\n\x06reason\x18\x05 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12 \n\x13\x63umulative_log_prob\x18\x06 \x01(\x02H\x00\x88\x01\x01\x42\x16\n\x14_cumulative_log_prob\"\x83\x01\n\rResumeRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.trtmesh.v1.GenerateRequest\x12,\n\x08received\x18\x02 \x03(\x0b\x32\x1a.trtmesh.v1.SequenceOffset\x12\x16\n\x0e\x66inished_items\x18\x03 \x03(\r\";\n\x0eResumeResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.trtmesh.v1.GenerateEvent2\xd4\x01\n\x0bMeshService\x12G\n\x08Generate\x12\x1b.trtmesh.v1.GenerateRequest\x1a\x1c.trtmesh.v1.GenerateResponse0\x01\x12\x39\n\x04Stop\x12\x17.trtmesh.v1.StopRequest\x1a\x18.trtmesh.v1.StopResponse\x12\x41\n\x06Resume\x12\x19.trtmesh.v1.ResumeRequest\x1a\x1a.trtmesh.v1.ResumeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17trtmesh/v1/router.proto\x12\ntrtmesh.v1\x1a\x15trtmesh/v1/chat.proto\x1a\x1btrtmesh/v1/generation.proto\x1a\x18trtmesh/v1/receipt.proto\"\x80\x01\n\x0cGenerateItem\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.Prompt\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1c.trtmesh.v1.GenerationConfig\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.trtmesh.v1.Chat\"\x8b\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x05items\x18\x03 \x03(\x0b\x32\x18.trtmesh.v1.GenerateItem\x12,\n\x06\x63onfig\x18\x04 \x01(\x0b\x32\x1c.trtmesh.v1.GenerationConfig\"B\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\\\n\x0bItemStarted\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\"s\n\x0fTokensGenerated\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x07\x64\x65tails\x18\x04 \x01(\x0b\x32\x18.trtmesh.v1.TokenDetails\"@\n\x0fSequenceStarted\x12-\n\x0cperf_metrics\x18\x01 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetrics\"\xab\x02\n\x10SequenceFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\x12\x16\n\tstop_text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12 \n\x13\x63umulative_log_prob\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x1a\n\rhandoff_state\x18\x06 \x01(\x0cH\x02\x88\x01\x01\x12-\n\x0cperf_metrics\x18\x07 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetricsB\x0c\n\n_stop_textB\x16\n\x14_cumulative_log_probB\x10\n\x0e_handoff_state\"\xb5\x01\n\x0cItemFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Usage\x12-\n\x0cperf_metrics\x18\x03 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetrics\x12*\n\x07receipt\x18\x04 \x01(\x0b\x32\x19.trtmesh.v1.SignedReceipt\"P\n\nItemFailed\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.trtmesh.v1.Error\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Usage\"\xe1\x03\n\rGenerateEvent\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12/\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1b.trtmesh.v1.RequestAcceptedH\x00\x12/\n\x0citem_started\x18\x04 \x01(\x0b\x32\x17.trtmesh.v1.ItemStartedH\x00\x12\x33\n\x0eprompt_details\x18\x05 \x01(\x0b\x32\x19.trtmesh.v1.PromptDetailsH\x00\x12-\n\x06tokens\x18\x06 \x01(\x0b\x32\x1b.trtmesh.v1.TokensGeneratedH\x00\x12\x39\n\x11sequence_finished\x18\x07 \x01(\x0b\x32\x1c.trtmesh.v1.SequenceFinishedH\x00\x12\x31\n\ritem_finished\x18\x08 \x01(\x0b\x32\x18.trtmesh.v1.ItemFinishedH\x00\x12-\n\x0bitem_failed\x18\t \x01(\x0b\x32\x16.trtmesh.v1.ItemFailedH\x00\x12\x37\n\x10sequence_started\x18\n \x01(\x0b\x32\x1b.trtmesh.v1.SequenceStartedH\x00\x42\x07\n\x05\x65vent\"=\n\x10GenerateResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.trtmesh.v1.GenerateEvent\"8\n\x0bStopRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rbatch_indexes\x18\x02 \x03(\r\"%\n\x0cStopResponse\x12\x15\n\rstopped_items\x18\x01 \x01(\r\"\xc6\x01\n\x0eSequenceOffset\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12(\n\x06reason\x18\x05 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12 \n\x13\x63umulative_log_prob\x18\x06 \x01(\x02H\x00\x88\x01\x01\x42\x16\n\x14_cumulative_log_prob\"\x83\x01\n\rResumeRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.trtmesh.v1.GenerateRequest\x12,\n\x08received\x18\x02 \x03(\x0b\x32\x1a.trtmesh.v1.SequenceOffset\x12\x16\n\x0e\x66inished_items\x18\x03 \x03(\r\";\n\x0eResumeResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.trtmesh.v1.GenerateEvent2\xd4\x01\n\x0bMeshService\x12G\n\x08Generate\x12\x1b.trtmesh.v1.GenerateRequest\x1a\x1c.trtmesh.v1.GenerateResponse0\x01\x12\x39\n\x04Stop\x12\x17.trtmesh.v1.StopRequest\x1a\x18.trtmesh.v1.StopResponse\x12\x41\n\x06Resume\x12\x19.trtmesh.v1.ResumeRequest\x1a\x1a.trtmesh.v1.ResumeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'trtmesh.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEITEM']._serialized_start=92
-  _globals['_GENERATEITEM']._serialized_end=220
-  _globals['_GENERATEREQUEST']._serialized_start=223
-  _globals['_GENERATEREQUEST']._serialized_end=362
-  _globals['_REQUESTACCEPTED']._serialized_start=364
-  _globals['_REQUESTACCEPTED']._serialized_end=430
-  _globals['_ITEMSTARTED']._serialized_start=432
-  _globals['_ITEMSTARTED']._serialized_end=524
-  _globals['_TOKENSGENERATED']._serialized_start=526
-  _globals['_TOKENSGENERATED']._serialized_end=641
-  _globals['_SEQUENCESTARTED']._serialized_start=643
-  _globals['_SEQUENCESTARTED']._serialized_end=707
-  _globals['_SEQUENCEFINISHED']._serialized_start=710
-  _globals['_SEQUENCEFINISHED']._serialized_end=1009
-  _globals['_ITEMFINISHED']._serialized_start=1012
-  _globals['_ITEMFINISHED']._serialized_end=1149
-  _globals['_ITEMFAILED']._serialized_start=1151
-  _globals['_ITEMFAILED']._serialized_end=1231
-  _globals['_GENERATEEVENT']._serialized_start=1234
-  _globals['_GENERATEEVENT']._serialized_end=1715
-  _globals['_GENERATERESPONSE']._serialized_start=1717
-  _globals['_GENERATERESPONSE']._serialized_end=1778
-  _globals['_STOPREQUEST']._serialized_start=1780
-  _globals['_STOPREQUEST']._serialized_end=1836
-  _globals['_STOPRESPONSE']._serialized_start=1838
-  _globals['_STOPRESPONSE']._serialized_end=1875
-  _globals['_SEQUENCEOFFSET']._serialized_start=1878
-  _globals['_SEQUENCEOFFSET']._serialized_end=2076
-  _globals['_RESUMEREQUEST']._serialized_start=2079
-  _globals['_RESUMEREQUEST']._serialized_end=2210
-  _globals['_RESUMERESPONSE']._serialized_start=2212
-  _globals['_RESUMERESPONSE']._serialized_end=2271
-  _globals['_MESHSERVICE']._serialized_start=2274
-  _globals['_MESHSERVICE']._serialized_end=2486
+  _globals['_GENERATEITEM']._serialized_start=118
+  _globals['_GENERATEITEM']._serialized_end=246
+  _globals['_GENERATEREQUEST']._serialized_start=249
+  _globals['_GENERATEREQUEST']._serialized_end=388
+  _globals['_REQUESTACCEPTED']._serialized_start=390
+  _globals['_REQUESTACCEPTED']._serialized_end=456
+  _globals['_ITEMSTARTED']._serialized_start=458
+  _globals['_ITEMSTARTED']._serialized_end=550
+  _globals['_TOKENSGENERATED']._serialized_start=552
+  _globals['_TOKENSGENERATED']._serialized_end=667
+  _globals['_SEQUENCESTARTED']._serialized_start=669
+  _globals['_SEQUENCESTARTED']._serialized_end=733
+  _globals['_SEQUENCEFINISHED']._serialized_start=736
+  _globals['_SEQUENCEFINISHED']._serialized_end=1035
+  _globals['_ITEMFINISHED']._serialized_start=1038
+  _globals['_ITEMFINISHED']._serialized_end=1219
+  _globals['_ITEMFAILED']._serialized_start=1221
+  _globals['_ITEMFAILED']._serialized_end=1301
+  _globals['_GENERATEEVENT']._serialized_start=1304
+  _globals['_GENERATEEVENT']._serialized_end=1785
+  _globals['_GENERATERESPONSE']._serialized_start=1787
+  _globals['_GENERATERESPONSE']._serialized_end=1848
+  _globals['_STOPREQUEST']._serialized_start=1850
+  _globals['_STOPREQUEST']._serialized_end=1906
+  _globals['_STOPRESPONSE']._serialized_start=1908
+  _globals['_STOPRESPONSE']._serialized_end=1945
+  _globals['_SEQUENCEOFFSET']._serialized_start=1948
+  _globals['_SEQUENCEOFFSET']._serialized_end=2146
+  _globals['_RESUMEREQUEST']._serialized_start=2149
+  _globals['_RESUMEREQUEST']._serialized_end=2280
+  _globals['_RESUMERESPONSE']._serialized_start=2282
+  _globals['_RESUMERESPONSE']._serialized_end=2341
+  _globals['_MESHSERVICE']._serialized_start=2344
+  _globals['_MESHSERVICE']._serialized_end=2556
 # @@protoc_insertion_point(module_scope)

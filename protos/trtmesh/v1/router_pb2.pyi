@@ -11,6 +11,7 @@ import google.protobuf.message
 import sys
 import trtmesh.v1.chat_pb2
 import trtmesh.v1.generation_pb2
+import trtmesh.v1.receipt_pb2
 import typing
 
 if sys.version_info >= (3, 10):
@@ -270,6 +271,7 @@ class ItemFinished(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     PERF_METRICS_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
     reason: trtmesh.v1.generation_pb2.FinishReason.ValueType
     """Reason of the last sequence."""
     @property
@@ -280,15 +282,20 @@ class ItemFinished(google.protobuf.message.Message):
     def perf_metrics(self) -> trtmesh.v1.generation_pb2.PerfMetrics:
         """Times and KV figures of all sequences together, if requested: the first times and the last, and sums."""
 
+    @property
+    def receipt(self) -> trtmesh.v1.receipt_pb2.SignedReceipt:
+        """The item's receipt, if requested."""
+
     def __init__(
         self,
         *,
         reason: trtmesh.v1.generation_pb2.FinishReason.ValueType = ...,
         usage: trtmesh.v1.generation_pb2.Usage | None = ...,
         perf_metrics: trtmesh.v1.generation_pb2.PerfMetrics | None = ...,
+        receipt: trtmesh.v1.receipt_pb2.SignedReceipt | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["perf_metrics", b"perf_metrics", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["perf_metrics", b"perf_metrics", "reason", b"reason", "usage", b"usage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["perf_metrics", b"perf_metrics", "receipt", b"receipt", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["perf_metrics", b"perf_metrics", "reason", b"reason", "receipt", b"receipt", "usage", b"usage"]) -> None: ...
 
 Global___ItemFinished: typing_extensions.TypeAlias = ItemFinished
 

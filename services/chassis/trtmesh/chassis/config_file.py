@@ -31,6 +31,7 @@ PATHS = frozenset(
         *LISTS,
         *("mesh.adapters", "mesh.triton_model_repo", "mesh.log_dir"),
         *("router.admin.token_file", "router.api_keys.file", "router.record.file"),
+        *("router.receipts.file", "router.receipts.key_file"),
         *("router.adapters.directory", "router.adapters.follow_token_file"),
         *("tokenizer.model_dir", "engine.model_dir"),
         *("engine.torch.adapters.prefetch_directory", "engine.torch.draft_model"),

@@ -90,6 +90,11 @@ COMMANDS = (
         OPERATE,
     ),
     LazyCommand(
+        "trtmesh.tools.audit:audit",
+        "Repeat the items of receipts in FILES, and compare their tokens.",
+        OPERATE,
+    ),
+    LazyCommand(
         "trtmesh.tools.import_triton:import_triton",
         "Write the configuration of a mesh with the models of a Triton model REPOSITORY under their names.",
         PREPARE,

@@ -246,7 +246,7 @@ class Plan:
                     *peers,
                     *self._served_names(),
                     *self._foreign_models(),
-                    *self._own_record(index),
+                    *self._own_files(index),
                 ),
                 ports=ports if index == 0 else further,
                 environment={} if tokenizers else self._inside(),
@@ -285,13 +285,14 @@ class Plan:
             return ()
         return ("--foreign-model-dirs", ",".join(str(model.directory) for model in self._models))
 
-    def _own_record(self, index: int) -> tuple[str, ...]:
-        """Returns the flag for a separate record file, for each router after the first."""
-        given = self._given.value("router", "record.file")
-        if given is None or index == 0:
-            return ()
-        file = Path(str(given))
-        return ("--record-file", str(file.with_stem(f"{file.stem}.router-{index}")))
+    def _own_files(self, index: int) -> Iterator[str]:
+        """Yields the flags for the files that each router writes alone, for those after the first."""
+        for setting in ("record", "receipts"):
+            given = self._given.value("router", f"{setting}.file")
+            if given is not None and index:
+                file = Path(str(given))
+                yield f"--{setting}-file"
+                yield str(file.with_stem(f"{file.stem}.router-{index}"))
 
     def _roots(self) -> Sequence[str]:
         """Returns the root of the stack's adapters, searched first, and the given roots."""

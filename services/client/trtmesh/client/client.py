@@ -193,6 +193,26 @@ class Client:
         item = chat_item(messages, tools=tools)
         return self.generate([item], model=model, timeout_seconds=timeout_seconds, **options)
 
+    async def repeat(
+        self,
+        item: router_pb2.GenerateItem,
+        batch_index: int,
+        *,
+        model: str = "",
+        timeout_seconds: float | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Yields the events of an item that was once asked for, alone, with the draws of its `batch_index`: with its
+        seed it has the same tokens. Close the generator as that of `generate`."""
+        request = router_pb2.GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            model=model,
+            items=[*([router_pb2.GenerateItem()] * batch_index), item],
+        )
+        events = self._events(Progress.before_item(request, batch_index), timeout_seconds)
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
     async def _events(
         self, progress: Progress, timeout_seconds: float | None
     ) -> AsyncGenerator[Event, None]:

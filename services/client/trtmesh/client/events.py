@@ -14,7 +14,7 @@ from typing import Any
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2
+from trtmesh.v1 import receipt_pb2, router_pb2
 
 
 class FinishReason(StrEnum):
@@ -117,6 +117,8 @@ class ItemFinished(_OfSequence):
     reason: FinishReason
     usage: Usage
     perf_metrics: pb.PerfMetrics | None
+    receipt: receipt_pb2.SignedReceipt | None = None
+    """Set if requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,8 @@ def _sequence_finished(
 def _item_finished(batch: int, sequence: int, message: router_pb2.ItemFinished) -> ItemFinished:
     reason = _REASONS.get(message.reason, FinishReason.UNKNOWN)
     perf_metrics = message.perf_metrics if message.HasField("perf_metrics") else None
-    return ItemFinished(batch, sequence, reason, _usage(message.usage), perf_metrics)
+    receipt = message.receipt if message.HasField("receipt") else None
+    return ItemFinished(batch, sequence, reason, _usage(message.usage), perf_metrics, receipt)
 
 
 def _item_failed(batch: int, sequence: int, message: router_pb2.ItemFailed) -> ItemFailed:

@@ -20,6 +20,7 @@ from trtmesh.client.events import (
     Usage,
 )
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import receipt_pb2
 
 
 @dataclass(slots=True)
@@ -101,6 +102,8 @@ class ItemResult:
     prompt_chunks: list[pb.PromptDetails] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     perf_metrics: pb.PerfMetrics | None = None
+    receipt: receipt_pb2.SignedReceipt | None = None
+    """Set if requested."""
     reason: FinishReason | None = None
     error: TrtmeshError | None = None
 
@@ -144,6 +147,7 @@ class ItemResult:
                 self._sequence(event.sequence_index).finished = event
             case ItemFinished():
                 self.reason, self.usage = event.reason, event.usage
+                self.receipt = event.receipt
                 if event.perf_metrics is not None:
                     self.perf_metrics = event.perf_metrics
             case ItemFailed():

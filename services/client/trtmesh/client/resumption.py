@@ -45,6 +45,14 @@ class Progress:
         self._sequences_started: set[tuple[int, int]] = set()
         self._sequences: dict[tuple[int, int], _Sequence] = {}
 
+    @classmethod
+    def before_item(cls, request: router_pb2.GenerateRequest, batch_index: int) -> Progress:
+        """The progress of a request of which only one item is missing, from its first token on."""
+        progress = cls(request)
+        progress.accepted = True
+        progress.unfinished = {batch_index}
+        return progress
+
     def add(self, event: Event) -> bool:
         """Notes an event. Returns whether the event is new to the caller."""
         return self._is_new(event) or not self.resumed

@@ -50,6 +50,7 @@ from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.links.local import LOCAL, LocalService
 from trtmesh.router.links.replica import Replica
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.receipts import Receipts
 from trtmesh.router.recorder import Recorder
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.requests import Requests
@@ -105,6 +106,7 @@ class Router:
         self._admission = Admission(settings.admission)
         runtime.admission = MessageAdmission(self._admission.request_bytes.counting)
         self._recorder = Recorder(settings.record.file) if settings.record.file else None
+        self._receipts = Receipts(settings.receipts)
         mesh = Mesh(
             self._fleet,
             self._handoffs,
@@ -115,6 +117,7 @@ class Router:
             self._metrics,
             WriteScheduler(),
             settings.retries,
+            self._receipts,
             self._recorder,
         )
         self._requests = Requests(mesh, settings.client)
@@ -147,8 +150,9 @@ class Router:
         self._admin_door = self._make_admin_door(generating)
         self._metrics.gauges = self._gauges()
         runtime.registry.register(self._metrics)
-        if self._recorder is not None:
-            runtime.registry.register(self._recorder)
+        self._line_files = [each for each in (self._recorder, self._receipts.file) if each]
+        for file in self._line_files:
+            runtime.registry.register(file)
 
     def register(self, server: grpc.aio.Server) -> None:
         settings = self._settings
@@ -286,8 +290,8 @@ class Router:
         if self._followed is not None:
             following = self._followed.follow(self._adapters.take, self._adapters.tell)
             self._keepers.append(asyncio.create_task(following))
-        if self._recorder is not None:
-            self._keepers.append(asyncio.create_task(self._recorder.run()))
+        for file in self._line_files:
+            self._keepers.append(asyncio.create_task(file.run()))
         for keeper in self._keepers:
             keeper.add_done_callback(self._on_keeper_done)
         for local in filter(None, (self._tokenizer, self._engine)):

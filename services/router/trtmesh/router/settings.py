@@ -21,6 +21,7 @@ from trtmesh.router.fleet.bridge import ForeignWorkerSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.links.local import LOCAL
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
+from trtmesh.router.receipts import ReceiptSettings
 from trtmesh.router.recorder import RecordSettings
 from trtmesh.router.streams.client_stream import ClientLimits
 
@@ -61,6 +62,7 @@ class RouterSettings(SecuredSettings):
     client: ClientLimits = ClientLimits()
     compression: CompressionSettings = CompressionSettings()
     record: RecordSettings = RecordSettings()
+    receipts: ReceiptSettings = ReceiptSettings()
 
     @property
     def other_tokenizers(self) -> Sequence[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, fields
+from hashlib import blake2b
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
@@ -49,6 +50,7 @@ def describe(
         role=role_of(settings, info),
         schema_revision=SCHEMA_REVISION,
         instance=secrets.token_hex(8),
+        settings_fingerprint=_settings_fingerprint(settings),
         load_interval_ms=max(1, round(settings.load_interval_seconds * 1000)),
         **same,
         **asdict(info.capabilities),
@@ -58,6 +60,12 @@ def describe(
     elif own is not None:
         _describe_states(engine, own)
     return engine
+
+
+def _settings_fingerprint(settings: EngineSettings) -> str:
+    backend = settings.backend
+    content = f"{backend} {getattr(settings, backend).model_dump_json()}"
+    return blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def _describe_kv(engine: epb.GetEngineResponse, own: OwnKv) -> None:

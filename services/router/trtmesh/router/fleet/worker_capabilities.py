@@ -59,6 +59,8 @@ class WorkerCapabilities:
     """A worker as GetEngineResponse describes it."""
 
     identity: Fingerprints = Fingerprints()
+    settings_fingerprint: str = ""
+    """For receipts: with other settings a worker may give other tokens."""
     optional: frozenset[Capability] = frozenset()
     supported_fields: frozenset[str] = frozenset()
     max_sequence_tokens: int = sys.maxsize
@@ -81,6 +83,7 @@ class WorkerCapabilities:
         max_sequences = engine.max_sequences_per_item or sys.maxsize
         return cls(
             Fingerprints(engine.model_fingerprint, engine.tokenizer_fingerprint),
+            engine.settings_fingerprint,
             capabilities_of(engine),
             with_texts(engine.supported_fields),
             engine.max_sequence_tokens or sys.maxsize,
@@ -203,6 +206,7 @@ def check_engine(engine: pb.GetEngineResponse) -> None:
         model=engine.model,
         model_fingerprint=engine.model_fingerprint,
         tokenizer_fingerprint=engine.tokenizer_fingerprint,
+        settings_fingerprint=engine.settings_fingerprint,
         handoff_kind=engine.handoff_kind,
         instance=engine.instance,
     )

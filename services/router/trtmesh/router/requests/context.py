@@ -13,6 +13,7 @@ from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.receipts import Receipts
 from trtmesh.router.recorder import Recorder
 from trtmesh.router.requests.siblings import Siblings
 from trtmesh.router.streams.client_stream import ClientStream, Pace, WriteScheduler
@@ -33,6 +34,7 @@ class Mesh:
     metrics: RouterMetrics
     writes: WriteScheduler
     retries: Retries
+    receipts: Receipts
     recorder: Recorder | None = None
     starts: StartScheduler = field(default_factory=StartScheduler)
     """Placements of items that no worker took yet. With the server's handlers in the same turns, each slice would send

@@ -39,6 +39,7 @@ from trtmesh.router.requests.placer import Placer, too_many_losses
 from trtmesh.router.streams.sequence import Charge, Delivery, End, SequenceRun
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import receipt_pb2 as receipt_pb
 
 
 class _NotLoadedError(Exception):
@@ -63,6 +64,11 @@ class ItemRun:
         self._permit = permit
         self._events = ItemEvents(item.batch_index, context)
         self._placer = Placer(context, item)
+        seed = item.config.sampling.seed
+        self._seed = context.drawn_seed if seed is None else seed
+        self._receipt = context.mesh.receipts.begin(
+            context.request_id, context.model, item, self._seed
+        )
         self._handoffs: ItemHandoffs | None = None
         """None before the first, which most items never have."""
         self._is_half = item.is_context_only
@@ -248,12 +254,18 @@ class ItemRun:
             raise self._error
 
     def _finish(self) -> None:
-        self._events.finished(self._runs, self.usage())
+        self._events.finished(self._runs, self.usage(), self._given_receipt())
         if self._is_half:
             self._begun_handoffs().give()
             return
         tokens = self.generated_tokens / len(self._runs)
         self._mesh.fleet.learn_new_tokens(self._context.model, tokens)
+
+    def _given_receipt(self) -> receipt_pb.SignedReceipt | None:
+        """The receipt for a client that asks for it."""
+        if self._receipt is None or not self._receipt.is_asked:
+            return None
+        return self._receipt.end(self._runs, self._encoded.identity)
 
     def _abandon(self) -> None:
         """Stops running sequences, on every way out, and tells the end."""
@@ -267,6 +279,8 @@ class ItemRun:
         if self._encoded.adapter is not None:
             self._mesh.adapters.ended(self._encoded.adapter)
         self._placer.close()
+        if self._receipt is not None:
+            self._receipt.end(self._runs, self._encoded.identity)
         if (recorder := self._mesh.recorder) is not None:
             error = self._events.error
             recorder.note(self._placer.trace(self._encoded, self.generated_tokens, error))
@@ -443,15 +457,16 @@ class ItemRun:
 
     def _note_worker(self, worker: Worker) -> None:
         self._worker, context, config = worker, self._context, self._item.config
+        if self._receipt is not None:
+            self._receipt.took(worker, self._runs)
         if self.queue_seconds is not None:
             return
         if self._encoded.adapter is not None:
             self._mesh.adapters.dispatched(self._encoded.adapter, hit=not self._delivered)
         self.queue_seconds = asyncio.get_running_loop().time() - context.arrival_time
-        seed = config.sampling.seed
         self._events.started(
             worker,
-            context.drawn_seed if seed is None else seed,
+            self._seed,
             self._encoded.token_ids,
             self.queue_seconds,
             with_prompt=not config.output.exclude_prompt,

@@ -12,6 +12,7 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.streams.sequence import Delivery, SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import receipt_pb2 as receipt_pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 log = logging.getLogger(__name__)
@@ -82,9 +83,14 @@ class ItemEvents:
         )
         self._put(event)
 
-    def finished(self, runs: Sequence[SequenceRun], usage: pb.Usage) -> None:
+    def finished(
+        self,
+        runs: Sequence[SequenceRun],
+        usage: pb.Usage,
+        receipt: receipt_pb.SignedReceipt | None,
+    ) -> None:
         """All sequences ended."""
-        self._put_finished(runs[-1].reason, usage, _metrics_of(runs))
+        self._put_finished(runs[-1].reason, usage, _metrics_of(runs), receipt)
         self._of_model.generated_tokens.observe(usage.generated_tokens)
 
     def ended_early(
@@ -123,8 +129,11 @@ class ItemEvents:
         reason: pb.FinishReason.ValueType,
         usage: pb.Usage,
         perf_metrics: pb.PerfMetrics | None,
+        receipt: receipt_pb.SignedReceipt | None = None,
     ) -> None:
-        finished = router_pb.ItemFinished(reason=reason, usage=usage, perf_metrics=perf_metrics)
+        finished = router_pb.ItemFinished(
+            reason=reason, usage=usage, perf_metrics=perf_metrics, receipt=receipt
+        )
         self._put(router_pb.GenerateEvent(item_finished=finished))
         self._over = True
         self._of_model.finished[reason] += 1

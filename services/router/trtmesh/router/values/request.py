@@ -39,6 +39,7 @@ ROUTER_FIELDS = frozenset(
         PHASE,
         STATE,
         "output.exclude_prompt",
+        "output.receipt",
         "output.skip_special_tokens",
         "output.stream",
         "output.text",
@@ -306,7 +307,7 @@ def worker_config(
     `item.spelled_words`. `drawn_seed` replaces a missing seed. A
     single extra id of a text prompt is repeated for each token.
     """
-    config = _copy(item.message, adapter)
+    config = versioned_config(item.message, adapter)
     for path in item.config.fields_set & ROUTER_FIELDS:
         group, name = path.split(".")
         getattr(config, group).ClearField(name)
@@ -321,8 +322,8 @@ def worker_config(
     return config
 
 
-def _copy(message: pb.GenerationConfig, adapter: Adapter | None) -> pb.GenerationConfig:
-    """Returns a copy with the name of the adapter, without the weights, which may be large."""
+def versioned_config(message: pb.GenerationConfig, adapter: Adapter | None) -> pb.GenerationConfig:
+    """Returns a copy with name and version of the adapter, without the weights, which may be large."""
     config = pb.GenerationConfig()
     if adapter is None:
         config.CopyFrom(message)

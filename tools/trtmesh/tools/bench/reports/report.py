@@ -33,7 +33,7 @@ class RunReport:
 
     @property
     def load(self) -> str:
-        return self.run.title
+        return str(self.run.header.load)
 
 
 @dataclass(frozen=True, slots=True)

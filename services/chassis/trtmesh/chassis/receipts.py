@@ -1,0 +1,106 @@
+"""Digests, marks and signatures of receipts: routers write them, and `trtmesh audit` checks them."""
+
+from __future__ import annotations
+
+import hmac
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b, sha256
+from pathlib import Path
+
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import receipt_pb2 as receipt_pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+DIGEST_BYTES = 16
+MOST_MARKS = 48
+"""Marks of a sequence, a byte each: a signed receipt of a sequence then has some 300 bytes."""
+LEAST_KEY_BYTES, MOST_KEY_BYTES = 16, 4096
+MODULUS = 251
+"""Of marks: two ids have the same in one case of 251."""
+
+
+def digest(content: bytes) -> bytes:
+    """Names a content; nothing has an empty digest."""
+    return blake2b(content, digest_size=DIGEST_BYTES).digest() if content else b""
+
+
+def digest_of_item(item: router_pb.GenerateItem) -> bytes:
+    return digest(item.SerializeToString(deterministic=True))
+
+
+def of_sequence(
+    token_ids: Sequence[int], reason: pb.FinishReason.ValueType
+) -> receipt_pb.SequenceReceipt:
+    """The receipt of a sequence's tokens."""
+    every = max(1, -(-len(token_ids) // MOST_MARKS))
+    return receipt_pb.SequenceReceipt(
+        tokens=len(token_ids),
+        reason=reason,
+        ids_digest=ids_digest(token_ids),
+        marks=marks(token_ids, every),
+        tokens_per_mark=every,
+    )
+
+
+def marks(token_ids: Sequence[int], every: int) -> bytes:
+    """A byte for each `every` ids: their sum, modulo a prime. A rest has none."""
+    if every == 1:
+        return bytes([token % MODULUS for token in token_ids])
+    whole = len(token_ids) - every + 1
+    return bytes([sum(token_ids[at : at + every]) % MODULUS for at in range(0, whole, every)])
+
+
+def ids_digest(token_ids: Sequence[int]) -> bytes:
+    ids = array("I", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return digest(ids.tobytes())
+
+
+def first_difference(kept: receipt_pb.SequenceReceipt, token_ids: Sequence[int]) -> range | None:
+    """The offsets, as many as lie between two marks, of which one has the first token that differs from those of a
+    receipt; None if all are equal."""
+    every = max(1, kept.tokens_per_mark)
+    if ids_digest(token_ids) == kept.ids_digest:
+        return None
+    found = marks(token_ids, every)
+    for number, (mark, other) in enumerate(zip(kept.marks, found, strict=False)):
+        if mark != other:
+            return range(number * every, (number + 1) * every)
+    shared = min(len(found), len(kept.marks)) * every
+    return range(shared, max(shared + 1, min(shared + every, max(kept.tokens, len(token_ids)))))
+
+
+class Key:
+    """Signs receipts, and recognises its own."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self.id = sha256(content).digest()[:4]
+
+    @classmethod
+    def read(cls, file: Path, setting: str) -> Key:
+        """Reads a key without the white space around it. Raises SettingsError."""
+        try:
+            with file.open("rb") as stream:
+                content = stream.read(MOST_KEY_BYTES + 1).strip()
+        except OSError as error:
+            raise SettingsError(
+                f"is {str(file)!r}, which cannot be read: {error.strerror}", setting=setting
+            ) from error
+        if not LEAST_KEY_BYTES <= len(content) <= MOST_KEY_BYTES:
+            raise SettingsError(
+                f"names a key of {len(content)} bytes but must name one of {LEAST_KEY_BYTES} to {MOST_KEY_BYTES}",
+                setting=setting,
+            )
+        return cls(content)
+
+    def sign(self, receipt: bytes) -> bytes:
+        return hmac.digest(self._content, receipt, "sha256")
+
+    def signed(self, signed: receipt_pb.SignedReceipt) -> bool:
+        """Whether this key signed the receipt as it is."""
+        return hmac.compare_digest(self.sign(signed.receipt), signed.signature)

@@ -1,0 +1,1 @@
+"""Repeats items by their receipts, and compares the tokens."""
