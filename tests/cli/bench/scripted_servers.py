@@ -164,6 +164,11 @@ class KserveServer:
                     kserve.ModelConfigRequest.FromString,
                     kserve.ModelConfigResponse.SerializeToString,
                 ),
+                "ServerMetadata": grpc.unary_unary_rpc_method_handler(
+                    self.metadata,
+                    kserve.ServerMetadataRequest.FromString,
+                    kserve.ServerMetadataResponse.SerializeToString,
+                ),
                 "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
                     self.stream,
                     kserve.ModelInferRequest.FromString,
@@ -178,6 +183,9 @@ class KserveServer:
         for name, kind in self.INPUTS.items():
             config.input.add(name=name, data_type=kind, dims=[1], optional=name != "text_input")
         return kserve.ModelConfigResponse(config=config)
+
+    async def metadata(self, request: Any, context: Any) -> Any:
+        return kserve.ServerMetadataResponse(name="scripted", version="1")
 
     async def stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for request in requests:
@@ -224,7 +232,11 @@ class HttpServer:
         app = web.Application()
         app.router.add_post("/v2/models/ensemble/generate_stream", self.generate)
         app.router.add_post("/v1/completions", self.complete)
+        app.router.add_get("/v2", self.about)
         return app
+
+    async def about(self, request: web.Request) -> web.Response:
+        return web.json_response({"name": "scripted", "version": "1"})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -103,7 +103,7 @@ class Seen:
 class SeenTarget:
     """A target whose messages count as travelling until they arrive."""
 
-    has_batches = False
+    release = ""
 
     def __init__(self, target: Target, travelling: Travelling) -> None:
         self._target = target

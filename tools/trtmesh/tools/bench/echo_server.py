@@ -61,6 +61,10 @@ async def model_config(_: Any, __: Any) -> Any:
     return kserve.ModelConfigResponse(config=config)
 
 
+async def metadata(_: Any, __: Any) -> Any:
+    return kserve.ServerMetadataResponse(name="echo")
+
+
 async def stream_infer(requests: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
     async for request in requests:
         async for stamp in stamps(_prompt(request)):
@@ -101,10 +105,15 @@ async def events(request: web.Request) -> web.StreamResponse:
     return response
 
 
+async def about(_: web.Request) -> web.Response:
+    return web.json_response({"name": "echo"})
+
+
 async def _serve(protocol: str) -> None:
     if protocol in ("triton+http", "openai"):
         app = web.Application()
         app.router.add_post("/{path:.*}", events)
+        app.router.add_get("/v2", about)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -133,6 +142,11 @@ def _triton() -> grpc.GenericRpcHandler:
             model_config,
             kserve.ModelConfigRequest.FromString,
             kserve.ModelConfigResponse.SerializeToString,
+        ),
+        "ServerMetadata": grpc.unary_unary_rpc_method_handler(
+            metadata,
+            kserve.ServerMetadataRequest.FromString,
+            kserve.ServerMetadataResponse.SerializeToString,
         ),
         "ModelInfer": grpc.unary_unary_rpc_method_handler(
             infer, message, kserve.ModelInferResponse.SerializeToString

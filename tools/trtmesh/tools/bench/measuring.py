@@ -100,7 +100,7 @@ async def measure(setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch)
     async with opened(setup.connecting, setup.connections) as targets:
         await connect(targets, plans)
         await _warm_up(targets, warming, load)
-        header = _header(setup, load, own_cost)
+        header = _header(setup, load, own_cost, targets[0].release)
         recorded.tell(header)
         async with (
             _sending(setup, job, targets, recorded.tell) as sender,
@@ -226,7 +226,7 @@ async def _disrupted(
             await task
 
 
-def _header(setup: Setup, load: Load, own_cost: Echo | None) -> Header:
+def _header(setup: Setup, load: Load, own_cost: Echo | None, release: str) -> Header:
     return Header(
         target=str(setup.connecting.url),
         protocol=setup.connecting.url.protocol,
@@ -234,6 +234,7 @@ def _header(setup: Setup, load: Load, own_cost: Echo | None) -> Header:
         workload=setup.workload,
         seed=setup.seed,
         model=setup.connecting.model,
+        release=release,
         command=setup.command,
         tool=version("trtmesh"),
         started_unix_s=time.time(),

@@ -46,23 +46,25 @@ class TritonConnection(ServerChannel):
 
     async def model_config(self, model: str) -> Any:
         """The ModelConfig of a model."""
-        call = self.channel.unary_unary(
-            f"{SERVICE}ModelConfig",
-            request_serializer=grpc_service_pb2.ModelConfigRequest.SerializeToString,
-            response_deserializer=grpc_service_pb2.ModelConfigResponse.FromString,
-        )
-        with typed_errors(self.address):
-            response: Any = await call(
-                grpc_service_pb2.ModelConfigRequest(name=model), metadata=self.metadata
-            )
+        request = grpc_service_pb2.ModelConfigRequest(name=model)
+        response = await self._ask("ModelConfig", request, grpc_service_pb2.ModelConfigResponse)
         return response.config
+
+    async def release(self) -> str:
+        """Name and version of the server."""
+        request = grpc_service_pb2.ServerMetadataRequest()
+        told = await self._ask("ServerMetadata", request, grpc_service_pb2.ServerMetadataResponse)
+        return f"{told.name} {told.version}"
 
     async def infer(self, request: Any) -> Any:
         """The ModelInferResponse of a request that is not streamed."""
-        call = self.channel.unary_unary(
-            f"{SERVICE}ModelInfer",
-            request_serializer=grpc_service_pb2.ModelInferRequest.SerializeToString,
-            response_deserializer=grpc_service_pb2.ModelInferResponse.FromString,
+        return await self._ask("ModelInfer", request, grpc_service_pb2.ModelInferResponse)
+
+    async def _ask(self, method: str, request: Any, response: Any) -> Any:
+        call: grpc.aio.UnaryUnaryMultiCallable[Any, Any] = self.channel.unary_unary(
+            f"{SERVICE}{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=response.FromString,
         )
         with typed_errors(self.address):
             return await call(request, metadata=self.metadata, compression=self._compression)

@@ -15,9 +15,8 @@ from trtmesh.tools.bench.targets.target import Connecting
 class GenerateStreamTarget:
     """A model of a server. The end of the answer is the end of the request."""
 
-    has_batches = False
-
-    def __init__(self, server: HttpServer, model: str) -> None:
+    def __init__(self, server: HttpServer, model: str, release: str) -> None:
+        self.release = release
         self._server = server
         self._path = f"/v2/models/{model}/generate_stream"
 
@@ -48,4 +47,6 @@ class GenerateStreamTarget:
 @asynccontextmanager
 async def generate_stream_target(connecting: Connecting) -> AsyncIterator[GenerateStreamTarget]:
     async with http_server(connecting) as server:
-        yield GenerateStreamTarget(server, connecting.model or DEFAULT_MODEL)
+        told = await server.get("/v2")
+        release = f"{told.get('name', '')} {told.get('version', '')}"
+        yield GenerateStreamTarget(server, connecting.model or DEFAULT_MODEL, release)

@@ -55,14 +55,11 @@ class HttpServer:
                 async for event in _events(response.content):
                     yield event
 
-    async def get(self, path: str) -> Any:
-        """The JSON at a path. Raises TrtmeshError."""
+    async def get(self, path: str) -> Mapping[str, Any]:
+        """The object at a path. Raises TrtmeshError."""
         with self._explained():
             async with self._request("GET", path) as response:
-                try:
-                    return orjson.loads(await response.read())
-                except orjson.JSONDecodeError as error:
-                    raise InvalidRequest(f"{path} is not JSON: {error}") from error
+                return parsed(await response.content.read(MOST_EVENT_BYTES))
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, **given: Any) -> AsyncIterator[Any]:
@@ -122,13 +119,13 @@ async def _shown(response: aiohttp.ClientResponse) -> str:
 
 
 def parsed(event: bytes) -> Mapping[str, Any]:
-    """The object of an event. Raises InvalidRequest, or the error that the event is."""
+    """The object of an event or of an answer. Raises InvalidRequest, or the error that it is."""
     try:
         found = orjson.loads(event)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"an event is not JSON: {event[:SHOWN]!r}") from error
+        raise InvalidRequest(f"the server sent no JSON: {event[:SHOWN]!r}") from error
     if not isinstance(found, dict):
-        raise InvalidRequest(f"an event is no object: {event[:SHOWN]!r}")
+        raise InvalidRequest(f"the server sent no object: {event[:SHOWN]!r}")
     if told := found.get("error"):
         raise TrtmeshError(str(told.get("message", told) if isinstance(told, dict) else told))
     return found

@@ -28,8 +28,6 @@ QUEUE_IS_FULL = "maximum queue size"
 class KserveTarget:
     """A model of a server, whose configuration says which tensors it takes."""
 
-    has_batches = False
-
     def __init__(self, connecting: Connecting, *, streams: bool) -> None:
         (address,) = connecting.url.addresses
         self._connection = TritonConnection(address, tls=connecting.tls, api_key=connecting.api_key)
@@ -40,6 +38,7 @@ class KserveTarget:
         await self._connection.__aenter__()
         try:
             self._model = TritonModel.of(await self._connection.model_config(self._name))
+            self.release = await self._connection.release()
         except BaseException:
             await self._connection.__aexit__()
             raise

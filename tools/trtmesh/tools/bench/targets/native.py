@@ -19,7 +19,7 @@ from trtmesh.tools.bench.targets.target import Connecting
 class NativeTarget:
     """A router of a mesh, or several."""
 
-    has_batches = True
+    release = ""
 
     def __init__(self, connecting: Connecting) -> None:
         self._model = connecting.model

@@ -22,7 +22,7 @@ NAMES: Mapping[str, str] = {"ignore_end_id": "ignore_eos"}
 class OpenAiTarget:
     """An endpoint. Usage tells the tokens; those of a chunk are unknown."""
 
-    has_batches = False
+    release = ""
 
     def __init__(self, server: HttpServer, path: str, model: str) -> None:
         self._server = server

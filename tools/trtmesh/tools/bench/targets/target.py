@@ -83,8 +83,8 @@ class Target(Protocol):
     """One connection to a server, open inside `async with`."""
 
     @property
-    def has_batches(self) -> bool:
-        """Whether one request may have several prompts."""
+    def release(self) -> str:
+        """Name and version of the server, if it says them."""
 
     async def answer(self, plan: Plan, reception: Reception) -> None:
         """Sends a request and tells `reception` what arrives, until all its items have ended. Raises TrtmeshError if

@@ -1,0 +1,178 @@
+"""`trtmesh bench serve` against a stack with the demo model."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli.bench.runs import HEADER
+from cli.commands import Stack, running, running_stack, trtmesh
+from e2e.mesh import DEMO
+from trtmesh.tools.bench.echo import ClientTooSlow, check_client, echo
+from trtmesh.tools.bench.record import Answer, AnswerOutcome, Run, RunEnd, read_runs
+
+WORKLOAD = (
+    *("--requests", "10", "--input-tokens", "5..40", "--output-tokens", "1..8"),
+    *("--tokenizer", str(DEMO), "--seed", "7"),
+)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    with running_stack("--port", "0", "--backend", "torch", "--model", str(DEMO)) as stack:
+        stack.wait_ready()
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def http(stack: Stack) -> str:
+    ready = json.loads(stack.wait_for('"event": "ready"'))
+    return str(ready["http"])
+
+
+def served(target: str, record: Path, *flags: str) -> Run:
+    command = trtmesh(
+        "bench", "serve", target, *WORKLOAD, "--no-echo", "--record", str(record), *flags
+    )
+    assert command.returncode == 0, command.stderr
+    (found,) = read_runs(record)
+    assert f"{len(found.answers)} sent = {len(found.answers)} ok" in command.stderr
+    return found
+
+
+def by_index(found: Run) -> Mapping[int, Answer]:
+    assert found.end is not None
+    assert found.end.unsent == 0
+    return {answer.index: answer for answer in found.answers}
+
+
+@pytest.fixture(scope="module")
+def alone(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Answer]:
+    """The native answers of one request at a time."""
+    record = tmp_path_factory.mktemp("alone") / "record.jsonl"
+    answers = by_index(served(f"grpc://{stack.wait_ready()}", record, "--concurrency", "1"))
+    assert len({answer.text_sha256 for answer in answers.values()}) > 5
+    return answers
+
+
+TARGETS = {
+    "grpc": ("--concurrency", "8"),
+    "grpc, batches": ("--concurrency", "2", "--batch", "5"),
+    "grpc, processes": ("--concurrency", "8", "--processes", "2", "--connections", "2"),
+    "triton": ("--rate", "50", "--arrivals", "constant"),
+    "triton+unary": ("--ramp", "10..50@1s"),
+    "triton+http": ("--rate", "50", "--arrivals", "gamma", "--burstiness", "0.3"),
+    "openai": ("--concurrency", "8"),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_protocol_and_load_gives_equal_tokens(
+    name: str, stack: Stack, http: str, alone: Mapping[int, Answer], tmp_path: Path
+) -> None:
+    protocol = name.partition(",")[0]
+    at = http if protocol in ("triton+http", "openai") else stack.wait_ready()
+    path = "/v1/completions" if protocol == "openai" else ""
+    found = served(f"{protocol}://{at}{path}", tmp_path / "record.jsonl", *TARGETS[name])
+    answers = by_index(found)
+    assert answers.keys() == alone.keys()
+    for index, answer in answers.items():
+        assert answer.text_sha256 == alone[index].text_sha256
+        assert answer.output_tokens == alone[index].output_tokens
+        assert answer.prompt_tokens == alone[index].prompt_tokens
+        if protocol == "grpc":
+            assert answer.ids_sha256 == alone[index].ids_sha256
+            assert (answer.lost, answer.doubled) == (0, 0)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_interrupt_reports_the_answers_so_far(processes: int, stack: Stack, tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    target = f"grpc://{stack.wait_ready()}"
+    many = ("--requests", "5000", "--output-tokens", "64", "--input-tokens", "8", "--no-echo")
+    with running(
+        *("bench", "serve", target, *many, "--tokenizer", str(DEMO), "--concurrency", "4"),
+        *("--processes", str(processes), "--record", str(record)),
+    ) as command:
+        command.wait_until(lambda: _answers(record) >= 3, "answers")
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+        assert command.left_nothing()
+    (found,) = read_runs(record)
+    assert found.end is not None
+    assert found.end.interrupted
+    counts = {outcome: found.count(outcome) for outcome in AnswerOutcome}
+    assert counts[AnswerOutcome.OK] >= 3
+    assert 1 <= counts[AnswerOutcome.CANCELLED] <= 4
+    assert sum(counts.values()) == len(found.answers) == 5000 - found.end.unsent
+    told = "".join(command.err)
+    assert f"{len(found.answers)} sent = {counts[AnswerOutcome.OK]} ok" in told
+    assert f"{found.end.unsent} prompts were not sent before Ctrl-C" in told
+    assert "TTFT" in "".join(command.out)
+
+
+def _answers(record: Path) -> int:
+    # Buffered by lines of some kilobytes, so that not each is there at once.
+    return record.read_bytes().count(b'"kind":"answer"') if record.exists() else 0
+
+
+def test_end_of_the_duration_is_said(stack: Stack, tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    command = trtmesh(
+        *("bench", "serve", f"grpc://{stack.wait_ready()}", "--requests", "5000", "--no-echo"),
+        *("--tokenizer", str(DEMO), "--output-tokens", "200", "--concurrency", "2,3"),
+        *("--duration", "1", "--record", str(record)),
+    )
+    assert command.returncode == 0, command.stderr
+    for found, at_once in zip(read_runs(record), (2, 3), strict=True):
+        assert found.end is not None
+        assert found.header.load.concurrency == at_once
+        assert 1 <= found.count(AnswerOutcome.CANCELLED) <= at_once
+        assert len(found.answers) == 5000 - found.end.unsent
+        assert f"{found.end.unsent} prompts were not sent before the end" in command.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (("http://a",), 2, "must be grpc://"),
+        (("grpc://a", "--rate", "1", "--concurrency", "2"), 2, "give one of --concurrency"),
+        (("grpc://a", "--rate", "0"), 2, "--rate has '0'"),
+        (("grpc://a", "--concurrency", "1.5"), 2, "whole numbers"),
+        (("grpc://a", "--ramp", "1"), 2, "--ramp is '1'"),
+        (("grpc://a", "--arrivals", "pareto"), 2, "--arrivals is 'pareto'"),
+        (("openai://a", "--batch", "2"), 2, "--batch is for grpc"),
+        (("grpc://127.0.0.1:9", "--no-echo", "--tokenizer", str(DEMO)), 1, "127.0.0.1:9"),
+        (("openai://127.0.0.1:9", "--no-echo", "--tokenizer", str(DEMO)), 1, "127.0.0.1:9"),
+    ],
+)
+def test_wrong_commands_say_what_is_wrong(
+    arguments: tuple[str, ...], status: int, says: str
+) -> None:
+    command = trtmesh("bench", "serve", *arguments)
+    assert command.returncode == status, command.stderr
+    assert says in command.stderr
+    assert "Traceback" not in command.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["grpc", "triton", "triton+unary", "triton+http", "openai"])
+async def test_echo_measures_the_client(protocol: str) -> None:
+    found = await echo(protocol, 3)
+    assert found.concurrency == 3
+    assert found.tokens == (1 if protocol == "triton+unary" else 64)
+    assert found.tokens_per_s == pytest.approx(found.requests_per_s * found.tokens)
+    for p50, p90, p99 in (found.added_first_ms, found.added_gap_ms):
+        assert 0 <= p50 <= p90 <= p99
+
+
+def test_figures_of_a_busy_client_are_refused() -> None:
+    busy = Run(HEADER, (), RunEnd(9.0, client_busy=0.95))
+    with pytest.raises(ClientTooSlow, match="computed 95% of the time"):
+        check_client(busy)
+    check_client(replace(busy, end=RunEnd(9.0, client_busy=0.85)))
+    check_client(replace(busy, end=None))
