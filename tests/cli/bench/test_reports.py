@@ -87,7 +87,10 @@ def test_csv_has_a_row_for_each_figure() -> None:
     rows = list(csv.DictReader(as_csv(report()).decode().splitlines()))
 
     wanted = [each for each in rows if each["tag"] == "request_latency"]
-    assert [each["load"] for each in wanted] == ["closed, 4 at a time", "closed, 16 at a time"]
+    assert [each["load"] for each in wanted] == [
+        "closed, 4 at a time",
+        "closed, 16 at a time, disrupted",
+    ]
     assert float(wanted[0]["avg_low"]) < float(wanted[0]["avg"]) < float(wanted[0]["avg_high"])
     (first, second) = objects(as_json(report()))
     assert float(wanted[1]["p99"]) == second["request_latency"]["p99"]
@@ -108,7 +111,7 @@ def test_aiperfs_files_have_an_export_and_a_record_of_each_answer(tmp_path: Path
     write_aiperf(tmp_path, report())
 
     first, second = sorted(tmp_path.iterdir())
-    assert second.name == "01-closed-16-at-a-time"
+    assert second.name == "01-closed-16-at-a-time-disrupted"
     export = json.loads((second / "profile_export_aiperf.json").read_bytes())
     assert export["schema_version"] == "1.4"
     assert export["time_to_first_token"]["unit"] == "ms"
@@ -212,7 +215,7 @@ def test_compare_pairs_the_loads_of_sweeps(tmp_path: Path) -> None:
     ended = trtmesh("bench", "compare", a, b, "--json")
 
     (found,) = map(json.loads, ended.stdout.splitlines())
-    assert (ended.returncode, found["load"]) == (0, "closed, 16 at a time")
+    assert (ended.returncode, found["load"]) == (0, "closed, 16 at a time, disrupted")
     assert (found["pairs"], found["failed_a"], found["identical"]) == (201, 1, 200)
     assert "only A has a run of closed, 4 at a time" in ended.stderr
 

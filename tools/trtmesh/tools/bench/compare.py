@@ -59,7 +59,7 @@ def _paired(a: Sequence[Run], b: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
     if len(a) == len(b) == 1:
         yield a[0], b[0]
         return
-    loads = [{str(run.header.load): run for run in runs} for runs in (a, b)]
+    loads = [{run.title: run for run in runs} for runs in (a, b)]
     if not loads[0].keys() & loads[1].keys():
         raise SettingsError("the files have no load in common: there is nothing to compare")
     for load in [*loads[0], *(each for each in loads[1] if each not in loads[0])]:

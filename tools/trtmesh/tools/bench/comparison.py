@@ -95,7 +95,7 @@ def compare(a: Run, b: Run, threshold: float) -> Comparison:
         raise SettingsError("the runs have no prompt in common: there is nothing to compare")
     ok = [(one, other) for one, other in both if one.ok and other.ok]
     return Comparison(
-        str(a.header.load),
+        a.title,
         len(both),
         len(of_a) - len(both),
         len(of_b) - len(both),

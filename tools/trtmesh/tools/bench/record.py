@@ -226,6 +226,12 @@ class Run:
     """None for a run that was killed."""
 
     @property
+    def title(self) -> str:
+        """Names it in a file of several."""
+        disrupted = ", disrupted" if self.end and self.end.disruptions else ""
+        return f"{self.header.load}{disrupted}"
+
+    @property
     def lags_s(self) -> tuple[float, ...]:
         """How late each item was sent."""
         return tuple(answer.lag_s for answer in self.answers)

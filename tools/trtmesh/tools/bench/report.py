@@ -64,12 +64,13 @@ class ReportOptions:
         if self.aiperf:
             files.write_aiperf(self.aiperf, found)
         for each in found.runs:
-            put(f"\n{each.load}, {each.run.header.target}")
-            print_tables(*run_tables(each))
+            put(f"{each.load}, {each.run.header.target}")
+            for table in run_tables(each):
+                print_tables(table)
+                put("")
             for error, count in each.errors:
                 put(readable(f"{count} x {error}"))
         if found.is_sweep:
-            put("")
             print_tables(sweep_table(found))
 
 

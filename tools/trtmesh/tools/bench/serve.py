@@ -17,6 +17,7 @@ from trtmesh.cli.session import FAILED, INTERRUPTED, OK, ApiKeyFileOption, run
 from trtmesh.cli.tls import CONNECTION, TlsOptions
 from trtmesh.tools.bench.disruption_options import DisruptionOptions
 from trtmesh.tools.bench.echo import check_client
+from trtmesh.tools.bench.live import live_view
 from trtmesh.tools.bench.loads import KINDS, read_numbers, read_ramp
 from trtmesh.tools.bench.measuring import Setup, Watch, batched, measure, server_count
 from trtmesh.tools.bench.record import (
@@ -191,13 +192,15 @@ async def _serve(
     loads, undisturbed = load.loads(), disruption.undisturbed()
     count = server_count(setup.connecting)
     plans = batched(await workload.plans(setup.seed, count), load.batch)
+    items = sum(len(plan.prompts) for plan in plans[setup.warmup :])
     runs: list[Run] = []
     with ExitStack() as files:
         written = [files.enter_context(RunFile(client.record)).write] if client.record else []
         for each in loads:
             for faults in disruption.turns(setup.connecting.url, setup.seed):
-                watch = Watch(on_line=written, disruptor=faults)
-                runs.append(await measure(setup, each, plans, watch))
+                with live_view(items) as shown_live:
+                    watch = Watch(on_line=[*written, shown_live], disruptor=faults)
+                    runs.append(await measure(setup, each, plans, watch))
                 if setup.echoes:
                     check_client(runs[-1])
                 if is_interrupted(runs[-1]):

@@ -63,10 +63,10 @@ def _visible(value: object) -> object:
 
 def distributions(report: Report) -> Iterator[Plot]:
     for measure in (TTFT, GAP, E2E):
-        own = {run.load: pool(measure, run.run.answers).values for run in report.runs}
-        edges = log_edges(np.concatenate([*own.values()]))
-        curves = [Series(load, cumulative(each[each > 0])) for load, each in own.items()]
-        bars = [Series(load, histogram(each, edges), Mark.STEPS) for load, each in own.items()]
+        own = [(run.load, pool(measure, run.run.answers).values) for run in report.runs]
+        edges = log_edges(np.concatenate([values for _, values in own]))
+        curves = [Series(load, cumulative(each[each > 0])) for load, each in own]
+        bars = [Series(load, histogram(each, edges), Mark.STEPS) for load, each in own]
         x = f"{measure.name}, {measure.unit}"
         yield Plot(f"{measure.name}, cumulative", x, "% of values", curves, is_log=True)
         yield Plot(f"{measure.name}, histogram", x, "% of values", bars, is_log=True)

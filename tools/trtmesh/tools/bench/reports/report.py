@@ -33,7 +33,7 @@ class RunReport:
 
     @property
     def load(self) -> str:
-        return str(self.run.header.load)
+        return self.run.title
 
 
 @dataclass(frozen=True, slots=True)
