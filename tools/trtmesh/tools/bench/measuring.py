@@ -30,6 +30,7 @@ from trtmesh.tools.bench.record import (
     Run,
     RunEnd,
 )
+from trtmesh.tools.bench.server_metrics import ServerMetrics
 from trtmesh.tools.bench.targets.opening import CONNECT_SECONDS, connect, opened
 from trtmesh.tools.bench.targets.target import Connecting, Target
 from trtmesh.tools.bench.workloads.words import Count
@@ -77,6 +78,7 @@ class Watch:
     on_line: Sequence[Callable[[Line], object]] = ()
     """Told each line of the record when it is known."""
     disruptor: Disruptor | None = None
+    metrics: ServerMetrics | None = None
 
 
 @dataclass(slots=True)
@@ -104,7 +106,8 @@ async def measure(setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch)
         recorded.tell(header)
         async with (
             _sending(setup, job, targets, recorded.tell) as sender,
-            _disrupted(watch.disruptor, sender.clock),
+            _beside(watch.disruptor, sender.clock),
+            _beside(watch.metrics, sender.clock),
         ):
             interrupted = await _sent(sender)
             ended_s = sender.clock()
@@ -115,8 +118,11 @@ async def measure(setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch)
         unsent=sum(len(plan.prompts) for plan in measured) - len(recorded.answers),
         disruptions=tuple(watch.disruptor.made) if watch.disruptor else (),
     )
+    samples = tuple(watch.metrics.samples()) if watch.metrics else ()
+    for sample in samples:
+        recorded.tell(sample)
     recorded.tell(end)
-    return Run(header, tuple(recorded.answers), end)
+    return Run(header, tuple(recorded.answers), end, samples)
 
 
 def _job(setup: Setup, load: Load, plans: Sequence[Plan]) -> Job:
@@ -211,13 +217,13 @@ def _at_interrupt(end: Callable[[], None]) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _disrupted(
-    disruptor: Disruptor | None, clock: Callable[[], float]
+async def _beside(
+    companion: Disruptor | ServerMetrics | None, clock: Callable[[], float]
 ) -> AsyncIterator[None]:
-    if disruptor is None:
+    if companion is None:
         yield
         return
-    task = asyncio.create_task(disruptor.run(clock))
+    task = asyncio.create_task(companion.run(clock))
     try:
         yield
     finally:

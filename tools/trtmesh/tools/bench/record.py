@@ -2,7 +2,7 @@
 
 A file has one run after another, a JSON object a line: a line of kind `run` begins one, a line of kind `answer` follows
 for every item that was sent, in the order in which they ended, and a line of kind `end` closes it. A run without that
-line was killed; its answers count.
+line was killed; its answers count. Lines of kind `sample` have metrics of the server, if they were read.
 
 Times are seconds since the start of the run, of a monotonic clock; `Header.started_unix_s` is that start by the clock
 on the wall.
@@ -155,6 +155,17 @@ class Disruption:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """Metrics of a server at a time of the run, each summed over its labels."""
+
+    at_s: float
+    source: str
+    """URL of the metrics, without secrets."""
+    gauges: Mapping[str, float]
+    counters: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How requests were sent: in a closed loop of `concurrency`, or at the planned times of `rate`."""
 
@@ -224,6 +235,7 @@ class Run:
     answers: tuple[Answer, ...]
     end: RunEnd | None = None
     """None for a run that was killed."""
+    samples: tuple[Sample, ...] = ()
 
     @property
     def title(self) -> str:
@@ -240,18 +252,22 @@ class Run:
         return sum(answer.outcome is outcome for answer in self.answers)
 
 
-Line = Header | Answer | RunEnd
+Line = Header | Answer | Sample | RunEnd
 
 _KINDS: Mapping[str, TypeAdapter[Line]] = {
     "run": TypeAdapter(Header),
     "answer": TypeAdapter(Answer),
+    "sample": TypeAdapter(Sample),
     "end": TypeAdapter(RunEnd),
 }
 
 
+_KIND_OF = {Header: "run", Answer: "answer", Sample: "sample", RunEnd: "end"}
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    kind: Literal["run", "answer", "end"]
+    kind: Literal["run", "answer", "sample", "end"]
     schema: int = SCHEMA
 
 
@@ -259,7 +275,7 @@ _KIND = TypeAdapter(_Kind)
 
 
 def as_line(line: Line) -> bytes:
-    kind = "run" if isinstance(line, Header) else "answer" if isinstance(line, Answer) else "end"
+    kind = _KIND_OF[type(line)]
     return orjson.dumps({"kind": kind} | _values(line), default=_plain) + b"\n"
 
 
@@ -315,6 +331,11 @@ def read_runs(path: Path) -> Sequence[Run]:
 def _runs(path: Path, lines: IO[bytes]) -> Iterator[Run]:
     run: Run | None = None
     answers: list[Answer] = []
+    samples: list[Sample] = []
+
+    def whole(run: Run) -> Run:
+        return replace(run, answers=tuple(answers), samples=tuple(samples))
+
     for number, text in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES), b""), 1):
         if not text.endswith(b"\n"):
             # The process was killed in the middle of the line.
@@ -322,17 +343,19 @@ def _runs(path: Path, lines: IO[bytes]) -> Iterator[Run]:
         line = parse_line(f"{path}, line {number}", text)
         if isinstance(line, Header):
             if run:
-                yield replace(run, answers=tuple(answers))
-            run, answers = Run(line, ()), []
+                yield whole(run)
+            run, answers, samples = Run(line, ()), [], []
         elif run is None:
             raise SettingsError(f"{path}, line {number}: no line of kind 'run' comes before it")
         elif isinstance(line, Answer):
             answers.append(line)
+        elif isinstance(line, Sample):
+            samples.append(line)
         else:
             run = replace(run, end=line)
     if run is None:
         raise SettingsError(f"{path} has no run; write one with `trtmesh bench serve --record`")
-    yield replace(run, answers=tuple(answers))
+    yield whole(run)
 
 
 def parse_line(where: str, text: bytes) -> Line:

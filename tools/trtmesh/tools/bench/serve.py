@@ -28,6 +28,7 @@ from trtmesh.tools.bench.record import (
     without_secrets,
 )
 from trtmesh.tools.bench.report import ReportOptions
+from trtmesh.tools.bench.server_metrics import ServerMetrics
 from trtmesh.tools.bench.survival import shown, survival
 from trtmesh.tools.bench.targets.target import FORMS, Connecting, Url
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
@@ -138,6 +139,10 @@ class ClientOptions:
         "Seconds after which a request has failed.", default=600.0, min=0.001, panel=CONNECTION
     )
     record: Path | None = option("Write each answer to this file, for `bench compare`.")
+    metrics: str | None = option(
+        "Read the server's Prometheus metrics here each second, for the record and the page.",
+        metavar="URL",
+    )
     save_texts: bool = option("Keep texts in the record.", "--save-texts", default=False)
 
 
@@ -192,6 +197,9 @@ async def _serve(
     loads, undisturbed = load.loads(), disruption.undisturbed()
     count = server_count(setup.connecting)
     plans = batched(await workload.plans(setup.seed, count), load.batch)
+    metrics = ServerMetrics(client.metrics) if client.metrics else None
+    if metrics:
+        await metrics.check()
     items = sum(len(plan.prompts) for plan in plans[setup.warmup :])
     runs: list[Run] = []
     with ExitStack() as files:
@@ -199,8 +207,12 @@ async def _serve(
         for each in loads:
             for faults in disruption.turns(setup.connecting.url, setup.seed):
                 with live_view(items) as shown_live:
-                    watch = Watch(on_line=[*written, shown_live], disruptor=faults)
+                    watch = Watch([*written, shown_live], faults, metrics)
                     runs.append(await measure(setup, each, plans, watch))
+                if metrics and (problems := metrics.problems):
+                    say(
+                        f"trtmesh: note: {len(problems)} readings of metrics failed: {problems[-1]}"
+                    )
                 if setup.echoes:
                     check_client(runs[-1])
                 if is_interrupted(runs[-1]):

@@ -12,11 +12,12 @@ from markupsafe import Markup
 from trtmesh.chassis.quoting import escaped
 from trtmesh.tools.bench.figures import TOTALS, Values, pool
 from trtmesh.tools.bench.measures import E2E, GAP, MEASURES, STALL_MS, TPOT, TTFT, Measure
-from trtmesh.tools.bench.record import Answer
+from trtmesh.tools.bench.record import Answer, Sample
 from trtmesh.tools.bench.reports.plots import (
     Band,
     Mark,
     Plot,
+    Point,
     Series,
     cumulative,
     histogram,
@@ -47,6 +48,7 @@ def as_html(report: Report) -> bytes:
         sweep_plots=[*sweep_plots(report)] if report.is_sweep else [],
         distributions=[*distributions(report)],
         timeline=timeline,
+        server_plots=server_plots,
         saturation=saturation,
         measures=MEASURES,
         totals=TOTALS,
@@ -97,13 +99,17 @@ def _against_throughput(report: Report, measure: Measure, percent: int) -> Serie
     return Series(f"p{percent}", points, Mark.LINE_AND_DOTS, labels if percent == 50 else ())
 
 
-def timeline(run: RunReport) -> Sequence[Plot]:
-    """Load, tokens, first tokens and longest gaps over the time of the run, with its disruptions."""
-    answers, end = run.run.answers, run.run.end
-    bands = [
+def _bands(run: RunReport) -> Sequence[Band]:
+    end = run.run.end
+    return [
         Band(each.at_s, each.ended_s, f"{each.kind} {each.target}")
         for each in (end.disruptions if end else ())
     ]
+
+
+def timeline(run: RunReport) -> Sequence[Plot]:
+    """Load, tokens, first tokens and longest gaps over the time of the run, with its disruptions."""
+    answers, bands = run.run.answers, _bands(run)
     edges = np.linspace(0, max(each.ended_s for each in answers) or 1.0, SLICES + 1)
     width = float(edges[1])
     users = users_between(answers, edges)
@@ -132,6 +138,53 @@ def timeline(run: RunReport) -> Sequence[Plot]:
     return [
         Plot(title, "seconds since the start", y, [series], bands) for title, y, series in plots
     ]
+
+
+def server_plots(run: RunReport) -> Sequence[Plot]:
+    """Each metric of the server that changed during the run: gauges, counters per second, and the means of what was
+    both counted and summed."""
+    samples, bands = run.run.samples, _bands(run)
+    gauges = sorted({name for sample in samples for name in sample.gauges})
+    counters = sorted({name for sample in samples for name in sample.counters})
+    means = [name.removesuffix("_sum") for name in counters if name.endswith("_sum")]
+    halves = {f"{name}{end}" for name in means for end in ("_sum", "_count")}
+    found = [
+        *((f"{name}, mean", _means(samples, name)) for name in means),
+        *(
+            (f"{name}, per second", _rates(samples, name))
+            for name in counters
+            if name not in halves
+        ),
+        *((name, _values(samples, name)) for name in gauges),
+    ]
+    return [
+        Plot(title, "seconds since the start", "", [Series(title, points)], bands)
+        for title, points in sorted(found)
+        if len({value for _, value in points}) > 1
+    ]
+
+
+def _values(samples: Sequence[Sample], name: str) -> Sequence[Point]:
+    return [(each.at_s, each.gauges[name]) for each in samples if name in each.gauges]
+
+
+def _grown(samples: Sequence[Sample], name: str) -> Sequence[tuple[float, float, float]]:
+    """Time, seconds since the sample before, and growth; a counter that fell began anew."""
+    known = [(each.at_s, each.counters[name]) for each in samples if name in each.counters]
+    return [
+        (at, at - before, now - past if now >= past else now)
+        for (before, past), (at, now) in pairwise(known)
+    ]
+
+
+def _rates(samples: Sequence[Sample], name: str) -> Sequence[Point]:
+    return [(at, growth / seconds) for at, seconds, growth in _grown(samples, name) if seconds > 0]
+
+
+def _means(samples: Sequence[Sample], name: str) -> Sequence[Point]:
+    sums, counts = (_grown(samples, f"{name}{end}") for end in ("_sum", "_count"))
+    together = zip(sums, counts, strict=False)
+    return [(at, total / count) for (at, _, total), (_, _, count) in together if count > 0]
 
 
 def _tokens_between(answers: Sequence[Answer], edges: Values) -> Values:

@@ -1,0 +1,104 @@
+"""Metrics that a server exposes to Prometheus, read while a run happens."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.tools.bench.record import Sample, without_secrets
+
+PERIOD_SECONDS = 1.0
+READ_SECONDS = 5.0
+MOST_BYTES = 8 << 20
+"""Of one reading."""
+MOST_HELD_BYTES = 256 << 20
+"""Of all readings of a run; the later ones are left out."""
+MOST_NAMES = 2000
+
+OPTION = "--metrics"
+
+
+class ServerMetrics:
+    """Holds what it reads as it came, and parses it when the run is over: that would take time from the sending."""
+
+    def __init__(self, url: str) -> None:
+        self.source = without_secrets([url])
+        self.problems: list[str] = []
+        """Of each reading that failed."""
+        self._url = url
+        self._held: list[tuple[float, bytes]] = []
+
+    async def check(self) -> None:
+        """Raises SettingsError for a URL without metrics."""
+        async with _session() as session:
+            try:
+                parsed(self.source, 0.0, await self._read(session))
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                raise SettingsError(f"{self.source}: {_why(error)}", setting=OPTION) from error
+
+    async def run(self, clock: Callable[[], float]) -> None:
+        """Reads each second by the clock of the run; is cancelled when the run ends."""
+        self._held, self.problems, held = [], [], 0
+        async with _session() as session:
+            while held < MOST_HELD_BYTES:
+                try:
+                    text = await self._read(session)
+                    self._held.append((clock(), text))
+                    held += len(text)
+                except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                    self.problems.append(_why(error))
+                await asyncio.sleep(PERIOD_SECONDS)
+        self.problems.append(f"no reading was kept beyond {MOST_HELD_BYTES >> 20} MiB")
+
+    def samples(self) -> Sequence[Sample]:
+        """Of the last run."""
+        return [*self._samples()]
+
+    def _samples(self) -> Iterator[Sample]:
+        for at_s, text in self._held:
+            try:
+                yield parsed(self.source, at_s, text)
+            except ValueError as error:
+                self.problems.append(_why(error))
+
+    async def _read(self, session: aiohttp.ClientSession) -> bytes:
+        async with session.get(self._url, headers={"Accept": "text/plain"}) as response:
+            if response.status != 200:
+                raise ValueError(f"HTTP {response.status}")
+            text = bytearray()
+            async for part in response.content.iter_any():
+                text += part
+                if len(text) > MOST_BYTES:
+                    raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
+            return bytes(text)
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=READ_SECONDS))
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def parsed(source: str, at_s: float, text: bytes) -> Sample:
+    """Without buckets and quantiles, which have no sum. Raises ValueError for what is no metrics."""
+    gauges: dict[str, float] = {}
+    counters: dict[str, float] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        sums = family.type in ("counter", "histogram", "summary")
+        for sample in family.samples:
+            if sample.name.endswith(("_bucket", "_created")) or "quantile" in sample.labels:
+                continue
+            kept = counters if sums or sample.name.endswith("_total") else gauges
+            if math.isfinite(sample.value):
+                kept[sample.name] = kept.get(sample.name, 0.0) + sample.value
+    if not gauges and not counters:
+        raise ValueError("no metrics")
+    if len(gauges) + len(counters) > MOST_NAMES:
+        raise ValueError(f"more than {MOST_NAMES} metrics")
+    return Sample(at_s, source, gauges, counters)
