@@ -17,6 +17,10 @@ class BenchCommands(LazyGroup):
             "Send a workload to TARGET under a load, and report latencies, throughput, stalls and lost tokens.",
         ),
         LazyCommand(
+            "trtmesh.tools.bench.find:find",
+            "Find the highest rate of poisson arrivals at which the answers of TARGET meet the SLOs, by bisection.",
+        ),
+        LazyCommand(
             "trtmesh.tools.bench.compare:compare",
             "Compare the runs of B with those of A, prompt by prompt, by ratios with intervals.",
         ),

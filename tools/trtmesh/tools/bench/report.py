@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from trtmesh.cli.extras import check_extras
@@ -14,6 +14,9 @@ from trtmesh.cli.output import put, readable
 from trtmesh.cli.session import OK, run
 from trtmesh.cli.tables import print_tables
 from trtmesh.tools.bench.record import Run, read_runs
+
+if TYPE_CHECKING:
+    from trtmesh.tools.bench.reports.report import Report
 
 PANEL = "Reports"
 
@@ -42,18 +45,16 @@ class ReportOptions:
 
         parse_slos(self.slo or ())
 
-    def report(self, runs: Sequence[Run]) -> None:
-        """Prints the tables and writes the files."""
+    def write(self, runs: Sequence[Run]) -> Report:
+        """Writes the files."""
         self.check()
         # Need numpy and jinja2.
         from trtmesh.tools.bench.reports import files
         from trtmesh.tools.bench.reports.page import as_html
         from trtmesh.tools.bench.reports.report import report_of
-        from trtmesh.tools.bench.reports.tables import run_tables, sweep_table
         from trtmesh.tools.bench.slo import parse_slos
 
         found = report_of(runs, parse_slos(self.slo or ()))
-        # First the files: the reader of the tables may leave.
         for path, content in (
             (self.html, as_html),
             (self.json, files.as_json),
@@ -63,6 +64,13 @@ class ReportOptions:
                 files.write(path, content(found))
         if self.aiperf:
             files.write_aiperf(self.aiperf, found)
+        return found
+
+    def report(self, runs: Sequence[Run]) -> None:
+        """Writes the files, then prints the tables, whose reader may leave."""
+        found = self.write(runs)
+        from trtmesh.tools.bench.reports.tables import run_tables, sweep_table
+
         for each in found.runs:
             put(f"{each.load}, {each.run.header.target}")
             for table in run_tables(each):

@@ -165,7 +165,6 @@ def serve(
     Exit status: 0 done, 1 requests failed or the client was the bottleneck, 2 wrong usage, 130 Ctrl-C; then the answers
     so far are reported.
     """
-    reports.check()
     run(_serve(target, connection, workload, load, client, disruption, reports, seed))
 
 
@@ -179,6 +178,7 @@ async def _serve(
     reports: ReportOptions,
     seed: int,
 ) -> int:
+    reports.check()
     setup = Setup(
         connecting=connection.connecting(target),
         workload=str(workload),

@@ -1,0 +1,207 @@
+"""`trtmesh bench find`: the highest rate at which the SLOs hold."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.cli.option_groups import grouped, option
+from trtmesh.cli.output import put, say
+from trtmesh.cli.session import FAILED, INTERRUPTED, OK, run
+from trtmesh.tools.bench.echo import check_client
+from trtmesh.tools.bench.live import live_view
+from trtmesh.tools.bench.measuring import Setup, Watch, measure, server_count
+from trtmesh.tools.bench.record import Line, Load, Plan, Run, RunFile, without_secrets
+from trtmesh.tools.bench.report import ReportOptions
+from trtmesh.tools.bench.serve import ClientOptions, TargetOptions, is_interrupted
+from trtmesh.tools.bench.server_metrics import ServerMetrics
+from trtmesh.tools.bench.targets.target import FORMS
+from trtmesh.tools.bench.workloads.options import WorkloadOptions
+
+if TYPE_CHECKING:
+    from trtmesh.tools.bench.search import Found, Goal, Trial
+
+SEARCH = "Search"
+FEWEST_REQUESTS = 20
+"""Of a run, however low its rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """What is searched, and how closely."""
+
+    attainment: float = option(
+        "Share of the answers that must meet every SLO.",
+        default=0.99,
+        min=0.0,
+        max=1.0,
+        panel=SEARCH,
+    )
+    start: float = option(
+        "Requests per second of the first run.", default=1.0, min=0.01, max=10_000.0, panel=SEARCH
+    )
+    lowest: float = option(
+        "Lowest rate that is tried.", default=0.1, min=0.001, max=10_000.0, panel=SEARCH
+    )
+    highest: float = option(
+        "Highest rate that is tried.", default=10_000.0, min=0.01, max=10_000.0, panel=SEARCH
+    )
+    seconds: float = option(
+        "Seconds of sending of each run.", default=30.0, min=0.1, max=86_400.0, panel=SEARCH
+    )
+    tolerance: float = option(
+        "The search is over when a rate that fails is at most so much above one that holds.",
+        default=0.05,
+        min=0.001,
+        max=1.0,
+        panel=SEARCH,
+    )
+
+    def goal(self) -> Goal:
+        """Raises SettingsError."""
+        from trtmesh.tools.bench.search import Goal
+
+        if not self.lowest <= self.start <= self.highest:
+            raise SettingsError(
+                f"is {self.start:g} but must be from --lowest, {self.lowest:g}, to --highest, {self.highest:g}",
+                setting="--start",
+            )
+        return Goal(self.attainment, self.start, self.lowest, self.highest, self.tolerance)
+
+
+class SearchInterrupted(Exception):
+    """By Ctrl-C."""
+
+
+@grouped
+def find(
+    target: Annotated[str, typer.Argument(help=f"Server: {FORMS}.")],
+    *,
+    connection: TargetOptions,
+    workload: WorkloadOptions,
+    search: SearchOptions,
+    client: ClientOptions,
+    reports: ReportOptions,
+    seed: Annotated[int, typer.Option(help="Of the workload and of the times.")] = 0,
+) -> None:
+    """Find the highest rate of poisson arrivals at which the answers of TARGET meet the SLOs, by bisection.
+
+    A rate holds if so many answers meet every --slo and the server does not fall behind. A run that leaves this open,
+    by the interval of its share, is repeated.
+
+    Exit status: 0 found, 1 no rate holds or the client was the bottleneck, 2 wrong usage, 130 Ctrl-C.
+    """
+    run(_find(target, connection, workload, search, client, reports, seed))
+
+
+async def _find(
+    target: str,
+    connection: TargetOptions,
+    workload: WorkloadOptions,
+    search: SearchOptions,
+    client: ClientOptions,
+    reports: ReportOptions,
+    seed: int,
+) -> int:
+    reports.check()
+    if not reports.slo:
+        raise SettingsError("is needed, as in --slo ttft:200", setting="--slo")
+    # Needs numpy.
+    from trtmesh.tools.bench.search import find as found_by
+    from trtmesh.tools.bench.slo import parse_slos
+
+    goal = search.goal()
+    setup = Setup(
+        connecting=connection.connecting(target),
+        workload=str(workload),
+        seed=seed,
+        command=without_secrets(["trtmesh", *sys.argv[1:]]),
+        connections=client.connections,
+        processes=client.processes,
+        echoes=client.echo,
+        timeout_s=client.timeout,
+        keeps_text=client.save_texts,
+    )
+    metrics = ServerMetrics(client.metrics) if client.metrics else None
+    if metrics:
+        await metrics.check()
+    plans = await workload.plans(seed, server_count(setup.connecting))
+    with ExitStack() as files:
+        written = [files.enter_context(RunFile(client.record)).write] if client.record else []
+        runs = Runs(setup, plans, search.seconds, written, metrics)
+        try:
+            found = await found_by(runs.at, parse_slos(reports.slo or ()), goal, _say_trial)
+        except SearchInterrupted:
+            return INTERRUPTED
+    reports.write(sorted(runs.done, key=lambda each: each.header.load.rate or 0.0))
+    put(_verdict(found, goal))
+    return OK if found.holds is not None else FAILED
+
+
+class Runs:
+    """Runs the workload at one rate after another."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        plans: Sequence[Plan],
+        seconds: float,
+        written: Sequence[Callable[[Line], object]],
+        metrics: ServerMetrics | None,
+    ) -> None:
+        if not plans:
+            raise SettingsError("has no requests", setting="--workload")
+        self.done: list[Run] = []
+        self._setup = setup
+        self._plans = plans
+        self._seconds = seconds
+        self._written = written
+        self._metrics = metrics
+
+    async def at(self, rate: float) -> Run:
+        """Raises SearchInterrupted at Ctrl-C, and ClientTooSlow."""
+        plans = [
+            *islice(repeated(self._plans), max(FEWEST_REQUESTS, math.ceil(rate * self._seconds)))
+        ]
+        before = sum(each.header.load.rate == rate for each in self.done)
+        # A repetition has other times; runs of other rates have the same ones, closer together.
+        setup = replace(self._setup, seed=self._setup.seed + before)
+        with live_view(sum(len(plan.prompts) for plan in plans)) as shown_live:
+            watch = Watch([*self._written, shown_live], None, self._metrics)
+            measured = await measure(setup, Load("poisson", rate=rate), plans, watch)
+        if is_interrupted(measured):
+            raise SearchInterrupted
+        if setup.echoes:
+            check_client(measured)
+        self.done.append(measured)
+        return measured
+
+
+def repeated(plans: Sequence[Plan]) -> Iterator[Plan]:
+    """The workload again and again, each time with sessions of its own."""
+    for lap in count():
+        for plan in plans:
+            yield replace(plan, session=f"{plan.session} {lap}") if plan.session else plan
+
+
+def _say_trial(trial: Trial) -> None:
+    behind = "; the server fell behind" if trial.is_behind else ""
+    say(
+        f"{trial.rate:.4g} requests/s: {trial.good} of {trial.counted} good"
+        f" ({trial.attainment:.2%}){behind}"
+    )
+
+
+def _verdict(found: Found, goal: Goal) -> str:
+    runs = f"{len(found.trials)} runs; {found.why}"
+    if found.holds is None:
+        return f"no rate holds: {found.fails:.4g} requests/s fail ({runs})"
+    fails = "" if found.fails is None else f", {found.fails:.4g} fail"
+    return f"{found.holds:.4g} requests/s hold with {goal.attainment:.4g} of answers good{fails} ({runs})"
