@@ -190,6 +190,49 @@ async def test_a_drafter_that_hangs_keeps_no_later_sequences() -> None:
     hanging.go_on.set()
 
 
+PANIC = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+"""As libraries written in Rust raise them: no Exception."""
+
+
+class Panicking(Hanging):
+    """Implements Drafter: panics at the first guess, and at the end of every sequence."""
+
+    def propose(self, wishes: Sequence[Wish]) -> list[list[int]]:
+        self.asked += 1
+        if self.asked == 1:
+            raise PANIC("as planned")
+        return [[1]] * len(wishes)
+
+    def forget(self, sequence: Any) -> None:
+        raise PANIC("as planned")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_drafts_survive_a_panic_of_a_library(
+    llama: Path, apart: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the thread of drafts and in the engine's: it is counted and logged, and drafts come again after a pause."""
+    monkeypatch.setattr(drafting, "PAUSE_STEPS", 3)
+    config = configure(max_tokens=NEW, ignore_end_id=True)
+    prompts = tiny_models.prompts(2)
+    async with running(llama) as engine:
+        alone = await engine.run(prompts, config)
+    async with running(llama, drafts="ngram") as engine:
+        panicking = Panicking()
+        draft(engine, PatientDrafter(panicking, 60) if apart else panicking, FixedLengths(2))
+        assert await engine.run(prompts, config) == alone
+        ends = 0 if apart else len(prompts)
+        stats = engine.backend.stats()
+        assert stats.draft_failures == 1 + ends
+        assert stats.draft_tokens
+        assert panicking.asked > 2
+        assert await engine.run(prompts, config) == alone
+        assert engine.backend.stats().draft_failures == 1 + 2 * ends
+    told = [each.getMessage() for each in caplog.records if each.exc_info]
+    assert sum("no drafts for 3 steps" in each for each in told) == 1
+    assert any("failed at the end of a sequence" in each for each in told)
+
+
 async def test_another_tokenizer_is_refused(llama: Path, tmp_path: Path) -> None:
     other = tiny_models.build(tmp_path)
     page = json.loads((other / "tokenizer.json").read_text("utf-8"))

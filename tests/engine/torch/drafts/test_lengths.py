@@ -26,15 +26,17 @@ def play(
     fixed: float = 0.0,
     steps: int = 3000,
     wait: float = 0.0,
+    told: float | None = None,
 ) -> tuple[float, float]:
     """The tokens a second of steps with a plain time of 1, as a share of those without drafts, and the mean number of a
-    sequence's drafts. Where steps may be launched ahead, `wait` is what one costs that waits for drafts."""
+    sequence's drafts. Where steps may be launched ahead, `wait` is what one costs that waits for drafts. `rate` is the
+    share of accepted drafts, `told` what it is thought to be."""
     dice = Random(rows)
     tokens, seconds, drafted = 0.0, 0.0, 0
     for _ in range(steps):
         counts, took, is_ahead = [0] * rows, 1.0, wait > 0 and not lengths.waits(rows)
         if not is_ahead:
-            counts = list(lengths.choose(rows, [rate] * rows, [MOST_DRAFTS] * rows))
+            counts = list(lengths.choose(rows, [told or rate] * rows, [MOST_DRAFTS] * rows))
             took += wait + each * sum(counts) + fixed * (sum(counts) > 0)
         drafts = sum(counts)
         took *= dice.uniform(0.9, 1.1)
@@ -75,6 +77,24 @@ def test_waiting_for_drafts_never_costs_more_than_they_are_worth(
     assert gain > 0.97 * max(1, 0.8 * best)
     if best < 0.95:
         assert drafts < 0.2
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@pytest.mark.parametrize(("rate", "told"), [(0.33, 0.6), (0.1, 0.5), (0.02, 0.98)])
+@pytest.mark.parametrize("cost", [0.3, 0.45, 0.8])
+def test_shares_that_promise_too_much_cost_little(
+    rows: int, rate: float, told: float, cost: float
+) -> None:
+    gain, _ = play(AdaptiveLengths(), rows, rate, cost / rows, told=told)
+    assert gain > 0.97
+
+
+def test_drafts_come_back_once_shares_keep_what_they_promise() -> None:
+    lengths = AdaptiveLengths()
+    assert play(lengths, 4, 0.1, 0.45 / 4, told=0.6)[1] < 0.1
+    gain, drafts = play(lengths, 4, 0.9, 0.1 / 4, steps=10 * RETRY_STEPS)
+    assert gain > 2
+    assert drafts > 4
 
 
 def test_cheap_drafts_that_hold_are_many() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from math import ceil
 
+from trtmesh.chassis.panics import is_failure
 from trtmesh.engine.backends.torch.drafts.drafter import Drafter, Wish
 from trtmesh.engine.backends.torch.drafts.lengths import MOST_DRAFTS, Lengths, StepTime
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
@@ -15,9 +18,11 @@ from trtmesh.engine.scheduling.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 FIRST_RATE = 0.6
-"""Assumed share of accepted drafts, for a sequence without drafts so far."""
-RATE_WEIGHT = 1 / 12
-"""Weight of a draft in the share of the sequence."""
+"""Assumed share of accepted drafts, before any sequence."""
+RATE_WEIGHT, PRIOR_WEIGHT = 1 / 12, 1 / 128
+"""Weight of a draft in the share of the sequence, and in that of all of a similar temperature."""
+SIMILAR, MOST_RANGES = 0.25, 8
+"""Width of the ranges of similar temperatures, and their number above 0."""
 LOWEST_RATE, HIGHEST_RATE = 0.02, 0.98
 MOST_GIVEN = 64
 """Most drafts of a client in a step."""
@@ -26,10 +31,21 @@ PAUSE_STEPS = 256
 
 
 @dataclass(slots=True)
+class Prior:
+    """What the next sequence of a similar temperature begins with: the share of its right guesses."""
+
+    rate: float = FIRST_RATE
+
+    def add(self, *, is_right: bool) -> None:
+        self.rate += PRIOR_WEIGHT * (is_right - self.rate)
+
+
+@dataclass(slots=True)
 class Followed:
     """A sequence open to drafts."""
 
-    rates: list[float] = field(default_factory=lambda: [FIRST_RATE, HIGHEST_RATE])
+    prior: Prior
+    rates: list[float] = field(init=False)
     """Shares of accepted drafts, given that all drafts before were accepted: of guesses, and of forced runs."""
     is_forced: bool = False
     """Whether the last guess is a forced run of the guide, in the tokenizer's own tokens."""
@@ -40,6 +56,9 @@ class Followed:
     """The output guessed by the client; empty after the first difference."""
     given_right: int = 0
     """Leading tokens of `given` equal to the output."""
+
+    def __post_init__(self) -> None:
+        self.rates = [min(max(self.prior.rate, LOWEST_RATE), HIGHEST_RATE), HIGHEST_RATE]
 
     @property
     def rate(self) -> float:
@@ -61,6 +80,8 @@ class Followed:
         rate = self.rate
         for guess, token in zip(self.guess, tokens[self.guessed_at :], strict=False):
             rate += RATE_WEIGHT * ((guess == token) - rate)
+            if not self.is_forced:
+                self.prior.add(is_right=guess == token)
             if guess != token:
                 break
         self.rates[self.is_forced] = min(max(rate, LOWEST_RATE), HIGHEST_RATE)
@@ -127,6 +148,8 @@ class Drafting:
         self._most_step_tokens = most_step_tokens
         self._vocabulary_size = vocabulary_size
         self._followed: dict[int, Followed] = {}
+        self._priors = defaultdict[int, Prior](Prior)
+        """By range of temperature."""
         self._paused_steps = 0
         # On a CPU of the engine's thread alone: other processes must not count.
         self._now = time.perf_counter if is_apart else time.thread_time
@@ -138,13 +161,17 @@ class Drafting:
         draft = sequence.config.draft
         given = draft.token_ids if draft else ()
         if self.drafter or given:
-            self._followed[sequence.key] = Followed(given=given)
+            temperature = sequence.config.sampling.temperature or 0.0
+            prior = self._priors[min(MOST_RANGES, ceil(temperature / SIMILAR))]
+            self._followed[sequence.key] = Followed(prior, given=given)
 
     def forget(self, sequence: Sequence) -> None:
         if self._followed.pop(sequence.key, None) and self.drafter:
             try:
                 self.drafter.forget(sequence)
-            except Exception:
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
                 log.exception("the drafter failed at the end of a sequence")
                 self.counts.failures += 1
 
@@ -291,7 +318,9 @@ class Drafting:
                 each.guessed(sequence, guess, most)
                 for each, guess, (sequence, most) in zip(followed, guesses, wishes, strict=True)
             ]
-        except Exception:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             log.exception("no drafts for %d steps: the drafter failed", PAUSE_STEPS)
             self.counts.failures += 1
             self._paused_steps = PAUSE_STEPS

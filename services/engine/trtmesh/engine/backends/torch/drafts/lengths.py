@@ -4,12 +4,16 @@ A draft accepted with probability p is worth p tokens, and costs the time of a r
 `rows` tokens in the `plain` time, so a draft pays where p > cost * rows / plain. The plain time and the cost are
 learned from the steps, for each size of a batch: the extra time of a step is fitted by a fixed cost and a cost per
 draft. Drafts are tried at unknown cost, and now and then where they did not pay.
+
+Of many uncertain shares the highest are mostly too high, so drafts that should pay may not. What steps with drafts have
+gained is compared with what they took: after a loss only drafts of twice the worth are chosen, for a while.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from math import sqrt
 from typing import Protocol
 
 MOST_DRAFTS = 8
@@ -24,9 +28,12 @@ PRIOR = 0.3
 """Weight of the assumed cost, in steps of four drafts."""
 ASSUMED_SHARE = 0.5
 """Assumed cost of a draft, as a share of the cost of a sequence in a batch of at least four."""
+MOST_MARGIN = 16 * MARGIN
 FIRST_RETRY, RETRY_STEPS = 16, 512
 """Where drafts do not pay, some are tried again after so many steps: at first soon, since a single step may have been
 slow for another reason, then after twice as many each time, up to the second number."""
+LEAST_JUDGED, JUDGED = 2, 32
+"""Steps with drafts after which a loss may be noticed, and after which a gain is believed."""
 PLAIN_EVERY = 64
 """Where they pay, a step in so many has none."""
 FIRST_TRIAL, MOST_AHEAD = 2, 2048
@@ -86,15 +93,14 @@ class AdaptiveLengths:
         costs = self._costs_of(rows)
         if not costs.plain or costs.drafted_in_a_row >= PLAIN_EVERY:
             return none
-        token = MARGIN * rows / costs.plain
+        token = costs.account.margin * rows / costs.plain
         price, fixed = costs.each * token, costs.fixed * token
         lengths = [_paying(rate, cap, price) for rate, cap in zip(rates, most, strict=True)]
         worth = sum(map(_expected, rates, lengths)) - price * sum(lengths)
         if worth > fixed:
-            costs.retry_after = FIRST_RETRY
             return lengths
         # How many drafts come is up to the drafter: steps without any do not count.
-        if costs.plain_in_a_row >= costs.retry_after:
+        if costs.plain_in_a_row >= costs.account.retry_after:
             return [min(2, each) for each in most]
         return none
 
@@ -102,7 +108,7 @@ class AdaptiveLengths:
         costs = self._costs_of(step.rows)
         costs.pace.add(step)
         if step.is_typical and not step.is_ahead:
-            costs.add(step.rows, step.drafts, step.seconds)
+            costs.add(step)
 
     def _costs_of(self, rows: int) -> StepCosts:
         # Batches of a similar size share measurements.
@@ -169,6 +175,40 @@ class Pace:
         self._tokens = self._seconds = 0.0
 
 
+class Account:
+    """What drafts have cost and gained, in seconds, and what follows for the next."""
+
+    def __init__(self) -> None:
+        self.margin = MARGIN
+        """Drafts must be worth so many times their cost."""
+        self.retry_after = FIRST_RETRY
+        """Steps without drafts before the next trial."""
+        self._steps, self._drafts, self._cost, self._gain = 0, 0, 0.0, 0.0
+
+    def add(self, drafts: int, cost: float, gain: float) -> None:
+        """Takes a step with drafts."""
+        self._steps += 1
+        self._drafts += drafts
+        self._cost += cost
+        self._gain += gain
+        # The fewer drafts, the more may be chance.
+        least = self._cost * (1 - 2 / sqrt(self._drafts))
+        if self._steps >= LEAST_JUDGED and self._gain < least:
+            self._begin(min(2 * self.margin, MOST_MARGIN))
+        elif self._steps >= JUDGED:
+            self.retry_after = FIRST_RETRY
+            self._begin(max(self.margin / 2, MARGIN))
+
+    def tried(self) -> None:
+        """Drafts were tried again."""
+        self.retry_after = min(2 * self.retry_after, RETRY_STEPS)
+        self._begin(max(self.margin / 2, MARGIN))
+
+    def _begin(self, margin: float) -> None:
+        self.margin = margin
+        self._steps, self._drafts, self._cost, self._gain = 0, 0, 0.0, 0.0
+
+
 class StepCosts:
     """The times of steps of about equally many sequences."""
 
@@ -178,17 +218,16 @@ class StepCosts:
         self.fixed = self.each = 0.0
         """Further seconds of a step with drafts, and of each draft."""
         self.plain_in_a_row = self.drafted_in_a_row = 0
-        self.retry_after = FIRST_RETRY
+        self.account = Account()
         self.pace = Pace()
         # Sums over steps with drafts: 1, drafts, drafts², seconds beyond the plain time, and the latter times drafts.
         self._sums = [0.0] * 5
 
-    def add(self, rows: int, drafts: int, seconds: float) -> None:
-        if not drafts:
-            self._add_plain(rows, seconds)
+    def add(self, step: StepTime) -> None:
+        if not step.drafts:
+            self._add_plain(step.rows, step.seconds)
         elif self.plain:
-            most = OUTLIER * self.plain * (rows + drafts) / rows
-            self._add_drafted(rows, drafts, min(seconds, most))
+            self._add_drafted(step)
 
     def _add_plain(self, rows: int, seconds: float) -> None:
         if self.plain:
@@ -200,15 +239,18 @@ class StepCosts:
         self.plain_in_a_row += 1
         self.drafted_in_a_row = 0
 
-    def _add_drafted(self, rows: int, drafts: int, seconds: float) -> None:
-        extra = seconds - self.plain
+    def _add_drafted(self, step: StepTime) -> None:
+        rows, drafts = step.rows, step.drafts
+        most = OUTLIER * self.plain * (rows + drafts) / rows
+        extra = min(step.seconds, most) - self.plain
         news = (1.0, drafts, drafts * drafts, extra, extra * drafts)
         self._sums = [DECAY * old + new for old, new in zip(self._sums, news, strict=True)]
         self._fit(rows)
         self.drafted_in_a_row += 1
-        if self.plain_in_a_row >= self.retry_after:
-            self.retry_after = min(2 * self.retry_after, RETRY_STEPS)
+        if self.plain_in_a_row >= self.account.retry_after:
+            self.account.tried()
         self.plain_in_a_row = 0
+        self.account.add(drafts, extra, self.plain * step.held / rows)
 
     def _fit(self, rows: int) -> None:
         """Least squares, drawn to no fixed cost and the assumed cost of each draft."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from queue import SimpleQueue
 
+from trtmesh.chassis.panics import is_failure
 from trtmesh.engine.backends.torch.drafts.drafter import Drafter, Wish
 from trtmesh.engine.backends.torch.sequence import Sequence
 
@@ -56,7 +57,7 @@ class PatientDrafter:
             began = time.thread_time()
             try:
                 found = self.drafter.propose(wishes)
-            except Exception as error:  # noqa: BLE001 - raised where the drafts are awaited
+            except BaseException as error:  # noqa: BLE001 - raised where the drafts are awaited
                 asked.set_exception(error)
             else:
                 self.seconds_apart += time.thread_time() - began
@@ -76,6 +77,8 @@ def _run(calls: SimpleQueue[Call | None]) -> None:
     while (call := calls.get()) is not None:
         try:
             call()
-        except Exception:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             log.exception("the drafter failed at the end of a sequence")
         del call
