@@ -89,6 +89,29 @@ def test_every_protocol_and_load_gives_equal_tokens(
             assert (answer.lost, answer.doubled) == (0, 0)
 
 
+@pytest.fixture(scope="module")
+def secure_stack() -> Iterator[Stack]:
+    with running_stack("--port", "0", "--tls") as stack:
+        stack.wait_ready()
+        yield stack
+
+
+@pytest.mark.parametrize(
+    ("protocol", "processes"), [("grpcs", 2), ("tritons", 1), ("triton+https", 1), ("openais", 2)]
+)
+def test_secure_targets_are_checked(
+    protocol: str, processes: int, secure_stack: Stack, tmp_path: Path
+) -> None:
+    ready = json.loads(secure_stack.wait_for('"event": "ready"'))
+    at = ready["http"] if protocol in ("triton+https", "openais") else ready["router"]
+    flags = ("--processes", str(processes), "--ca", ready["ca"])
+    found = served(f"{protocol}://{at}", tmp_path / "record.jsonl", *flags)
+    assert found.header.target == f"{protocol}://{at}"
+    refused = trtmesh("bench", "serve", f"{protocol}://{at}", *WORKLOAD, "--no-echo")
+    assert refused.returncode == 1
+    assert "certificate" in refused.stderr
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_interrupt_reports_the_answers_so_far(processes: int, stack: Stack, tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
