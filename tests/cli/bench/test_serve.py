@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 from cli.bench.runs import HEADER
+from cli.bench.runs import answer as known
 from cli.commands import Stack, running, running_stack, trtmesh
 from e2e.mesh import DEMO
 from trtmesh.tools.bench.echo import ClientTooSlow, check_client, echo
-from trtmesh.tools.bench.record import Answer, AnswerOutcome, Run, RunEnd, read_runs
+from trtmesh.tools.bench.record import Answer, AnswerOutcome, Load, Run, RunEnd, read_runs
+from trtmesh.tools.bench.report import ReportOptions
+from trtmesh.tools.bench.serve import _report
 
 WORKLOAD = (
     *("--requests", "10", "--input-tokens", "5..40", "--output-tokens", "1..8"),
@@ -199,3 +202,18 @@ def test_figures_of_a_busy_client_are_refused() -> None:
         check_client(busy)
     check_client(replace(busy, end=RunEnd(9.0, client_busy=0.85)))
     check_client(replace(busy, end=None))
+
+
+def test_sweep_reports_the_runs_that_were_the_servers(capfd: pytest.CaptureFixture[str]) -> None:
+    fit = Run(HEADER, (known(0, [0.1, 0.2]),), RunEnd(1.0))
+    busy = replace(
+        fit,
+        header=replace(HEADER, load=Load("closed", concurrency=999)),
+        end=RunEnd(1.0, client_busy=0.97),
+    )
+    assert _report([fit, busy], ReportOptions(), checks=True) == 1
+    out, err = capfd.readouterr()
+    assert "999 at a time" not in out
+    assert "under closed, 999 at a time the client itself computed 97% of the time" in err
+    assert _report([fit, busy], ReportOptions(), checks=False) == 0
+    assert "999 at a time" in capfd.readouterr().out

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,17 +13,18 @@ import typer
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.option_groups import grouped, option
-from trtmesh.cli.output import put, say
+from trtmesh.cli.output import put, say, say_error
 from trtmesh.cli.session import FAILED, INTERRUPTED, OK, ApiKeyFileOption, run
 from trtmesh.cli.tls import CONNECTION, TlsOptions
 from trtmesh.tools.bench.disruption_options import DisruptionOptions
-from trtmesh.tools.bench.echo import check_client
+from trtmesh.tools.bench.echo import ClientTooSlow, check_client
 from trtmesh.tools.bench.live import live_view
 from trtmesh.tools.bench.loads import KINDS, read_numbers, read_ramp
 from trtmesh.tools.bench.measuring import Setup, Watch, batched, measure, server_count
 from trtmesh.tools.bench.record import (
     AnswerOutcome,
     Load,
+    Plan,
     Run,
     RunFile,
     without_secrets,
@@ -194,41 +196,64 @@ async def _serve(
     )
     if load.batch > 1 and setup.connecting.url.protocol != "grpc":
         raise SettingsError("is for grpc:// alone", setting="--batch")
-    loads, undisturbed = load.loads(), disruption.undisturbed()
+    loads = load.loads()
     count = server_count(setup.connecting)
     plans = batched(await workload.plans(setup.seed, count), load.batch)
     metrics = ServerMetrics(client.metrics) if client.metrics else None
     if metrics:
         await metrics.check()
-    items = sum(len(plan.prompts) for plan in plans[setup.warmup :])
-    runs: list[Run] = []
     with ExitStack() as files:
         written = [files.enter_context(RunFile(client.record)).write] if client.record else []
-        for each in loads:
-            for faults in disruption.turns(setup.connecting.url, setup.seed):
-                with live_view(items) as shown_live:
-                    watch = Watch([*written, shown_live], faults, metrics)
-                    runs.append(await measure(setup, each, plans, watch))
-                if metrics and (problems := metrics.problems):
-                    say(
-                        f"trtmesh: note: {len(problems)} readings of metrics failed: {problems[-1]}"
-                    )
-                if setup.echoes:
-                    check_client(runs[-1])
-                if is_interrupted(runs[-1]):
-                    break
-            if is_interrupted(runs[-1]):
-                break
-            if disruption.disrupt:
-                for line in shown(survival(runs[-1], undisturbed or runs[-2])):
+        sweep = _sweep(setup, loads, plans, Watch(written, metrics=metrics), disruption)
+        runs = [measured async for measured in sweep]
+    return _report(runs, reports, checks=client.echo)
+
+
+async def _sweep(
+    setup: Setup,
+    loads: Sequence[Load],
+    plans: Sequence[Plan],
+    watch: Watch,
+    disruption: DisruptionOptions,
+) -> AsyncIterator[Run]:
+    """Yields a run for each load, with faults behind the undisturbed one, and compares both. Ctrl-C ends it."""
+    items = sum(len(plan.prompts) for plan in plans[setup.warmup :])
+    undisturbed = given = disruption.undisturbed()
+    for load in loads:
+        for faults in disruption.turns(setup.connecting.url, setup.seed):
+            with live_view(items) as live:
+                own = replace(watch, on_line=[*watch.on_line, live], disruptor=faults)
+                measured = await measure(setup, load, plans, own)
+            yield measured
+            if is_interrupted(measured):
+                return
+            if watch.metrics and (problems := watch.metrics.problems):
+                say(f"trtmesh: note: {len(problems)} readings of metrics failed: {problems[-1]}")
+            if faults is None:
+                undisturbed = given or measured
+            elif undisturbed:
+                for line in shown(survival(measured, undisturbed)):
                     put(line)
-    if any(measured.answers for measured in runs):
-        reports.report(runs)
+
+
+def _report(runs: Sequence[Run], reports: ReportOptions, *, checks: bool) -> int:
+    """Reports the runs whose figures are the server's, and returns the exit status."""
+    fit = []
+    for measured in runs:
+        try:
+            if checks:
+                check_client(measured)
+            fit.append(measured)
+        except ClientTooSlow as error:
+            say_error(str(error))
+    if any(measured.answers for measured in fit):
+        reports.report(fit)
     for measured in runs:
         say(counted(measured))
     if is_interrupted(runs[-1]):
         return INTERRUPTED
-    return FAILED if any(measured.count(AnswerOutcome.ERROR) for measured in runs) else OK
+    failed = any(measured.count(AnswerOutcome.ERROR) for measured in runs)
+    return FAILED if failed or len(fit) < len(runs) else OK
 
 
 def is_interrupted(measured: Run) -> bool:
