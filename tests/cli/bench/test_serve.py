@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,20 @@ def test_interrupt_reports_the_answers_so_far(processes: int, stack: Stack, tmp_
     assert f"{len(found.answers)} sent = {counts[AnswerOutcome.OK]} ok" in told
     assert f"{found.end.unsent} prompts were not sent before Ctrl-C" in told
     assert "TTFT" in "".join(command.out)
+
+
+def test_interrupt_before_the_run_leaves_nothing(tmp_path: Path) -> None:
+    # What listens never answers, so that the run waits for its first token.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"openai://127.0.0.1:{silent.getsockname()[1]}"
+        own = ("--tokenizer", str(DEMO), "--model", "demo", "--record", str(tmp_path / "record"))
+        with running("bench", "serve", target, *own) as command:
+            connection, _ = silent.accept()
+            with connection:
+                command.signal(signal.SIGINT)
+                assert command.wait() == 130
+                assert command.left_nothing()
+        assert "Traceback" not in "".join(command.err)
 
 
 def _answers(record: Path) -> int:

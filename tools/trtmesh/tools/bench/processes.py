@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
 import orjson
@@ -24,6 +24,7 @@ from trtmesh.tools.bench.targets.target import Connecting
 LONGEST_LINE = 1 << 28
 START_DELAY_S = 0.05
 """For the start to reach every process before it is there."""
+END_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,10 @@ class Sending:
             for process in self._processes:
                 assert process.stdin
                 process.stdin.close()
-            await reading
+            # One that hangs is killed when the block ends; the answers of the others are here.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    await reading
             raise
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
