@@ -13,7 +13,7 @@ from aiohttp import web
 from cli.bench.runs import HEADER, answer
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.tools.bench import server_metrics
-from trtmesh.tools.bench.record import Run, Sample
+from trtmesh.tools.bench.record import MetricsSample, Run
 from trtmesh.tools.bench.reports.page import as_html, server_plots
 from trtmesh.tools.bench.reports.report import report_of
 from trtmesh.tools.bench.server_metrics import ServerMetrics, parsed
@@ -62,7 +62,7 @@ async def serving(*answers: web.Response) -> AsyncIterator[tuple[str, asyncio.Se
 def test_metrics_are_summed_over_their_labels() -> None:
     seen = parsed("here", 1.5, TEXT)
 
-    assert seen == Sample(
+    assert seen == MetricsSample(
         1.5,
         "here",
         {"own_queue": 2.0},
@@ -125,10 +125,12 @@ async def test_a_url_that_nobody_serves_is_refused() -> None:
 
 
 def test_the_page_has_what_changed() -> None:
-    def sample(at_s: float, tokens: float, queue: float, waited: float) -> Sample:
+    def sample(at_s: float, tokens: float, queue: float, waited: float) -> MetricsSample:
         counters = {"tokens_total": tokens, "still_total": 3.0}
         waits = {"wait_seconds_sum": waited, "wait_seconds_count": at_s}
-        return Sample(at_s, "http://own/metrics", {"queue": queue, "still": 1.0}, counters | waits)
+        return MetricsSample(
+            at_s, "http://own/metrics", {"queue": queue, "still": 1.0}, counters | waits
+        )
 
     # The server began anew between the last two.
     samples = (sample(1, 10, 5, 1), sample(3, 30, 6, 2), sample(4, 50, 7, 5), sample(5, 4, 7, 6))

@@ -155,7 +155,7 @@ class Disruption:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MetricsSample:
     """Metrics of a server at a time of the run, each summed over its labels."""
 
     at_s: float
@@ -235,7 +235,7 @@ class Run:
     answers: tuple[Answer, ...]
     end: RunEnd | None = None
     """None for a run that was killed."""
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[MetricsSample, ...] = ()
 
     @property
     def title(self) -> str:
@@ -252,17 +252,17 @@ class Run:
         return sum(answer.outcome is outcome for answer in self.answers)
 
 
-Line = Header | Answer | Sample | RunEnd
+Line = Header | Answer | MetricsSample | RunEnd
 
 _KINDS: Mapping[str, TypeAdapter[Line]] = {
     "run": TypeAdapter(Header),
     "answer": TypeAdapter(Answer),
-    "sample": TypeAdapter(Sample),
+    "sample": TypeAdapter(MetricsSample),
     "end": TypeAdapter(RunEnd),
 }
 
 
-_KIND_OF = {Header: "run", Answer: "answer", Sample: "sample", RunEnd: "end"}
+_KIND_OF = {Header: "run", Answer: "answer", MetricsSample: "sample", RunEnd: "end"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ def read_runs(path: Path) -> Sequence[Run]:
 def _runs(path: Path, lines: IO[bytes]) -> Iterator[Run]:
     run: Run | None = None
     answers: list[Answer] = []
-    samples: list[Sample] = []
+    samples: list[MetricsSample] = []
 
     def whole(run: Run) -> Run:
         return replace(run, answers=tuple(answers), samples=tuple(samples))
@@ -349,7 +349,7 @@ def _runs(path: Path, lines: IO[bytes]) -> Iterator[Run]:
             raise SettingsError(f"{path}, line {number}: no line of kind 'run' comes before it")
         elif isinstance(line, Answer):
             answers.append(line)
-        elif isinstance(line, Sample):
+        elif isinstance(line, MetricsSample):
             samples.append(line)
         else:
             run = replace(run, end=line)

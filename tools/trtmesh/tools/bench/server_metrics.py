@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.tools.bench.record import Sample, without_secrets
+from trtmesh.tools.bench.record import MetricsSample, without_secrets
 
 PERIOD_SECONDS = 1.0
 READ_SECONDS = 5.0
@@ -54,11 +54,11 @@ class ServerMetrics:
                 await asyncio.sleep(PERIOD_SECONDS)
         self.problems.append(f"no reading was kept beyond {MOST_HELD_BYTES >> 20} MiB")
 
-    def samples(self) -> Sequence[Sample]:
+    def samples(self) -> Sequence[MetricsSample]:
         """Of the last run."""
         return [*self._samples()]
 
-    def _samples(self) -> Iterator[Sample]:
+    def _samples(self) -> Iterator[MetricsSample]:
         for at_s, text in self._held:
             try:
                 yield parsed(self.source, at_s, text)
@@ -85,7 +85,7 @@ def _why(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def parsed(source: str, at_s: float, text: bytes) -> Sample:
+def parsed(source: str, at_s: float, text: bytes) -> MetricsSample:
     """Without buckets and quantiles, which have no sum. Raises ValueError for what is no metrics."""
     gauges: dict[str, float] = {}
     counters: dict[str, float] = {}
@@ -101,4 +101,4 @@ def parsed(source: str, at_s: float, text: bytes) -> Sample:
         raise ValueError("no metrics")
     if len(gauges) + len(counters) > MOST_NAMES:
         raise ValueError(f"more than {MOST_NAMES} metrics")
-    return Sample(at_s, source, gauges, counters)
+    return MetricsSample(at_s, source, gauges, counters)

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from trtmesh.chassis.quoting import escaped
 from trtmesh.tools.bench.figures import TOTALS, Values, pool
 from trtmesh.tools.bench.measures import E2E, GAP, MEASURES, STALL_MS, TPOT, TTFT, Measure
-from trtmesh.tools.bench.record import Answer, Sample
+from trtmesh.tools.bench.record import Answer, MetricsSample
 from trtmesh.tools.bench.reports.plots import (
     Band,
     Mark,
@@ -164,11 +164,11 @@ def server_plots(run: RunReport) -> Sequence[Plot]:
     ]
 
 
-def _values(samples: Sequence[Sample], name: str) -> Sequence[Point]:
+def _values(samples: Sequence[MetricsSample], name: str) -> Sequence[Point]:
     return [(each.at_s, each.gauges[name]) for each in samples if name in each.gauges]
 
 
-def _grown(samples: Sequence[Sample], name: str) -> Sequence[tuple[float, float, float]]:
+def _grown(samples: Sequence[MetricsSample], name: str) -> Sequence[tuple[float, float, float]]:
     """Time, seconds since the sample before, and growth; a counter that fell began anew."""
     known = [(each.at_s, each.counters[name]) for each in samples if name in each.counters]
     return [
@@ -177,11 +177,11 @@ def _grown(samples: Sequence[Sample], name: str) -> Sequence[tuple[float, float,
     ]
 
 
-def _rates(samples: Sequence[Sample], name: str) -> Sequence[Point]:
+def _rates(samples: Sequence[MetricsSample], name: str) -> Sequence[Point]:
     return [(at, growth / seconds) for at, seconds, growth in _grown(samples, name) if seconds > 0]
 
 
-def _means(samples: Sequence[Sample], name: str) -> Sequence[Point]:
+def _means(samples: Sequence[MetricsSample], name: str) -> Sequence[Point]:
     sums, counts = (_grown(samples, f"{name}{end}") for end in ("_sum", "_count"))
     together = zip(sums, counts, strict=False)
     return [(at, total / count) for (at, _, total), (_, _, count) in together if count > 0]
