@@ -13,7 +13,7 @@ from engine.torch.harness import Harness, running
 from trtmesh.engine.backends.torch.guided.grammars import Guide
 
 PROMPT = [9, 40, 41, 42]
-KEYS = [f"a_rather_long_name_of_property_{word}" for word in ("one", "two", "three", "four")]
+KEYS = [f"a_rather_long_name_of_property_{word}" for word in ("one", "two")]
 SCHEMA = json.dumps(
     {
         "type": "object",
@@ -36,10 +36,10 @@ def asked() -> list[Any]:
 
 
 async def answers(engine: Harness) -> tuple[list[list[list[int]]], int]:
-    """The tokens of all, one after the other, and the outputs that they took."""
+    """The tokens of all, and the outputs that they took together."""
     first, found = len(engine.outputs), []
-    for config in asked():
-        streams = await engine.ended(engine.submit(PROMPT, config))
+    for keys in [engine.submit(PROMPT, config) for config in asked()]:
+        streams = await engine.ended(keys)
         assert all(stream.end and stream.end.error is None for stream in streams)
         found.append([stream.token_ids for stream in streams])
     return found, sum(bool(out.keys) for out in engine.outputs[first:])
