@@ -36,7 +36,7 @@ types-of-services:
 	$(BIN)/mypy services tools
 
 fast-tests:
-	$(BIN)/pytest -n 4 --dist worksteal -m fast
+	$(BIN)/pytest --workers=4 -m fast
 
 test: lint  ## Run lint, types, proto freshness and every test
 	$(MAKE) --no-print-directory -j2 -k every-test types fresh-protos
@@ -48,7 +48,7 @@ fresh-protos:
 
 # Tests wait for half of their time: of four at once, none or one would compute for a third of it.
 every-test:
-	$(BIN)/pytest -n 6 --dist loadfile --no-loadscope-reorder --durations=50
+	$(BIN)/pytest --workers=6 --durations=50
 
 conformance: $(INSTALLED_DEV)  ## Run h2spec on every port and gRPC's interop cases; needs H2SPEC, H2SPEC_GRPC, GRPC_INTEROP_CLIENT; FUZZ_SECONDS=600
 	$(BIN)/pytest -v --timeout=0 tests/conformance --fuzz-seconds=$(or $(FUZZ_SECONDS),0)

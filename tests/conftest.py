@@ -46,8 +46,14 @@ sys.dont_write_bytecode = False
 os.environ["OMP_NUM_THREADS"] = "1"
 # Where an engine has several, a thread that spins at a barrier keeps the core from the thread it waits for.
 os.environ["OMP_WAIT_POLICY"] = "passive"
-# Commands would look for stacks of the user, and stacks take other names beside them.
-os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="trtmesh-tests-")
+
+
+def pytest_worker_begins() -> None:
+    """Commands would look for stacks of the user or of another worker, and stacks take other names beside them."""
+    os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="trtmesh-tests-")
+
+
+pytest_worker_begins()
 # The workers of a run have one, with what `forks.py` starts.
 os.environ.setdefault("TESTED_FORKS", tempfile.mkdtemp(prefix="trtmesh-forks-"))
 # In the background and under nohup SIGINT is ignored, and children would inherit that.
@@ -71,16 +77,20 @@ settings.register_profile(
     "some of the examples", settings.get_profile("same examples every time"), max_examples=30
 )
 
+pytest_plugins = ["workers"]
+
 guard = ProcessGuard()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Spares the collector of garbage the modules and tests, which stay: it would walk them at every import, and
-    then in every test."""
+    then in every test. Tokenizers that modules train start no threads, which forked workers would lack."""
     gc.disable()
     try:
-        return (yield)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("TOKENIZERS_PARALLELISM", "false")
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()

@@ -1,0 +1,89 @@
+"""Files of tests run in several processes as they do in one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+COLLECTED = """
+import os, pathlib
+pathlib.Path("collected").open("a").write(f"{__name__}\\n")
+
+@__import__("pytest").fixture(autouse=True)
+def noted(tmp_path):
+    pathlib.Path(f"worker_of_{__name__}").write_text(f"{os.getpid()} {tmp_path.parent}")
+"""
+FIRST = f"""{COLLECTED}
+import signal, time
+
+def test_passes(capfd):
+    print("told")
+    assert capfd.readouterr() == ("told\\n", "")
+
+def test_fails():
+    print("what it saw")
+    assert "x" == "y"
+
+def test_ends_its_process():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def test_after_the_end():
+    while not pathlib.Path("worker_of_test_second").exists():
+        time.sleep(0.01)
+"""
+SECOND = f"""{COLLECTED}
+import pytest, time
+
+def test_is_skipped():
+    pytest.skip("for a reason")
+
+def test_waits():
+    while not pathlib.Path("worker_of_test_first").exists():
+        time.sleep(0.01)
+"""
+
+
+def run(directory: Path, *options: str) -> str:
+    """Returns what pytest writes."""
+    (directory / "test_first.py").write_text(FIRST)
+    (directory / "test_second.py").write_text(SECOND)
+    (directory / "pytest.ini").touch()
+    command = (sys.executable, "-m", "pytest", "-p", "workers", "-p", "no:asyncio", "-rA", *options)
+    env = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(
+        command, cwd=directory, env=env, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_outcomes_are_those_of_one_process(tmp_path: Path) -> None:
+    told = run(tmp_path, "--workers=2")
+    assert "2 failed, 3 passed, 1 skipped" in told
+    assert "PASSED test_first.py::test_passes" in told
+    assert "what it saw" in told
+    assert "AssertionError: assert 'x' == 'y'" in told
+    assert "FAILED test_first.py::test_ends_its_process - worker 0 ended with -9" in told
+    assert "PASSED test_first.py::test_after_the_end" in told
+    assert "SKIPPED [1] test_second.py:12: for a reason" in told
+
+
+def test_workers_share_the_collection_and_no_folder(tmp_path: Path) -> None:
+    run(tmp_path, "--workers=2")
+    assert (tmp_path / "collected").read_text().split() == ["test_first", "test_second"]
+    first, second = (
+        (tmp_path / f"worker_of_test_{each}").read_text().split() for each in ("first", "second")
+    )
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+def test_first_failure_ends_the_run(tmp_path: Path) -> None:
+    told = run(tmp_path, "--workers=1", "-x")
+    assert "stopping after 1 failures" in told
+    assert re.search(r"1 failed, 1 passed in", told)
