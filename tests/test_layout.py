@@ -233,6 +233,7 @@ ROOMS = {
     "router.doors": ("admin", "native", "openai", "triton", "guard", "http", "generation"),
     "router.doors.openai": (
         "door",
+        "template_answers",
         "texts",
         "responses",
         "response_items",
@@ -294,6 +295,7 @@ SMALL_IDEAS = {
     "engine.backends.torch.sampling.rejection": "a rule with the reasons why it is right",
     "engine.gateways.choice": "imports only the contracts that settings choose",
     "engine.gateways.trtllm.tokenizer_files": "what gateways may download",
+    "router.doors.openai.template_answers": "what waits for a tokenizer, unlike its neighbours",
     "tokenizer.defaults": "what a model recommends, of which no text depends",
     "router.__main__": "a program, of which a mesh in one process is another",
     "router.adapters.writing": "a queue with a life of its own",

@@ -21,6 +21,40 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class AnswerText(google.protobuf.message.Message):
+    """More text of an answer, to be read by the response template of the model."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    IS_END_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    PROMPT_END_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """The text, behind that of the commands before."""
+    is_end: builtins.bool
+    """Whether the answer ends with it."""
+    state: builtins.str
+    """Where the reading is: `ReadAnswer.state` of the command before, or unset."""
+    prompt_end: builtins.str
+    """Of the first command: the end of the prompt's text, which may begin the answer."""
+    tools: builtins.str
+    """The tools as JSON, as in `Chat.tools`: their schemas give arguments their types."""
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        is_end: builtins.bool = ...,
+        state: builtins.str = ...,
+        prompt_end: builtins.str = ...,
+        tools: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_end", b"is_end", "prompt_end", b"prompt_end", "state", b"state", "text", b"text", "tools", b"tools"]) -> None: ...
+
+Global___AnswerText: typing_extensions.TypeAlias = AnswerText
+
+@typing.final
 class EncodeCommand(google.protobuf.message.Message):
     """Encodes texts."""
 
@@ -37,6 +71,7 @@ class EncodeCommand(google.protobuf.message.Message):
     SPELLED_WORDS_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     DESCRIBED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Assigned by the router; reusable after the answer or CancelEncode."""
     request_id: builtins.str
@@ -71,6 +106,10 @@ class EncodeCommand(google.protobuf.message.Message):
     def described_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids whose bytes are asked for."""
 
+    @property
+    def answer(self) -> Global___AnswerText:
+        """Text of an answer in place of `text`, which is read and not encoded."""
+
     def __init__(
         self,
         *,
@@ -85,9 +124,10 @@ class EncodeCommand(google.protobuf.message.Message):
         spelled_words: collections.abc.Iterable[builtins.str] | None = ...,
         chat: trtmesh.v1.chat_pb2.Chat | None = ...,
         described_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        answer: Global___AnswerText | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_text", b"_text", "chat", b"chat", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "described_token_ids", b"described_token_ids", "handle", b"handle", "max_token_ids", b"max_token_ids", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "spelled_words", b"spelled_words", "stop_texts", b"stop_texts", "text", b"text", "words", b"words"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_text", b"_text", "answer", b"answer", "chat", b"chat", "text", b"text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "answer", b"answer", "chat", b"chat", "described_token_ids", b"described_token_ids", "handle", b"handle", "max_token_ids", b"max_token_ids", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "spelled_words", b"spelled_words", "stop_texts", b"stop_texts", "text", b"text", "words", b"words"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_text", b"_text"]) -> typing.Literal["text"] | None: ...
 
 Global___EncodeCommand: typing_extensions.TypeAlias = EncodeCommand
@@ -315,6 +355,86 @@ class Spellings(google.protobuf.message.Message):
 Global___Spellings: typing_extensions.TypeAlias = Spellings
 
 @typing.final
+class ToolCall(google.protobuf.message.Message):
+    """A call of a tool."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
+    ID_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the tool."""
+    arguments: builtins.str
+    """The arguments as a JSON object."""
+    id: builtins.str
+    """The id that the model gave the call, if any."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        arguments: builtins.str = ...,
+        id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]) -> None: ...
+
+Global___ToolCall: typing_extensions.TypeAlias = ToolCall
+
+@typing.final
+class AnswerPart(google.protobuf.message.Message):
+    """A part of an answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
+    CALL_FIELD_NUMBER: builtins.int
+    content: builtins.str
+    """More content."""
+    reasoning: builtins.str
+    """More of the reasoning."""
+    @property
+    def call(self) -> Global___ToolCall:
+        """A whole call."""
+
+    def __init__(
+        self,
+        *,
+        content: builtins.str = ...,
+        reasoning: builtins.str = ...,
+        call: Global___ToolCall | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["call", b"call", "content", b"content", "part", b"part", "reasoning", b"reasoning"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["call", b"call", "content", b"content", "part", b"part", "reasoning", b"reasoning"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["content", "reasoning", "call"] | None: ...
+
+Global___AnswerPart: typing_extensions.TypeAlias = AnswerPart
+
+@typing.final
+class ReadAnswer(google.protobuf.message.Message):
+    """What an AnswerText adds to the answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    state: builtins.str
+    """To be sent with the next text."""
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AnswerPart]:
+        """The parts that no further text can change, in the order of the text."""
+
+    def __init__(
+        self,
+        *,
+        parts: collections.abc.Iterable[Global___AnswerPart] | None = ...,
+        state: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["parts", b"parts", "state", b"state"]) -> None: ...
+
+Global___ReadAnswer: typing_extensions.TypeAlias = ReadAnswer
+
+@typing.final
 class Encoded(google.protobuf.message.Message):
     """Answer to an EncodeCommand."""
 
@@ -329,6 +449,7 @@ class Encoded(google.protobuf.message.Message):
     SPELLED_WORDS_FIELD_NUMBER: builtins.int
     TOKEN_BYTES_FIELD_NUMBER: builtins.int
     TEXT_END_FIELD_NUMBER: builtins.int
+    READ_ANSWER_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """The command's handle."""
     omitted_token_ids: builtins.int
@@ -336,7 +457,7 @@ class Encoded(google.protobuf.message.Message):
     other fields are then unset.
     """
     text_end: builtins.str
-    """The last characters of the conversation as a text, at most 64: it may end within the answer."""
+    """The last characters of the conversation as a text, at most 1,024: it may end within the answer."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids of the text."""
@@ -361,6 +482,10 @@ class Encoded(google.protobuf.message.Message):
     def token_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """UTF-8 of each of `described_token_ids` within a text, possibly parts of characters; special tokens as they are written."""
 
+    @property
+    def read_answer(self) -> Global___ReadAnswer:
+        """Of a command with an answer alone; the other fields are then unset."""
+
     def __init__(
         self,
         *,
@@ -373,9 +498,10 @@ class Encoded(google.protobuf.message.Message):
         spelled_words: collections.abc.Iterable[Global___Spellings] | None = ...,
         token_bytes: collections.abc.Iterable[builtins.bytes] | None = ...,
         text_end: builtins.str = ...,
+        read_answer: Global___ReadAnswer | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["error", b"error", "stop_vocabulary", b"stop_vocabulary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "omitted_token_ids", b"omitted_token_ids", "spelled_words", b"spelled_words", "stop_vocabulary", b"stop_vocabulary", "text_end", b"text_end", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "read_answer", b"read_answer", "stop_vocabulary", b"stop_vocabulary"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "omitted_token_ids", b"omitted_token_ids", "read_answer", b"read_answer", "spelled_words", b"spelled_words", "stop_vocabulary", b"stop_vocabulary", "text_end", b"text_end", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
 
 Global___Encoded: typing_extensions.TypeAlias = Encoded
 
@@ -575,7 +701,9 @@ class GetTokenizerResponse(google.protobuf.message.Message):
     door_fingerprint: builtins.str
     """Hash of what makes requests complete: chat templates and defaults. Empty means unknown."""
     tool_format: builtins.str
-    """How the model writes calls of tools: `hermes`, `llama3_json`, `mistral`, `mistral_list`, or `none` if unknown."""
+    """How the model writes calls of tools: `hermes`, `llama3_json`, `mistral`, `mistral_list`, as the response template of
+    the model says (`response_template`), or `none` if unknown.
+    """
     reasoning_format: builtins.str
     """How the model writes its reasoning: `think`, or `none`."""
     @property

@@ -17,6 +17,7 @@ from tokenizer.tokenizers_zoo import byte_level_bpe, ids_of, save_model_dir
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from trtmesh.chassis.errors import InvalidField, InvalidRequest
+from trtmesh.tokenizer.chat import program
 from trtmesh.tokenizer.chat import renderer as renderer_module
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.chat.templates import ChatTemplates
@@ -93,7 +94,7 @@ async def test_ids_are_those_of_transformers(model_dir: Path, name: str) -> None
                 answer = await encoded(link, number + 1, chat(messages, **fields))
                 assert list(answer.token_ids) == expected, (name, number)
                 text = theirs.decode(expected, skip_special_tokens=False)
-                assert answer.text_end == text[-64:]
+                assert answer.text_end == text[-1024:]
 
 
 CASES: list[tuple[list[Any], dict[str, Any]]] = [
@@ -262,8 +263,8 @@ async def test_process_is_killed_and_awaited_where_its_owner_closes_meanwhile(
         assert await renderer.render(chat(TALK)) == "x"
         (child,) = _renderers()
         child.suspend()
-        monkeypatch.setattr(renderer_module, "WALL_SECONDS", 0.0)
-        monkeypatch.setattr(renderer_module, "LAST_SECONDS", 600.0)
+        monkeypatch.setattr(program, "WALL_SECONDS", 0.0)
+        monkeypatch.setattr(program, "LAST_SECONDS", 600.0)
         rendered = asyncio.create_task(renderer.render(chat(TALK)))
         await asyncio.sleep(0.1)
     assert rendered.cancelled()

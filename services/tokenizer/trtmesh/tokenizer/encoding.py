@@ -25,6 +25,7 @@ from trtmesh.chassis.spellings import Speller
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 ON_THE_SPOT_BYTES = 4096
 """Largest text encoded on the spot, in about a millisecond; a single text in a pass of the event loop. A thread costs a
@@ -102,6 +103,8 @@ class EncodedTexts:
     """Number of the text's ids, or of the beginning's ids, if beyond the wanted number. Then all else is empty."""
     text_end: str = ""
     """The last characters of a conversation's text."""
+    read_answer: tokenizer_pb.ReadAnswer | None = None
+    """The parts of an answer's text, in place of ids."""
 
     @property
     def token_count(self) -> int:

@@ -12,6 +12,7 @@ from operator import attrgetter
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.forwarding import Outbox, Sink
+from trtmesh.tokenizer.chat.answers import TemplateReader
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.decoding.states import DecodeStates, Workload
 from trtmesh.tokenizer.encoding import (
@@ -27,7 +28,7 @@ from trtmesh.v1 import tokenizer_pb2 as pb
 
 TOKEN_BYTES = 4
 """About the size of a token's id or text in an event."""
-TEXT_END_CHARACTERS = 64
+TEXT_END_CHARACTERS = 1024
 """Told of a rendered conversation."""
 
 
@@ -52,6 +53,7 @@ class Shared:
     vocabulary: Vocabulary
     encoder: Encoder
     renderer: ChatRenderer
+    reader: TemplateReader
     workload: Workload
     metrics: TokenizerMetrics
 
@@ -146,6 +148,8 @@ class RouterStream:
         try:
             if command.HasField("chat"):
                 outcome = asyncio.ensure_future(self._encode_chat(command))
+            elif command.HasField("answer"):
+                outcome = asyncio.ensure_future(self._read_answer(command))
             elif (size := command.ByteSize()) >= encoder.long_text_bytes:
                 outcome = encoder.submit(UnreadRequest(size, partial(_request_of, command)))
             else:
@@ -171,6 +175,13 @@ class RouterStream:
         if isinstance(encoded, EncodedTexts):
             return replace(encoded, text_end=text[-TEXT_END_CHARACTERS:])
         return encoded
+
+    async def _read_answer(self, command: pb.EncodeCommand) -> Outcome:
+        try:
+            read = await self._shared.reader.read(command.answer)
+        except TrtmeshError as error:
+            return error.with_traceback(None)
+        return EncodedTexts([], [], read_answer=read)
 
     def _cancel_encodes(self, handles: Iterable[int]) -> None:
         """Removes encodes from the queue; ignores handles answered already."""
@@ -214,7 +225,8 @@ class DirectTexts:
     def encode(self, command: pb.EncodeCommand) -> pb.Encoded | None:
         """Encodes a lone short text; None for anything else, which the stream takes. Raises the error of the text."""
         shared = self._shared
-        if command.HasField("chat") or command.ByteSize() >= shared.encoder.long_text_bytes:
+        is_other = command.HasField("chat") or command.HasField("answer")
+        if is_other or command.ByteSize() >= shared.encoder.long_text_bytes:
             return None
         try:
             shared.workload.begin()
@@ -267,6 +279,8 @@ def _fill_encoded(encoded: pb.Encoded, texts: EncodedTexts, metrics: TokenizerMe
     encoded.token_ids.extend(texts.token_ids)
     encoded.omitted_token_ids = texts.omitted
     encoded.text_end = texts.text_end
+    if texts.read_answer is not None:
+        encoded.read_answer.CopyFrom(texts.read_answer)
     for ids in texts.words:
         encoded.words.add(ids=ids)
     for spellings in texts.spelled_words:

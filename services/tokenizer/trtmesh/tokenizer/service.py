@@ -8,14 +8,15 @@ import secrets
 from collections.abc import AsyncIterable, Sequence
 
 import grpc
-from trtmesh.chassis.errors import Draining, NoTokenizer
+from trtmesh.chassis.errors import Draining, ModelUnusable, NoTokenizer, TrtmeshError
 from trtmesh.chassis.progress import tell_progress
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.tokenizer_loading import for_words
+from trtmesh.tokenizer.chat.answers import TemplateReader
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
-from trtmesh.tokenizer.chat.speaking import reasoning_format, tool_format
+from trtmesh.tokenizer.chat.speaking import ToolFormat, reasoning_format, tool_format
 from trtmesh.tokenizer.decoding.states import Workload
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import Encoder, encode_in_this_thread_alone
@@ -72,8 +73,13 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
             self._settings.encoding.max_text_bytes,
             takes_templates=self._settings.allow_request_templates,
         )
+        templates = vocabulary.chat_templates
+        reader = TemplateReader(templates.response_template, self._settings.encoding.max_text_bytes)
+        self._tool_format = await self._usable(
+            tool_format(templates, self._settings.tool_format), reader
+        )
         self._shared = Shared(
-            self._limits, vocabulary, encoder, renderer, self._workload, self._metrics
+            self._limits, vocabulary, encoder, renderer, reader, self._workload, self._metrics
         )
         log.info(
             "tokenizer %s: %s, %d ids, %s decoding, fingerprint %s",
@@ -83,6 +89,22 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
             vocabulary.detokenizer.name,
             vocabulary.fingerprint,
         )
+
+    async def _usable(self, found: ToolFormat, reader: TemplateReader) -> ToolFormat:
+        """Returns the format, or NONE in place of a response template that cannot be followed. Raises ModelUnusable
+        where the settings ask for the template."""
+        if found is not ToolFormat.RESPONSE_TEMPLATE:
+            return found
+        try:
+            await reader.read(pb.AnswerText(is_end=True))
+        except TrtmeshError as error:
+            await reader.close()
+            if self._settings.tool_format is found:
+                problem = f"tool_format response_template: {error.message}"
+                raise ModelUnusable(f"{self._settings.model_dir}: {problem}") from None
+            log.warning("calls of tools are not read: %s", error.message)
+            return ToolFormat.NONE
+        return found
 
     async def drain(self) -> None:
         await self._workload.drain()
@@ -95,6 +117,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         if self._shared is not None:
             self._shared.encoder.close()
             await self._shared.renderer.close()
+            await self._shared.reader.close()
 
     # A coroutine that writes: a generator cancelled inside a write would wait for the garbage collector.
     async def Connect(  # type: ignore[override]
@@ -116,7 +139,8 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         self, request: pb.GetTokenizerRequest, context: RpcContext
     ) -> pb.GetTokenizerResponse:
         async with answering(context):
-            return _describe(self._ready().vocabulary, self._settings, self._instance)
+            vocabulary = self._ready().vocabulary
+            return _describe(vocabulary, self._settings, self._instance, self._tool_format)
 
     def direct_texts(self) -> DirectTexts:
         """The texts of a router in this process, beside its stream. Call after `start`."""
@@ -129,9 +153,8 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
 
 
 def _describe(
-    vocabulary: Vocabulary, settings: TokenizerSettings, instance: str
+    vocabulary: Vocabulary, settings: TokenizerSettings, instance: str, tools: ToolFormat
 ) -> pb.GetTokenizerResponse:
-    tools = tool_format(vocabulary.chat_templates, settings.tool_format)
     reasoning = reasoning_format(vocabulary.chat_templates, settings.reasoning_format)
     return pb.GetTokenizerResponse(
         model=vocabulary.model,

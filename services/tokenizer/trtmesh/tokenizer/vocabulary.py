@@ -57,7 +57,9 @@ class Vocabulary:
     @property
     def door_fingerprint(self) -> str:
         """Equal where chat templates and defaults are."""
-        templates = json.dumps(dict(self.chat_templates.by_name), sort_keys=True).encode()
+        given = self.chat_templates
+        own = [given.response_template] if given.response_template else []
+        templates = json.dumps([dict(given.by_name), *own], sort_keys=True).encode()
         return sha256(templates + self.defaults.SerializeToString(deterministic=True)).hexdigest()
 
 

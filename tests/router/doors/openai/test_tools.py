@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,9 +35,14 @@ class Talk:
     """A router between clients and scripted peers."""
 
     def __init__(
-        self, engine: ScriptedEngine, tokenizer: ScriptedTokenizer, http: PlainHttp
+        self,
+        engine: ScriptedEngine,
+        tokenizer: ScriptedTokenizer,
+        http: PlainHttp,
+        encode: Callable[[str], list[int]] = lambda text: list(map(ord, text)),
     ) -> None:
         self.engine, self.tokenizer, self.http = engine, tokenizer, http
+        self._encode = encode
         self.submits = 0
 
     async def whole(self, body: dict[str, Any], *texts: str, reason: Any = STOP) -> Any:
@@ -66,12 +71,12 @@ class Talk:
         engine = self.engine
         self.submits += 1
         handle = (await engine.submitted(self.submits))[-1].handle
-        most = max(map(len, texts))
-        for offset in range(0, most, size):
+        tokens = list(map(self._encode, texts))
+        for offset in range(0, max(map(len, tokens)), size):
             pieces = [
-                (handle + number, offset, list(map(ord, text[offset : offset + size])))
-                for number, text in enumerate(texts)
-                if offset < len(text)
+                (handle + number, offset, ids[offset : offset + size])
+                for number, ids in enumerate(tokens)
+                if offset < len(ids)
             ]
             await engine.step(*pieces)
         await engine.step(ends=[(handle + number, reason) for number, _ in enumerate(texts)])

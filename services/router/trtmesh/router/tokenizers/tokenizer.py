@@ -578,6 +578,8 @@ def _check_encoded(encoded: pb.Encoded, command: pb.EncodeCommand) -> None:
                 f"it left out {omitted} ids of a text, of which {command.max_token_ids or 'all'} are wanted"
             )
         return
+    if command.HasField("answer") != encoded.HasField("read_answer"):
+        raise ContractBroken("it read an answer that nobody sent, or left one unread")
     ids = len(encoded.token_ids) + sum(len(word.ids) for word in encoded.words)
     characters = len(command.text) + sum(map(len, command.words))
     if command.HasField("chat"):

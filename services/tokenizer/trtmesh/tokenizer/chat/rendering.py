@@ -6,10 +6,7 @@ The result is the same as transformers', without the seconds for an import of tr
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from typing import Any, BinaryIO
@@ -21,18 +18,15 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from trtmesh.tokenizer.chat.frames import (
-    CPU_SECONDS,
+    DONE,
     INVALID,
+    MOST_PROBLEM_CHARACTERS,
     OWN_VARIABLES,
     REFUSED,
-    RENDERED,
-    framed,
     read_frame,
+    serve,
 )
 
-MEMORY_BYTES = 2**30
-"""Most address space of the process."""
-MOST_PROBLEM_CHARACTERS = 512
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of a message for the model to continue."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -230,24 +224,23 @@ def _parsed(name: str, text: bytes) -> Any:
         raise InvalidPartError(f"{name} is not JSON: {error}") from None
 
 
-def _serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    first = json.loads(read_frame(incoming) or b"{}")
-    templates = Templates(first["templates"], first["special_tokens"])
-    while (frame := read_frame(incoming)) is not None:
-        asked = json.loads(frame)
-        parts = {name: read_frame(incoming) or b"" for name in asked["parts"]}
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        try:
-            text = templates.render(asked | _conversation(parts))
-            if len(answer := RENDERED + text.encode()) > asked["most_bytes"]:
-                answer = REFUSED + b"its text has more than %d bytes" % asked["most_bytes"]
-        except InvalidPartError as error:
-            answer = INVALID + str(error).encode("utf-8", "replace")
-        except Exception as error:  # noqa: BLE001 - templates are programs of strangers
-            answer = REFUSED + _problem_of(error).encode("utf-8", "replace")
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        outgoing.write(framed(answer))
-        outgoing.flush()
+def _begin(first: bytes) -> Callable[[bytes, BinaryIO], bytes]:
+    given = json.loads(first)
+    return partial(_answer, Templates(given["templates"], given["special_tokens"]))
+
+
+def _answer(templates: Templates, frame: bytes, incoming: BinaryIO) -> bytes:
+    asked = json.loads(frame)
+    parts = {name: read_frame(incoming) or b"" for name in asked["parts"]}
+    try:
+        text = templates.render(asked | _conversation(parts))
+        if len(answer := DONE + text.encode()) > asked["most_bytes"]:
+            return REFUSED + b"its text has more than %d bytes" % asked["most_bytes"]
+    except InvalidPartError as error:
+        return INVALID + str(error).encode("utf-8", "replace")
+    except Exception as error:  # noqa: BLE001 - templates are programs of strangers
+        return REFUSED + _problem_of(error).encode("utf-8", "replace")
+    return answer
 
 
 def _problem_of(error: Exception) -> str:
@@ -258,8 +251,4 @@ def _problem_of(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    # Signals of the terminal are for the service.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _serve(sys.stdin.buffer, sys.stdout.buffer)
+    serve(_begin)

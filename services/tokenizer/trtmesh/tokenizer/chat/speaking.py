@@ -21,6 +21,8 @@ class ToolFormat(StrEnum):
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
     """A name before the arguments, as from version 11 of Mistral's tokenizers."""
+    RESPONSE_TEMPLATE = "response_template"
+    """As the response template of the model says, by transformers' parser."""
     MISTRAL_LIST = "mistral_list"
     """A list, as before."""
 
@@ -45,7 +47,7 @@ def tool_format(templates: ChatTemplates, asked: ToolFormat) -> ToolFormat:
         return ToolFormat.HERMES
     if "<|start_header_id|>" in template and '"parameters": ' in template:
         return ToolFormat.LLAMA3_JSON
-    return ToolFormat.NONE
+    return ToolFormat.RESPONSE_TEMPLATE if templates.response_template else ToolFormat.NONE
 
 
 def reasoning_format(templates: ChatTemplates, asked: ReasoningFormat) -> ReasoningFormat:

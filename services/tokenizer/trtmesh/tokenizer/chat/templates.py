@@ -26,6 +26,8 @@ class ChatTemplates:
 
     by_name: Mapping[str, str]
     special_tokens: Mapping[str, str]
+    response_template: Mapping[str, Any] | None = None
+    """How to read answers, in the notation of transformers, if the model says."""
 
     @property
     def default(self) -> str | None:
@@ -63,7 +65,8 @@ def read_templates(
     files = {DEFAULT: model_dir / TEMPLATE_FILE}
     files |= {file.stem: file for file in sorted((model_dir / NAMED_TEMPLATES).glob("*.jinja"))}
     named |= {name: _read(file) for name, file in files.items() if file.is_file()}
-    return ChatTemplates(named, special_tokens)
+    own = config.get("response_template")
+    return ChatTemplates(named, special_tokens, own if isinstance(own, dict) else None)
 
 
 def _read(file: Path) -> str:

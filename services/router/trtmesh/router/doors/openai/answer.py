@@ -35,6 +35,16 @@ FINISH_REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
+class ByTemplate:
+    """An answer that a tokenizer reads by the response template of the model."""
+
+    tools: str
+    """As the chat template gets them."""
+    prompt_end: str = ""
+    """The end of the prompt's text."""
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """A request, and the answer that it asks for."""
 
@@ -55,7 +65,8 @@ class Wanted:
     echo: Mapping[str, Any] = field(default_factory=dict)
     """The fields of the request that an answer of `/v1/responses` repeats."""
     reading: Reading | None = None
-    """How to read the answers; None where they are text alone."""
+    """How to read the answers; None where they are text alone, or a tokenizer reads them."""
+    by_template: ByTemplate | None = None
     tools: ToolUse | None = None
     with_reasoning: bool = True
     """Whether the answer shows the reasoning."""
@@ -212,20 +223,14 @@ class Readers:
         """Returns the piece with the parts of its text in place of the text."""
         if (parser := self._parsers.get(piece.choice)) is None:
             assert self._wanted.reading is not None
-            new_id = partial(self._call_id, piece.choice)
+            new_id = partial(call_id, self._wanted, piece.choice)
             parser = self._parsers[piece.choice] = AnswerParser(self._wanted.reading, new_id)
             self._is_thinking[piece.choice] = self._wanted.reading.is_thinking
         self._count(piece)
         said = parser.feed(piece.text) if piece.text else ()
-        reason = piece.finish_reason
-        if reason is not None:
+        if piece.finish_reason is not None:
             said = [*said, *parser.end()]
-            reason = "tool_calls" if reason == "stop" and parser.calls else reason
-        if not self._wanted.with_reasoning:
-            said = [each for each in said if not isinstance(each, Reasoning)]
-        if len(said) == 1 and isinstance(said[0], Content):
-            return piece._replace(text=said[0].text, finish_reason=reason)
-        return piece._replace(text="", said=said, finish_reason=reason)
+        return read_piece(piece, said, self._wanted, has_calls=bool(parser.calls))
 
     def _count(self, piece: Piece) -> None:
         """Counts the tokens of the reasoning, including the marks around it."""
@@ -239,14 +244,28 @@ class Readers:
             is_thinking = is_thinking and token != end
         self._is_thinking[piece.choice] = is_thinking
 
-    def _call_id(self, choice: int, index: int) -> str:
-        """Names a call: the same name in the same place of a request. The templates of some models want nine letters
-        and digits."""
-        tools, request = self._wanted.tools, self._wanted.request
-        place = f"{request.request_id} {choice} {index}".encode()
-        digest = blake2b(place, digest_size=12).hexdigest()
-        is_short = tools is not None and tools.formats[0].has_short_ids
-        return digest[:9] if is_short else f"call_{digest}"
+
+def read_piece(
+    piece: Piece, said: Sequence[AnswerPart], wanted: Wanted, *, has_calls: bool
+) -> Piece:
+    """Returns the piece with the parts of its text in place of the text. `has_calls` counts for the whole answer."""
+    reason = piece.finish_reason
+    reason = "tool_calls" if reason == "stop" and has_calls else reason
+    if not wanted.with_reasoning:
+        said = [each for each in said if not isinstance(each, Reasoning)]
+    if len(said) == 1 and isinstance(said[0], Content):
+        return piece._replace(text=said[0].text, finish_reason=reason)
+    return piece._replace(text="", said=said, finish_reason=reason)
+
+
+def call_id(wanted: Wanted, choice: int, index: int) -> str:
+    """Names a call: the same name in the same place of a request. The templates of some models want nine letters and
+    digits."""
+    tools, request = wanted.tools, wanted.request
+    place = f"{request.request_id} {choice} {index}".encode()
+    digest = blake2b(place, digest_size=12).hexdigest()
+    is_short = tools is not None and any(each.has_short_ids for each in tools.formats)
+    return digest[:9] if is_short else f"call_{digest}"
 
 
 def _cut_off(reason: int) -> TrtmeshError | None:

@@ -11,7 +11,7 @@ import orjson
 from trtmesh.chassis.errors import InvalidField, InvalidRequest
 from trtmesh.chassis.quoting import quoted
 from trtmesh.router.doors.http.json_bodies import parse_text
-from trtmesh.router.doors.openai.answer import Choices, Piece, Wanted
+from trtmesh.router.doors.openai.answer import ByTemplate, Choices, Piece, Wanted
 from trtmesh.router.doors.openai.answer_parts import CallArguments, CallBegun, Content, Reasoning
 from trtmesh.router.doors.openai.fields import (
     BOOLEAN,
@@ -25,7 +25,13 @@ from trtmesh.router.doors.openai.fields import (
 )
 from trtmesh.router.doors.openai.log_probs import TokenTexts, chat_shape
 from trtmesh.router.doors.openai.requested import Requested
-from trtmesh.router.doors.openai.tools import ToolUse, guided, read_tools, reading_of
+from trtmesh.router.doors.openai.tools import (
+    RESPONSE_TEMPLATE,
+    ToolUse,
+    guided,
+    read_tools,
+    reading_of,
+)
 from trtmesh.v1 import chat_pb2
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -54,16 +60,21 @@ class Chats(Choices):
         _read_log_probs(fields, config.output, config)
         with_reasoning = fields.take_flag("include_reasoning", default=True)
         talk = conversation(requested)
-        output = config.output
-        if talk.tools and talk.tools.formats[0].ends and not output.HasField("skip_special_tokens"):
+        output, by_template = config.output, _read_by_template(requested, talk, config)
+        has_markers = by_template or (talk.tools and talk.tools.formats[0].ends)
+        if has_markers and not output.HasField("skip_special_tokens"):
             output.skip_special_tokens = False
+        item = router_pb.GenerateItem(chat=talk.chat)
+        if by_template is not None:
+            wanted = requested.wanted([item], config, is_large=is_large)
+            wanted = replace(wanted, by_template=by_template, tools=talk.tools)
+            return replace(wanted, with_reasoning=with_reasoning)
         reading = reading_of(talk.tools, reasons=requested.about.reasoning_format == "think")
         if not reading.reasons:
             # Otherwise the rendered prompt decides.
             reading = guided(config.guided_decoding, talk.tools, reading)
             if reading.is_guided:
                 fields.call("tools", *GUIDE)
-        item = router_pb.GenerateItem(chat=talk.chat)
         wanted = requested.wanted([item], config, is_large=is_large)
         if not reading.reasons and talk.tools is None:
             return wanted
@@ -147,6 +158,23 @@ class Talk(NamedTuple):
     chat: chat_pb2.Chat
     tools: ToolUse | None
     """The functions offered to the model."""
+
+
+def _read_by_template(
+    requested: Requested, talk: Talk, config: pb.GenerationConfig
+) -> ByTemplate | None:
+    """Returns how a tokenizer reads the answer, or None where this door does. Raises InvalidField."""
+    if requested.about.tool_format != RESPONSE_TEMPLATE:
+        return None
+    if not config.guided_decoding.guide_type:
+        return ByTemplate(talk.chat.tools)
+    if talk.tools is not None:
+        problem = (
+            "does not go with tools of a model with a response_template; leave one of them out"
+        )
+        raise InvalidField(problem, field="response_format")
+    # A guide describes the answer without markers.
+    return None
 
 
 def conversation(requested: Requested) -> Talk:

@@ -41,6 +41,7 @@ from trtmesh.router.doors.openai.requested import Requested, encoded, with_promp
 from trtmesh.router.doors.openai.responses import StatelessResponses
 from trtmesh.router.doors.openai.served import ServedModels
 from trtmesh.router.doors.openai.settings import OpenAiSettings
+from trtmesh.router.doors.openai.template_answers import TemplateAnswers
 from trtmesh.router.doors.openai.texts import TextPaths
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
@@ -145,7 +146,10 @@ class OpenAi:
                 frame = Frame(f"{endpoint.id_prefix}{request_id}", wanted.model)
                 if wanted.streamed:
                     writer = endpoint.writer(wanted, frame)
-                    stream = EventStream(request, wanted, writer, self._token_bytes, self._metrics)
+                    reader = TemplateAnswers(wanted, self._tokenizers)
+                    stream = EventStream(
+                        request, wanted, writer, reader, self._token_bytes, self._metrics
+                    )
                     try:
                         async with call.running(opening) as live:
                             await live.client.forward(stream)
@@ -159,8 +163,9 @@ class OpenAi:
                         log.exception("a stream failed unexpectedly")
                         return await stream.fail(InternalError(f"{type(error).__name__}: {error}"))
                 whole = endpoint.gathered(wanted, frame)
+                reader = TemplateAnswers(wanted, self._tokenizers)
                 async with call.running(opening) as live:
-                    events = await _collect(live, wanted, whole)
+                    events = await _collect(live, wanted, reader, whole)
                 self._metrics.client_messages += 1
                 bytes_of = await self._token_bytes.of(wanted.request.model, whole.scored)
                 write = partial(whole.written, events.usage, bytes_of)
@@ -196,7 +201,8 @@ class OpenAi:
     async def _begun(self, fields: Fields, wanted: Wanted, owner: Identity) -> Wanted:
         """The request, with a rendered prompt where the model reasons: the prompt may have begun it. Raises RateLimited
         or the pool's errors."""
-        if wanted.reading is None or not wanted.reading.reasons:
+        reasons = wanted.reading is not None and wanted.reading.reasons
+        if not reasons and wanted.by_template is None:
             return wanted
         self._requests.check_rates(wanted.request, owner)
         model, chat = wanted.request.model, wanted.request.items[0].chat
@@ -221,12 +227,14 @@ async def _refuse_embeddings(_: web.Request) -> web.StreamResponse:
     raise UnsupportedCall("embeddings are not served: this mesh runs models that generate")
 
 
-async def _collect(live: LiveRequest, wanted: Wanted, whole: Gathered) -> Events:
+async def _collect(
+    live: LiveRequest, wanted: Wanted, reader: TemplateAnswers, whole: Gathered
+) -> Events:
     """Gathers a whole answer. Raises the first error of an item, which ends the others: an answer has no place for
     it."""
     events = Events(wanted)
     while (waiting := await live.client.next_entries()) is not None:
-        for piece in events.read(waiting):
+        for piece in await reader.read([*events.read(waiting)]):
             whole.add(piece)
         for error in events.errors:
             raise error
@@ -242,18 +250,20 @@ class EventStream(Sink[Sequence[Waiting]]):
         request: web.Request,
         wanted: Wanted,
         writer: Writer,
+        reader: TemplateAnswers,
         token_bytes: TokenBytes,
         metrics: RouterMetrics,
     ) -> None:
         self._request, self._writer, self._metrics = request, writer, metrics
         self._model, self._token_bytes = wanted.request.model, token_bytes
-        self._needs_bytes = wanted.has_log_probs
+        self._reader = reader
+        self._must_wait = wanted.has_log_probs or wanted.by_template is not None
         self._chunked = request.version >= HttpVersion11
         self._events = Events(wanted)
         self._response: web.StreamResponse | None = None
 
     def write_now(self, message: Sequence[Waiting]) -> bool:
-        if self._response is None or self._needs_bytes:
+        if self._response is None or self._must_wait:
             return False
         if (transport := free_transport(self._request)) is None:
             return False
@@ -265,7 +275,7 @@ class EventStream(Sink[Sequence[Waiting]]):
         return True
 
     async def write(self, message: Sequence[Waiting]) -> None:
-        pieces = list(self._events.read(message))
+        pieces = await self._reader.read([*self._events.read(message)])
         bytes_of: Mapping[int, bytes] = NOTHING_SCORED
         if tokens := [token for piece in pieces for token in piece.scored or ()]:
             bytes_of = await self._token_bytes.of(self._model, tokens)

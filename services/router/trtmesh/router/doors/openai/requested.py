@@ -117,14 +117,15 @@ async def encoded(
 def with_prompt(wanted: Wanted, prompt: tokenizer_pb.Encoded) -> Wanted:
     """Returns the request with the ids of the conversation, and with the guide and the reading for the conversation.
     Raises InvalidField."""
-    request, reading = wanted.request, wanted.reading
-    assert reading is not None
-    is_thinking = prompt.text_end.rstrip().endswith(THINK)
+    request, reading, by_template = wanted.request, wanted.reading, wanted.by_template
     config = pb.GenerationConfig()
     config.CopyFrom(request.items[0].message)
-    reading = guided(
-        config.guided_decoding, wanted.tools, replace(reading, is_thinking=is_thinking)
-    )
+    if reading is not None:
+        is_thinking = prompt.text_end.rstrip().endswith(THINK)
+        reading = replace(reading, is_thinking=is_thinking)
+        reading = guided(config.guided_decoding, wanted.tools, reading)
+    if by_template is not None:
+        by_template = replace(by_template, prompt_end=prompt.text_end)
     item = router_pb.GenerateItem(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=prompt.token_ids)))
     message = router_pb.GenerateRequest(
         request_id=request.request_id, model=request.model, items=[item], config=config
@@ -134,5 +135,6 @@ def with_prompt(wanted: Wanted, prompt: tokenizer_pb.Encoded) -> Wanted:
         wanted,
         request=parse_request(message, "", is_large=True),
         reading=reading,
+        by_template=by_template,
         reasoning_ids=[ids[0] for ids in marks] if all(len(ids) == 1 for ids in marks) else (),
     )

@@ -16,6 +16,8 @@ from trtmesh.v1 import generation_pb2 as pb
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+RESPONSE_TEMPLATE = "response_template"
+"""The tool format of models whose answers a tokenizer reads."""
 MODES = ("none", "auto", "required")
 PLACE = re.compile(r"at (/\S*?)/json_schema(/\S*)? (.*)", re.DOTALL)
 """Matches what an engine says of a schema within structural tags: its path, that of the problem in it, and the rest."""
@@ -47,7 +49,7 @@ class ToolUse:
     calls_one: bool
     """Whether there may be no second call."""
     formats: Sequence[CallFormat]
-    """Those of the model."""
+    """Those of the model; none where a tokenizer reads the answers."""
 
     @property
     def needs_guide(self) -> bool:
@@ -80,15 +82,24 @@ def read_tools(fields: Fields, tool_format: str) -> ToolUse | None:
     mode, names = _chosen(choice, by_name)
     if mode == "none":
         return None
-    if (formats := FORMATS.get(tool_format)) is None:
+    if tool_format not in FORMATS and tool_format != RESPONSE_TEMPLATE:
         raise InvalidField(
             "are not served: the chat template of the model shows no form of calls that is known here"
-            " (tokenizer.tool_format)",
+            " (tokenizer.tool_format), and tokenizer_config.json has no response_template that could be followed; add"
+            " one for transformers' parser",
             field="tools",
         )
     is_named = isinstance(choice, dict) and choice["type"] == "function"
     told, usable = [tool.told for tool in tools], [by_name[name] for name in names]
-    return ToolUse(told, usable, mode == "required", is_named or not at_once, formats)
+    formats = FORMATS.get(tool_format, ())
+    use = ToolUse(told, usable, mode == "required", is_named or not at_once, formats)
+    if not formats and use.needs_guide:
+        raise InvalidField(
+            "may only be auto, and without strict, allowed_tools and parallel_tool_calls: a response_template says"
+            " how to read calls, and not how to make the model write them",
+            field="tool_choice",
+        )
+    return use
 
 
 def _tool(path: str, given: Any) -> Tool:
