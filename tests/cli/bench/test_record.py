@@ -54,6 +54,13 @@ def test_file_gives_back_the_runs(tmp_path: Path) -> None:
     ]
 
 
+def test_written_lines_survive_the_writer(tmp_path: Path) -> None:
+    with RunFile(tmp_path / "runs.jsonl") as file:
+        file.write(HEADER)
+        file.write(ANSWER)
+        assert read_runs(tmp_path / "runs.jsonl") == [Run(HEADER, (ANSWER,), None)]
+
+
 def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     file.write_bytes(as_line(HEADER) + as_line(ANSWER) + as_line(ANSWER)[:-9])

@@ -157,7 +157,6 @@ def test_interrupt_before_the_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 def _answers(record: Path) -> int:
-    # Buffered by lines of some kilobytes, so that not each is there at once.
     return record.read_bytes().count(b'"kind":"answer"') if record.exists() else 0
 
 

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
@@ -290,15 +291,15 @@ def _plain(value: object) -> object:
 
 
 class RunFile:
-    """Writes runs while they happen. Each line is whole on the disk once it is written."""
+    """Writes runs while they happen, a line at a time, so that a killed process leaves what it had."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: IO[bytes] | None = None
+        self._file: FileIO | None = None
 
     def __enter__(self) -> Self:
         try:
-            self._file = self._path.open("wb")
+            self._file = self._path.open("wb", buffering=0)
         except OSError as error:
             raise SettingsError(f"{self._path} cannot be written: {error.strerror}") from error
         return self
@@ -315,8 +316,6 @@ class RunFile:
     def write(self, line: Line) -> None:
         assert self._file, "used outside `with`"
         self._file.write(as_line(line))
-        if not isinstance(line, Answer):
-            self._file.flush()
 
 
 def read_runs(path: Path) -> Sequence[Run]:
