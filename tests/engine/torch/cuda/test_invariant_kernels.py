@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.compute import self_check
-from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
+from trtmesh.engine.backends.torch.cuda.attention import GraphAttention, KernelAttention
 from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.invariant_layers import Trial, make_invariant
 from trtmesh.engine.backends.torch.cuda.kernels import invariant_attention
@@ -30,10 +30,8 @@ from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
     shares_of,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.layers import gated_silu, turn
-from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
+from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows, store_tokens
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import tiles_of
-from trtmesh.engine.backends.torch.cuda.kernels.store import store_tokens
-from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.model import load_model
 

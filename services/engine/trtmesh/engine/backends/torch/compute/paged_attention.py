@@ -26,7 +26,6 @@ class CachedAttention(ABC):
     def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
         self._step = step
         self._written = written
-        self._forget_groups()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         kv = torch.cat((self._per_token(key), self._per_token(value)), dim=1)
@@ -35,10 +34,6 @@ class CachedAttention(ABC):
 
     @abstractmethod
     def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor: ...
-
-    @abstractmethod
-    def _forget_groups(self) -> None:
-        """Drops the groups of the last step."""
 
     def _write(self, layer: int, kv: Tensor) -> StepTokens:
         """Writes the step's keys and values of a layer to the cache; returns the step."""
@@ -79,7 +74,8 @@ class PagedAttention(CachedAttention):
         self._grouping = Grouping(cache, tables.rows, dtype, copies)
         self._groups: dict[int | None, list[Group]] = {}
 
-    def _forget_groups(self) -> None:
+    def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
+        super().begin(step, written)
         self._groups = {}
 
     def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:

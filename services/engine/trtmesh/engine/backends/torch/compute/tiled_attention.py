@@ -7,7 +7,7 @@ because fewer rows take other kernels. A tile hidden from a token changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +59,8 @@ class TiledAttention(CachedAttention):
         self._tables = tables.rows
         self._groups: dict[tuple[int | None, int], list[_Group]] = {}
 
-    def _forget_groups(self) -> None:
+    def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
+        super().begin(step, written)
         self._groups = {}
 
     def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:

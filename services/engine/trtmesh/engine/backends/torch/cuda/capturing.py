@@ -93,10 +93,6 @@ def capture(
     return replays
 
 
-def has_adapter(chunks: SequenceOf[Chunk]) -> bool:
-    return any(chunk.sequence.adapter is not None for chunk in chunks)
-
-
 def needs_only_tokens(chunk: Chunk, *, adapted: bool) -> bool:
     """Whether the forward of a chunk is a function of tokens, blocks and, where `adapted`, slots alone, as in a
     graph."""

@@ -6,25 +6,19 @@ model over static inputs, and the choice of tokens; the rest of a graph is fille
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.capturing import (
-    Record,
     Rows,
-    capture,
-    has_adapter,
     joined,
     needs_only_tokens,
 )
-from trtmesh.engine.backends.torch.cuda.decode_graphs import Rules
+from trtmesh.engine.backends.torch.cuda.decode_graphs import Graphs
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens
-from trtmesh.engine.backends.torch.cuda.step_inputs import MOST_CHUNKS, ChunkInputs, GraphAttention
-from trtmesh.engine.backends.torch.cuda.updates import AdaptedSteps
-from trtmesh.engine.backends.torch.model.model import Model
+from trtmesh.engine.backends.torch.cuda.ruled_choice import RuledChoice
+from trtmesh.engine.backends.torch.cuda.step_inputs import MOST_CHUNKS, ChunkInputs
 from trtmesh.engine.backends.torch.sequence import Chunk
 from trtmesh.engine.scheduling import sequence as scheduled
 
@@ -32,49 +26,26 @@ SIZES = (64, 128, 256, *range(384, 2049, 128))
 """Tokens of a graph. More take several graphs, since larger graphs would not be faster."""
 
 
-class ChunkGraphs:
+class ChunkGraphs(Graphs[ChunkInputs]):
     """Computes chunks of any number and size, as many as possible in each graph."""
 
-    def __init__(
-        self,
-        model: Model,
-        attention: GraphAttention,
-        inputs: ChunkInputs,
-        most_tokens: int,
-        record: Record,
-        rules: Rules | None = None,
-        share: Callable[[Tensor], None] | None = None,
-        adapted: AdaptedSteps | None = None,
-    ) -> None:
-        """`most_tokens` is the largest step: no larger graph is useful. For the others see DecodeGraphs."""
-        self._model = model
-        self._attention = attention
-        self._inputs = inputs
-        self._share = share
-        self._tokens = torch.zeros_like(inputs.kept_rows)
-        self._sizes = sizes(most_tokens)
-        self._replays = capture(
-            model, record, self._step, self._sizes, "chunks of prompts", "tokens"
-        )
-        self._ruled = rules(MOST_CHUNKS, self._tokens) if rules and self._replays else None
-        if self._ruled:
-            # Of a graph of any size.
-            self._kept = torch.zeros(MOST_CHUNKS, model.vocabulary_size, device=self._tokens.device)
-            self._ruled.capture(MOST_CHUNKS, self._kept)
-        self._adapted = adapted
-        self._adapted_replays = {}
-        if adapted:
-            self._adapted_replays = adapted.capture(
-                model, record, self._step, self._replays, "chunks of prompts", "tokens"
-            )
+    what, unit = "chunks of prompts", "tokens"
 
-    @property
-    def are_captured(self) -> bool:
-        return bool(self._replays)
+    def _sizes_for(self, most: int) -> list[int]:
+        return sizes(most)
+
+    def _no_tokens(self) -> Tensor:
+        return torch.zeros_like(self._inputs.kept_rows)
+
+    def _capture_rules(self, ruled: RuledChoice) -> None:
+        # Of a graph of any size.
+        most, device = len(self._tokens), self._tokens.device
+        self._kept = torch.zeros(most, self._model.vocabulary_size, device=device)
+        ruled.capture(most, self._kept)
 
     def takes(self, chunks: SequenceOf[Chunk]) -> bool:
         """Whether graphs can compute chunks."""
-        adapted = bool(self._adapted_replays)
+        adapted = self.take_adapters
         return self.are_captured and all(
             needs_only_tokens(chunk, adapted=adapted) and not chunk.drafts for chunk in chunks
         )
@@ -93,16 +64,12 @@ class ChunkGraphs:
     @torch.inference_mode()
     def _launch(self, chunks: SequenceOf[Chunk]) -> Rows:
         count = sum(chunk.count for chunk in chunks)
-        size = self._sizes[bisect_left(self._sizes, count)]
+        size = self._size(count)
         self._inputs.fill(chunks, size)
         kept = [chunk.sequence for chunk in chunks if chunk.completes]
         if self._ruled:
             self._ruled.fill(kept)
-        replays = self._replays
-        if self._adapted and has_adapter(chunks):
-            self._adapted.fill(chunks)
-            replays = self._adapted_replays
-        logits = replays[size]()[: len(kept)].clone()
+        logits = self._compute(size, chunks)[: len(kept)].clone()
         log_probs = None
         if self._ruled and kept:
             self._kept[: len(kept)].copy_(logits)

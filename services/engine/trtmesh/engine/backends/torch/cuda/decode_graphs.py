@@ -4,24 +4,26 @@ inputs and the choice of the tokens. A step with fewer rows than the graph fills
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from trtmesh.engine.backends.torch.cuda.attention import GraphAttention
 from trtmesh.engine.backends.torch.cuda.capturing import (
     Record,
     Rows,
     capture,
-    has_adapter,
     joined,
     needs_only_tokens,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import choose_tokens, known_tokens
 from trtmesh.engine.backends.torch.cuda.ruled_choice import RuledChoice
 from trtmesh.engine.backends.torch.cuda.ruled_rows import Numbers
-from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention, StepInputs
+from trtmesh.engine.backends.torch.cuda.step_inputs import ChunkInputs, StepInputs
 from trtmesh.engine.backends.torch.cuda.updates import AdaptedSteps
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sampling.filters import indexes
@@ -31,43 +33,48 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 FURTHER = 128
 """Distance of sizes beyond."""
 
+Inputs = TypeVar("Inputs", StepInputs, ChunkInputs)
+
 Rules = Callable[[int, Tensor], RuledChoice]
 """Makes the choice by rules for up to a number of rows, with the tokens of the graphs."""
 
 
-class DecodeGraphs:
-    """Computes completing chunks of a token each."""
+class Graphs(ABC, Generic[Inputs]):
+    """Steps as captured graphs of some sizes, each with the choice of the tokens."""
+
+    what: ClassVar[str]
+    unit: ClassVar[str]
+    """Names of the steps, and of the unit of their sizes."""
 
     def __init__(
         self,
         model: Model,
         attention: GraphAttention,
-        inputs: StepInputs,
-        most_rows: int,
+        inputs: Inputs,
+        most: int,
         record: Record,
         rules: Rules | None = None,
         share: Callable[[Tensor], None] | None = None,
         adapted: AdaptedSteps | None = None,
     ) -> None:
-        """`share` gives other ranks the tokens chosen by the first; None on a single device. `rules` makes the choice
-        by rules; None where the host makes it. `adapted` is None where no graph takes adapters."""
+        """`most` is the size of the largest step. `share` gives other ranks the tokens chosen by the first; None on a
+        single device. `rules` makes the choice by rules; None where the host makes it. `adapted` is None where no graph
+        takes adapters."""
         self._share = share
         self._model = model
         self._attention = attention
-        self._inputs = inputs
-        self._tokens = torch.zeros_like(inputs.positions[:most_rows])
-        self._sizes = sizes(most_rows)
-        self._launched: tuple[int, Tensor]
-        self._replays = capture(model, record, self._step, self._sizes, "decode steps", "sequences")
-        self._ruled = rules(most_rows, self._tokens) if rules and self._replays else None
+        self._inputs: Inputs = inputs
+        self._sizes = self._sizes_for(most)
+        self._tokens = self._no_tokens()
+        self._replays = capture(model, record, self._step, self._sizes, self.what, self.unit)
+        self._ruled = rules(len(self._tokens), self._tokens) if rules and self._replays else None
         if self._ruled:
-            for size, replay in self._replays.items():
-                self._ruled.capture(size, replay())
+            self._capture_rules(self._ruled)
         self._adapted = adapted
         self._adapted_replays = {}
         if adapted:
             self._adapted_replays = adapted.capture(
-                model, record, self._step, self._replays, "decode steps", "sequences"
+                model, record, self._step, self._replays, self.what, self.unit
             )
 
     @property
@@ -75,13 +82,58 @@ class DecodeGraphs:
         return bool(self._replays)
 
     @property
+    def take_adapters(self) -> bool:
+        return bool(self._adapted_replays)
+
+    @abstractmethod
+    def _sizes_for(self, most: int) -> list[int]:
+        """The sizes of the graphs, in ascending order."""
+
+    @abstractmethod
+    def _no_tokens(self) -> Tensor:
+        """Makes the memory for chosen tokens."""
+
+    @abstractmethod
+    def _step(self, size: int) -> Tensor:
+        """Computes the logits of a graph, and chooses the tokens."""
+
+    @abstractmethod
+    def _capture_rules(self, ruled: RuledChoice) -> None:
+        """Captures the choice by rules from the logits of the graphs."""
+
+    def _size(self, count: int) -> int:
+        return self._sizes[bisect_left(self._sizes, count)]
+
+    def _compute(self, size: int, chunks: SequenceOf[Chunk]) -> Tensor:
+        """The logits of a graph, whose inputs are filled."""
+        if self._adapted and any(chunk.sequence.adapter is not None for chunk in chunks):
+            self._adapted.fill(chunks)
+            return self._adapted_replays[size]()
+        return self._replays[size]()
+
+
+class DecodeGraphs(Graphs[StepInputs]):
+    """Computes completing chunks of a token each."""
+
+    what, unit = "decode steps", "sequences"
+
+    _launched: tuple[int, Tensor]
+    """Size and logits of the last graph."""
+
+    def _sizes_for(self, most: int) -> list[int]:
+        return sizes(most)
+
+    def _no_tokens(self) -> Tensor:
+        return torch.zeros_like(self._inputs.positions[: self._sizes[-1]])
+
+    def _capture_rules(self, ruled: RuledChoice) -> None:
+        for size, replay in self._replays.items():
+            ruled.capture(size, replay())
+
+    @property
     def are_shared(self) -> bool:
         """Whether other ranks compute as well, which know tokens by the rows of the graphs alone."""
         return self._share is not None
-
-    @property
-    def take_adapters(self) -> bool:
-        return bool(self._adapted_replays)
 
     def takes(self, chunk: Chunk) -> bool:
         """Whether a graph can compute a chunk."""
@@ -132,21 +184,14 @@ class DecodeGraphs:
         size = self._size(len(chunks))
         # Known to the device alone; as many of each sequence.
         unknown = chunks[0].start + 1 - len(chunks[0].sequence.tokens)
-        self._inputs.fill_chosen(chunks, size, rows, unknown)
+        self._inputs.fill(chunks, size, [-1 - row for row in rows], unknown)
         return self._replay(size, chunks, unknown)
-
-    def _size(self, count: int) -> int:
-        return self._sizes[bisect_left(self._sizes, count)]
 
     def _replay(self, size: int, chunks: SequenceOf[Chunk], unknown: int | Numbers = 0) -> Rows:
         count, log_probs = len(chunks), None
         if self._ruled:
             self._ruled.fill([chunk.sequence for chunk in chunks], unknown)
-        replays = self._replays
-        if self._adapted and has_adapter(chunks):
-            self._adapted.fill(chunks)
-            replays = self._adapted_replays
-        logits = replays[size]()
+        logits = self._compute(size, chunks)
         self._launched = size, logits
         if self._ruled:
             log_probs = self._ruled.launch(size, logits)

@@ -16,7 +16,7 @@ from trtmesh.engine.backends.torch.compute.device import Compute
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cuda import chunk_graphs, decode_graphs, run_graphs
-from trtmesh.engine.backends.torch.cuda.attention import KernelAttention
+from trtmesh.engine.backends.torch.cuda.attention import GraphAttention, KernelAttention
 from trtmesh.engine.backends.torch.cuda.capturing import Record
 from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
 from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
@@ -41,7 +41,6 @@ from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
 from trtmesh.engine.backends.torch.cuda.step_inputs import (
     MOST_CHUNKS,
     ChunkInputs,
-    GraphAttention,
     StepInputs,
 )
 from trtmesh.engine.backends.torch.cuda.updates import (

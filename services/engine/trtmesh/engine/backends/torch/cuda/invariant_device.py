@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 from transformers import PreTrainedModel
+from trtmesh.engine.backends.torch.cuda.attention import GraphAttention, InvariantAttention
 from trtmesh.engine.backends.torch.cuda.device import Cuda, fitted
 from trtmesh.engine.backends.torch.cuda.experts import KernelExperts
-from trtmesh.engine.backends.torch.cuda.invariant_attention import InvariantAttention
 from trtmesh.engine.backends.torch.cuda.invariant_layers import (
     InvariantLayerProducts,
     InvariantUpdates,
@@ -22,7 +22,6 @@ from trtmesh.engine.backends.torch.cuda.layers import (
     KernelNorm,
     KernelRotation,
 )
-from trtmesh.engine.backends.torch.cuda.step_inputs import GraphAttention
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.fusing import fuse_experts, fuse_layers, fuse_norms
 from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable

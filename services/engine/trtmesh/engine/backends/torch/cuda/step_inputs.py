@@ -1,15 +1,13 @@
-"""The static inputs of captured steps, each filled by one copy from pinned memory, and attention over them."""
+"""The static inputs of captured steps, each filled by one copy from pinned memory."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence as SequenceOf
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.compute.paged_attention import CachedAttention
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import TILE, tiles_of
 from trtmesh.engine.backends.torch.cuda.ruled_rows import Numbers, RuledRows
@@ -77,8 +75,7 @@ ROW_FIELDS = 4
 
 class StepInputs:
     """Rows of a new token each. `table` has `width` [1] blocks a row, as many as the longest sequence of the step
-    needs: a copy takes no more than a step needs. A negative token id stands for a token known only to the device, see
-    `known_tokens`."""
+    needs: a copy takes no more than a step needs. For negative token ids see `known_tokens`."""
 
     def __init__(
         self,
@@ -115,22 +112,7 @@ class StepInputs:
         before: int | Numbers = 0,
     ) -> None:
         """Takes a token for each chunk, after `before` more than its sequence has; the rest of the `rows` have the null
-        block and store nothing."""
-        self._fill(chunks, rows, token_ids, before)
-
-    def fill_chosen(
-        self, chunks: SequenceOf[Chunk], rows: int, sources: SequenceOf[int], unknown: int
-    ) -> None:
-        """Takes the tokens chosen by the device in the rows `sources`, the last of `unknown` ones."""
-        self._fill(chunks, rows, [-1 - source for source in sources], unknown)
-
-    def _fill(
-        self,
-        chunks: SequenceOf[Chunk],
-        rows: int,
-        first_field: SequenceOf[int],
-        unknown: int | Numbers = 0,
-    ) -> None:
+        block and store nothing. The token -1 - n is that chosen by the device in row n."""
         count, most = len(chunks), self._most
         starts = [chunk.start for chunk in chunks]
         width = max(starts) // self._tokens_per_block + 1
@@ -138,9 +120,9 @@ class StepInputs:
         words[0] = width
         fields = words[HEADER : HEADER + ROW_FIELDS * most].reshape(ROW_FIELDS, most)
         fields[:, :rows] = 0
-        fields[0, :count] = first_field
+        fields[0, :count] = token_ids
         fields[1, :count] = starts
-        places, temperatures = self.rules.draws([chunk.sequence for chunk in chunks], unknown)
+        places, temperatures = self.rules.draws([chunk.sequence for chunk in chunks], before)
         fields[2, :count] = places
         fields[3].view(np.float64)[:count] = temperatures
         first = HEADER + ROW_FIELDS * most
@@ -241,18 +223,3 @@ class ChunkInputs:
 def _most_tiles(tokens: int) -> int:
     """Of up to MOST_CHUNKS chunks with so many tokens together."""
     return tokens // TILE + MOST_CHUNKS
-
-
-class GraphAttention(CachedAttention):
-    """Attention of a step of any chunks, and of the static inputs of graphs."""
-
-    @abstractmethod
-    def begin_rows(self, inputs: StepInputs, rows: int) -> None:
-        """Prepares for forwards over the first `rows` of a graph's inputs, a new token each."""
-
-    @abstractmethod
-    def begin_chunks(self, inputs: ChunkInputs, size: int) -> None:
-        """Prepares for forwards over the first `size` tokens of a graph's inputs."""
-
-    def _forget_groups(self) -> None:
-        """There are none."""
