@@ -61,11 +61,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Terminals of tests have equal abilities everywhere.
 os.environ["TERM"] = "xterm"
 
-# The same examples in every run, without a deadline; `make check` has some of them. `pytest
-# --hypothesis-profile=default`, as in `make soak`, draws new ones, and twice as many, or those of `searches.py`.
+# The same examples in every run, without a deadline. `pytest --hypothesis-profile=default`, as in `make soak`, draws
+# new ones, and three times as many, or those of `searches.py`.
 settings.register_profile(
     "same examples every time",
-    max_examples=50,
+    max_examples=30,
     derandomize=True,
     deadline=None,
     database=None,
@@ -73,9 +73,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("same examples every time")
-settings.register_profile(
-    "some of the examples", settings.get_profile("same examples every time"), max_examples=30
-)
 
 pytest_plugins = ["workers"]
 
@@ -104,8 +101,6 @@ def is_check(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     # Before output is captured.
     config.stash[standard_error] = os.dup(2)
-    if is_check(config):
-        settings.load_profile("some of the examples")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

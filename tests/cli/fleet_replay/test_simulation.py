@@ -17,10 +17,10 @@ from trtmesh.tools.fleet_replay.trace import Arrival
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_item_finishes_and_every_token_is_counted(policy: str) -> None:
-    arrivals = shared_prefixes(200)
+    arrivals = shared_prefixes(100)
     outcome = replay(arrivals, policy, FleetModel(workers=6))
-    assert outcome.items == sum(outcome.items_by_worker) == len(outcome.end_seconds) == 200
-    assert len(outcome.first_token_seconds) == 200
+    assert outcome.items == sum(outcome.items_by_worker) == len(outcome.end_seconds) == 100
+    assert len(outcome.first_token_seconds) == 100
     computed = sum(outcome.computed_by_worker)
     assert computed + outcome.reused_tokens == outcome.prompt_tokens
     assert outcome.reused_tokens <= outcome.reusable_tokens
@@ -113,11 +113,11 @@ def with_adapters(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_item_with_an_adapter_finishes(policy: str) -> None:
-    arrivals = with_adapters(300)
+    arrivals = with_adapters(120)
     fleet = FleetModel(workers=4, adapter_slots=2, host_adapters=4)
     outcome = replay(arrivals, policy, fleet)
-    assert outcome.adapter_items == 300
-    assert len(outcome.end_seconds) == len(outcome.first_token_seconds) == 300
+    assert outcome.adapter_items == 120
+    assert len(outcome.end_seconds) == len(outcome.first_token_seconds) == 120
     assert len({a.adapter for a in arrivals}) <= outcome.adapter_deliveries
     assert outcome.adapter_deliveries <= outcome.adapter_copies
 
@@ -162,11 +162,11 @@ def choosing(how: str, fleet: FleetModel = ROLES) -> FleetModel:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", ["auto", "always", "never"])
 def test_every_item_finishes_in_a_fleet_with_roles(policy: str, how: str) -> None:
-    arrivals = [*long_prompts(60), *with_adapters(60)]
+    arrivals = [*long_prompts(30), *with_adapters(30)]
     arrivals.sort(key=lambda arrival: arrival.seconds)
     outcome = replay(arrivals, policy, choosing(how))
-    assert outcome.items == len(outcome.end_seconds) == len(outcome.first_token_seconds) == 120
-    assert sum(outcome.items_by_worker) == 120
+    assert outcome.items == len(outcome.end_seconds) == len(outcome.first_token_seconds) == 60
+    assert sum(outcome.items_by_worker) == 60
     computed = sum(outcome.computed_by_worker)
     assert computed + outcome.reused_tokens == outcome.prompt_tokens
     prefill, *_ = outcome.items_by_worker
@@ -175,7 +175,7 @@ def test_every_item_finishes_in_a_fleet_with_roles(policy: str, how: str) -> Non
         assert outcome.handoffs == 0
         assert outcome.computed_by_worker[0] == 0
     if how == "always":
-        assert outcome.handoffs == 120
+        assert outcome.handoffs == 60
         assert outcome.computed_by_worker[0] == computed
 
 

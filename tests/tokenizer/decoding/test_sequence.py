@@ -21,7 +21,7 @@ from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 Family = tuple[Tokenizer, Detokenizer]
 FAMILIES = ("byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "word_piece")
 PROPERTY = settings(
-    max_examples=examples(80, soak=150),
+    max_examples=examples(40, soak=150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -28,7 +28,7 @@ def longest_beginning(text: str, stop_texts: list[str]) -> int:
     return max(lengths)
 
 
-@settings(max_examples=examples(500, soak=1500), deadline=None)
+@settings(max_examples=examples(200, soak=1500), deadline=None)
 @given(stop_texts=stop_lists, parts=deltas, include=st.booleans())
 def test_push_returns_exactly_the_certain_text(
     stop_texts: list[str], parts: list[str], include: bool
@@ -49,7 +49,7 @@ def test_push_returns_exactly_the_certain_text(
     assert released + matcher.flush() == seen
 
 
-@settings(max_examples=examples(150, soak=300), deadline=None)
+@settings(max_examples=examples(60, soak=300), deadline=None)
 @given(stop_texts=stop_lists, text=st.text(LETTERS, max_size=40), include=st.booleans())
 def test_stop_text_spans_deltas(stop_texts: list[str], text: str, include: bool) -> None:
     compiled = StopTexts(stop_texts)

@@ -28,7 +28,7 @@ from trtmesh.tokenizer.detokenizers.pieces import PieceDetokenizer
 Family = tuple[Tokenizer, Detokenizer]
 
 SAME_FAMILY_EACH_TIME = settings(
-    max_examples=examples(80, soak=250),
+    max_examples=examples(40, soak=250),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -35,7 +35,7 @@ def text_of(decoder: TextDecoder, ids: list[int]) -> str:
 
 
 @settings(
-    max_examples=examples(100, soak=300),
+    max_examples=examples(40, soak=300),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
