@@ -4,6 +4,8 @@ Streams: 64 at once of one conversation, at a 10 ms step, as `/v1/chat/completio
 connection for each stream, as HTTP/1.1 has, and with one for all; CPU µs of all services a token, starts included.
 Requests: one-token texts, 32 at once, as `/v1/completions` and by `ensemble`, with an engine as fast as it can be;
 requests a second, and CPU µs of all services each. Ratios are those of the OpenAI door to another, medians of pairs.
+With `--peer smg` also the same two of SMG, a gateway in Rust, before an engine of its own: its paths are those of the
+OpenAI door.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import uvloop
 from _doors import DOORS
+from _smg import MODEL, Smg, smg
 from _stack import Stack, cpu_seconds, renderers_of, stack
 from start import CONNECTIONS, LONE_TEXT, Found, ask, connections
 from trtmesh.chassis.grpc.client import ClientConnection
@@ -37,17 +42,28 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Call = Callable[[], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A way to ask, by as many calls as may be made at once, and the CPU time of what serves them so far."""
+
+    calls: Sequence[Call]
+    cpu_seconds: Callable[[], float]
+
+
 class Http:
     """A client of HTTP/1.1 with a connection for each request at a time."""
 
     def __init__(self, address: str) -> None:
-        self._host, _, self._port = address.rpartition(":")
+        self._host, _, self._port = address.rpartition("/")[2].rpartition(":")
         self._free: list[Connection] = []
 
     async def post(self, path: str, fields: dict[str, Any]) -> bytes:
         """The body of an answer. Raises SystemExit unless the status is 200."""
         body = json.dumps(fields).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
         if not self._free:
             self._free.append(await asyncio.open_connection(self._host, int(self._port)))
         reader, writer = self._free.pop()
@@ -74,10 +90,16 @@ async def native_stream(connection: ClientConnection, tokens: int) -> None:
 
 
 async def chat_stream(http: Http, tokens: int) -> None:
-    fields = {"messages": TALK, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    fields = {
+        "model": MODEL,
+        "messages": TALK,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
     answer = await http.post("/v1/chat/completions", fields | {"temperature": 0})
     *parts, last, _ = answer.split(b"\n\n")
-    if last != b"data: [DONE]" or b'"finish_reason":"length"' not in parts[-1]:
+    if last != b"data: [DONE]" or b'"finish_reason":"length"' not in b"".join(parts[-2:]):
         raise SystemExit(f"a stream of {tokens} tokens is incomplete: {parts[-1:]}")
 
 
@@ -87,7 +109,13 @@ async def ensemble_request(connection: ClientConnection) -> None:
 
 
 async def completion(http: Http) -> None:
-    fields = {"prompt": LONE_TEXT, "max_tokens": 1, "ignore_eos": True, "temperature": 0}
+    fields = {
+        "model": MODEL,
+        "prompt": LONE_TEXT,
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
     answer = json.loads(await http.post("/v1/completions", fields))
     if answer["usage"]["completion_tokens"] != 1:
         raise SystemExit(f"an answer of one token is incomplete: {answer}")
@@ -114,33 +142,57 @@ async def at_once(calls: Sequence[Call], count: int) -> float:
     return time.perf_counter() - began
 
 
-async def measure_streams(streams: int, tokens: int, rounds: int) -> dict[str, Any]:
-    with stack("--simulated-timing-step-ms", str(STEP_MS), *ENGINE, http_port="0") as mesh:
-        http = Http(mesh.http_address)
-        async with connections(mesh.address, streams) as opened:
-            sides: dict[str, Sequence[Call]] = {
-                "openai": [lambda: chat_stream(http, tokens)] * streams,
-                "native": [partial(native_stream, each, tokens) for each in opened],
-                "native_one_connection": [partial(native_stream, opened[0], tokens)] * streams,
-            }
-            return await in_turn(mesh, sides, streams, tokens, rounds)
+@asynccontextmanager
+async def peers_of(name: str | None, flags: Sequence[str]) -> AsyncIterator[dict[str, Smg]]:
+    """The other gateway by its name, before an engine with these flags; none without a name."""
+    if name is None:
+        yield {}
+        return
+    async with smg(*flags) as gateway:
+        yield {name: gateway}
 
 
-async def measure_requests(count: int, rounds: int) -> dict[str, Any]:
-    with stack("--simulated-timing-step-ms", "0", *ENGINE, http_port="0") as mesh:
-        http = Http(mesh.http_address)
-        async with connections(mesh.address, CONNECTIONS) as opened:
-            sides: dict[str, Sequence[Call]] = {
-                "openai": [lambda: completion(http)] * AT_ONCE,
-                "ensemble": [
-                    partial(ensemble_request, opened[n % CONNECTIONS]) for n in range(AT_ONCE)
-                ],
+async def measure_streams(
+    streams: int, tokens: int, rounds: int, peer: str | None
+) -> dict[str, Any]:
+    flags = ("--simulated-timing-step-ms", str(STEP_MS), *ENGINE)
+    with stack(*flags, "--model", MODEL, http_port="0") as mesh:
+        chat = partial(chat_stream, Http(mesh.http_address), tokens)
+        own = partial(cpu, mesh)
+        async with connections(mesh.address, streams) as opened, peers_of(peer, flags) as peers:
+            one = partial(native_stream, opened[0], tokens)
+            sides = {
+                "openai": Side([chat] * streams, own),
+                "native": Side([partial(native_stream, each, tokens) for each in opened], own),
+                "native_one_connection": Side([one] * streams, own),
             }
-            return await in_turn(mesh, sides, count, 1, rounds)
+            for name, each in peers.items():
+                other = partial(chat_stream, Http(each.url), tokens)
+                sides[name] = Side([other] * streams, each.cpu_seconds)
+            return await in_turn(sides, streams, tokens, rounds)
+
+
+async def measure_requests(count: int, rounds: int, peer: str | None) -> dict[str, Any]:
+    flags = ("--simulated-timing-step-ms", "0", *ENGINE)
+    with stack(*flags, "--model", MODEL, http_port="0") as mesh:
+        own = partial(cpu, mesh)
+        async with (
+            connections(mesh.address, CONNECTIONS) as opened,
+            peers_of(peer, flags) as peers,
+        ):
+            asked = [partial(ensemble_request, opened[n % CONNECTIONS]) for n in range(AT_ONCE)]
+            sides = {
+                "openai": Side([partial(completion, Http(mesh.http_address))] * AT_ONCE, own),
+                "ensemble": Side(asked, own),
+            }
+            for name, each in peers.items():
+                other = partial(completion, Http(each.url))
+                sides[name] = Side([other] * AT_ONCE, each.cpu_seconds)
+            return await in_turn(sides, count, 1, rounds)
 
 
 async def in_turn(
-    mesh: Stack, sides: dict[str, Sequence[Call]], count: int, tokens: int, rounds: int
+    sides: Mapping[str, Side], count: int, tokens: int, rounds: int
 ) -> dict[str, Any]:
     """Figures of the sides, and the ratios of the first to the others."""
     found, names = Found(), [*sides]
@@ -148,11 +200,12 @@ async def in_turn(
     for turn in range(rounds + 1):
         of_turn: dict[str, dict[str, float]] = {}
         for name in names if turn % 2 else reversed(names):
-            before = cpu(mesh)
-            seconds = await at_once(sides[name], count)
+            side = sides[name]
+            before = side.cpu_seconds()
+            seconds = await at_once(side.calls, count)
             # What the services clean up belongs to the turn.
             await asyncio.sleep(0.2)
-            used = (cpu(mesh) - before) * 1e6 / (count * tokens)
+            used = (side.cpu_seconds() - before) * 1e6 / (count * tokens)
             of_turn[name] = {"cpu_us": used, "per_second": count / seconds}
         for name, figures in of_turn.items() if turn else ():
             for kind, value in figures.items():
@@ -166,8 +219,9 @@ async def in_turn(
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    streams = await measure_streams(arguments.streams, arguments.tokens, arguments.rounds)
-    requests = await measure_requests(arguments.requests, arguments.rounds)
+    given = arguments
+    streams = await measure_streams(given.streams, given.tokens, given.rounds, given.peer)
+    requests = await measure_requests(given.requests, given.rounds, given.peer)
     print(json.dumps({"streams": streams, "requests": requests}))
 
 
@@ -177,6 +231,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=384)
     parser.add_argument("--requests", type=int, default=2000, help="of a turn")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each side")
+    parser.add_argument("--peer", choices=["smg"], help="another gateway to measure beside it")
     return parser.parse_args()
 
 

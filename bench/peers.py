@@ -3,8 +3,8 @@
 In turn: one-token requests a second with texts of 200 tokens, 1 and 32 at once, requests of 8 tokens with 16 at once,
 and the times to first token of 64 that begin together. The mesh is asked by its native API, SMG over HTTP/1.1 with
 server-sent events, as its clients do; each client keeps its connections and parses answers when they are whole. The
-engines are simulated and as fast as they can be, but for the first tokens, which have a step of 10 ms. SMG's program
-comes from PyPI, once, into `.foreign/`. CPU is of the processes of each side, without the client.
+engines are simulated and as fast as they can be, but for the first tokens, which have a step of 10 ms. CPU is of the
+processes of each side, without the client.
 """
 
 from __future__ import annotations
@@ -16,28 +16,23 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import _smg
 import uvloop
 from _doors import DOORS
-from _stack import MODEL_DIR, cpu_seconds, lone_engine, stack
+from _smg import MODEL
+from _stack import stack
 from start import CONNECTIONS, LONE_TEXT, Found, ask, connections
 from trtmesh.chassis.grpc.client import ClientConnection
 
-# The gateway that is measured is that of the tests.
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from gateways.smg import running
-
-MODEL = "demo"
-ENGINE = ("--model", MODEL, "--simulated-vocabulary-size", "6144")
+SIZE = ("--simulated-vocabulary-size", "6144")
+ENGINE = ("--model", MODEL, *SIZE)
 STEP_MS = 10
 TOGETHER = 64
 
@@ -129,15 +124,8 @@ async def mesh(step_ms: float) -> AsyncIterator[Side]:
 @asynccontextmanager
 async def smg(step_ms: float) -> AsyncIterator[Side]:
     """SMG before an engine."""
-    flags = (*ENGINE, "--trtllm-service", "true", "--simulated-timing-step-ms", str(step_ms))
-    with lone_engine(*flags) as (address, pid):
-        found = running(
-            *("--worker-urls", f"grpc://{address}", "--model-path", str(MODEL_DIR)),
-            log_level="warn",
-        )
-        async with found as gateway:
-            pids = (pid, gateway.pid)
-            yield Side(CompletionsClient(gateway.url), lambda: sum(map(cpu_seconds, pids)))
+    async with _smg.smg(*SIZE, "--simulated-timing-step-ms", str(step_ms)) as gateway:
+        yield Side(CompletionsClient(gateway.url), gateway.cpu_seconds)
 
 
 async def served(side: Side, load: Load, count: int) -> float:
