@@ -203,8 +203,8 @@ async def rest_of(call: Any) -> list[int]:
 
 
 SLOW_CLIENT = {"client": {"unread_seconds": 3600}}
-TOKENS = 12_000
-"""Several times what an unread call takes: its window has a few bytes, and the router keeps 2,000."""
+TOKENS = 6_000
+"""Three times what an unread call takes: its window has a few bytes, and the router keeps 2,000."""
 
 _whole: list[int] = []
 
