@@ -130,10 +130,10 @@ def _by_prompt(run: Run) -> Mapping[tuple[int, int, int], Answer]:
 
 
 def is_identical(one: Answer, other: Answer) -> bool:
-    """By token ids, or by text where one of the protocols has none."""
-    if one.ids_sha256 is not None and other.ids_sha256 is not None:
-        return one.ids_sha256 == other.ids_sha256
-    return one.text_sha256 == other.text_sha256
+    """By text, and by token ids where both protocols have them."""
+    if one.text_sha256 != other.text_sha256:
+        return False
+    return None in (one.ids_sha256, other.ids_sha256) or one.ids_sha256 == other.ids_sha256
 
 
 @dataclass(frozen=True, slots=True)

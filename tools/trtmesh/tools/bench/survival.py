@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.tools.bench.comparison import is_identical
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Disruption, Run
 
 
@@ -59,7 +60,7 @@ def survival(run: Run, baseline: Run) -> Survival:
         for each in run.answers
         if each.outcome is not AnswerOutcome.CANCELLED and _key(each) in known
     ]
-    different = [mine.index for mine, other in pairs if not _is_identical(mine, other)]
+    different = [mine.index for mine, other in pairs if not (mine.ok and is_identical(mine, other))]
     disruptions = run.end.disruptions if run.end else ()
     return Survival(
         disruptions,
@@ -74,12 +75,6 @@ def survival(run: Run, baseline: Run) -> Survival:
 
 def _key(answer: Answer) -> tuple[int, int]:
     return answer.index, answer.batch_index
-
-
-def _is_identical(mine: Answer, other: Answer) -> bool:
-    if not mine.ok or mine.text_sha256 != other.text_sha256:
-        return False
-    return None in (mine.ids_sha256, other.ids_sha256) or mine.ids_sha256 == other.ids_sha256
 
 
 def _sum(counts: Sequence[int | None]) -> int | None:
