@@ -63,9 +63,8 @@ class Receipts:
     def begin(
         self, request_id: str, model: str, item: ItemRequest, seed: int
     ) -> ItemReceipt | None:
-        """The receipt of an item that begins; None if nobody wants one. A half of an item has none."""
-        is_half = item.is_context_only or item.state is not None
-        if is_half or not (self.file or item.config.output.receipt):
+        """The receipt of a new item, for the file or the client; None for a half of an item."""
+        if item.is_context_only or item.state is not None:
             return None
         return ItemReceipt(self, request_id, model, item, seed)
 

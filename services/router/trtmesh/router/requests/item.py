@@ -66,9 +66,9 @@ class ItemRun:
         self._placer = Placer(context, item)
         seed = item.config.sampling.seed
         self._seed = context.drawn_seed if seed is None else seed
-        self._receipt = context.mesh.receipts.begin(
-            context.request_id, context.model, item, self._seed
-        )
+        receipts, self._receipt = context.mesh.receipts, None
+        if receipts.file or item.config.output.receipt:
+            self._receipt = receipts.begin(context.request_id, context.model, item, self._seed)
         self._handoffs: ItemHandoffs | None = None
         """None before the first, which most items never have."""
         self._is_half = item.is_context_only
