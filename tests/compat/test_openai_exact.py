@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from compat.openai_schemas import check
+from compat.openai_schemas import check, need_specification
 from compat.plain_http import PlainHttp
 from compat.test_openai import CHAT, COMPLETIONS, parts_of
 from compat.test_openai_responses import RESPONSES, events_of
@@ -264,6 +266,48 @@ async def test_a_model_may_have_many_tools(http: PlainHttp) -> None:
     error = (await http.post(CHAT, body | {"tools": many_tools(400)})).json["error"]
     assert error["param"] == "tools"
     assert "must be at most 262144; send fewer tools" in error["message"]
+
+
+WALKS = 40
+
+
+def drawn_chat(random_: random.Random) -> dict[str, Any]:
+    """A chat with tools and formats, some of which do not go together."""
+    named = {"type": "function", "function": {"name": "greet"}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    fields: dict[str, list[Any]] = {
+        "tools": [[GREET, LEAVE], [GREET], [{"type": "function"}], []],
+        "tool_choice": ["auto", "required", "none", named, "any"],
+        "parallel_tool_calls": [True, False],
+        "response_format": [form, {"type": "json_object"}, {"type": "text"}, {"type": "x"}],
+        "stream": [True],
+        "n": [1, 2],
+        "logprobs": [True],
+        "include_reasoning": [False],
+    }
+    drawn = {name: random_.choice(of) for name, of in fields.items() if random_.random() < 0.5}
+    return {"messages": TALK, "max_tokens": random_.randint(1, 60), "seed": 5, **drawn}
+
+
+async def test_walk_over_tools_and_formats(http: PlainHttp) -> None:
+    need_specification()
+    random_, statuses = random.Random(36), Counter[int]()
+    for _ in range(WALKS):
+        body = drawn_chat(random_)
+        reply = await http.post(CHAT, body)
+        statuses[reply.status] += 1
+        if reply.status != 200:
+            assert reply.status == 400, (body, reply.body)
+            check("ErrorResponse", reply.json)
+        elif body.get("stream"):
+            for part in parts_of(reply):
+                assert "error" not in part, (body, part)
+                check("CreateChatCompletionStreamResponse", part)
+        else:
+            check("CreateChatCompletionResponse", reply.json)
+            assert len(reply.json["choices"]) == body.get("n", 1)
+    assert statuses[200] > WALKS / 4, statuses
+    assert statuses[400] > WALKS / 10, statuses
 
 
 async def test_response_names_the_schema_that_cannot_be_kept(http: PlainHttp) -> None:
