@@ -8,7 +8,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -26,6 +26,8 @@ from tokenizer.serving import (
 )
 from tokenizer.tokenizers_zoo import CORPUS, byte_level_bpe, ids_of, save_model_dir
 from tokenizers import Tokenizer, decoders
+from trtmesh.chassis.forwarding import Receive
+from trtmesh.chassis.rpc import ServedContext
 from trtmesh.chassis.spellings import Speller
 from trtmesh.tokenizer.decoding.states import DecodeSequence
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
@@ -453,14 +455,16 @@ async def test_unread_events_pause_reading_commands(model_dir: Path) -> None:
     may_write = asyncio.Event()
     written: list[int] = []
 
-    async def requests() -> AsyncIterator[pb.TokenizerServiceConnectRequest]:
-        nonlocal read
-        for handle in range(100):
-            read += 1
-            yield pb.TokenizerServiceConnectRequest(commands=[decode({handle: []})])
-            await asyncio.sleep(0)
+    class Context:
+        async def each(self, receive: Receive[pb.TokenizerServiceConnectRequest]) -> None:
+            nonlocal read
+            for handle in range(100):
+                read += 1
+                request = pb.TokenizerServiceConnectRequest(commands=[decode({handle: []})])
+                if (rest := receive(request)) is not None:
+                    await rest()
+                await asyncio.sleep(0)
 
-    class Sink:
         def write_now(self, response: pb.TokenizerServiceConnectResponse) -> bool:
             return False
 
@@ -469,9 +473,8 @@ async def test_unread_events_pause_reading_commands(model_dir: Path) -> None:
             written.extend(event.decoded.handles[0] for event in response.events)
 
     async with served(model_dir, StreamLimits(max_unsent_events=4)) as server:
-        serving = asyncio.create_task(
-            RouterStream(server.service._ready()).serve(requests(), Sink())
-        )
+        stream = RouterStream(server.service._ready())
+        serving = asyncio.create_task(stream.serve(cast(ServedContext, Context())))
         for _ in range(500):
             await asyncio.sleep(0)
         # At most four are being written, four wait.

@@ -9,13 +9,19 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 Message = TypeVar("Message")
 Item = TypeVar("Item")
 Message_contra = TypeVar("Message_contra", contravariant=True)
+
+Rest: TypeAlias = Callable[[], Awaitable[None]]
+"""What a message leaves to be done and waited for before the next message."""
+
+Receive: TypeAlias = Callable[[Message], Rest | None]
+"""Takes a message, without waiting."""
 
 
 class Sink(Protocol[Message_contra]):
@@ -171,6 +177,11 @@ class Outbox(Forwarder[Message], Generic[Message, Item]):
         self.wake()
         item: Item = self._items_of(batch.message).add()
         return item
+
+    @property
+    def has_room(self) -> bool:
+        """Whether fewer than `max_waiting` items wait."""
+        return self._max_waiting is None or self._waiting < self._max_waiting
 
     async def wait_for_room(self) -> None:
         """Waits until fewer than `max_waiting` items wait."""

@@ -14,6 +14,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import grpc
 from trtmesh.chassis.errors import Unavailable
+from trtmesh.chassis.forwarding import Receive, Rest
 from trtmesh.chassis.grpc.client.call import (
     Call,
     CallEnded,
@@ -46,9 +47,9 @@ class Pipe(Generic[Message]):
         self._messages: deque[Message] = deque()
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        self._change: asyncio.Future[None] | None = None
+        self._change: asyncio.Future[Rest | None] | None = None
         """For the waiting end. Sender and reader never wait together."""
-        self._receive: Callable[[Message], None] | None = None
+        self._receive: Receive[Message] | None = None
         """Takes messages at once."""
 
     def put_now(self, message: Message) -> bool:
@@ -61,7 +62,9 @@ class Pipe(Generic[Message]):
             self._wake()
             return True
         try:
-            receive(message)
+            if (rest := receive(message)) is not None:
+                self._change = None
+                change.set_result(rest)
         except Exception as error:  # noqa: BLE001 - `each` raises it
             if not change.done():
                 change.set_exception(error)
@@ -84,18 +87,20 @@ class Pipe(Generic[Message]):
             if self._closed:
                 return None
             self._change = self._loop.create_future()
-            await self._change
+            if (rest := await self._change) is not None:
+                await rest()
         message = self._messages.popleft()
         if self._change is not None:
             self._wake()
         return message
 
-    async def each(self, receive: Callable[[Message], None]) -> None:
+    async def each(self, receive: Receive[Message]) -> None:
         """Passes every message to `receive`, most at once. Raises the error of `receive`."""
         self._receive = receive
         try:
             while (message := await self.get()) is not None:
-                receive(message)
+                if (rest := receive(message)) is not None:
+                    await rest()
         finally:
             self._receive = None
 
@@ -218,6 +223,9 @@ class _Context:
     async def read(self) -> Any:
         request = await self._requests.get()
         return grpc.aio.EOF if request is None else request
+
+    async def each(self, receive: Receive[Any]) -> None:
+        await self._requests.each(receive)
 
     def write_now(self, message: Any) -> bool:
         return self._responses.put_now(message)

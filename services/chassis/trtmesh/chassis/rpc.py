@@ -12,6 +12,7 @@ import grpc
 from trtmesh.chassis.error_wire import to_metadata
 from trtmesh.chassis.errors import InternalError, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.messages import ReceivedMessage
+from trtmesh.chassis.forwarding import Receive
 from trtmesh.chassis.logs import Occasionally, request_id_bound
 from trtmesh.chassis.panics import is_failure
 
@@ -55,6 +56,10 @@ class ServedContext(RpcContext, Protocol):
     @property
     def message(self) -> ReceivedMessage:
         """The latest message of the handler."""
+
+    async def each(self, receive: Receive[Any]) -> None:
+        """Passes every request message to `receive`, mostly in the pass of the event loop in which it arrives. Raises
+        the error of `receive`."""
 
     @property
     def half_closed(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,8 @@ from operator import attrgetter
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, UnsupportedCall
-from trtmesh.chassis.forwarding import Outbox, Sink
+from trtmesh.chassis.forwarding import Outbox, Rest
+from trtmesh.chassis.rpc import ServedContext
 from trtmesh.tokenizer.chat.answers import TemplateReader
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.decoding.states import DecodeStates, Workload
@@ -78,18 +79,14 @@ class RouterStream:
         self._encodes: dict[int, asyncio.Future[Outcome]] = {}
         self._final_error: TrtmeshError | None = None
 
-    async def serve(
-        self,
-        requests: AsyncIterable[pb.TokenizerServiceConnectRequest],
-        sink: Sink[pb.TokenizerServiceConnectResponse],
-    ) -> None:
+    async def serve(self, context: ServedContext) -> None:
         """Answers commands until the router half-closes the stream and every command is answered.
 
         Raises UnsupportedCall for an unknown command, and the error of `finish`.
         """
-        reader = asyncio.create_task(self._read(requests))
+        reader = asyncio.create_task(self._read(context))
         try:
-            await self._outbox.forward(sink)
+            await self._outbox.forward(context)
             if self._final_error is not None:
                 raise self._final_error
             await reader
@@ -104,25 +101,47 @@ class RouterStream:
         self._final_error = error
         self._outbox.close()
 
-    async def _read(self, requests: AsyncIterable[pb.TokenizerServiceConnectRequest]) -> None:
+    async def _read(self, context: ServedContext) -> None:
         try:
-            async for request in requests:
-                for command in request.commands:
-                    await self._handle(command)
-                await self._outbox.wait_for_room()
+            await context.each(self._take)
             if self._encodes:
                 await asyncio.wait(self._encodes.values())
         finally:
             self._outbox.close()
 
-    async def _handle(self, command: pb.TokenizerCommand) -> None:
+    def _take(self, request: pb.TokenizerServiceConnectRequest) -> Rest | None:
+        """Executes commands. Returns what must wait: long openings, and room for answers."""
+        commands = iter(request.commands)
+        opening = self._execute(commands)
+        if opening is None and self._outbox.has_room:
+            return None
+        return partial(self._go_on, opening, commands)
+
+    async def _go_on(
+        self, opening: Iterator[None] | None, commands: Iterator[pb.TokenizerCommand]
+    ) -> None:
+        while opening is not None:
+            for _ in opening:
+                await asyncio.sleep(0)
+            opening = self._execute(commands)
+        await self._outbox.wait_for_room()
+
+    def _execute(self, commands: Iterator[pb.TokenizerCommand]) -> Iterator[None] | None:
+        """Executes commands up to an opening that takes longer. Returns its other steps."""
+        for command in commands:
+            if command.WhichOneof("command") == "open_decode":
+                opening = self._states.open(command.open_decode)
+                for _ in opening:
+                    return opening
+            else:
+                self._handle(command)
+        return None
+
+    def _handle(self, command: pb.TokenizerCommand) -> None:
         match command.WhichOneof("command"):
             case "decode":
                 event = self._outbox.add(len(command.decode.token_ids) * TOKEN_BYTES)
                 self._states.decode(command.decode, event.decoded)
-            case "open_decode":
-                for _ in self._states.open(command.open_decode):
-                    await asyncio.sleep(0)
             case "close_decode":
                 self._states.close(command.close_decode.handles)
             case "encode":

@@ -131,7 +131,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
             assert task is not None
             self._streams[task] = stream
             try:
-                await stream.serve(request_iterator, context)
+                await stream.serve(context)
             finally:
                 del self._streams[task]
 

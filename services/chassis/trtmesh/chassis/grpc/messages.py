@@ -6,13 +6,16 @@ import asyncio
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from time import perf_counter
 from typing import TypeAlias
 
 import grpc
 from trtmesh.chassis.fair.limits import Account
 from trtmesh.chassis.fair.messages import LARGE_BYTES
 from trtmesh.chassis.fair.turns import ConnectionQueue
+from trtmesh.chassis.forwarding import Receive, Rest
 from trtmesh.chassis.http2.frames import Buffer, ErrorCode, Http2StreamError
 
 _PREFIX = struct.Struct(">BI")
@@ -28,6 +31,9 @@ Memory: TypeAlias = "Callable[[int], memoryview]"
 
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """zlib's parameter for each supported grpc-encoding."""
+
+TAKING_SECONDS = 0.001
+"""Time for messages of a call that arrived together; then others have their turn."""
 
 INFLATED_BYTES = 2**16
 """Bytes decompressed at once: a fraction of a millisecond."""
@@ -270,9 +276,11 @@ class ReceivedMessages:
         self._dropped = False
         self._taken = 0
         self._loop = asyncio.get_running_loop()
-        self._changed: asyncio.Future[None] | None = None
-        self._receive: Callable[[Message], None] | None = None
+        self._changed: asyncio.Future[Rest | None] | None = None
+        self._receive: Receive[Message] | None = None
         """Takes messages in the pass in which they arrive."""
+        self._most_received = 0
+        """Size of the largest of them."""
         self.ended = False
         """Whether the peer has half-closed the stream."""
 
@@ -289,7 +297,8 @@ class ReceivedMessages:
         # One at a time: objects for a window of the smallest messages would take many times the memory.
         if not self._ready and (message := reader.whole(data)) is not None:
             self._ready.append((False, message))
-            if self._receive is not None and self._changed is not None:
+            changed = self._changed
+            if self._receive is not None and changed is not None and not changed.done():
                 # It is not held: the reader takes it in this pass.
                 self._queue.arrivals.append(self._hand_over)
                 return
@@ -370,9 +379,11 @@ class ReceivedMessages:
                 return None
             self._changed = self._loop.create_future()
             try:
-                await self._changed
+                rest = await self._changed
             finally:
                 self._changed = None
+            if rest is not None:
+                await rest()
         if not self._ready:
             self._ready.append(self._reader.take())
         compressed, body = self._ready[0]
@@ -400,13 +411,14 @@ class ReceivedMessages:
             self._update_window()
         return body
 
-    async def each(self, receive: Callable[[Message], None]) -> None:
-        """Passes every message to `receive`, mostly in the pass of the event loop in which it arrives. Raises
-        BadMessage, and the error of `receive`."""
-        self._receive = receive
+    @contextmanager
+    def handing_over(self, receive: Receive[Message], most_bytes: int) -> Iterator[None]:
+        """In the block, `arrived` passes messages to `receive` in the pass of the event loop in which they arrive, and
+        raises its errors. It returns for messages that must wait: for memory, a turn, or as larger than `most_bytes`.
+        """
+        self._receive, self._most_received = receive, most_bytes
         try:
-            while await self.arrived() is not None:
-                receive(self.take())
+            yield
         finally:
             self._receive = None
 
@@ -415,24 +427,26 @@ class ReceivedMessages:
         changed, receive = self._changed, self._receive
         if changed is None or receive is None or changed.done():
             return
-        ready, reader = self._ready, self._reader
+        ready, reader, until = self._ready, self._reader, perf_counter() + TAKING_SECONDS
         try:
             while ready or reader.complete:
                 if not ready:
                     ready.append(reader.take())
-                if ready[0][0]:
-                    # Its reader decompresses it.
+                compressed, message = ready[0]
+                if compressed or len(message) > self._most_received or perf_counter() > until:
                     changed.set_result(None)
                     break
-                _, message = ready.popleft()
+                ready.popleft()
                 self._taken += 1
-                receive(message)
+                if (rest := receive(message)) is not None:
+                    changed.set_result(rest)
+                    break
         except Exception as error:  # noqa: BLE001 - `each` raises it
             if not changed.done():
                 changed.set_exception(error)
             # The error's frames have this one: in a cycle they would keep what they hold.
             del changed
-        if self._counted or reader.size:
+        if self._counted or ready or reader.size:
             self._count()
         if self._window < self._window_size // 2:
             self._update_window()

@@ -419,12 +419,11 @@ def _hello(engine: LoadedEngine, opening: epb.EngineServiceConnectRequest) -> ep
 
 
 async def _read(session: RouterSession, context: ServedContext) -> None:
-    while True:
-        request = await context.read()
-        if not isinstance(request, epb.EngineServiceConnectRequest):
-            return
+    def execute(request: epb.EngineServiceConnectRequest) -> None:
         for command in request.commands:
             session.execute(command)
+
+    await context.each(execute)
 
 
 async def _write(session: RouterSession, context: ServedContext) -> None:

@@ -169,14 +169,14 @@ class DecodeStates:
 
     def open(self, command: pb.OpenDecodeCommand) -> Iterator[None]:
         """Opens a sequence and absorbs the delivered tokens. Yields between steps of a millisecond."""
-        with request_id_bound(command.request_id):
-            try:
-                sequence = self._begin(command)
-                delivered = list(command.delivered_token_ids)
-                for start in range(0, len(delivered), _ABSORBED_AT_ONCE):
-                    sequence.absorb(delivered[start : start + _ABSORBED_AT_ONCE])
-                    yield
-            except BaseException as error:  # noqa: BLE001 - see _known
+        try:
+            sequence = self._begin(command)
+            delivered = list(command.delivered_token_ids)
+            for start in range(0, len(delivered), _ABSORBED_AT_ONCE):
+                sequence.absorb(delivered[start : start + _ABSORBED_AT_ONCE])
+                yield
+        except BaseException as error:  # noqa: BLE001 - see _known
+            with request_id_bound(command.request_id):
                 self._fail(command.handle, _known(error))
 
     def decode(self, command: pb.DecodeCommand, answer: pb.Decoded) -> None:

@@ -212,8 +212,11 @@ class ClientCall(Call[Request, Response]):
                 raise _unreadable(error) from error
             receive(response)
 
+        responses = self._responses
         try:
-            await self._responses.each(take)
+            with responses.handing_over(take, self._max_message_bytes):
+                while await responses.arrived() is not None:
+                    take(responses.take())
         except BadMessage as error:
             raise self._broken(error) from error
         self._check_status()

@@ -16,6 +16,7 @@ from google.protobuf.descriptor import Descriptor
 from trtmesh.chassis.fair.limits import Account
 from trtmesh.chassis.fair.messages import LARGE_BYTES, MessageAdmission, ReceivedMessage
 from trtmesh.chassis.fair.turns import ConnectionQueue, StartQueue
+from trtmesh.chassis.forwarding import Receive, Rest
 from trtmesh.chassis.grpc.large_message import MessageLimits, parse_in_steps
 from trtmesh.chassis.grpc.messages import (
     BadMessage,
@@ -320,6 +321,21 @@ class ServerCall:
         try:
             size = await self._arrived()
             return grpc.aio.EOF if size is None else await self._message(size)
+        except BadMessage as error:
+            await self.abort(error.status, str(error))
+
+    async def each(self, receive: Receive[Any]) -> None:
+        """Passes every request message to `receive`, mostly in the pass of the event loop in which it arrives. Raises
+        the error of `receive`."""
+
+        def take(data: Message) -> Rest | None:
+            return receive(self._parsed(data))
+
+        try:
+            with self._requests.handing_over(take, LARGE_BYTES - 1):
+                while (size := await self._arrived()) is not None:
+                    if (rest := receive(await self._message(size))) is not None:
+                        await rest()
         except BadMessage as error:
             await self.abort(error.status, str(error))
 
