@@ -41,8 +41,8 @@ def test_workers_that_left_are_no_longer_told() -> None:
     registry.register(metrics)
     for number in range(100):
         for _ in range(2):
-            metrics.note_placement("auto", f"pod-{number}", ["pod-old", f"pod-{number}"])
-    metrics.note_placement("auto", "pod-old", ["pod-old", "pod-99"])
+            metrics.note_placement("auto", f"pod-{number}", ["pod-old", f"pod-{number}"].copy)
+    metrics.note_placement("auto", "pod-old", ["pod-old", "pod-99"].copy)
     placed = samples_of(registry, "trtmesh_router_items_placed_total")
     assert {s.labels["worker"]: s.value for s in placed} == {"pod-99": 2, "pod-old": 1}
 

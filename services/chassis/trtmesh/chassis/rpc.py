@@ -13,7 +13,7 @@ from trtmesh.chassis.error_wire import to_metadata
 from trtmesh.chassis.errors import InternalError, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Receive
-from trtmesh.chassis.logs import Occasionally, request_id_bound
+from trtmesh.chassis.logs import Occasionally, rebind_request_id
 from trtmesh.chassis.panics import is_failure
 
 log = logging.getLogger(__name__)
@@ -83,45 +83,35 @@ def request_id_of(context: RpcContext) -> str:
     return ""
 
 
-class Answering(AbstractAsyncContextManager[None]):
-    """The block of a handler's body. A class, because an asynchronous generator costs as much as parsing the
-    request."""
+class answering(AbstractAsyncContextManager[None]):  # noqa: N801 - as the context managers of contextlib
+    """Wraps a handler's body, in the handler's own task. A TrtmeshError ends the call with the error's status, sentence
+    and data. Any other exception is logged with a traceback and ends the call with INTERNAL.
+
+    A class, because an asynchronous generator costs as much as parsing the request.
+    """
 
     def __init__(
         self,
         context: RpcContext,
-        request_id: str,
-        sentence: Callable[[TrtmeshError], str],
+        request_id: str = "",
+        sentence: Callable[[TrtmeshError], str] = str,
     ) -> None:
         self._context, self._sentence = context, sentence
-        self._bound = request_id_bound(request_id or request_id_of(context))
+        rebind_request_id(request_id or request_id_of(context))
 
     async def __aenter__(self) -> None:
-        self._bound.__enter__()
+        pass
 
     async def __aexit__(
         self, _: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            if isinstance(error, TrtmeshError):
-                await _abort(self._context, error, self._sentence(error))
-            elif error and is_failure(error) and not isinstance(error, grpc.aio.AbortError):
-                # A defect must reach the client as a status, not as a broken connection.
-                log.error("unexpected error in a call", exc_info=error)
-                defect = InternalError(f"{type(error).__name__}: {error}")
-                await _abort(self._context, defect, defect.message)
-        finally:
-            self._bound.__exit__()
-
-
-def answering(
-    context: RpcContext,
-    request_id: str = "",
-    sentence: Callable[[TrtmeshError], str] = str,
-) -> Answering:
-    """Wraps a handler's body. A TrtmeshError ends the call with the error's status, sentence and data. Any other
-    exception is logged with a traceback and ends the call with INTERNAL."""
-    return Answering(context, request_id, sentence)
+        if isinstance(error, TrtmeshError):
+            await _abort(self._context, error, self._sentence(error))
+        elif error and is_failure(error) and not isinstance(error, grpc.aio.AbortError):
+            # A defect must reach the client as a status, not as a broken connection.
+            log.error("unexpected error in a call", exc_info=error)
+            defect = InternalError(f"{type(error).__name__}: {error}")
+            await _abort(self._context, defect, defect.message)
 
 
 async def _abort(context: RpcContext, error: TrtmeshError, sentence: str) -> None:

@@ -98,10 +98,12 @@ class RouterMetrics(Collector):
             known = self.models.setdefault(name, ModelMetrics())
         return known
 
-    def note_placement(self, policy: str, worker: str, workers: Iterable[str]) -> None:
-        """Counts a placement on one of the workers of the fleet; those that left are dropped."""
+    def note_placement(
+        self, policy: str, worker: str, workers: Callable[[], Iterable[str]]
+    ) -> None:
+        """Counts a placement on one of the `workers` of the fleet; those that left are dropped."""
         if (policy, worker) not in self.placed:
-            names = {worker, *workers}
+            names = {worker, *workers()}
             for key in [key for key in self.placed if key[1] not in names]:
                 del self.placed[key]
         self.placed[policy, worker] += 1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Annotated
 
 from pydantic import Field
@@ -108,8 +109,8 @@ class EncodedTexts:
 
     @property
     def token_count(self) -> int:
-        spelled = sum(len(ids) for spellings in self.spelled_words for ids in spellings)
-        return len(self.token_ids) + sum(map(len, self.words)) + spelled
+        words = chain(self.words, *self.spelled_words)
+        return len(self.token_ids) + sum(map(len, words))
 
 
 Outcome = EncodedTexts | TrtmeshError

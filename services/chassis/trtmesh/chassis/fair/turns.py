@@ -281,7 +281,10 @@ class StartQueue:
 
     def add(self, call: PacedCall) -> None:
         """Has the call proceed once: now if this slice has room, else in turn."""
-        self._scheduler.add(self, call)
+        if self._scheduler.enter():
+            call.proceed()
+        else:
+            self._scheduler.wait(self, call)
 
     def add_later(self, call: PacedCall) -> None:
         """Has the call proceed in the next turn. Calls may ask for another turn during a turn."""
@@ -338,13 +341,6 @@ class StartScheduler:
         """Whether a pass has ended since the last call entered."""
         self._began = 0.0
         self._planned = False
-
-    def add(self, queue: StartQueue, call: PacedCall) -> None:
-        """Has a call proceed now if this slice has room and no other call waits, else in turn."""
-        if self.enter():
-            call.proceed()
-        else:
-            self.wait(queue, call)
 
     def enter(self) -> bool:
         """Returns whether a call may proceed now, and counts the call if so."""

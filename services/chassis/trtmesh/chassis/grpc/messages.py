@@ -304,7 +304,8 @@ class ReceivedMessages:
                 return
             self._counted += len(message)
             self._account.add(len(message))
-            self._wake()
+            if changed is not None:
+                self._wake()
             return
         reader.add(data)
         while reader.complete and reader.has_memory:
@@ -362,7 +363,7 @@ class ReceivedMessages:
     @property
     def waiting(self) -> bool:
         """Whether `next` need not wait for data."""
-        return self.ended or self.complete
+        return self.ended or self._reader.complete or bool(self._ready)
 
     @property
     def several(self) -> bool:

@@ -23,6 +23,7 @@ from trtmesh.router.placement.rates import Ewma
 
 SHORTEST_RETRY_MS, LONGEST_RETRY_MS = 100, 60_000
 UNKNOWN_RETRY_MS = 1000
+UNCOUNTED = nullcontext()
 
 
 class AdmissionLimits(Settings):
@@ -53,7 +54,7 @@ class RequestBytes:
     def counting(self, size: int) -> AbstractContextManager[None]:
         """Returns the block of a request of so many bytes, from arrival to end. Entering raises QueueFull, or
         InvalidField for more than ever fit."""
-        return nullcontext() if size < LARGE_BYTES else self._counting(size)
+        return UNCOUNTED if size < LARGE_BYTES else self._counting(size)
 
     @contextmanager
     def _counting(self, size: int) -> Iterator[None]:
@@ -145,9 +146,10 @@ class ModelQueue:
     def admit(self, items: int, leaving: Sequence[Permit]) -> list[Permit]:
         self.items += items
         permits = [Permit(self) for _ in range(items)]
-        running = [permit for permit in leaving if permit.running]
-        for permit, former in zip(permits, running, strict=False):
-            permit.running, former.running = True, False
+        if leaving:
+            running = [permit for permit in leaving if permit.running]
+            for permit, former in zip(permits, running, strict=False):
+                permit.running, former.running = True, False
         return permits
 
     async def wait(self, permit: Permit, priority: int) -> None:
@@ -247,7 +249,8 @@ class Admission:
             # Bounded by the models of the workers.
             self._queues[model] = ModelQueue(self, model, self.limits)
         queue = self._queues[model]
-        leaving = [permit for permit in leaving if permit.valid and permit.queue is queue]
+        if leaving:
+            leaving = [permit for permit in leaving if permit.valid and permit.queue is queue]
         freed = len(leaving)
         if items > self.limits.max_items:
             raise InvalidField(

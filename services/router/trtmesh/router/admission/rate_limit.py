@@ -75,21 +75,20 @@ class Bucket:
 class Account:
     """What a caller uses at this router."""
 
-    __slots__ = ("_items", "_limits", "_name", "live_items", "tokens")
+    __slots__ = ("_items", "_name", "is_limited", "limits", "live_items", "tokens")
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._limits = RateLimit()
+        self.limits = RateLimit()
+        self.is_limited = False
         self._items: Bucket | None = None
         self.tokens: Bucket | None = None
         """None without a limit."""
         self.live_items = 0
 
     def adopt(self, limits: RateLimit, now: float) -> None:
-        """Applies the caller's limits, which may have changed."""
-        if limits is self._limits:
-            return
-        self._limits = limits
+        """Applies the caller's limits, which have changed."""
+        self.limits, self.is_limited = limits, limits != RateLimit()
         self.tokens = self._bucket(
             self.tokens, "tokens", limits.tokens_per_second, limits.burst_tokens, now
         )
@@ -126,7 +125,7 @@ class Account:
 
     def check_priority(self, priority: int) -> None:
         """Raises InvalidField for a priority that the caller may not ask for."""
-        most = self._limits.max_priority
+        most = self.limits.max_priority
         if most is not None and priority > most:
             raise InvalidField(
                 f"is {priority}, but {self._name} may ask for at most {most} (rate_limit.max_priority)",
@@ -137,7 +136,7 @@ class Account:
 
     def check_live(self, items: int, freed: int) -> None:
         """Raises RateLimited if more items are too many once `freed` have ended, InvalidField if they always are."""
-        most = self._limits.max_items
+        most = self.limits.max_items
         if most is not None and items > most:
             raise InvalidField(
                 f"has {items} prompts but {self._name} may have at most {most} live (rate_limit.max_items); split the"
@@ -180,7 +179,8 @@ class RateLimiter:
                 self._forget_one()
         else:
             self._accounts.move_to_end(name)
-        account.adopt(caller.limits, now)
+        if caller.limits is not account.limits:
+            account.adopt(caller.limits, now)
         return account
 
     def _forget_one(self) -> None:

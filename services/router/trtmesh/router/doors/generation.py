@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -44,16 +44,15 @@ class Caller:
 def identity_of(callers: Callers, context: RpcContext) -> Identity:
     """Returns the caller of a gRPC call, and adds the name to log lines. Raises Unauthenticated, even in an admitted
     call: keys expire and are revoked."""
-    metadata = context.invocation_metadata() or ()
-    identity = callers.identify(metadata, _certificate_of(context))
+    metadata, known = context.invocation_metadata() or (), context.auth_context()
+    identity = callers.identify(metadata, _certificate_of(known) if known else "")
     rebind_caller(identity.name)
     return identity
 
 
-def _certificate_of(context: RpcContext) -> str:
+def _certificate_of(known: Mapping[str, Iterable[bytes]]) -> str:
     """The first name of the client's certificate, or ''."""
-    known = context.auth_context()
-    for kind in (COMMON_NAME, SUBJECT_ALTERNATIVE_NAME) if known else ():
+    for kind in (COMMON_NAME, SUBJECT_ALTERNATIVE_NAME):
         for name in known[kind]:
             return str(name, "utf-8")
     return ""
@@ -81,13 +80,9 @@ class GenerationCall(AbstractContextManager["GenerationCall"]):
     def __exit__(self, *_: object) -> None:
         self._metrics.requests[self.outcome] += 1
 
-    def running(self, opening: RunningRequest) -> RunningCall:
-        """Runs the call's request inside the block. Raises the error if the router ends the request."""
-        return RunningCall(self, opening)
-
 
 class RunningCall(AbstractAsyncContextManager[LiveRequest]):
-    """The block in which a call's request lives."""
+    """The block in which a call's request lives. Raises the error if the router ends the request."""
 
     def __init__(self, call: GenerationCall, opening: RunningRequest) -> None:
         self._call, self._opening = call, opening

@@ -9,7 +9,7 @@ from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering, request_id_of
 from trtmesh.router.callers.callers import Callers
-from trtmesh.router.doors.generation import GenerationCall, caller_of, identity_of
+from trtmesh.router.doors.generation import GenerationCall, RunningCall, caller_of, identity_of
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.streams.client_stream import Waiting, as_response
@@ -47,7 +47,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     opening = self._requests.open(
                         valid, caller.remaining_seconds, caller.identity, caller.origin
                     )
-                    async with call.running(opening) as live:
+                    async with RunningCall(call, opening) as live:
                         await live.client.forward(Responses(context, self._metrics))
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
@@ -62,7 +62,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     opening = self._requests.resume(
                         valid, received, caller.remaining_seconds, caller.identity, caller.origin
                     )
-                    async with call.running(opening) as live:
+                    async with RunningCall(call, opening) as live:
                         self._metrics.resumed += 1
                         await live.client.forward(ResumeResponses(context, self._metrics))
 

@@ -136,7 +136,7 @@ class Assignments:
             first = self._next_handle if self._next_handle + count <= HANDLES else 0
             self._next_handle = first + count
             handles = range(first, first + count)
-            if not any(h in self.sequences or h in self.released for h in handles):
+            if self.sequences.keys().isdisjoint(handles) and self.released.isdisjoint(handles):
                 return first
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection, Container, Coroutine, Sequence
+from collections.abc import Collection, Container, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -213,8 +213,9 @@ class Fleet:
         """Books a worker for an item, or two. Raises as `placement.place`."""
         # The loop's own clock stands still within a pass.
         begun, now = time.perf_counter(), asyncio.get_running_loop().time()
+        fleet = self.snapshot()
         query = self._completed(query, blocks, now)
-        decision = place_split(self.policy, self.snapshot(), query, self._handoff)
+        decision = place_split(self.policy, fleet, query, self._handoff)
         plan = self._book(decision, blocks, now)
         self._count_share(decision, now)
         self._metrics.placement.observe(time.perf_counter() - begun)
@@ -222,9 +223,8 @@ class Fleet:
 
     def place_receiver(self, query: PlacementQuery, blocks: PromptBlocks, kv: KvFacts) -> Leg:
         """Books a worker to continue a sequence from `kv` of another. Raises as `place`."""
-        now = asyncio.get_running_loop().time()
+        fleet, now = self.snapshot(), asyncio.get_running_loop().time()
         query = self._completed(query, blocks, now)._replace(phases=DECODE_PHASE)
-        fleet = self.snapshot()
         query = query._replace(exclude=receiver_exclusions(fleet, query, kv))
         decision = place(self.policy, fleet, query)
         return self._book_decode(decision, blocks, now)
@@ -288,13 +288,14 @@ class Fleet:
 
     def _book(self, decision: Decision, blocks: PromptBlocks, now: float) -> Plan:
         """The legs of a decision, which count as load of their workers from now on."""
-        uncached = decision.query.prompt_tokens - decision.cached_tokens
-        if decision.prefill is decision.chosen:
-            worker = self._take_turn(decision.chosen, blocks, now)
+        query, prefilling = decision.query, decision.prefill
+        uncached = query.prompt_tokens - query.cached_tokens.get(prefilling.address, 0)
+        if prefilling is decision.chosen:
+            worker = self._take_turn(prefilling, blocks, now)
             booking = self._booking(worker, decision, uncached, now)
             leg = Leg(worker, booking, WHOLE, decision)
             return Plan(leg, leg)
-        worker = self._take_turn(decision.prefill, blocks, now)
+        worker = self._take_turn(prefilling, blocks, now)
         booking = self._booking(worker, decision, uncached, now)
         prefill = Leg(worker, booking, PREFILL_PHASE, decision)
         return Plan(prefill, self._book_decode(decision, blocks, now))
@@ -327,9 +328,11 @@ class Fleet:
         if POLICIES[self.policy].looks_at_prefixes:
             hashes = blocks.hashes(worker.capabilities.tokens_per_block)
             self.kv_index.expect(worker.address, hashes, now)
-        names = (each.name for each in self.workers.values())
-        self._metrics.note_placement(self.policy, worker.name, names)
+        self._metrics.note_placement(self.policy, chosen.worker, self._names)
         return worker
+
+    def _names(self) -> Iterable[str]:
+        return (each.name for each in self.workers.values())
 
     def _count_share(self, decision: Decision, now: float) -> None:
         """Counts an item in the shares of adapters, once its model has any."""
@@ -339,7 +342,6 @@ class Fleet:
 
     def _completed(self, query: PlacementQuery, blocks: PromptBlocks, now: float) -> PlacementQuery:
         """The query with the fleet's knowledge added."""
-        self.snapshot()
         typical = self._typical.get(query.model, UNKNOWN)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
         sizes = self._block_sizes_of(query.model, blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig
@@ -206,13 +207,18 @@ def prefix_root(config: GenerationConfig, adapter: Adapter | None = None) -> int
     """
     if not config.kv_cache.reuse:
         return None
-    if any(path.startswith(BEYOND_TOKENS) for path in config.fields_set):
+    if _is_beyond_tokens(config.fields_set):
         return None
     if config.lora is None:
         return root_hash(config.kv_cache.salt)
     if adapter is None:
         return None
     return root_hash(config.kv_cache.salt, adapter=adapter)
+
+
+@lru_cache(maxsize=256)
+def _is_beyond_tokens(fields: frozenset[str]) -> bool:
+    return any(path.startswith(BEYOND_TOKENS) for path in fields)
 
 
 class PromptBlocks:
@@ -222,10 +228,7 @@ class PromptBlocks:
         self._root = root
         self._token_ids = token_ids
         self._by_size: dict[int, list[int]] = {}
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self._token_ids)
+        self.prompt_tokens = len(token_ids)
 
     def hashes(self, tokens_per_block: int) -> list[int]:
         """A hash per full block; empty without reusable KV."""

@@ -358,7 +358,7 @@ class LoadGuard:
             "warmth": self.warmth(now),
             "breaker_open": self.breaker.is_open(now),
             "decoding_sequences": sequences - self._waiting_sequences,
-            "transfer_seconds": kv_token_bytes * self.byte_seconds(typical),
+            "transfer_seconds": kv_token_bytes and kv_token_bytes * self.byte_seconds(typical),
             "receiving_tokens": self._booked_tokens + self._foreign_tokens,
         }
 

@@ -18,8 +18,8 @@ from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 @dataclass(frozen=True, slots=True)
 class EncodedItem:
-    """An item in token ids. `word_ids` has the ids of `ItemRequest.words`, in order, and `spelled_ids` all spellings of
-    `ItemRequest.spelled_words`; `stop_vocabulary` has the stop texts of a beam search."""
+    """An item in token ids. `word_ids` has the ids of the bias texts, in order, and `spelled_ids` all spellings of the
+    bad texts; `stop_vocabulary` has the stop texts of a beam search."""
 
     token_ids: Sequence[int]
     word_ids: list[tuple[int, ...]]
@@ -64,11 +64,13 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
     """Encodes prompt and words in a single exchange. Raises UnsupportedField, before the item costs a tokenizer
     anything, PromptEmpty, AdapterNotFound or the pool's errors."""
     context.mesh.fleet.check_fields(context.model, item.worker_fields)
-    prompt, words, spelled_words = item.prompt, item.words, item.spelled_words
+    prompt, config, stopping = item.prompt, item.config, item.config.stopping
+    words, spelled_words = config.sampling.embedding_bias_texts, stopping.bad_texts
     token_ids: Sequence[int] = prompt.token_ids or ()
     word_ids: list[tuple[int, ...]] = []
     spelled_ids: list[tuple[int, ...]] = []
-    stop_texts = item.searched_texts
+    # Only where they take part in a beam search.
+    stop_texts = stopping.stop_texts if config.beam_search.beam_width > 1 else ()
     stop_vocabulary = None
     if prompt.text is not None or words or spelled_words or stop_texts:
         # A rendered conversation is about as long.
@@ -87,7 +89,7 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             words=words,
             spelled_words=spelled_words,
             stop_texts=stop_texts,
-            skip_special_tokens=item.config.output.skip_special_tokens,
+            skip_special_tokens=config.output.skip_special_tokens,
             max_token_ids=most,
             chat=item.chat,
         )
@@ -115,11 +117,11 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             stop_vocabulary = encoded.stop_vocabulary
     if not token_ids:
         raise PromptEmpty("the prompt has no tokens; send at least one token or character")
-    lora = item.config.lora
-    adapter = None if lora is None else await _adapter_of(context, lora)
-    root = prefix_root(item.config, adapter.identity if adapter else None)
+    adapter = None if config.lora is None else await _adapter_of(context, config.lora)
+    root = prefix_root(config, adapter.identity if adapter else None)
     blocks = PromptBlocks(root, token_ids)
-    end_ids = context.mesh.tokenizers.end_ids_of(context.model) if item.has_text else ()
+    has_text = prompt.text is not None or config.output.text
+    end_ids = context.mesh.tokenizers.end_ids_of(context.model) if has_text else ()
     return EncodedItem(token_ids, word_ids, spelled_ids, blocks, adapter, stop_vocabulary, end_ids)
 
 

@@ -150,7 +150,7 @@ def _metrics_of(runs: Sequence[SequenceRun]) -> pb.PerfMetrics | None:
         for run in runs
         if run.ending is not None and run.ending.perf_metrics is not None
     ]
-    return combined(each[:1] if runs[0].is_beam else each)
+    return combined(each[:1] if runs[0].is_beam else each) if each else None
 
 
 def combined(metrics: Sequence[pb.PerfMetrics]) -> pb.PerfMetrics | None:

@@ -122,7 +122,10 @@ class LiveRequest:
     @property
     def failed(self) -> bool:
         """Whether any of its items failed."""
-        return self._has_refused or any(item.failed for item in self.items)
+        for item in self.items:
+            if item.failed:
+                return True
+        return self._has_refused
 
     def stop(self, batch_indexes: Collection[int]) -> int:
         """Stops the named items, or all; returns the number of stopped items."""
@@ -195,7 +198,8 @@ class ItemTasks:
         """Ends all items, even if this wait is cancelled. Items that have not started never do."""
         self._ending = True
         context = self._live.context
-        context.starting.remove(self)
+        if self._live.waiting:
+            context.starting.remove(self)
         while self._live.waiting:
             self._leave(self._live.waiting.popleft()[1])
         if self._running:
@@ -224,7 +228,8 @@ class ItemTasks:
     def _start_next(self) -> None:
         permit = self._live.waiting[0][1]
         ended = partial(self._ended, permit)
-        task = self._running[permit] = asyncio.create_task(self._live.begin_next(ended).run())
+        run = self._live.begin_next(ended).run()
+        task = self._running[permit] = asyncio.get_running_loop().create_task(run)
         # Also of the task, because a task cancelled before the first step runs no code.
         task.add_done_callback(ended)
 

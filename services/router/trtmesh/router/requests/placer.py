@@ -290,7 +290,7 @@ class Placer:
             self._member.dispatched(leg.worker.address, leg.booking)
 
     async def wait(
-        self, error: NoWorker | AdapterNotFound, news: asyncio.Event, tokens: int
+        self, error: NoWorker | AdapterNotFound, news: asyncio.Future[None], tokens: int
     ) -> TrtmeshError | None:
         """Waits for a reason to try again, or for `news` of the item, which has `tokens` tokens; returns the error once
         the wait is futile."""
@@ -312,7 +312,7 @@ class Placer:
         pause = seconds_left
         if left_out:
             pause, wait.pause = min(pause, wait.pause), min(2 * wait.pause, LONGEST_REPEAT_SECONDS)
-        await until_first_ends(self._fleet.change(pause), news.wait())
+        await until_first_ends(self._fleet.change(pause), news)
         return None
 
     def close(self) -> None:
@@ -400,6 +400,8 @@ class Placer:
         return shares and not (several and with_prompt_data)
 
     def _excluded(self, failures: Failures) -> dict[str, str]:
+        if not failures and self._identity is None:
+            return {}
         exclude = {address: error.message for address, error in failures.items()}
         if self._identity is not None:
             exclude |= self._refusals
@@ -478,10 +480,12 @@ def _submits(
 
 def starts(item: ItemRequest, runs: Sequence[SequenceRun]) -> bool:
     """Whether a worker gets all sequences together, from their start."""
-    whole = len(runs) == item.sequences
-    return item.config.beam_search.beam_width > 1 or (
-        whole and not any(run.token_ids for run in runs)
-    )
+    if item.config.beam_search.beam_width > 1:
+        return True
+    for run in runs:
+        if run.token_ids:
+            return False
+    return len(runs) == item.sequences
 
 
 def _resumed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.live_request import Admitted, ItemTasks, LiveRequest
 from trtmesh.router.streams.client_stream import ClientLimits
-from trtmesh.router.values.request import GenerationRequest
+from trtmesh.router.values.request import GenerationRequest, ItemRequest
 from trtmesh.router.values.resumption import NOTHING, Received
 
 RETRY_MS = 1000
@@ -76,7 +76,7 @@ class Requests:
         self.draining = False
         """Whether new requests are refused because the process ends."""
         self._empty = asyncio.Event()
-        self._empty.set()
+        """Set when none is live, for `drain`."""
         self.live: dict[RequestKey, LiveRequest] = {}
         self.paused: set[LiveRequest] = set()
         """The requests waiting for their clients to read."""
@@ -148,7 +148,6 @@ class Requests:
             self.paused,
         )
         self.live[admitted.owner.name, request.request_id] = live
-        self._empty.clear()
         return live
 
     def ended(self, live: LiveRequest) -> None:
@@ -157,7 +156,7 @@ class Requests:
         self.paused.discard(live)
         if live.gone is not None:
             live.gone.set()
-        if not self.live:
+        if self.draining and not self.live:
             self._empty.set()
 
     def find(self, owner: Identity, request_id: str) -> LiveRequest | None:
@@ -213,6 +212,7 @@ class Requests:
         self.draining = True
         while self.live:
             # A call may end in favour of another call of the same request.
+            self._empty.clear()
             await self._empty.wait()
 
     def end_slow_clients(self) -> None:
@@ -275,17 +275,20 @@ class Requests:
         leaving = former.permits if former else ()
         try:
             finished = received.finished_items
-            rest = [item for item in request.items if item.batch_index not in finished]
+            rest: Sequence[ItemRequest] = request.items
+            if finished:
+                rest = [item for item in rest if item.batch_index not in finished]
             items = len(rest)
-            if former is None and not (received.sequences or finished):
-                account.check_rates(items, now)
-            else:
-                # Who lost a router continues everything at once, in debt if need be.
-                account.check_item_debt(now)
-                if former is None:
-                    account.check_token_debt(now)
-            account.check_priority(max((i.config.priority for i in request.items), default=0))
-            account.check_live(items, freed=sum(permit.valid for permit in leaving))
+            if account.is_limited:
+                if former is None and not (received.sequences or finished):
+                    account.check_rates(items, now)
+                else:
+                    # Who lost a router continues everything at once, in debt if need be.
+                    account.check_item_debt(now)
+                    if former is None:
+                        account.check_token_debt(now)
+                account.check_priority(max((i.config.priority for i in request.items), default=0))
+                account.check_live(items, freed=sum(permit.valid for permit in leaving))
             permits = self._mesh.admission.admit(model, items, leaving)
         except TrtmeshError as error:
             self._note_refused(request, model, owner, error)

@@ -319,7 +319,8 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
         self._entries.append(entry)
         self._followed = True
         self._count(entry.size)
-        self.wake()
+        if not self._planned or self._reminders is not None:
+            self.wake()
 
     def _count(self, size: int) -> None:
         self.waiting_bytes += size

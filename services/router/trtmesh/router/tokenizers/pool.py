@@ -40,41 +40,38 @@ UNKNOWN = pb.GetTokenizerResponse()
 W = TypeVar("W", bound=Hashable)
 
 
-class WaitingRoom(Generic[W]):
-    """Things in order of arrival. `give_up` gets everything still here after `seconds`."""
+class WaitingRoom(dict[W, asyncio.TimerHandle], Generic[W]):
+    """Things in order of arrival, with their timers. `give_up` gets everything still here after `seconds`."""
 
     def __init__(self, seconds: float, give_up: Callable[[W], None]) -> None:
+        super().__init__()
         self._seconds = seconds
         self._give_up = give_up
-        self._timers: dict[W, asyncio.TimerHandle] = {}
-
-    def __len__(self) -> int:
-        return len(self._timers)
 
     def admit(self, thing: W) -> None:
         loop = asyncio.get_running_loop()
-        self._timers[thing] = loop.call_later(self._seconds, self._time_out, thing)
+        self[thing] = loop.call_later(self._seconds, self._time_out, thing)
 
     def dismiss(self, thing: W) -> None:
         """Removes an entry, if present."""
-        if (timer := self._timers.pop(thing, None)) is not None:
+        if (timer := self.pop(thing, None)) is not None:
             timer.cancel()
 
     def leave_first(self) -> W:
         """Removes the oldest thing; the room must not be empty."""
-        thing = next(iter(self._timers))
+        thing = next(iter(self))
         self.dismiss(thing)
         return thing
 
     def leave(self) -> list[W]:
         """Removes all things, in order of arrival."""
-        things = list(self._timers)
+        things = list(self)
         for thing in things:
             self.dismiss(thing)
         return things
 
     def _time_out(self, thing: W) -> None:
-        del self._timers[thing]
+        del self[thing]
         self._give_up(thing)
 
 
@@ -146,7 +143,7 @@ class TokenizerPool:
 
     def fingerprint_of(self, model: str) -> str:
         """Fingerprint of the tokenizers of `model`; '' before the first one was ready."""
-        return self.agreed(model).fingerprint
+        return self._agreed.get(self._tokenizer_model(model), UNKNOWN).fingerprint
 
     def end_ids_of(self, model: str) -> tuple[int, ...]:
         """The end id of the tokenizers of `model`, if any; None before the first tokenizer was ready."""
@@ -348,6 +345,8 @@ class TokenizerPool:
         """The least busy tokenizer with room for a job, if possible not its `last`; None if all are full. Raises
         NoTokenizer."""
         able = self._able(model)
+        if len(able) == 1:
+            return able[0] if able[0].encodes < MAX_PER_TOKENIZER else None
         roomy = [each for each in able if each.encodes < MAX_PER_TOKENIZER]
         if len(roomy) > 1:
             return _least_busy([each for each in roomy if each is not last])

@@ -98,26 +98,6 @@ class ItemRequest:
         object.__setattr__(self, "sequences", self.config.sequences)
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """Texts to tokenize."""
-        return self.config.sampling.embedding_bias_texts
-
-    @property
-    def spelled_words(self) -> tuple[str, ...]:
-        """Texts to forbid in every spelling."""
-        return self.config.stopping.bad_texts
-
-    @property
-    def searched_texts(self) -> tuple[str, ...]:
-        """Stop texts for the worker, where they take part in a beam search."""
-        return self.config.stopping.stop_texts if self.config.beam_search.beam_width > 1 else ()
-
-    @property
-    def has_text(self) -> bool:
-        """Whether text goes in or out."""
-        return self.prompt.text is not None or self.config.output.text
-
-    @property
     def told_prompt_tokens(self) -> int | None:
         """Length of a prompt sent as token ids; None for a text."""
         return None if self.prompt.token_ids is None else len(self.prompt.token_ids)
@@ -303,16 +283,17 @@ def worker_config(
 ) -> pb.GenerationConfig:
     """The worker's config: without the router's fields, with ids for texts, with a seed and the version of the adapter.
 
-    `word_ids` are the ids of `item.words` in order; empty entries are dropped. `spelled_ids` are all spellings of
-    `item.spelled_words`. `drawn_seed` replaces a missing seed. A
-    single extra id of a text prompt is repeated for each token.
+    `word_ids` are the ids of the bias texts in order; empty entries are dropped. `spelled_ids` are all spellings of
+    the bad texts. `drawn_seed` replaces a missing seed. A single extra id of a text prompt is repeated for each token.
     """
     config = versioned_config(item.message, adapter)
     for path in item.config.fields_set & ROUTER_FIELDS:
         group, name = path.split(".")
         getattr(config, group).ClearField(name)
-    config.stopping.bad_token_ids.extend(pb.TokenIds(ids=ids) for ids in spelled_ids)
-    _replace_bias_texts(config.sampling, word_ids)
+    for ids in spelled_ids:
+        config.stopping.bad_token_ids.add(ids=ids)
+    if word_ids:
+        _replace_bias_texts(config.sampling, word_ids)
     extra_ids = config.prompt_tuning.extra_ids
     if item.prompt.text is not None and len(extra_ids) == 1:
         # The sender of a text does not know the number of tokens.
@@ -335,8 +316,6 @@ def versioned_config(message: pb.GenerationConfig, adapter: Adapter | None) -> p
 
 def _replace_bias_texts(sampling: pb.SamplingConfig, word_ids: list[tuple[int, ...]]) -> None:
     """Puts the ids of bias texts before the client's lists of ids, in the order of the weights."""
-    if not word_ids:
-        return
     lists = word_ids + [tuple(given.ids) for given in sampling.embedding_bias_token_ids]
     weighted = [
         (ids, w) for ids, w in zip(lists, sampling.embedding_bias_weights, strict=True) if ids

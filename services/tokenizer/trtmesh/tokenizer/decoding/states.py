@@ -39,24 +39,24 @@ class Workload:
         self._in_flight = 0
         self._draining = False
         self._idle = asyncio.Event()
-        self._idle.set()
+        """Set at the end of a drain."""
 
     def begin(self) -> None:
         """Admits one encode or sequence. Raises Draining."""
         if self._draining:
             raise Draining("the tokenizer is draining and admits no new encodes or sequences")
         self._in_flight += 1
-        self._idle.clear()
 
     def end(self, count: int = 1) -> None:
         self._in_flight -= count
-        if not self._in_flight:
+        if self._draining and not self._in_flight:
             self._idle.set()
 
     async def drain(self) -> None:
         """Admits nothing more and returns when nothing is in flight."""
         self._draining = True
-        await self._idle.wait()
+        if self._in_flight:
+            await self._idle.wait()
 
 
 @dataclass(frozen=True, slots=True)

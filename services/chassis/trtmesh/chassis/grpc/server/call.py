@@ -173,7 +173,7 @@ class ServerCall:
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailing = b""
-        self._timer = self._start_deadline()
+        self._timer = None if self._deadline is None else self._start_deadline(self._deadline)
         self._opened_at = self._loop.time()
         if handler.request_streaming:
             connection.starts.add(self)
@@ -254,10 +254,11 @@ class ServerCall:
 
     def _start_when_complete(self) -> None:
         requests = self._requests
-        is_complete = requests.ended or (requests.waiting and not self._handler.request_streaming)
+        waiting = requests.waiting
+        is_complete = requests.ended or (waiting and not self._handler.request_streaming)
         if is_complete and self._incomplete and not self._only_listens:
             self._be_busy()
-        if not self._asked and not self._ended and requests.waiting:
+        if not self._asked and not self._ended and waiting:
             self._asked = True
             self._connection.starts.add(self)
 
@@ -536,17 +537,16 @@ class ServerCall:
 
     def _over(self, task: asyncio.Task[None] | None = None) -> None:
         """Neither the client nor a handler is left."""
-        self._writer.drop_unsent(self.stream)
-        self._count_unread()
+        if self.stream.unsent.size or self._unread_counted:
+            self._writer.drop_unsent(self.stream)
+            self._count_unread()
         if self._timer is not None:
             self._timer.cancel()
         self._connection.forget(self.stream.stream_id)
 
-    def _start_deadline(self) -> asyncio.TimerHandle | None:
-        if self._deadline is None:
-            return None
+    def _start_deadline(self, deadline: float) -> asyncio.TimerHandle:
         late = grpc.StatusCode.DEADLINE_EXCEEDED
-        return self._loop.call_at(self._deadline, self.end_with, late, "Deadline Exceeded")
+        return self._loop.call_at(deadline, self.end_with, late, "Deadline Exceeded")
 
     async def _handle(self) -> None:
         handler = self._handler
@@ -686,7 +686,7 @@ class ServerCall:
         if not self._headers_sent:
             block = response_headers() + block
         self._writer.send_trailers(self.stream, block, reset=not self._requests.ended)
-        if status in CLIENTS_FAULTS:
+        if status is not grpc.StatusCode.OK and status in CLIENTS_FAULTS:
             self._connection.count_failure()
 
     def _stop_handler(self) -> None:

@@ -117,7 +117,8 @@ def response_headers(metadata: Metadata = (), encoding: str = "identity") -> byt
 
 def trailers(status: grpc.StatusCode, details: str = "", metadata: bytes = b"") -> bytes:
     """The header block that ends a response; `metadata` is an encoded header block."""
-    block = _STATUS_FIELDS[status]
+    # An enumeration's hash is a call of a function.
+    block = _STATUS_OK if status is grpc.StatusCode.OK else _STATUS_FIELDS[status]
     if details:
         block += literal_field(b"grpc-message", _percent_encoded(details))
     return block + metadata
@@ -143,6 +144,7 @@ _PRINTABLE = "".join(map(chr, [*range(0x20, 0x25), *range(0x26, 0x7F)]))
 _STATUS_FIELDS = {
     status: literal_field(b"grpc-status", b"%d" % status.value[0]) for status in grpc.StatusCode
 }
+_STATUS_OK = _STATUS_FIELDS[grpc.StatusCode.OK]
 
 _RESPONSE_HEADERS = (
     _OK_STATUS

@@ -17,7 +17,7 @@ from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.http_server import free_transport
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
-from trtmesh.router.doors.generation import GenerationCall
+from trtmesh.router.doors.generation import GenerationCall, RunningCall
 from trtmesh.router.doors.http.answers import EVENT_STREAM, json_response
 from trtmesh.router.doors.http.authorising import IDENTITY, Handler
 from trtmesh.router.doors.http.bodies import Body
@@ -151,7 +151,7 @@ class OpenAi:
                         request, wanted, writer, reader, self._token_bytes, self._metrics
                     )
                     try:
-                        async with call.running(opening) as live:
+                        async with RunningCall(call, opening) as live:
                             await live.client.forward(stream)
                         return await stream.end()
                     except (SlowClient, ConnectionError):
@@ -164,7 +164,7 @@ class OpenAi:
                         return await stream.fail(InternalError(f"{type(error).__name__}: {error}"))
                 whole = endpoint.gathered(wanted, frame)
                 reader = TemplateAnswers(wanted, self._tokenizers)
-                async with call.running(opening) as live:
+                async with RunningCall(call, opening) as live:
                     events = await _collect(live, wanted, reader, whole)
                 self._metrics.client_messages += 1
                 bytes_of = await self._token_bytes.of(wanted.request.model, whole.scored)

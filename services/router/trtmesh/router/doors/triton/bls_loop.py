@@ -120,7 +120,7 @@ class BlsLoop:
             sequence = ReceivedSequence(array("I", self._emitted), None, self._log_prob)
             received = Received({(0, 0): sequence})
         who, origin = self._caller.identity, self._caller.origin
-        return call.running(self._requests.open(request, left, who, origin, received))
+        return RunningCall(call, self._requests.open(request, left, who, origin, received))
 
     def _seen(self, waiting: Sequence[Waiting], ends: list[WaitingEvent]) -> list[Waiting]:
         """The entries for the client; those of the round's end, which need not be the request's, go to `ends`."""

@@ -25,7 +25,7 @@ from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
-from trtmesh.router.doors.generation import Caller, GenerationCall
+from trtmesh.router.doors.generation import Caller, GenerationCall, RunningCall
 from trtmesh.router.doors.triton.answers import Answer, Answers, AnswerStream, PlainText
 from trtmesh.router.doors.triton.bls_loop import BlsLoop
 from trtmesh.router.doors.triton.engines import Engines
@@ -129,7 +129,7 @@ class Generations:
             answers = self._answers_of(call, template, request)
             limit = TimeLimit(call.timeout_seconds)
             opening = self._requests.open(request, caller.remaining_seconds, owner, caller.origin)
-            async with generation.running(opening) as live:
+            async with RunningCall(generation, opening) as live:
                 apart = call.streaming and not call.model.merge_tokens and not has_beams(request)
                 complete = partial(self._complete, call.model, answers)
                 unmerged = Unmerged() if apart else None
