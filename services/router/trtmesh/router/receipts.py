@@ -55,7 +55,9 @@ class Receipts:
 
     def __init__(self, settings: ReceiptSettings) -> None:
         """Raises SettingsError for an unusable file."""
-        self.file = settings.file and LineFile(settings.file, "router.receipts.file", "receipts")
+        self.file = None
+        if settings.file is not None:
+            self.file = LineFile(settings.file, "router.receipts.file", "receipts")
         self._keeps_requests = settings.requests
         self._key = settings.key_file and Key.read(settings.key_file, "router.receipts.key_file")
         self._release = version("trtmesh")
