@@ -14,18 +14,16 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count, pairwise
+from itertools import count
 from random import Random
-from typing import Any
 
-import grpc
+from _doors import NATIVE
+from _load import Figures, Stream, connections, gaps_ms
 from _stack import Fleet, fleet
-from data_path import Generate, Record, percentile, stream
-from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2 as router_pb
+from trtmesh.chassis.grpc.client import ClientConnection
+from trtmesh.tools.bench.figures import percentile
 
 ROLES = ("prefill", "decode", "decode")
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +61,10 @@ class Client:
     """Sends the traffic and keeps the messages."""
 
     traffic: Traffic
-    generate: Generate
+    connection: ClientConnection
     seed: int
-    chats: list[Record] = field(default_factory=list)
-    prompts: list[Record] = field(default_factory=list)
+    chats: list[Stream] = field(default_factory=list)
+    prompts: list[Stream] = field(default_factory=list)
     _numbers: count[int] = field(default_factory=count)
 
     async def run(self) -> float:
@@ -90,37 +88,30 @@ class Client:
     async def _chat(self) -> None:
         traffic = self.traffic
         while True:
-            record = Record()
             request = self._request(traffic.chat_tokens, traffic.chat_new_tokens)
-            await stream(self.generate, request, record)
-            self.chats.append(record)
+            await (stream := Stream()).receive(self.connection, NATIVE, request)
+            self.chats.append(stream)
 
     async def _prompt(self, at: float, tokens: int) -> None:
         await asyncio.sleep(at - time.perf_counter())
-        record = Record()
-        await stream(self.generate, self._request(tokens, self.traffic.prompt_new_tokens), record)
-        self.prompts.append(record)
+        request = self._request(tokens, self.traffic.prompt_new_tokens)
+        await (stream := Stream()).receive(self.connection, NATIVE, request)
+        self.prompts.append(stream)
 
     def _request(self, tokens: int, new_tokens: int) -> bytes:
         dice = Random(f"{self.seed} {next(self._numbers)}")
         ids = dice.choices(range(100, self.traffic.highest_id), k=tokens)
-        stopping = pb.StoppingConfig(max_tokens=new_tokens, ignore_end_id=True)
-        return router_pb.GenerateRequest(
-            items=[router_pb.GenerateItem(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=ids)))],
-            config=pb.GenerationConfig(stopping=stopping),
-        ).SerializeToString()
+        return NATIVE.request(ids, new_tokens, ignore_end_id=True)
 
 
 async def run_once(setup: Setup, traffic: Traffic, seed: int) -> Figures:
     """The figures of one run of a fresh fleet, after a warm-up."""
     with fleet(setup.engines(), "--handoff-enabled", "auto") as mesh:
-        async with grpc.aio.insecure_channel(mesh.address) as channel:
-            await channel.channel_ready()
-            generate: Any = channel.unary_stream("/trtmesh.v1.MeshService/Generate")
+        async with connections(mesh.address, 1) as (connection,):
             short = replace(traffic, prompts=3)
-            await Client(short, generate, seed + 1000).run()
+            await Client(short, connection, seed + 1000).run()
             before = handoffs(mesh)
-            client = Client(traffic, generate, seed)
+            client = Client(traffic, connection, seed)
             seconds = await client.run()
             after = handoffs(mesh)
     return figures(client, seconds) | handoff_figures(before, after)
@@ -129,14 +120,16 @@ async def run_once(setup: Setup, traffic: Traffic, seed: int) -> Figures:
 def figures(client: Client, seconds: float) -> Figures:
     """Latencies in milliseconds; a missing or repeated token ends the bench."""
     traffic = client.traffic
-    chats = [record.token_arrivals(traffic.chat_new_tokens) for record in client.chats]
-    prompts = [record.token_arrivals(traffic.prompt_new_tokens) for record in client.prompts]
-    gaps = [(later - earlier) * 1e3 for times in chats for earlier, later in pairwise(times)]
-    waits = [
-        (times[0] - record.started) * 1e3
-        for times, record in zip(prompts, client.prompts, strict=True)
-    ]
-    generated = len(chats) * traffic.chat_new_tokens + len(prompts) * traffic.prompt_new_tokens
+    for streams, tokens in (
+        (client.chats, traffic.chat_new_tokens),
+        (client.prompts, traffic.prompt_new_tokens),
+    ):
+        for stream in streams:
+            NATIVE.check(stream.messages, tokens)
+    gaps = gaps_ms(stream.arrivals(NATIVE) for stream in client.chats)
+    waits = [stream.first_seconds(NATIVE) * 1e3 for stream in client.prompts]
+    generated = len(client.chats) * traffic.chat_new_tokens
+    generated += len(client.prompts) * traffic.prompt_new_tokens
     return {
         "chat_gap_p50_ms": round(percentile(gaps, 50), 1),
         "chat_gap_p99_ms": round(percentile(gaps, 99), 1),

@@ -10,35 +10,34 @@ import asyncio
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import grpc
 import numpy as np
-from _stack import _end, _first_line, _start, wait_until_serving
-from router import Seen, ask, samples
+from _doors import NATIVE
+from _load import Figures, ask, connections
+from _stack import Announcement, routers, samples, simulated_fleet
+from trtmesh.chassis.grpc.client import ClientConnection
 from trtmesh.router.placement import POLICIES, AdapterNeed, PlacementQuery
 from trtmesh.router.placement.policies import Fleet, Policy
 from trtmesh.router.placement.residency import AdapterOutlook
+from trtmesh.tools.bench.figures import percentile
 from trtmesh.tools.fleet_replay.fleet_model import FleetModel, ReplayResult
 from trtmesh.tools.fleet_replay.simulation import replay
 from trtmesh.tools.fleet_replay.trace import Arrival
 from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2 as router_pb
 
 WORKERS, SLOTS, ADAPTERS = 8, 16, 200
 RANKS = (8, 16, 32, 64, 128)
 LOAD_MS, STEP_MS = 300, 10
 LONGEST_TTFT = 1.0
+FLEET = (
+    *("--simulated-timing-step-ms", str(STEP_MS), "--load-interval-seconds", "0.1"),
+    *("--simulated-adapters-slots", str(SLOTS)),
+)
 COMPARED = ("round_robin", "least_loaded", "lora_aware", "auto")
-
-Figures = dict[str, Any]
 
 
 def traffic(
@@ -59,10 +58,6 @@ def traffic(
             Arrival(now, *lengths, 32, (), adapter=str(number), adapter_rank=rank_of[number])
         )
     return arrivals
-
-
-def percentile(seconds: Sequence[float], percent: int) -> float:
-    return statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1]
 
 
 def ratios(by_policy: dict[str, Figures]) -> Figures:
@@ -161,36 +156,6 @@ def _highest_rate(policy: str, items: int, model: FleetModel) -> Figures:
     }
 
 
-@contextmanager
-def fleet(*flags: str) -> Iterator[str]:
-    """Runs the workers and yields the router's --engines."""
-    children: list[subprocess.Popen[str]] = []
-    common = ["--simulated-timing-step-ms", str(STEP_MS), "--load-interval-seconds", "0.1"]
-    common += ["--simulated-adapters-slots", str(SLOTS)]
-    script = str(Path(__file__).with_name("_simulated_fleet.py"))
-    try:
-        line = _first_line(children, "fleet", [script, str(WORKERS), *common, *flags])
-        yield ",".join(json.loads(line))
-    finally:
-        _end(children)
-
-
-@contextmanager
-def router(engines: str, policy: str) -> Iterator[dict[str, Any]]:
-    children: list[subprocess.Popen[str]] = []
-    flags = ("--port", "0", "--admin-port", "0", "--http-port", "none", "--metrics-port", "0")
-    try:
-        started: Any = _start(
-            children, "router", *flags, "--placement-policy", policy, "--engines", engines
-        )
-        wait_until_serving(started["address"])
-        while samples(started)["trtmesh_router_ready_workers"] < WORKERS:
-            time.sleep(0.1)
-        yield started
-    finally:
-        _end(children)
-
-
 def request_of(arrival: Arrival, *, weights: bool) -> bytes:
     """A request by the adapter's number, with weights of the adapter's rank where it is new."""
     lora = pb.LoraConfig(id=int(arrival.adapter) + 1)
@@ -200,50 +165,47 @@ def request_of(arrival: Arrival, *, weights: bool) -> bytes:
         lora.weights.CopyFrom(pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=shape, data=values))
         columns = np.array([[[0, 0, rank]]], np.int32).tobytes()
         lora.config.CopyFrom(pb.Tensor(data_type=pb.DATA_TYPE_INT32, shape=[1, 1, 3], data=columns))
-    config = pb.GenerationConfig(
-        stopping=pb.StoppingConfig(max_tokens=arrival.new_tokens),
-        output=pb.OutputConfig(text=False),
-        lora=lora,
-    )
-    prompt = pb.Prompt(token_ids=pb.TokenIds(ids=[1 + n for n in range(arrival.prompt_tokens)]))
-    item = router_pb.GenerateItem(prompt=prompt)
-    return router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
+    ids = [1 + n for n in range(arrival.prompt_tokens)]
+    return NATIVE.request(ids, arrival.new_tokens, text=False, lora=lora)
 
 
 async def mesh(policy: str, arrivals: Sequence[Arrival], *flags: str) -> Figures:
     """Loads, TTFT and tokens per second of a router with simulated workers, all adapters known to the router."""
-    with fleet(*flags) as engines, router(engines, policy) as started:
-        async with grpc.aio.insecure_channel(started["address"]) as channel:
-            generate: Any = channel.unary_stream("/trtmesh.v1.MeshService/Generate")
-            known = {a.adapter: a for a in arrivals}.values()
+    policies = ("--placement-policy", policy)
+    with (
+        simulated_fleet(WORKERS, *FLEET, *flags) as (engines, _),
+        routers(engines, *policies, ready=WORKERS) as (started,),
+    ):
+        async with connections(started["address"], 1) as (connection,):
+            known = [replace(a, new_tokens=1) for a in {a.adapter: a for a in arrivals}.values()]
             await asyncio.gather(
-                *(ask(generate, request_of(replace(a, new_tokens=1), weights=True)) for a in known)
+                *(ask(connection, NATIVE, request_of(each, weights=True), 1) for each in known)
             )
-            await _run(generate, arrivals[: len(arrivals) // 5])
+            await _run(connection, arrivals[: len(arrivals) // 5])
             before, began = _loads(started), time.perf_counter()
             measured = arrivals[len(arrivals) // 5 :]
-            seen = await _run(generate, measured)
+            ttft = await _run(connection, measured)
             seconds, loads = time.perf_counter() - began, _loads(started) - before
-    ttft = [each.first_token_seconds for each in seen]
     return {
         "loads_per_1000": round(1000 * loads / len(measured), 1),
         "ttft_p50_ms": round(percentile(ttft, 50) * 1e3, 1),
         "ttft_p99_ms": round(percentile(ttft, 99) * 1e3, 1),
         "ttft_mean_ms": round(statistics.fmean(ttft) * 1e3, 1),
-        "tokens_per_second": round(sum(each.tokens for each in seen) / seconds),
+        "tokens_per_second": round(sum(each.new_tokens for each in measured) / seconds),
     }
 
 
-async def _run(generate: Any, arrivals: Sequence[Arrival]) -> list[Seen]:
+async def _run(connection: ClientConnection, arrivals: Sequence[Arrival]) -> list[float]:
     began, tasks = time.perf_counter() - arrivals[0].seconds, []
     for arrival in arrivals:
         await asyncio.sleep(max(0.0, began + arrival.seconds - time.perf_counter()))
-        tasks.append(asyncio.create_task(ask(generate, request_of(arrival, weights=False))))
+        asked = ask(connection, NATIVE, request_of(arrival, weights=False), arrival.new_tokens)
+        tasks.append(asyncio.create_task(asked))
     return await asyncio.gather(*tasks)
 
 
-def _loads(started: dict[str, Any]) -> float:
-    return samples(started)["trtmesh_router_adapter_delivery_seconds_count"]
+def _loads(started: Announcement) -> float:
+    return samples(started["metrics_port"])["trtmesh_router_adapter_delivery_seconds_count"]
 
 
 async def placement(items: int) -> Figures:

@@ -7,9 +7,6 @@ stream the time and the number of tokens of every message. Times are of `time.pe
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import asyncio
 import json
 import subprocess
@@ -18,16 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import IO
 
-import uvloop
-from trtmesh.chassis.grpc.client import ClientConnection, Method, connected
-from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2 as router_pb
-
-GENERATE: Method[bytes, bytes] = Method("/trtmesh.v1.MeshService/Generate", bytes, bytes)
-MAX_MESSAGE_BYTES = 2**26
-CONNECT_SECONDS = 30.0
+from _doors import NATIVE
+from _load import Stream, connections, run_bench
 
 Arrivals = list[tuple[float, int]]
 """The time and the number of tokens of each message of a stream."""
@@ -106,51 +98,31 @@ def clients(address: str, count: int) -> Iterator[Clients]:
             child.wait()
 
 
-def request(prompt: str, tokens: int) -> bytes:
-    stopping = pb.StoppingConfig(max_tokens=tokens, ignore_end_id=True)
-    item = router_pb.GenerateItem(prompt=pb.Prompt(text=prompt))
-    config = pb.GenerationConfig(stopping=stopping)
-    return router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
-
-
-async def stream(connection: ClientConnection, given: bytes) -> list[tuple[float, bytes]]:
-    """The messages as bytes, parsed after all have come."""
-    call = connection.open(GENERATE)
-    await call.write(given)
-    call.half_close()
-    return [(time.perf_counter(), message) async for message in call]
-
-
-def arrivals(messages: list[tuple[float, bytes]], tokens: int) -> Arrivals:
+def arrivals(stream: Stream, tokens: int) -> Arrivals:
     """Raises SystemExit unless all tokens came."""
-    found: Arrivals = []
-    for arrival, message in messages:
-        events = router_pb.GenerateResponse.FromString(message).events
-        for event in events:
-            if event.HasField("item_failed"):
-                raise SystemExit(f"an item failed: {event.item_failed.error.message}")
-        if count := sum(len(event.tokens.token_ids) for event in events):
-            found.append((arrival, count))
-    if (came := sum(count for _, count in found)) != tokens:
-        raise SystemExit(f"{came} of {tokens} tokens came")
-    return found
+    NATIVE.check(stream.messages, tokens)
+    counts = map(NATIVE.count, stream.messages)
+    return [(at, count) for at, count in zip(stream.times, counts, strict=True) if count]
 
 
 async def main(address: str) -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin.fileno(), lambda: lines.put_nowait(sys.stdin.readline()))
-    async with connected(address, MAX_MESSAGE_BYTES, CONNECT_SECONDS) as connection:
+    async with connections(address, 1) as (connection,):
         print("connected", flush=True)
         while line := await lines.get():
             asked = json.loads(line)
-            given = [request(prompt, asked["tokens"]) for prompt in asked["prompts"]]
-            started = time.perf_counter()
-            messages = await asyncio.gather(*(stream(connection, each) for each in given))
-            found = [arrivals(each, asked["tokens"]) for each in messages]
+            given = [
+                NATIVE.request(prompt, asked["tokens"], ignore_end_id=True)
+                for prompt in asked["prompts"]
+            ]
+            streams, started = [Stream() for _ in given], time.perf_counter()
+            receiving = map(Stream.receive, streams, repeat(connection), repeat(NATIVE), given)
+            await asyncio.gather(*receiving)
+            found = [arrivals(each, asked["tokens"]) for each in streams]
             print(json.dumps({"started": started, "streams": found}), flush=True)
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(sys.argv[1]))
+    run_bench(main(sys.argv[1]))

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, NotRequired, TypeAlias, TypedDict
+from urllib.request import urlopen
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.temporary_ca import TemporaryCa
 
@@ -64,13 +66,12 @@ def stack(
 ) -> Iterator[Stack]:
     """Runs one tokenizer, one engine and one router on free ports until the block ends. `model_dir` is the tokenizer's,
     `tls` is for the router's clients; `python` may be that of another tree."""
-    children: list[subprocess.Popen[str]] = []
-    start = partial(_start, children, python=python)
     of_engine = ("--backend", backend, *engine_flags)
     of_router = ("--port", "0", "--admin-port", "0", "--http-port", http_port,
                  *(tls.server_flags if tls else ()))  # fmt: skip
     inside = {"TRTMESH_ROUTER_TOKENIZERS": "local", "TRTMESH_TOKENIZER_MODEL_DIR": str(model_dir)}
-    try:
+    with _ended() as children:
+        start = partial(_start, children, python=python)
         if shape == "one process":
             names = (f"TRTMESH_ENGINE_{f[2:].replace('-', '_').upper()}" for f in of_engine[::2])
             inside |= dict(zip(names, of_engine[1::2], strict=True))
@@ -92,19 +93,58 @@ def stack(
         yield Stack(
             router["address"], pids, engine["metrics_port"], engine["address"], http_address
         )
-    finally:
-        _end(children)
 
 
 @contextmanager
 def lone_engine(*flags: str) -> Iterator[tuple[str, int]]:
     """Runs a simulated engine until the block ends: its address and process id."""
-    children: list[subprocess.Popen[str]] = []
-    try:
+    with _ended() as children:
         engine = _start(children, "engine", "--port", "0", "--backend", "simulated", *flags)
         yield engine["address"], engine["pid"]
-    finally:
-        _end(children)
+
+
+@contextmanager
+def simulated_fleet(workers: int, *flags: str) -> Iterator[tuple[str, int]]:
+    """Runs the workers of `_simulated_fleet.py` until the block ends: a router's --engines, and their process id."""
+    script = str(Path(__file__).with_name("_simulated_fleet.py"))
+    with _ended() as children:
+        line = _first_line(children, "fleet", [sys.executable, script, str(workers), *flags])
+        yield ",".join(json.loads(line)), children[0].pid
+
+
+@contextmanager
+def routers(
+    engines: str, *flags: str, count: int = 1, ready: int = 0, tokenizer: bool = False
+) -> Iterator[list[Announcement]]:
+    """Runs routers over the same workers until the block ends, `ready` of which must be so, and a tokenizer if asked
+    for, which comes last."""
+    given = ("--port", "0", "--admin-port", "0", "--http-port", "none", "--metrics-port", "0")
+    flags += ("--engines", engines)
+    with _ended() as children:
+        last = []
+        if tokenizer:
+            last = [_start(children, "tokenizer", "--port", "0", "--model-dir", str(MODEL_DIR))]
+            flags += ("--tokenizers", last[0]["address"])
+        started = [_start(children, "router", *given, *flags) for _ in range(count)]
+        for each in started:
+            wait_until_serving(each["address"])
+            deadline = time.monotonic() + READY_SECONDS
+            while samples(each["metrics_port"])["trtmesh_router_ready_workers"] < ready:
+                if time.monotonic() > deadline:
+                    raise SystemExit("the router did not reach all workers in time")
+                time.sleep(0.1)
+        yield [*started, *last]
+
+
+def samples(metrics_port: int | None) -> dict[str, float]:
+    """The metrics of a process; a histogram's by name and bound."""
+    with urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as response:
+        text = response.read().decode()
+    return {
+        sample.name + sample.labels.get("le", ""): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +159,7 @@ class Fleet:
 @contextmanager
 def fleet(engines: Sequence[Sequence[str]], *router_flags: str) -> Iterator[Fleet]:
     """Runs one tokenizer, one router, and an engine for each list of flags, until the block ends."""
-    children: list[subprocess.Popen[str]] = []
-    try:
+    with _ended() as children:
         tokenizer = _start(children, "tokenizer", "--port", "0", "--model-dir", str(MODEL_DIR))
         started = [
             _start(children, "engine", "--port", "0", "--metrics-port", "0", *flags)
@@ -133,33 +172,34 @@ def fleet(engines: Sequence[Sequence[str]], *router_flags: str) -> Iterator[Flee
         wait_until_serving(router["address"])
         ports = [each["metrics_port"] for each in (router, *started)]
         yield Fleet(router["address"], ports[0] or 0, tuple(port or 0 for port in ports[1:]))
-    finally:
-        _end(children)
 
 
 @contextmanager
 def bare_server(step_ms: float) -> Iterator[Stack]:
     """Runs `_bare_server.py` in place of a router."""
-    children: list[subprocess.Popen[str]] = []
-    try:
+    with _ended() as children:
         script = Path(__file__).with_name("_bare_server.py")
         port = int(
             _first_line(children, "bare server", [sys.executable, str(script), str(step_ms)])
         )
         yield Stack(f"127.0.0.1:{port}", {"router": children[0].pid})
+
+
+@contextmanager
+def _ended() -> Iterator[list[subprocess.Popen[str]]]:
+    """Ends the processes in the list after the block."""
+    children: list[subprocess.Popen[str]] = []
+    try:
+        yield children
     finally:
-        _end(children)
-
-
-def _end(children: list[subprocess.Popen[str]]) -> None:
-    for child in children:
-        child.terminate()
-    for child in children:
-        try:
-            child.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        for child in children:
+            child.terminate()
+        for child in children:
+            try:
+                child.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
 
 
 class Announcement(TypedDict):

@@ -7,16 +7,13 @@ since the line before.
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import asyncio
 import sys
 import time
 
-import uvloop
 from _doors import DOORS, Door
-from trtmesh.chassis.grpc.client import ClientConnection, connected
+from _load import connections, run_bench
+from trtmesh.chassis.grpc.client import ClientConnection
 
 ENDLESS = 1_000_000
 WARM_MESSAGES = 20
@@ -64,7 +61,7 @@ async def main(address: str, count: int, door: Door, tokens: int) -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin.fileno(), lambda: lines.put_nowait(sys.stdin.readline()))
-    async with connected(address, 2**26, 30.0) as connection, asyncio.TaskGroup() as group:
+    async with connections(address, 1) as (connection,), asyncio.TaskGroup() as group:
         running = [group.create_task(streams.run(connection, number)) for number in range(count)]
         while streams.messages < WARM_MESSAGES * count:  # noqa: ASYNC110 - a count sets no event
             await asyncio.sleep(0.05)
@@ -77,5 +74,4 @@ async def main(address: str, count: int, door: Door, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(sys.argv[1], int(sys.argv[2]), DOORS[sys.argv[3]], int(sys.argv[4])))
+    run_bench(main(sys.argv[1], int(sys.argv[2]), DOORS[sys.argv[3]], int(sys.argv[4])))

@@ -7,25 +7,20 @@ served per second. Every request must end with its token, or the run fails.
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import argparse
 import asyncio
 import json
-import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import uvloop
 from _doors import DOORS
+from _load import CONNECTIONS, Figures, Found, ask, connections, run_bench
 from _stack import stack
 from _steady_streams import ENDLESS
-from trtmesh.chassis.grpc.client import ClientConnection, connected
+from trtmesh.chassis.grpc.client import ClientConnection
 
 STEP_MS = 10
 KV_BLOCKS = 2**20
@@ -34,11 +29,8 @@ ENGINE = (
     *("--simulated-timing-step-ms", str(STEP_MS)),
     *("--simulated-kv-cache-total-blocks", str(KV_BLOCKS)),
 )
-CONNECTIONS = 4
 QUIET_SECONDS, AFTER_SECONDS = 1.0, 0.3
 CANCELLED = 500
-
-Figures = dict[str, Any]
 
 
 class Gaps:
@@ -85,24 +77,12 @@ async def steady(
         await process.wait()
 
 
-async def ask(connection: ClientConnection, door: str, number: int) -> None:
-    """One request with one token."""
-    chosen = DOORS[door]
-    call = connection.open(chosen.method)
-    try:
-        await call.write(chosen.request(f"burst {number}", 1))
-        call.half_close()
-        messages = [message async for message in call]
-    finally:
-        call.cancel()
-    chosen.check(messages, 1)
-
-
 class Bursts:
     """Bursts and cancels beside running streams, over connections that stay open."""
 
     def __init__(self, connections: list[ClientConnection], gaps: Gaps, door: str) -> None:
-        self._connections, self._gaps, self._door = connections, gaps, door
+        self._connections, self._gaps = connections, gaps
+        self._door = DOORS[door]
 
     async def quiet(self) -> float:
         """The longest gap with nothing beside the streams."""
@@ -117,7 +97,8 @@ class Bursts:
         async with asyncio.TaskGroup() as group:
             for number in range(count):
                 connection = self._connections[number % CONNECTIONS]
-                group.create_task(ask(connection, self._door, number))
+                request = self._door.request(f"burst {number}", 1)
+                group.create_task(ask(connection, self._door, request, 1))
         seconds = time.perf_counter() - began
         gap = await self._gaps.worst_ms()
         await asyncio.sleep(AFTER_SECONDS)
@@ -125,7 +106,7 @@ class Bursts:
 
     async def cancels(self) -> float:
         """The longest gap beside the cancellation of running requests."""
-        calls, door = [], DOORS[self._door]
+        calls, door = [], self._door
         for number in range(CANCELLED):
             call = self._connections[number % CONNECTIONS].open(door.method)
             await call.write(door.request(f"cancelled {number}", ENDLESS))
@@ -148,12 +129,11 @@ async def beside(
     address: str, streams: int, door: str, tokens: int = ENDLESS
 ) -> AsyncIterator[Bursts]:
     """Runs `streams` streams, and connections for bursts beside them, until the block ends."""
-    async with steady(address, streams, door, tokens) as gaps, AsyncExitStack() as open_until_end:
-        connections = [
-            await open_until_end.enter_async_context(connected(address, 2**26, 30.0))
-            for _ in range(CONNECTIONS)
-        ]
-        yield Bursts(connections, gaps, door)
+    async with (
+        steady(address, streams, door, tokens) as gaps,
+        connections(address, CONNECTIONS) as opened,
+    ):
+        yield Bursts(opened, gaps, door)
 
 
 async def measure(
@@ -165,22 +145,18 @@ async def measure(
     tokens: int = ENDLESS,
 ) -> Figures:
     """Medians of the runs. Streams of `tokens` tokens follow each other; only endless requests are cancelled."""
-    found: dict[str, list[float]] = {}
-
-    def note(name: str, value: float) -> None:
-        found.setdefault(name, []).append(value)
-
+    found = Found()
     async with beside(address, streams, door, tokens) as disturbance:
         await disturbance.starts(64)
         for _ in range(runs):
-            note("quiet_gap_ms", await disturbance.quiet())
+            found.note("quiet_gap_ms", await disturbance.quiet())
             for count in bursts:
                 gap, rate = await disturbance.starts(count)
-                note(f"gap_ms_{count}", gap)
-                note(f"requests_per_second_{count}", rate)
+                found.note(f"gap_ms_{count}", gap)
+                found.note(f"requests_per_second_{count}", rate)
             if tokens == ENDLESS:
-                note("gap_ms_cancels", await disturbance.cancels())
-    figures: Figures = {name: round(statistics.median(values), 1) for name, values in found.items()}
+                found.note("gap_ms_cancels", await disturbance.cancels())
+    figures = found.medians(digits=1)
     print(f"{streams} streams: {json.dumps(figures)}", file=sys.stderr)
     return figures
 
@@ -204,5 +180,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(parse()))
+    run_bench(main(parse()))

@@ -10,9 +10,6 @@ of each process; the workers live in one process (`_simulated_fleet.py`).
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import argparse
 import asyncio
 import json
@@ -21,18 +18,25 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import uvloop
-from _doors import DOORS
+from _doors import NATIVE
+from _load import (
+    CONNECTIONS,
+    PROMPT,
+    Figures,
+    Found,
+    ask,
+    at_once,
+    connections,
+    microseconds,
+    run_bench,
+)
 from _lora_placement import request_of
-from _stack import MODEL_DIR, Stack, _end, _first_line, _start, wait_until_serving
+from _stack import Stack, routers, simulated_fleet
 from burst import ENGINE
-from start import CONNECTIONS, PROMPT, Found, ask, connections
 from trtmesh.chassis.grpc.client import Call, ClientConnection
 from trtmesh.tools.fleet_replay.trace import Arrival
-from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 STREAMS, ENDLESS = 64, 1_000_000
@@ -44,28 +48,16 @@ WAITING, ITEMS_OF_A_REQUEST = 10_000, 1000
 MANY_ITEMS = ("--admission-max-items", "30000", "--admission-max-queued-items", "30000")
 ROOM = ("--simulated-limits-max-batch-size", str(STREAMS))
 
-Figures = dict[str, Any]
-
 
 @contextmanager
 def mesh(workers: int, flags: Sequence[str], router_flags: Sequence[str] = ()) -> Iterator[Stack]:
     """A router, a tokenizer and so many workers."""
-    children: list[Any] = []
-    fleet = str(Path(__file__).with_name("_simulated_fleet.py"))
-    try:
-        tokenizer = _start(children, "tokenizer", "--port", "0", "--model-dir", str(MODEL_DIR))
-        line = _first_line(children, "fleet", [sys.executable, fleet, str(workers), *flags])
-        engines = children[-1].pid
-        router = _start(
-            *(children, "router", "--port", "0", "--admin-port", "0", "--http-port", "none"),
-            *("--engines", ",".join(json.loads(line)), "--tokenizers", tokenizer["address"]),
-            *router_flags,
-        )
-        wait_until_serving(router["address"])
-        pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engines": engines}
+    with (
+        simulated_fleet(workers, *flags) as (engines, pid),
+        routers(engines, *router_flags, tokenizer=True) as (router, tokenizer),
+    ):
+        pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engines": pid}
         yield Stack(router["address"], pids)
-    finally:
-        _end(children)
 
 
 class Streams:
@@ -77,17 +69,15 @@ class Streams:
         self.begun = 0
 
     async def run(self, number: int) -> None:
-        door = DOORS["native"]
-        call = self._opened[number % len(self._opened)].open(door.method)
-        await call.write(door.request(PROMPT, ENDLESS))
+        call = self._opened[number % len(self._opened)].open(NATIVE.method)
+        await call.write(NATIVE.request(PROMPT, ENDLESS))
         call.half_close()
         first = True
         async for message in call:
             self.begun += first
             first = False
             # Tokens merge where anything lags.
-            for event in router_pb.GenerateResponse.FromString(message).events:
-                self.tokens += len(event.tokens.token_ids)
+            self.tokens += NATIVE.count(message)
         raise SystemExit("a stream ended")
 
 
@@ -112,14 +102,7 @@ async def note_tokens(found: Found, started: Stack, streams: Streams) -> None:
     """CPU of a token while the streams run."""
     before, tokens = started.cpu_seconds(), streams.tokens
     await asyncio.sleep(MEASURED_SECONDS)
-    note(found, before, started.cpu_seconds(), streams.tokens - tokens)
-
-
-def note(found: Found, before: Mapping[str, float], after: Mapping[str, float], count: int) -> None:
-    used = {name: (after[name] - before[name]) / count * 1e6 for name in after}
-    for name, microseconds in used.items():
-        found.note(f"{name}_us", microseconds)
-    found.note("services_us", sum(used.values()))
+    found.note_cpu(microseconds(before, started.cpu_seconds(), streams.tokens - tokens))
 
 
 async def measure_workers(runs: int) -> Figures:
@@ -141,7 +124,7 @@ async def measure_workers(runs: int) -> Figures:
 
 async def measure_adapters(runs: int) -> Figures:
     """A lone request, and one of 32 at once, by the number of adapters."""
-    counted = {number: {at_once: Found() for at_once in (1, 32)} for number in ADAPTERS}
+    counted = {number: {together: Found() for together in (1, 32)} for number in ADAPTERS}
     most = str(2 * max(ADAPTERS))
     flags = (
         *("--simulated-timing-step-ms", "0", "--simulated-adapters-slots", most),
@@ -157,36 +140,34 @@ async def measure_adapters(runs: int) -> Figures:
             await serve_adapters(opened[number], [*range(number)], 64, weights=True)
         for turn in range(runs + 1):
             for number, each in meshes.items():
-                for at_once, found in counted[number].items():
+                for together, found in counted[number].items():
                     chosen = random.Random(turn).choices(range(number), k=600)
                     before = each.cpu_seconds()
                     began = time.perf_counter()
-                    await serve_adapters(opened[number], chosen, at_once, weights=False)
+                    await serve_adapters(opened[number], chosen, together, weights=False)
                     if turn:
                         found.note("seconds_us", (time.perf_counter() - began) / 600 * 1e6)
-                        note(found, before, each.cpu_seconds(), 600)
+                        found.note_cpu(microseconds(before, each.cpu_seconds(), 600))
     return {
-        f"{at_once}_at_once": compared(
-            {str(number): found[at_once] for number, found in counted.items()}
+        f"{together}_at_once": compared(
+            {str(number): found[together] for number, found in counted.items()}
         )
-        for at_once in (1, 32)
+        for together in (1, 32)
     }
 
 
 async def serve_adapters(
-    opened: Sequence[ClientConnection], adapters: Sequence[int], at_once: int, *, weights: bool
+    opened: Sequence[ClientConnection], adapters: Sequence[int], together: int, *, weights: bool
 ) -> None:
     """Asks for a token of each, so many at once."""
-    left, door = iter(adapters), DOORS["native"]
+    left = iter(adapters)
 
-    async def client(connection: ClientConnection) -> None:
-        for adapter in left:
-            arrival = Arrival(0.0, 8, 1, 32, (), adapter=str(adapter), adapter_rank=8)
-            await ask(connection, door, request_of(arrival, weights=weights), 1)
+    async def once(connection: ClientConnection) -> None:
+        arrival = Arrival(0.0, 8, 1, 32, (), adapter=str(next(left)), adapter_rank=8)
+        await ask(connection, NATIVE, request_of(arrival, weights=weights), 1)
 
-    async with asyncio.TaskGroup() as group:
-        for number in range(at_once):
-            group.create_task(client(opened[number % len(opened)]))
+    calls = [partial(once, opened[number % len(opened)]) for number in range(together)]
+    await at_once(calls, len(adapters))
 
 
 async def measure_waiting(runs: int) -> Figures:
@@ -213,15 +194,12 @@ async def measure_waiting(runs: int) -> Figures:
 @asynccontextmanager
 async def queued(started: Stack, count: int) -> AsyncIterator[None]:
     """Has so many items wait until the block ends."""
-    prompt = pb.Prompt(token_ids=pb.TokenIds(ids=[1, 2, 3]))
-    config = pb.GenerationConfig(
-        stopping=pb.StoppingConfig(max_tokens=1), output=pb.OutputConfig(text=False)
-    )
-    items = [router_pb.GenerateItem(prompt=prompt)] * ITEMS_OF_A_REQUEST
-    request = router_pb.GenerateRequest(items=items, config=config).SerializeToString()
+    given = router_pb.GenerateRequest.FromString(NATIVE.request([1, 2, 3], 1, text=False))
+    given.items.extend([given.items[0]] * (ITEMS_OF_A_REQUEST - 1))
+    request = given.SerializeToString()
     async with connections(started.address, 1) as (connection,):
         before = await used(started)
-        calls = [connection.open(DOORS["native"].method) for _ in range(count // len(items))]
+        calls = [connection.open(NATIVE.method) for _ in range(count // ITEMS_OF_A_REQUEST)]
         for call in calls:
             await call.write(request)
             call.half_close()
@@ -252,7 +230,7 @@ async def used(started: Stack) -> float:
 async def _wait(call: Call[bytes, bytes]) -> None:
     """Returns with the first token."""
     async for message in call:
-        if DOORS["native"].begins(message):
+        if NATIVE.begins(message):
             return
 
 
@@ -290,5 +268,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(parse()))
+    run_bench(main(parse()))

@@ -8,128 +8,57 @@ in the same run: the cost of the library and the machine.
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import argparse
-import asyncio
 import json
-import os
-import statistics
 import sys
-import time
-from collections.abc import AsyncIterable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, get_args
+from typing import get_args
 
-import uvloop
+from _doors import NATIVE
+from _load import Figures, run_bench, together
 from _stack import Shape, Stack, bare_server, stack
-from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.temporary_ca import temporary_ca
-from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2 as router_pb
+from trtmesh.tools.bench.figures import percentile
 
-PROMPT = "def fibonacci(n):\n    "
 STEP_MS = 10
 FLAT_OUT_TOKENS = 2048
-MAX_MESSAGE_BYTES = 2**22
-
-Figures = dict[str, Any]
-Generate = Callable[[bytes], AsyncIterable[bytes]]
-
-
-@dataclass(slots=True)
-class Record:
-    """One stream's messages as bytes, with arrival times."""
-
-    started: float = 0.0
-    messages: list[tuple[float, bytes]] = field(default_factory=list)
-
-    def token_arrivals(self, max_tokens: int) -> list[float]:
-        """Arrival times of messages with tokens. Raises SystemExit for a missing, repeated or misplaced token."""
-        arrivals, tokens, finished = [], 0, False
-        for arrival, message in self.messages:
-            for event in router_pb.GenerateResponse.FromString(message).events:
-                kind = event.WhichOneof("event")
-                if kind == "item_failed":
-                    raise SystemExit(f"an item failed: {event.item_failed.error.message}")
-                finished |= kind == "item_finished"
-                if kind == "tokens":
-                    if event.tokens.token_offset != tokens:
-                        raise SystemExit(f"token {event.tokens.token_offset} came, not {tokens}")
-                    tokens += len(event.tokens.token_ids)
-                    arrivals.append(arrival)
-        if not finished or tokens != max_tokens:
-            raise SystemExit(f"{tokens} of {max_tokens} tokens came")
-        return arrivals
-
-
-async def stream(generate: Generate, request: bytes, record: Record) -> None:
-    """Sends one request and keeps its messages as bytes: the client shares the machine with the services, so it parses
-    them after the run."""
-    record.started = time.perf_counter()
-    async for message in generate(request):
-        record.messages.append((time.perf_counter(), message))
 
 
 async def run_once(
     mesh: Stack, streams: int, max_tokens: int, tls: ClientTls | None = None
 ) -> Figures:
-    """Sends `streams` requests at once and returns the figures of the run."""
-    config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=max_tokens))
-    item = router_pb.GenerateItem(prompt=pb.Prompt(text=PROMPT))
-    request = router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
-    records = [Record() for _ in range(streams)]
-    async with open_channel(mesh.address, MAX_MESSAGE_BYTES, tls=tls) as channel:
-        await channel.channel_ready()
-        generate: Any = channel.unary_stream("/trtmesh.v1.MeshService/Generate")
-        before, client_before = mesh.cpu_seconds(), sum(os.times()[:2])
-        started = time.perf_counter()
-        await asyncio.gather(*(stream(generate, request, record) for record in records))
-        seconds = time.perf_counter() - started
-        client = sum(os.times()[:2]) - client_before
-        after = mesh.cpu_seconds()
-    cpu = {name: after[name] - before[name] for name in after} | {"client": client}
-    arrivals = [record.token_arrivals(max_tokens) for record in records]
-    firsts = [(a[0] - record.started) * 1e3 for a, record in zip(arrivals, records, strict=True)]
-    return figures(arrivals, firsts, streams * max_tokens, seconds, cpu)
-
-
-def figures(
-    arrivals: list[list[float]],
-    firsts: list[float],
-    tokens: int,
-    seconds: float,
-    cpu: dict[str, float],
-) -> Figures:
-    """Latencies in milliseconds, CPU in microseconds per streamed token."""
-    gaps = [(later - earlier) * 1e3 for times in arrivals for earlier, later in pairwise(times)]
-    services = sum(cpu.values()) - cpu["client"]
+    """Sends `streams` requests at once and returns latencies, and CPU per streamed token."""
+    found = await together(mesh, NATIVE, streams, max_tokens, tls)
+    gaps = found.gaps_ms() or [0.0]
+    cpu = {**found.cpu_us, "client": found.client_us}
     return {
         "itl_p50_ms": round(percentile(gaps, 50), 2),
         "itl_p99_ms": round(percentile(gaps, 99), 2),
-        "ttft_p50_ms": round(percentile(firsts, 50), 1),
-        "tokens_per_second": round(tokens / seconds),
-        "tokens_per_message": round(tokens / sum(map(len, arrivals)), 2),
-        "cpu_us_per_token": {name: round(used / tokens * 1e6, 1) for name, used in cpu.items()},
-        "services_cpu_us_per_token": round(services / tokens * 1e6, 1),
+        "ttft_p50_ms": round(percentile(found.first_ms(), 50), 1),
+        "tokens_per_second": round(found.tokens / found.seconds),
+        "tokens_per_message": round(found.tokens / (len(gaps) + streams), 2),
+        "cpu_us_per_token": {name: round(each, 1) for name, each in cpu.items()},
+        "services_cpu_us_per_token": round(found.services_us, 1),
     }
-
-
-def percentile(values: list[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100)[percent - 1] if len(values) > 1 else 0.0
 
 
 async def measure(step_ms: float, streams: int, max_tokens: int, runs: int) -> Figures:
     """Returns the run with the median CPU of the services, after a warm-up run."""
     with stack("--simulated-timing-step-ms", str(step_ms)) as mesh:
-        await run_once(mesh, min(streams, 64), 64)
-        results = [await run_once(mesh, streams, max_tokens) for _ in range(runs)]
-    median = by_cpu(results)
-    print(f"{streams} streams, step {step_ms:g} ms: {json.dumps(median)}", file=sys.stderr)
+        return await median_of(mesh, f"step {step_ms:g} ms", streams, max_tokens, runs)
+
+
+async def measure_floor(streams: int, max_tokens: int, runs: int) -> Figures:
+    """Measures the bare server in the same way."""
+    with bare_server(STEP_MS) as server:
+        return await median_of(server, "floor", streams, max_tokens, runs)
+
+
+async def median_of(server: Stack, name: str, streams: int, max_tokens: int, runs: int) -> Figures:
+    await run_once(server, min(streams, 64), 64)
+    median = by_cpu([await run_once(server, streams, max_tokens) for _ in range(runs)])
+    print(f"{streams} streams, {name}: {json.dumps(median)}", file=sys.stderr)
     return median
 
 
@@ -158,15 +87,6 @@ async def measure_shapes(max_tokens: int, runs: int) -> Figures:
                 results[shape].append(await run_once(mesh, 1, max_tokens))
     # The first turn warms up.
     return {shape: by_cpu(found[1:]) for shape, found in results.items()}
-
-
-async def measure_floor(streams: int, max_tokens: int, runs: int) -> Figures:
-    """Measures the bare server in the same way."""
-    with bare_server(STEP_MS) as server:
-        await run_once(server, min(streams, 64), 64)
-        median = by_cpu([await run_once(server, streams, max_tokens) for _ in range(runs)])
-    print(f"{streams} streams, floor: {json.dumps(median)}", file=sys.stderr)
-    return median
 
 
 def by_cpu(results: list[Figures]) -> Figures:
@@ -205,5 +125,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(parse()))
+    run_bench(main(parse()))

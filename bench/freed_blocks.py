@@ -8,9 +8,6 @@ upper bounds.
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import argparse
 import asyncio
 import json
@@ -19,14 +16,13 @@ import sys
 import time
 from contextlib import aclosing
 from typing import Any
-from urllib.request import urlopen
 
-import uvloop
-from _stack import MODEL_DIR, Stack, stack
+from _load import PROMPT, run_bench
+from _stack import MODEL_DIR, Stack, samples, stack
 from trtmesh.client import Client, Tokens
+from trtmesh.tools.bench.figures import percentile
 
 GAUGE = "trtmesh_engine_used_blocks"
-PROMPT = "def fibonacci(n):\n    "
 MAX_TOKENS = 50
 # A block is longer than any sequence here, so a used block is a live sequence.
 COMMON = ("--metrics-port", "0", "--load-interval-seconds", "0.002")
@@ -42,9 +38,7 @@ BACKENDS = {
 
 
 def used_blocks(mesh: Stack) -> int:
-    with urlopen(f"http://127.0.0.1:{mesh.engine_metrics_port}/metrics") as response:
-        lines = response.read().decode().splitlines()
-    return int(float(next(line for line in lines if line.startswith(GAUGE)).split()[1]))
+    return int(samples(mesh.engine_metrics_port)[GAUGE])
 
 
 async def background(client: Client, ready: asyncio.Event) -> None:
@@ -86,7 +80,7 @@ async def measure(backend: str, streams: int, rounds: int) -> dict[str, float]:
                 await asyncio.gather(*lanes, return_exceptions=True)
     return {
         "p50_ms": round(statistics.median(times), 1),
-        "p99_ms": round(statistics.quantiles(times, n=100)[98], 1),
+        "p99_ms": round(percentile(times, 99), 1),
         "worst_ms": round(max(times), 1),
     }
 
@@ -107,5 +101,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(parse()))
+    run_bench(main(parse()))

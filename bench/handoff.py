@@ -7,17 +7,13 @@ choice with the fixed ones on a simulated fleet.
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import argparse
-import asyncio
 import json
 from typing import Any
 
-import uvloop
 from _handoff_crossover import crossover
 from _handoff_traffic import Setup, Traffic, compare
+from _load import run_bench
 from _stack import MODEL_DIR
 from handoff_bytes import bench as measure_bytes
 
@@ -97,5 +93,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(parse()))
+    run_bench(main(parse()))

@@ -10,9 +10,6 @@ OpenAI door.
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import argparse
 import asyncio
 import json
@@ -25,11 +22,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import uvloop
-from _doors import DOORS
+from _doors import DOORS, Http
+from _load import CONNECTIONS, Found, ask, connections, run_bench
 from _smg import MODEL, Smg, smg
 from _stack import Stack, cpu_seconds, renderers_of, stack
-from start import CONNECTIONS, LONE_TEXT, Found, ask, connections
+from start import LONE_TEXT
 from trtmesh.chassis.grpc.client import ClientConnection
 from trtmesh.client import chat_item
 from trtmesh.v1 import generation_pb2 as pb
@@ -38,7 +35,6 @@ from trtmesh.v1 import router_pb2 as router_pb
 TALK = [{"role": "user", "content": "A function that loads a file of JSON"}]
 STEP_MS, AT_ONCE = 10, 32
 ENGINE = ("--simulated-vocabulary-size", "6144")
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Call = Callable[[], Awaitable[None]]
 
 
@@ -48,39 +44,6 @@ class Side:
 
     calls: Sequence[Call]
     cpu_seconds: Callable[[], float]
-
-
-class Http:
-    """A client of HTTP/1.1 with a connection for each request at a time."""
-
-    def __init__(self, address: str) -> None:
-        self._host, _, self._port = address.rpartition("/")[2].rpartition(":")
-        self._free: list[Connection] = []
-
-    async def post(self, path: str, fields: dict[str, Any]) -> bytes:
-        """The body of an answer. Raises SystemExit unless the status is 200."""
-        body = json.dumps(fields).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        if not self._free:
-            self._free.append(await asyncio.open_connection(self._host, int(self._port)))
-        reader, writer = self._free.pop()
-        writer.write(head.encode() + body)
-        told = await reader.readuntil(b"\r\n\r\n")
-        answer = b""
-        if b"chunked" in told:
-            while size := int(await reader.readline(), 16):
-                answer += (await reader.readexactly(size + 2))[:-2]
-            await reader.readline()
-        else:
-            length = told.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
-            answer = await reader.readexactly(int(length))
-        self._free.append((reader, writer))
-        if not told.startswith(b"HTTP/1.1 200 "):
-            raise SystemExit(f"{told.decode()}{answer.decode()}")
-        return answer
 
 
 async def native_stream(connection: ClientConnection, tokens: int) -> None:
@@ -236,5 +199,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(parse()))
+    run_bench(main(parse()))

@@ -9,9 +9,6 @@ processes of each side, without the client.
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import argparse
 import asyncio
 import json
@@ -21,14 +18,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import _smg
-import uvloop
-from _doors import DOORS
+from _doors import DOORS, Http
+from _load import CONNECTIONS, Found, ask, connections, run_bench
 from _smg import MODEL
 from _stack import stack
-from start import CONNECTIONS, LONE_TEXT, Found, ask, connections
+from start import LONE_TEXT
 from trtmesh.chassis.grpc.client import ClientConnection
 
 SIZE = ("--simulated-vocabulary-size", "6144")
@@ -74,35 +70,21 @@ class CompletionsClient:
     """A client of /v1/completions over HTTP/1.1, with a connection for each request at a time."""
 
     def __init__(self, url: str) -> None:
-        self._host, self._port = urlsplit(url).hostname, urlsplit(url).port
-        self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._http = Http(url)
 
     async def ask(self, number: int, tokens: int) -> float:
         fields = {"model": MODEL, "prompt": LONE_TEXT, "max_tokens": tokens}
-        fields |= {"stream": True, "ignore_eos": True}
-        body = json.dumps(fields).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        began, parts = time.perf_counter(), list[float]()
+        answer = await self._http.post(
+            "/v1/completions",
+            fields | {"stream": True, "ignore_eos": True},
+            lambda: parts.append(time.perf_counter()),
         )
-        if not self._free:
-            self._free.append(await asyncio.open_connection(self._host, self._port))
-        reader, writer = self._free.pop()
-        began, first, answer = time.perf_counter(), 0.0, b""
-        writer.write(head.encode() + body)
-        status = await reader.readuntil(b"\r\n\r\n")
-        while size := int(await reader.readline(), 16):
-            answer += (await reader.readexactly(size + 2))[:-2]
-            if not first:
-                first = time.perf_counter() - began
-        await reader.readline()
-        self._free.append((reader, writer))
-        if not status.startswith(b"HTTP/1.1 200 ") or not answer.endswith(b"data: [DONE]\n\n"):
-            raise SystemExit(f"{status.decode()}{answer.decode()}")
         events = [json.loads(line) for line in answer.split(b"data: ")[1:-1]]
-        if events[-1]["choices"][0]["finish_reason"] != "length":
-            raise SystemExit(f"an answer of {tokens} tokens is incomplete: {events}")
-        return first
+        ended = bool(events) and events[-1]["choices"][0]["finish_reason"] == "length"
+        if not ended or not answer.endswith(b"data: [DONE]\n\n"):
+            raise SystemExit(f"an answer of {tokens} tokens is incomplete: {answer.decode()}")
+        return parts[0] - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,5 +177,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(parse()))
+    run_bench(main(parse()))

@@ -12,94 +12,36 @@ The workers live in one process (`_simulated_fleet.py`), each with its own serve
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import argparse
 import asyncio
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import grpc
-import uvloop
-from _stack import _end, _first_line, _start, wait_until_serving
-from prometheus_client.parser import text_string_to_metric_families
+from _doors import NATIVE
+from _load import CONNECTIONS, Figures, Stream, connections, run_bench
+from _stack import Announcement, routers, samples, simulated_fleet
 from trtmesh.chassis.block_hashes import chain
+from trtmesh.chassis.grpc.client import ClientConnection
 from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.placement import POLICIES, PlacementQuery, WorkerSnapshot, place
-from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2 as router_pb
+from trtmesh.tools.bench.figures import percentile
 
 WORKERS = 64
 STREAMS = 2000
 BLOCK_TOKENS = 32
 PREFIXES, PREFIX_BLOCKS, TAIL_TOKENS = 128, 32, 40
 STEP_MS, PREFILL_RATE = 100, 20_000
-
-Figures = dict[str, Any]
-
-
-@contextmanager
-def fleet(step_ms: float) -> Iterator[str]:
-    """Runs the workers and yields the router's --engines."""
-    children: list[subprocess.Popen[str]] = []
-    flags = ["--simulated-timing-step-ms", str(step_ms), "--load-interval-seconds", "0.25"]
-    flags += ["--simulated-kv-cache-tokens-per-block", str(BLOCK_TOKENS)]
-    flags += ["--simulated-timing-prefill-tokens-per-second", str(PREFILL_RATE)]
-    script = str(Path(__file__).with_name("_simulated_fleet.py"))
-    try:
-        line = _first_line(children, "fleet", [script, str(WORKERS), *flags])
-        yield ",".join(json.loads(line))
-    finally:
-        _end(children)
-
-
-@contextmanager
-def routers(engines: str, count: int, policy: str) -> Iterator[list[dict[str, Any]]]:
-    """Runs routers over the same workers and yields their announcements once all are ready."""
-    children: list[subprocess.Popen[str]] = []
-    try:
-        flags = ("--port", "0", "--admin-port", "0", "--http-port", "none", "--metrics-port", "0")
-        started: list[Any] = [
-            _start(children, "router", *flags, "--placement-policy", policy, "--engines", engines)
-            for _ in range(count)
-        ]
-        for each in started:
-            wait_until_serving(each["address"])
-            _wait_until_connected(each)
-        yield started
-    finally:
-        _end(children)
-
-
-def _wait_until_connected(router: dict[str, Any]) -> None:
-    deadline = time.monotonic() + 60
-    while samples(router)["trtmesh_router_ready_workers"] < WORKERS:
-        if time.monotonic() > deadline:
-            raise SystemExit("the router did not reach all workers in time")
-        time.sleep(0.1)
-
-
-def samples(router: dict[str, Any]) -> dict[str, float]:
-    """The router's metrics; a histogram's by name and bound."""
-    url = f"http://127.0.0.1:{router['metrics_port']}/metrics"
-    with urllib.request.urlopen(url) as response:
-        text = response.read().decode()
-    return {
-        sample.name + sample.labels.get("le", ""): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+FLEET = (
+    *("--load-interval-seconds", "0.25"),
+    *("--simulated-kv-cache-tokens-per-block", str(BLOCK_TOKENS)),
+    *("--simulated-timing-prefill-tokens-per-second", str(PREFILL_RATE)),
+)
 
 
 @dataclass(slots=True)
@@ -108,37 +50,13 @@ class Seen:
 
     first_token_seconds: float
     cached_tokens: int
-    tokens: int
 
 
-def request_of(prompt: Sequence[int], max_tokens: int) -> bytes:
-    config = pb.GenerationConfig(
-        stopping=pb.StoppingConfig(max_tokens=max_tokens), output=pb.OutputConfig(text=False)
-    )
-    item = router_pb.GenerateItem(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=prompt)))
-    return router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
-
-
-async def ask(generate: Any, request: bytes) -> Seen:
-    """Sends one request and parses its messages after the run: the client shares the machine with the services."""
-    started, first, messages = time.perf_counter(), 0.0, list[bytes]()
-    async for message in generate(request):
-        messages.append(message)
-        if not first and len(message) and _has_tokens(message):
-            first = time.perf_counter() - started
-    tokens = cached = 0
-    for message in messages:
-        for event in router_pb.GenerateResponse.FromString(message).events:
-            if event.HasField("item_failed"):
-                raise RuntimeError(f"an item failed: {event.item_failed.error.message}")
-            tokens += len(event.tokens.token_ids)
-            if event.HasField("item_finished"):
-                cached = event.item_finished.usage.cached_prompt_tokens
-    return Seen(first, cached, tokens)
-
-
-def _has_tokens(message: bytes) -> bool:
-    return any(e.HasField("tokens") for e in router_pb.GenerateResponse.FromString(message).events)
+async def ask(connection: ClientConnection, prompt: Sequence[int], tokens: int) -> Seen:
+    request, stream = NATIVE.request(prompt, tokens, text=False), Stream()
+    await stream.receive(connection, NATIVE, request)
+    NATIVE.check(stream.messages, tokens)
+    return Seen(stream.first_seconds(NATIVE), NATIVE.cached(stream.messages))
 
 
 def placement_us(rounds: int = 2000) -> Figures:
@@ -193,9 +111,9 @@ def microseconds(times: Sequence[float]) -> float:
     return round(statistics.median(times) * 1e6, 1)
 
 
-def router_placement_us(router: dict[str, Any]) -> float:
+def router_placement_us(router: Announcement) -> float:
     """Median of the router's own histogram, as the upper bound of its bucket."""
-    found = samples(router)
+    found = samples(router["metrics_port"])
     name = "trtmesh_router_placement_seconds_bucket"
     buckets = {float(key[len(name) :]): v for key, v in found.items() if key.startswith(name)}
     half = max(buckets.values()) / 2
@@ -211,20 +129,20 @@ async def shared_prefixes(
     chosen = [generator.randrange(PREFIXES) for _ in range(requests // count)]
     requests = len(chosen) * count
     tokens = PREFIX_BLOCKS * BLOCK_TOKENS
-    with routers(engines, count, policy) as started:
+    policies = ("--placement-policy", policy)
+    with routers(engines, *policies, count=count, ready=WORKERS) as started:
         async with AsyncExitStack() as stack:
-            generates: list[Any] = []
-            for router in started:
-                channel = grpc.aio.insecure_channel(router["address"])
-                await stack.enter_async_context(channel)
-                generates.append(channel.unary_stream("/trtmesh.v1.MeshService/Generate"))
+            opened = [
+                await stack.enter_async_context(connections(router["address"], 1))
+                for router in started
+            ]
             tasks: list[asyncio.Task[Seen]] = []
             begun = time.perf_counter()
             for prefix in chosen:
-                for generate in generates:
+                for (connection,) in opened:
                     tail = [20_000 + (len(tasks) + n) % 10_000 for n in range(TAIL_TOKENS)]
                     prompt = [1 + salt * PREFIXES + prefix] * tokens + tail
-                    tasks.append(asyncio.create_task(ask(generate, request_of(prompt, 8))))
+                    tasks.append(asyncio.create_task(ask(connection, prompt, 8)))
                 await asyncio.sleep(max(0.0, begun + len(tasks) / 150 - time.perf_counter()))
             seen = await asyncio.gather(*tasks)
     prompt_tokens = requests * (tokens + TAIL_TOKENS)
@@ -236,28 +154,28 @@ async def shared_prefixes(
         "of_oracle": round(hit_rate / oracle, 4),
         "ttft_mean_ms": round(statistics.fmean(firsts), 1),
         "ttft_p50_ms": round(statistics.median(firsts), 1),
-        "ttft_p99_ms": round(statistics.quantiles(firsts, n=100)[98], 1),
+        "ttft_p99_ms": round(percentile(firsts, 99), 1),
     }
 
 
 async def throughput(engines: str, count: int, tokens: int) -> Figures:
     """Runs 2,000 streams at once, divided among the routers."""
-    with routers(engines, count, "auto") as started:
-        channels = [grpc.aio.insecure_channel(each["address"]) for each in started]
-        generate: list[Any] = [c.unary_stream("/trtmesh.v1.MeshService/Generate") for c in channels]
-        begun = time.perf_counter()
-        seen = await asyncio.gather(
-            *(
-                ask(generate[n % count], request_of([n % 30_000 + 1] * 64, tokens))
-                for n in range(STREAMS)
+    policies = ("--placement-policy", "auto")
+    with routers(engines, *policies, count=count, ready=WORKERS) as started:
+        async with AsyncExitStack() as stack:
+            opened = [
+                await stack.enter_async_context(connections(router["address"], CONNECTIONS))
+                for router in started
+            ]
+            begun = time.perf_counter()
+            await asyncio.gather(
+                *(
+                    ask(opened[n % count][n // count % CONNECTIONS], [n % 30_000 + 1] * 64, tokens)
+                    for n in range(STREAMS)
+                )
             )
-        )
-        seconds = time.perf_counter() - begun
-        medians = [router_placement_us(each) for each in started]
-        for channel in channels:
-            await channel.close()
-    if any(each.tokens != tokens for each in seen):
-        raise SystemExit("a stream lost tokens")
+            seconds = time.perf_counter() - begun
+            medians = [router_placement_us(each) for each in started]
     return {
         "tokens_per_second": round(STREAMS * tokens / seconds),
         "placement_us_at_most": max(medians),
@@ -267,7 +185,7 @@ async def throughput(engines: str, count: int, tokens: int) -> Figures:
 async def main(arguments: argparse.Namespace) -> None:
     result: Figures = {"workers": WORKERS, "placement_us": placement_us()}
     print(json.dumps(result["placement_us"]), file=sys.stderr)
-    with fleet(20) as engines:
+    with simulated_fleet(WORKERS, "--simulated-timing-step-ms", "20", *FLEET) as (engines, _):
         result["policies"] = {}
         for salt, policy in enumerate(("round_robin", "prefix_aware", "auto")):
             figures = await shared_prefixes(engines, policy, arguments.requests, salt)
@@ -280,7 +198,8 @@ async def main(arguments: argparse.Namespace) -> None:
     for policy in ("prefix_aware", "auto"):
         aware = result["policies"][policy]
         aware["ttft_ratio"] = round(base / aware["ttft_mean_ms"], 2)
-    with fleet(STEP_MS) as engines:
+    step = ("--simulated-timing-step-ms", str(STEP_MS))
+    with simulated_fleet(WORKERS, *step, *FLEET) as (engines, _):
         result["throughput"] = {}
         for count in (1, 2):
             figures = await throughput(engines, count, arguments.tokens)
@@ -297,5 +216,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(parse()))
+    run_bench(main(parse()))

@@ -13,29 +13,34 @@ until its memory is gone.
 
 from __future__ import annotations
 
-# gRPC reads the environment when it is first imported.
-import trtmesh.chassis.environment  # noqa: F401  # isort: skip
-
 import argparse
 import asyncio
 import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
-from urllib.request import urlopen
+from typing import get_args
 
 import burst
 import data_path
-import uvloop
 from _doors import DOORS, Door
-from _stack import Shape, Stack, stack, wait_until_serving
-from trtmesh.chassis.grpc.client import ClientConnection, connected
-from trtmesh.chassis.grpc.client.call import Method
+from _load import (
+    CONNECTIONS,
+    PROMPT,
+    Figures,
+    Found,
+    ask,
+    at_once,
+    connections,
+    microseconds,
+    run_bench,
+)
+from _stack import Shape, Stack, samples, stack, wait_until_serving
+from trtmesh.chassis.grpc.client import ClientConnection, Method
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.v1 import engine_pb2 as engine_pb
 
@@ -47,8 +52,6 @@ from house.way import mesh as counted_mesh
 
 SERVICES = Path(__file__).parents[1] / "services"
 STEP_MS = 10
-CONNECTIONS = 4
-PROMPT = "def fibonacci(n):\n    "
 LONE_TOKENS = 200
 LONE_TEXT = "def fibonacci(n):\n    return n\n\n" * 18
 STEADY_SECONDS = 4.0
@@ -67,8 +70,6 @@ CONNECT: Method[engine_pb.EngineServiceConnectRequest, engine_pb.EngineServiceCo
     )
 )
 PEERS = {"triton": "ensemble", "native": "native"}
-
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,64 +102,23 @@ LOADS = (
 )
 
 
-@dataclass(slots=True)
-class Found:
-    """Values of several runs by name."""
-
-    values: dict[str, list[float]] = field(default_factory=dict)
-
-    def note(self, name: str, value: float) -> None:
-        self.values.setdefault(name, []).append(value)
-
-    def medians(self) -> Figures:
-        return {name: round(statistics.median(each), 2) for name, each in self.values.items()}
-
-
-@asynccontextmanager
-async def connections(address: str, count: int) -> AsyncIterator[list[ClientConnection]]:
-    async with AsyncExitStack() as until_end:
-        yield [
-            await until_end.enter_async_context(connected(address, 2**26, 30.0))
-            for _ in range(count)
-        ]
-
-
-async def ask(connection: ClientConnection, door: Door, request: bytes, tokens: int) -> float:
-    """Sends a request; seconds to the first token. Raises SystemExit unless every token came."""
-    call, began, first, messages = connection.open(door.method), time.perf_counter(), 0.0, []
-    try:
-        await call.write(request)
-        call.half_close()
-        async for message in call:
-            if not first and door.begins(message):
-                first = time.perf_counter() - began
-            messages.append(message)
-    finally:
-        call.cancel()
-    door.check(messages, tokens)
-    return first
-
-
 async def served(address: str, load: Load, count: int) -> float:
     """Requests served per second."""
     door = DOORS[load.door]
-    request, left, paused = door.request(load.text, load.tokens), iter(range(count)), 0.0
+    request, paused = door.request(load.text, load.tokens), 0.0
 
-    async def client(connection: ClientConnection) -> None:
+    async def once(connection: ClientConnection) -> None:
         nonlocal paused
-        for _ in left:
-            await ask(connection, door, request, load.tokens)
-            if load.pause:
-                ended = time.perf_counter()
-                await asyncio.sleep(load.pause)
-                paused += time.perf_counter() - ended
+        await ask(connection, door, request, load.tokens)
+        if load.pause:
+            ended = time.perf_counter()
+            await asyncio.sleep(load.pause)
+            paused += time.perf_counter() - ended
 
     async with connections(address, min(CONNECTIONS, load.at_once)) as opened:
-        began = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for number in range(load.at_once):
-                group.create_task(client(opened[number % len(opened)]))
-        return count / (time.perf_counter() - began - paused / load.at_once)
+        calls = [partial(once, opened[number % len(opened)]) for number in range(load.at_once)]
+        seconds = await at_once(calls, count)
+        return count / (seconds - paused / load.at_once)
 
 
 async def measure_requests(
@@ -174,11 +134,7 @@ async def measure_requests(
             before = mesh.cpu_seconds() if mesh else {}
             found[load.name].note("per_second", await served(address, load, count))
             after = mesh.cpu_seconds() if mesh else {}
-            used = {name: (after[name] - before[name]) / count * 1e6 for name in after}
-            for name, microseconds in used.items():
-                found[load.name].note(f"{name}_us", microseconds)
-            if used:
-                found[load.name].note("services_us", sum(used.values()))
+            found[load.name].note_cpu(microseconds(before, after, count))
     return {name: each.medians() for name, each in found.items()}
 
 
@@ -207,7 +163,7 @@ async def measure_counts(shape: Shape, doors: Sequence[str], runs: int) -> Figur
     with counted_mesh(SERVICES, *engine, shape=shape) as processes:
         router = processes[0].announced()
         wait_until_serving(router)
-        async with connected(router, 2**26, 30.0) as connection:
+        async with connections(router, 1) as (connection,):
             for door in doors:
                 found = Found()
                 await _window(processes, connection, DOORS[door], 3, 1)
@@ -300,8 +256,8 @@ async def measure_lone(mesh: Stack, runs: int) -> Figures:
     ids = list(range(1, LONE_TOKENS + 1))
     text, by_ids = native.request(LONE_TEXT, 1), native.request(ids, 1)
     async with (
-        connected(mesh.address, 2**26, 30.0) as router,
-        connected(mesh.engine_address, 2**26, 30.0) as engine,
+        connections(mesh.address, 1) as (router,),
+        connections(mesh.engine_address, 1) as (engine,),
     ):
         bare = BareEngine(engine)
         await bare.greet()
@@ -322,11 +278,7 @@ async def measure_lone(mesh: Stack, runs: int) -> Figures:
 
 def generated_tokens(mesh: Stack) -> int:
     """The engine's own count."""
-    with urlopen(f"http://127.0.0.1:{mesh.engine_metrics_port}/metrics") as page:
-        for line in page.read().decode().splitlines():
-            if line.startswith("trtmesh_engine_generated_tokens_total "):
-                return int(float(line.split()[1]))
-    raise SystemExit("the engine does not report its tokens")
+    return int(samples(mesh.engine_metrics_port)["trtmesh_engine_generated_tokens_total"])
 
 
 async def measure_steps(mesh: Stack, streams: int, door: str, runs: int) -> Figures:
@@ -337,10 +289,7 @@ async def measure_steps(mesh: Stack, streams: int, door: str, runs: int) -> Figu
             tokens, before = generated_tokens(mesh), mesh.cpu_seconds()
             await asyncio.sleep(STEADY_SECONDS)
             after, tokens = mesh.cpu_seconds(), generated_tokens(mesh) - tokens
-            used = {name: (after[name] - before[name]) / tokens * 1e6 for name in after}
-            for name, microseconds in used.items():
-                found.note(f"{name}_us", microseconds)
-            found.note("services_us", sum(used.values()))
+            found.note_cpu(microseconds(before, after, tokens))
     return found.medians()
 
 
@@ -424,5 +373,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(parse()))
+    run_bench(main(parse()))
