@@ -15,7 +15,7 @@ from cli.bench.runs import HEADER, answer
 from cli.bench.test_reports import HOSTILE, report
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.tools.bench.figures import TOTALS
+from trtmesh.tools.bench.figures import TOTALS, report_of
 from trtmesh.tools.bench.measures import MEASURES
 from trtmesh.tools.bench.record import Load, Run
 from trtmesh.tools.bench.reports.page import as_html, timeline
@@ -29,7 +29,6 @@ from trtmesh.tools.bench.reports.plots import (
     log_edges,
     svg,
 )
-from trtmesh.tools.bench.reports.report import report_of
 from trtmesh.tools.bench.reports.tables import number
 from trtmesh.tools.bench.slo import parse_slos
 
@@ -79,11 +78,11 @@ def test_every_figure_and_its_definition_are_on_the_page(page: str) -> None:
 
     for run in report("ttft:100").runs:
         for measure in MEASURES:
-            seen = run.figures.distributions[measure.tag]
+            seen = run.distributions[measure.tag]
             assert {measure.name, measure.definition, number(seen.avg)} <= {*cells}
             assert {number(each) for each in (*seen.percentiles.values(),)} & {*cells}
         for total in TOTALS:
-            if (value := total.of(run.figures)) is not None:
+            if (value := total.of(run)) is not None:
                 assert {total.name, total.definition, number(value)} <= {*cells}
 
 

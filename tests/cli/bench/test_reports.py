@@ -13,7 +13,7 @@ import pytest
 from cli.bench.runs import HEADER, answer, drawn
 from cli.commands import trtmesh
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.tools.bench.figures import TOTALS
+from trtmesh.tools.bench.figures import MOST_ERRORS, TOTALS, Report, report_of
 from trtmesh.tools.bench.measures import MEASURES
 from trtmesh.tools.bench.record import (
     Answer,
@@ -25,8 +25,7 @@ from trtmesh.tools.bench.record import (
     RunEnd,
     as_line,
 )
-from trtmesh.tools.bench.reports.files import as_csv, as_json, run_object, write, write_aiperf
-from trtmesh.tools.bench.reports.report import MOST_ERRORS, Report, report_of
+from trtmesh.tools.bench.reports.files import as_csv, as_json, run_object, write
 from trtmesh.tools.bench.reports.tables import number
 from trtmesh.tools.bench.slo import parse_slos
 
@@ -105,27 +104,6 @@ def test_a_spreadsheet_computes_nothing_of_a_name() -> None:
     rows = list(csv.reader(as_csv(report_of([replace(run, header=header)])).decode().splitlines()))
 
     assert {row[1] for row in rows[1:]} == {"'=cmd|' /C calc'!A0"}
-
-
-def test_aiperfs_files_have_an_export_and_a_record_of_each_answer(tmp_path: Path) -> None:
-    write_aiperf(tmp_path, report())
-
-    first, second = sorted(tmp_path.iterdir())
-    assert second.name == "01-closed-16-at-a-time-disrupted"
-    export = json.loads((second / "profile_export_aiperf.json").read_bytes())
-    assert export["schema_version"] == "1.4"
-    assert export["time_to_first_token"]["unit"] == "ms"
-    lines = (second / "profile_export.jsonl").read_bytes().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert len(records) == 201
-    assert records[0]["metrics"]["time_to_first_token"]["unit"] == "ms"
-    assert len(records[0]["metrics"]["inter_chunk_latency"]["value"]) == 7
-    assert records[0]["error"] is None
-    assert records[-1]["metrics"] == {}
-    assert records[-1]["error"] == {"type": "error", "message": HOSTILE}
-    start, end = (records[-1]["metadata"][f"request_{each}_ns"] for each in ("start", "end"))
-    assert end - start == 2_000_000_000
-    assert first.is_dir()
 
 
 def test_different_errors_are_listed_up_to_a_number() -> None:

@@ -13,9 +13,9 @@ from aiohttp import web
 from cli.bench.runs import HEADER, answer
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.tools.bench import server_metrics
+from trtmesh.tools.bench.figures import report_of
 from trtmesh.tools.bench.record import MetricsSample, Run
 from trtmesh.tools.bench.reports.page import as_html, server_plots
-from trtmesh.tools.bench.reports.report import report_of
 from trtmesh.tools.bench.server_metrics import ServerMetrics, parsed
 
 TEXT = b"""\

@@ -26,7 +26,7 @@ class BenchCommands(LazyGroup):
         ),
         LazyCommand(
             "trtmesh.tools.bench.report:report",
-            "Report recorded runs, as tables or files: HTML, JSON, CSV, aiperf's.",
+            "Report recorded runs, as tables or files: HTML, JSON, CSV.",
         ),
         LazyCommand(
             "trtmesh.tools.bench.upstream.core:core",

@@ -1,16 +1,22 @@
-"""Figures of a run by their definitions. Latencies are of answers that are ok, from the planned time on."""
+"""Figures of runs by their definitions, with intervals. Latencies are of answers that are ok, from the planned time
+on."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.tools.bench.intervals import Interval, intervals_of
 from trtmesh.tools.bench.measures import MEASURES, STALL_MS, Measure, duration_s, gaps_ms
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Run
 from trtmesh.tools.bench.slo import Goodput, Slo, goodput
 
+MOST_ERRORS = 20
+"""Different errors in a report; the rest is counted."""
 PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 Values = NDArray[np.float64]
@@ -61,10 +67,6 @@ def pool(measure: Measure, answers: Sequence[Answer]) -> Pool:
     return Pool(values[order], owners[order])
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    return float(np.percentile(values, percent))
-
-
 @dataclass(frozen=True, slots=True)
 class Exactness:
     """What became of the bytes of answers that are ok."""
@@ -87,6 +89,8 @@ class Figures:
     counts: Mapping[AnswerOutcome, int]
     distributions: Mapping[str, Distribution]
     """By tag; a measure without values is left out."""
+    intervals: Mapping[str, Mapping[str, Interval]]
+    """By tag and statistic."""
     request_throughput: float
     output_token_throughput: float | None
     """None where the output tokens of some answer are unknown."""
@@ -96,6 +100,12 @@ class Figures:
     exactness: Exactness
     goodput: Goodput | None
     """None without SLOs."""
+    errors: Sequence[tuple[str, int]]
+    """Each with its number, the most frequent first."""
+
+    @property
+    def load(self) -> str:
+        return self.run.title
 
 
 def figures_of(run: Run, slos: Sequence[Slo] = ()) -> Figures | None:
@@ -107,7 +117,8 @@ def figures_of(run: Run, slos: Sequence[Slo] = ()) -> Figures | None:
     per_s = 1 / duration if duration > 0 else 0.0
     ok = [answer for answer in answers if answer.ok]
     tokens = [answer.output_tokens for answer in ok]
-    distributions = {each.tag: pool(each, answers).distribution() for each in MEASURES}
+    pools = {each.tag: pool(each, answers) for each in MEASURES}
+    distributions = {tag: each.distribution() for tag, each in pools.items()}
     lag = Pool(np.sort(np.array(run.lags_s)) * 1000, np.arange(len(answers))).distribution()
     assert lag
     return Figures(
@@ -115,13 +126,44 @@ def figures_of(run: Run, slos: Sequence[Slo] = ()) -> Figures | None:
         duration,
         {outcome: run.count(outcome) for outcome in AnswerOutcome},
         {tag: each for tag, each in distributions.items() if each},
+        {tag: intervals_of(each, answers) for tag, each in pools.items()},
         len(ok) * per_s,
         None if None in tokens else sum(each or 0 for each in tokens) * per_s,
         sum(answer.ended_s - answer.sent_s for answer in answers) * per_s,
         lag,
         exactness(ok),
         goodput(answers, slos) if slos else None,
+        _errors(answers),
     )
+
+
+def _errors(answers: Sequence[Answer]) -> Sequence[tuple[str, int]]:
+    counted = Counter(
+        f"{each.outcome}: {each.error or 'no reason was given'}" for each in answers if not each.ok
+    )
+    most = counted.most_common(MOST_ERRORS)
+    rest = counted.total() - sum(number for _, number in most)
+    return [*most, *([("others", rest)] if rest else [])]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Runs of one command, or of one file."""
+
+    runs: Sequence[Figures]
+    slos: Sequence[Slo]
+
+    @property
+    def is_sweep(self) -> bool:
+        return len(self.runs) > 1
+
+
+def report_of(runs: Sequence[Run], slos: Sequence[Slo] = ()) -> Report:
+    """Raises SettingsError for runs without an answer."""
+    known = [figures for run in runs if (figures := figures_of(run, slos))]
+    if not known:
+        raise SettingsError("nothing was sent, so there is nothing to report")
+    return Report(known, slos)
 
 
 def exactness(answers: Sequence[Answer]) -> Exactness:
@@ -156,107 +198,39 @@ def _lag(percent: int) -> Callable[[Figures], float]:
     return lambda figures: figures.lag_ms.percentiles[percent]
 
 
+# fmt: off
 TOTALS: Sequence[Total] = (
+    Total("request_throughput", "requests", "requests/sec", "answers ok / duration", lambda of: of.request_throughput),
     Total(
-        "request_throughput",
-        "requests",
-        "requests/sec",
-        "answers ok / duration",
-        lambda each: each.request_throughput,
-    ),
+        "output_token_throughput", "output tokens", "tokens/sec", "output tokens of answers ok / duration",
+        lambda of: of.output_token_throughput),
     Total(
-        "output_token_throughput",
-        "output tokens",
-        "tokens/sec",
-        "output tokens of answers ok / duration",
-        lambda each: each.output_token_throughput,
-    ),
+        "goodput", "goodput", "requests/sec", "answers that meet every SLO / duration",
+        lambda of: of.goodput.per_s if of.goodput else None),
     Total(
-        "goodput",
-        "goodput",
-        "requests/sec",
-        "answers that meet every SLO / duration",
-        lambda each: each.goodput.per_s if each.goodput else None,
-    ),
+        "good_request_count", "good", "requests", "answers that meet every SLO",
+        lambda of: of.goodput.good if of.goodput else None),
     Total(
-        "good_request_count",
-        "good",
-        "requests",
-        "answers that meet every SLO",
-        lambda each: each.goodput.good if each.goodput else None,
-    ),
-    Total(
-        "good_request_fraction",
-        "attainment",
-        "ratio",
-        "answers that meet every SLO / all that were not cancelled",
-        lambda each: each.goodput.attainment if each.goodput else None,
-    ),
+        "good_request_fraction", "attainment", "ratio", "answers that meet every SLO / all that were not cancelled",
+        lambda of: of.goodput.attainment if of.goodput else None),
     Total("request_count", "ok", "requests", "answers ok", _count(AnswerOutcome.OK)),
+    Total("error_request_count", "errors", "requests", "answers that failed", _count(AnswerOutcome.ERROR)),
     Total(
-        "error_request_count",
-        "errors",
-        "requests",
-        "answers that failed",
-        _count(AnswerOutcome.ERROR),
-    ),
+        "refused_request_count", "refused", "requests", "requests for which the server had no room",
+        _count(AnswerOutcome.REFUSED)),
     Total(
-        "refused_request_count",
-        "refused",
-        "requests",
-        "requests for which the server had no room",
-        _count(AnswerOutcome.REFUSED),
-    ),
+        "cancelled_request_count", "cancelled", "requests",
+        "requests that the end of the run, or someone else, cancelled", _count(AnswerOutcome.CANCELLED)),
+    Total("stall_count", "stalls", "gaps", "gaps over 1 s in answers ok", lambda of: of.exactness.stalls),
     Total(
-        "cancelled_request_count",
-        "cancelled",
-        "requests",
-        "requests that the end of the run, or someone else, cancelled",
-        _count(AnswerOutcome.CANCELLED),
-    ),
-    Total(
-        "stall_count",
-        "stalls",
-        "gaps",
-        "gaps over 1 s in answers ok",
-        lambda each: each.exactness.stalls,
-    ),
-    Total(
-        "stalled_request_count",
-        "stalled streams",
-        "requests",
-        "answers ok with a gap over 1 s",
-        lambda each: each.exactness.stalled,
-    ),
-    Total(
-        "lost_token_count",
-        "lost tokens",
-        "tokens",
-        "tokens that offsets skipped",
-        lambda each: each.exactness.lost,
-    ),
-    Total(
-        "doubled_token_count",
-        "doubled tokens",
-        "tokens",
-        "tokens that came again",
-        lambda each: each.exactness.doubled,
-    ),
-    Total(
-        "mean_concurrency",
-        "under way",
-        "requests",
-        "mean number of requests under way",
-        lambda each: each.users,
-    ),
-    Total(
-        "benchmark_duration",
-        "duration",
-        "sec",
-        "first send to last end",
-        lambda each: each.duration_s,
-    ),
+        "stalled_request_count", "stalled streams", "requests", "answers ok with a gap over 1 s",
+        lambda of: of.exactness.stalled),
+    Total("lost_token_count", "lost tokens", "tokens", "tokens that offsets skipped", lambda of: of.exactness.lost),
+    Total("doubled_token_count", "doubled tokens", "tokens", "tokens that came again", lambda of: of.exactness.doubled),
+    Total("mean_concurrency", "under way", "requests", "mean number of requests under way", lambda of: of.users),
+    Total("benchmark_duration", "duration", "sec", "first send to last end", lambda of: of.duration_s),
     Total("replay_sched_lag_p50", "lag p50", "ms", "sent minus planned time", _lag(50)),
     Total("replay_sched_lag_p90", "lag p90", "ms", "sent minus planned time", _lag(90)),
     Total("replay_sched_lag_p99", "lag p99", "ms", "sent minus planned time", _lag(99)),
 )
+# fmt: on

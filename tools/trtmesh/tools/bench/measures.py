@@ -90,90 +90,41 @@ def _if_known(count: int | None) -> Sequence[float]:
     return [] if count is None else [count]
 
 
-TTFT = Measure(
-    "time_to_first_token",
-    "TTFT",
-    "ms",
-    "first chunk with content minus planned time",
-    first_token_ms,
-)
+# fmt: off
+TTFT = Measure("time_to_first_token", "TTFT", "ms", "first chunk with content minus planned time", first_token_ms)
+E2E = Measure("request_latency", "E2E", "ms", "last chunk with content minus planned time", latency_ms)
 TPOT = Measure(
-    "time_per_output_token",
-    "TPOT",
-    "ms",
-    "(E2E - TTFT) / (output tokens - 1) of each answer; answers of one token are left out",
-    tpot_ms,
-)
-E2E = Measure(
-    "request_latency", "E2E", "ms", "last chunk with content minus planned time", latency_ms
-)
-GAP = Measure(
-    "inter_chunk_latency",
-    "gap",
-    "ms",
-    "time between neighbouring chunks, the gaps of all answers together (vLLM's ITL)",
-    gaps_ms,
-)
-LONGEST_GAP = Measure(
-    "longest_gap", "longest gap", "ms", "longest gap of each answer", longest_gap_ms
-)
+    "time_per_output_token", "TPOT", "ms",
+    "(E2E - TTFT) / (output tokens - 1) of each answer; answers of one token are left out", tpot_ms)
 ITL = Measure(
-    "inter_token_latency",
-    "ITL",
-    "ms",
-    "(E2E - TTFT) / (output tokens - tokens of the first chunk) of each answer",
-    itl_ms,
-)
+    "inter_token_latency", "ITL", "ms",
+    "(E2E - TTFT) / (output tokens - tokens of the first chunk) of each answer", itl_ms)
+GAP = Measure(
+    "inter_chunk_latency", "gap", "ms",
+    "time between neighbouring chunks, the gaps of all answers together (vLLM's ITL)", gaps_ms)
 
 MEASURES: Sequence[Measure] = (
     TTFT,
     Measure(
-        "time_to_second_token",
-        "second token",
-        "ms",
-        "second chunk with content minus the first",
-        second_token_ms,
-    ),
+        "time_to_second_token", "second token", "ms", "second chunk with content minus the first", second_token_ms),
     E2E,
     TPOT,
     ITL,
     GAP,
-    LONGEST_GAP,
+    Measure("longest_gap", "longest gap", "ms", "longest gap of each answer", longest_gap_ms),
     Measure(
-        "normalized_time_per_output_token",
-        "normalized",
-        "ms",
-        "E2E / output tokens of each answer",
-        normalized_ms,
-    ),
+        "normalized_time_per_output_token", "normalized", "ms", "E2E / output tokens of each answer", normalized_ms),
     Measure(
-        "output_token_throughput_per_user",
-        "per user",
-        "tokens/sec/user",
-        "1 / ITL of each answer",
-        user_tokens_per_s,
-        larger_is_better=True,
-    ),
+        "output_token_throughput_per_user", "per user", "tokens/sec/user", "1 / ITL of each answer",
+        user_tokens_per_s, larger_is_better=True),
     Measure(
-        "tokens_per_chunk",
-        "tokens per chunk",
-        "tokens",
-        "output tokens / chunks with content of each answer",
-        chunk_tokens,
-        larger_is_better=True,
-    ),
+        "tokens_per_chunk", "tokens per chunk", "tokens", "output tokens / chunks with content of each answer",
+        chunk_tokens, larger_is_better=True),
     Measure(
-        "input_sequence_length",
-        "input",
-        "tokens",
-        "prompt tokens of each answer",
-        lambda answer: _if_known(answer.prompt_tokens),
-    ),
+        "input_sequence_length", "input", "tokens", "prompt tokens of each answer",
+        lambda each: _if_known(each.prompt_tokens)),
     Measure(
-        "output_sequence_length",
-        "output",
-        "tokens",
-        "output tokens of each answer",
-        lambda answer: _if_known(answer.output_tokens),
-    ),
+        "output_sequence_length", "output", "tokens", "output tokens of each answer",
+        lambda each: _if_known(each.output_tokens)),
 )
+# fmt: on

@@ -16,7 +16,7 @@ from trtmesh.cli.tables import print_tables
 from trtmesh.tools.bench.record import Run, read_runs
 
 if TYPE_CHECKING:
-    from trtmesh.tools.bench.reports.report import Report
+    from trtmesh.tools.bench.figures import Report
 
 PANEL = "Reports"
 
@@ -34,9 +34,6 @@ class ReportOptions:
     html: Path | None = option("Write a page with plots to this file.", panel=PANEL)
     json: Path | None = option("Write JSON with aiperf's tags to this file.", panel=PANEL)
     csv: Path | None = option("Write a row for each figure to this file.", panel=PANEL)
-    aiperf: Path | None = option(
-        "Write aiperf's export and records of each run to a folder in this one.", panel=PANEL
-    )
 
     def check(self) -> None:
         """Raises before a run what would be raised behind it: SettingsError, StartupError."""
@@ -49,9 +46,9 @@ class ReportOptions:
         """Writes the files."""
         self.check()
         # Need numpy and jinja2.
+        from trtmesh.tools.bench.figures import report_of
         from trtmesh.tools.bench.reports import files
         from trtmesh.tools.bench.reports.page import as_html
-        from trtmesh.tools.bench.reports.report import report_of
         from trtmesh.tools.bench.slo import parse_slos
 
         found = report_of(runs, parse_slos(self.slo or ()))
@@ -62,8 +59,6 @@ class ReportOptions:
         ):
             if path:
                 files.write(path, content(found))
-        if self.aiperf:
-            files.write_aiperf(self.aiperf, found)
         return found
 
     def report(self, runs: Sequence[Run]) -> None:
@@ -90,7 +85,7 @@ def report(
     *,
     options: ReportOptions,
 ) -> None:
-    """Report recorded runs, as tables or files: HTML, JSON, CSV, aiperf's.
+    """Report recorded runs, as tables or files: HTML, JSON, CSV.
 
     Exit status: 0 done, 2 a file cannot be read or written.
     """

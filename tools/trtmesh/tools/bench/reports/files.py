@@ -1,4 +1,4 @@
-"""Reports for programs: JSON, CSV, and the files that aiperf writes.
+"""Reports for programs: JSON and CSV.
 
 A run in JSON has a key for each of aiperf's tags with unit, avg, min, max, std and percentiles, as in aiperf's own
 export 1.4; `intervals` is ours. Tags that aiperf lacks have the same form.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -17,15 +16,11 @@ from typing import Any
 
 import orjson
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.tools.bench.figures import PERCENTS, TOTALS, Distribution
+from trtmesh.tools.bench.figures import PERCENTS, TOTALS, Distribution, Figures, Report
 from trtmesh.tools.bench.intervals import STATISTICS, Interval
-from trtmesh.tools.bench.measures import GAP, MEASURES
-from trtmesh.tools.bench.record import Answer, AnswerOutcome, Header
-from trtmesh.tools.bench.reports.report import Report, RunReport
+from trtmesh.tools.bench.measures import MEASURES
 
 SCHEMA_VERSION = "1.0"
-AIPERF_SCHEMA_VERSION = "1.4"
-BILLION = 1_000_000_000
 
 
 def as_json(report: Report) -> bytes:
@@ -37,9 +32,9 @@ def as_json(report: Report) -> bytes:
     return orjson.dumps(whole, option=orjson.OPT_INDENT_2) + b"\n"
 
 
-def run_object(report: RunReport) -> dict[str, Any]:
+def run_object(figures: Figures) -> dict[str, Any]:
     """A run as JSON, metadata first."""
-    header, end = report.run.header, report.run.end
+    header, end = figures.run.header, figures.run.end
     started = datetime.fromtimestamp(header.started_unix_s, UTC)
     return {
         "load": str(header.load),
@@ -49,19 +44,19 @@ def run_object(report: RunReport) -> dict[str, Any]:
         "unsent": end.unsent if end else None,
         "disruptions": [asdict(each) for each in end.disruptions] if end else [],
         "error_summary": [
-            {"error_details": {"message": text}, "count": count} for text, count in report.errors
+            {"error_details": {"message": text}, "count": count} for text, count in figures.errors
         ],
-        **dict(metrics(report)),
+        **dict(metrics(figures)),
     }
 
 
-def metrics(report: RunReport) -> Iterator[tuple[str, dict[str, Any]]]:
+def metrics(figures: Figures) -> Iterator[tuple[str, dict[str, Any]]]:
     """By tag, the ones without a value left out."""
     for measure in MEASURES:
-        if seen := report.figures.distributions.get(measure.tag):
-            yield measure.tag, _distribution(measure.unit, seen, report.intervals[measure.tag])
+        if seen := figures.distributions.get(measure.tag):
+            yield measure.tag, _distribution(measure.unit, seen, figures.intervals[measure.tag])
     for total in TOTALS:
-        if (value := total.of(report.figures)) is not None:
+        if (value := total.of(figures)) is not None:
             yield total.tag, {"unit": total.unit, "avg": value}
 
 
@@ -112,48 +107,3 @@ def write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def write_aiperf(folder: Path, report: Report) -> None:
-    """A folder for each run, with the names that aiperf's plots look for."""
-    for number, run in enumerate(report.runs):
-        own = folder / f"{number:02d}-{re.sub('[^a-z0-9.]+', '-', run.load.lower()).strip('-')}"
-        export = {"schema_version": AIPERF_SCHEMA_VERSION, **run_object(run)}
-        write(own / "profile_export_aiperf.json", orjson.dumps(export) + b"\n")
-        write(own / "profile_export.jsonl", b"".join(_records(run)))
-
-
-def _records(report: RunReport) -> Iterator[bytes]:
-    header = report.run.header
-    for answer in report.run.answers:
-        yield orjson.dumps(_record(header, answer)) + b"\n"
-
-
-def _record(header: Header, answer: Answer) -> dict[str, Any]:
-    def ns(seconds: float) -> int:
-        return int((header.started_unix_s + seconds) * BILLION)
-
-    metadata = {
-        "session_num": answer.index,
-        "x_request_id": answer.request_id,
-        "x_correlation_id": answer.session or answer.request_id,
-        "turn_index": answer.turn,
-        "credit_issued_ns": ns(answer.planned_s),
-        "request_start_ns": ns(answer.sent_s),
-        "request_end_ns": ns(answer.ended_s),
-        "worker_id": answer.worker or header.target,
-        "record_processor_id": "trtmesh",
-        "benchmark_phase": "profiling",
-        "was_cancelled": answer.outcome is AnswerOutcome.CANCELLED,
-    }
-    error = {"type": str(answer.outcome), "message": answer.error or str(answer.outcome)}
-    values = {measure: measure.of(answer) for measure in MEASURES} if answer.ok else {}
-    return {
-        "metadata": metadata,
-        "metrics": {
-            measure.tag: {"value": [*own] if measure is GAP else own[0], "unit": measure.unit}
-            for measure, own in values.items()
-            if own
-        },
-        "error": None if answer.ok else error,
-    }

@@ -10,7 +10,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from trtmesh.chassis.quoting import escaped
-from trtmesh.tools.bench.figures import TOTALS, Values, pool
+from trtmesh.tools.bench.figures import TOTALS, Figures, Report, Values, pool
 from trtmesh.tools.bench.measures import E2E, GAP, MEASURES, STALL_MS, TPOT, TTFT, Measure
 from trtmesh.tools.bench.record import Answer, MetricsSample
 from trtmesh.tools.bench.reports.plots import (
@@ -24,7 +24,6 @@ from trtmesh.tools.bench.reports.plots import (
     log_edges,
     svg,
 )
-from trtmesh.tools.bench.reports.report import Report, RunReport
 from trtmesh.tools.bench.reports.tables import SWEEP_HEADS, between, number, sweep_row
 from trtmesh.tools.bench.saturation import knee, saturation, users_between
 
@@ -85,10 +84,9 @@ def sweep_plots(report: Report) -> Iterator[Plot]:
 def _against_throughput(report: Report, measure: Measure, percent: int) -> Series:
     """One percentile of each run; the loads stand at the lower curve."""
     found = [
-        (run.figures.output_token_throughput, seen.percentiles[percent], run.load)
+        (run.output_token_throughput, seen.percentiles[percent], run.load)
         for run in report.runs
-        if run.figures.output_token_throughput is not None
-        and (seen := run.figures.distributions.get(measure.tag))
+        if run.output_token_throughput is not None and (seen := run.distributions.get(measure.tag))
     ]
     points = [(x, y) for x, y, _ in found]
     bend = knee(points)
@@ -99,7 +97,7 @@ def _against_throughput(report: Report, measure: Measure, percent: int) -> Serie
     return Series(f"p{percent}", points, Mark.LINE_AND_DOTS, labels if percent == 50 else ())
 
 
-def _bands(run: RunReport) -> Sequence[Band]:
+def _bands(run: Figures) -> Sequence[Band]:
     end = run.run.end
     return [
         Band(each.at_s, each.ended_s, f"{each.kind} {each.target}")
@@ -107,7 +105,7 @@ def _bands(run: RunReport) -> Sequence[Band]:
     ]
 
 
-def timeline(run: RunReport) -> Sequence[Plot]:
+def timeline(run: Figures) -> Sequence[Plot]:
     """Load, tokens, first tokens and longest gaps over the time of the run, with its disruptions."""
     answers, bands = run.run.answers, _bands(run)
     edges = np.linspace(0, max(each.ended_s for each in answers) or 1.0, SLICES + 1)
@@ -140,7 +138,7 @@ def timeline(run: RunReport) -> Sequence[Plot]:
     ]
 
 
-def server_plots(run: RunReport) -> Sequence[Plot]:
+def server_plots(run: Figures) -> Sequence[Plot]:
     """Each metric of the server that changed during the run: gauges, counters per second, and the means of what was
     both counted and summed."""
     samples, bands = run.run.samples, _bands(run)

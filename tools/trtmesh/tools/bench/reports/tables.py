@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from trtmesh.cli.tables import add_row, new_table
 from trtmesh.tools.bench.comparison import Comparison, Ratio
-from trtmesh.tools.bench.figures import TOTALS, Distribution
+from trtmesh.tools.bench.figures import TOTALS, Distribution, Figures, Report
 from trtmesh.tools.bench.intervals import Interval
 from trtmesh.tools.bench.measures import E2E, MEASURES, TPOT, TTFT
-from trtmesh.tools.bench.reports.report import Report, RunReport
+from trtmesh.tools.bench.record import AnswerOutcome
 
 
 def number(value: float | None) -> str:
@@ -26,14 +26,14 @@ def between(own: Interval | None) -> str:
     return f"{number(own.low)}..{number(own.high)}" if own else ""
 
 
-def run_tables(report: RunReport) -> Sequence[Table]:
+def run_tables(figures: Figures) -> Sequence[Table]:
     """Distributions, then totals."""
     measures = new_table(
         "figure", "unit", "mean", "95 %", "p50", "95 %", "p90", "p99", "95 %", "max", "of"
     )
     for measure in MEASURES:
-        if seen := report.figures.distributions.get(measure.tag):
-            own = report.intervals[measure.tag]
+        if seen := figures.distributions.get(measure.tag):
+            own = figures.intervals[measure.tag]
             add_row(
                 measures,
                 measure.name,
@@ -50,7 +50,7 @@ def run_tables(report: RunReport) -> Sequence[Table]:
             )
     totals = new_table("total", "unit", "value", remark="definition")
     for total in TOTALS:
-        if (value := total.of(report.figures)) is not None:
+        if (value := total.of(figures)) is not None:
             add_row(totals, total.name, total.unit, number(value), total.definition)
     return [measures, totals]
 
@@ -70,10 +70,9 @@ def sweep_table(report: Report) -> Table:
     return table
 
 
-def sweep_row(run: RunReport) -> Iterator[str]:
-    figures = run.figures
-    ok = sum(answer.ok for answer in run.run.answers)
-    yield from (run.load, str(ok), str(len(run.run.answers) - ok))
+def sweep_row(figures: Figures) -> Iterator[str]:
+    ok = figures.counts[AnswerOutcome.OK]
+    yield from (figures.load, str(ok), str(len(figures.run.answers) - ok))
     yield number(figures.request_throughput)
     yield number(figures.output_token_throughput)
     yield f"{figures.goodput.attainment:.1%}" if figures.goodput else "-"
