@@ -67,6 +67,10 @@ def pool(measure: Measure, answers: Sequence[Answer]) -> Pool:
     return Pool(values[order], owners[order])
 
 
+def percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent))
+
+
 @dataclass(frozen=True, slots=True)
 class Exactness:
     """What became of the bytes of answers that are ok."""
