@@ -93,6 +93,19 @@ def test_every_protocol_and_load_gives_equal_tokens(
             assert (answer.lost, answer.doubled) == (0, 0)
 
 
+@pytest.mark.parametrize("protocol", ["grpc", "triton", "triton+unary"])
+def test_prompts_that_the_server_counts_have_their_length(
+    protocol: str, stack: Stack, tmp_path: Path
+) -> None:
+    record, target = tmp_path / "record.jsonl", f"{protocol}://{stack.wait_ready()}"
+    lengths = ("--requests", "2", "--input-tokens", "40", "--output-tokens", "2")
+
+    ended = trtmesh("bench", "serve", target, *lengths, "--no-echo", "--record", str(record))
+
+    assert ended.returncode == 0, ended.stderr
+    assert [answer.prompt_tokens for answer in read_runs(record)[0].answers] == [40, 40]
+
+
 @pytest.fixture(scope="module")
 def secure_stack() -> Iterator[Stack]:
     with running_stack("--port", "0", "--tls") as stack:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Annotated
@@ -18,10 +16,9 @@ from trtmesh.cli.session import FAILED, INTERRUPTED, OK, run
 from trtmesh.tools.bench.echo import check_client
 from trtmesh.tools.bench.live import live_view
 from trtmesh.tools.bench.measuring import Setup, Watch, measure, server_count
-from trtmesh.tools.bench.record import Line, Load, Plan, Run, RunFile, without_secrets
+from trtmesh.tools.bench.record import Load, Plan, Run
 from trtmesh.tools.bench.report import ReportOptions
 from trtmesh.tools.bench.serve import ClientOptions, TargetOptions, is_interrupted
-from trtmesh.tools.bench.server_metrics import ServerMetrics
 from trtmesh.tools.bench.targets.target import FORMS
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
@@ -118,24 +115,10 @@ async def _find(
     from trtmesh.tools.bench.slo import parse_slos
 
     goal = search.goal()
-    setup = Setup(
-        connecting=connection.connecting(target),
-        workload=str(workload),
-        seed=seed,
-        command=without_secrets(["trtmesh", *sys.argv[1:]]),
-        connections=client.connections,
-        processes=client.processes,
-        echoes=client.echo,
-        timeout_s=client.timeout,
-        keeps_text=client.save_texts,
-    )
-    metrics = ServerMetrics(client.metrics) if client.metrics else None
-    if metrics:
-        await metrics.check()
-    plans = await workload.plans(seed, server_count(setup.connecting))
-    with ExitStack() as files:
-        written = [files.enter_context(RunFile(client.record)).write] if client.record else []
-        runs = Runs(setup, plans, search.seconds, written, metrics)
+    setup = client.setup(connection.connecting(target), str(workload), seed)
+    plans = await workload.plans(seed, await server_count(setup.connecting))
+    async with client.watch() as watch:
+        runs = Runs(setup, plans, search.seconds, watch)
         try:
             found = await found_by(runs.at, parse_slos(reports.slo or ()), goal, _say_trial)
         except SearchInterrupted:
@@ -148,22 +131,14 @@ async def _find(
 class Runs:
     """Runs the workload at one rate after another."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        plans: Sequence[Plan],
-        seconds: float,
-        written: Sequence[Callable[[Line], object]],
-        metrics: ServerMetrics | None,
-    ) -> None:
+    def __init__(self, setup: Setup, plans: Sequence[Plan], seconds: float, watch: Watch) -> None:
         if not plans:
             raise SettingsError("has no requests", setting="--workload")
         self.done: list[Run] = []
         self._setup = setup
         self._plans = plans
         self._seconds = seconds
-        self._written = written
-        self._metrics = metrics
+        self._watch = watch
 
     async def at(self, rate: float) -> Run:
         """Raises SearchInterrupted at Ctrl-C, and ClientTooSlow."""
@@ -174,7 +149,7 @@ class Runs:
         # A repetition has other times; runs of other rates have the same ones, closer together.
         setup = replace(self._setup, seed=self._setup.seed + before)
         with live_view(sum(len(plan.prompts) for plan in plans)) as shown_live:
-            watch = Watch([*self._written, shown_live], None, self._metrics)
+            watch = replace(self._watch, on_line=[*self._watch.on_line, shown_live])
             measured = await measure(setup, Load("poisson", rate=rate), plans, watch)
         if is_interrupted(measured):
             raise SearchInterrupted

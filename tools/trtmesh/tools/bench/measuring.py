@@ -6,12 +6,12 @@ import asyncio
 import math
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.driver import MOST_OPEN, Driver, chains_of
@@ -20,7 +20,6 @@ from trtmesh.tools.bench.loads import planned
 from trtmesh.tools.bench.processes import Job, sending
 from trtmesh.tools.bench.record import (
     Answer,
-    Disruption,
     Echo,
     Header,
     Line,
@@ -34,6 +33,9 @@ from trtmesh.tools.bench.server_metrics import ServerMetrics
 from trtmesh.tools.bench.targets.opening import CONNECT_SECONDS, connect, opened
 from trtmesh.tools.bench.targets.target import Connecting, Target
 from trtmesh.tools.bench.workloads.words import Count
+
+if TYPE_CHECKING:
+    from trtmesh.tools.bench.disruptions import Faults
 
 COUNTED_AT_ONCE = 16
 TELL_PROMPT_TOKENS = ("grpc", "openai")
@@ -62,22 +64,13 @@ class Setup:
     keeps_text: bool = False
 
 
-class Disruptor(Protocol):
-    """Makes faults during a run."""
-
-    made: list[Disruption]
-
-    async def run(self, clock: Callable[[], float]) -> None:
-        """Makes each fault at its time by the clock of the run; is cancelled when the run ends."""
-
-
 @dataclass(slots=True)
 class Watch:
     """Who looks on while a run happens."""
 
     on_line: Sequence[Callable[[Line], object]] = ()
     """Told each line of the record when it is known."""
-    disruptor: Disruptor | None = None
+    disruptor: Faults | None = None
     metrics: ServerMetrics | None = None
 
 
@@ -143,38 +136,26 @@ def _expected(load: Load) -> int:
     return load.concurrency or math.ceil(rate)
 
 
-class Sender(Protocol):
-    """Sends a job, here or by processes."""
+@dataclass(frozen=True, slots=True)
+class _Sender:
+    """Sends a job, by this process or by others."""
 
-    def clock(self) -> float: ...
-
-    async def send(self) -> None: ...
-
-    def busy(self) -> float: ...
-
-
-class _Here:
-    """Sends by this process."""
-
-    def __init__(self, job: Job, targets: Sequence[Target], tell: Callable[[Answer], None]) -> None:
-        self._job = job
-        self._driver = Driver(targets, tell, keeps_text=job.keeps_text, timeout_s=job.timeout_s)
-        self.clock, self.busy = self._driver.clock, self._driver.busy
-
-    async def send(self) -> None:
-        job = self._job
-        await self._driver.send(job.chains, job.most_open, job.duration_s)
+    send: Callable[[], Awaitable[None]]
+    clock: Callable[[], float]
+    busy: Callable[[], float]
 
 
 @asynccontextmanager
 async def _sending(
     setup: Setup, job: Job, targets: Sequence[Target], tell: Callable[[Answer], None]
-) -> AsyncIterator[Sender]:
-    if setup.processes == 1:
-        yield _Here(job, targets, tell)
+) -> AsyncIterator[_Sender]:
+    if setup.processes > 1:
+        async with sending(job, setup.processes, tell) as others:
+            yield _Sender(others.send, others.clock, others.busy)
         return
-    async with sending(job, setup.processes, tell) as processes:
-        yield processes
+    own = Driver(targets, tell, keeps_text=job.keeps_text, timeout_s=job.timeout_s)
+    send = partial(own.send, job.chains, job.most_open, job.duration_s)
+    yield _Sender(send, own.clock, own.busy)
 
 
 async def _warm_up(targets: Sequence[Target], plans: Sequence[Plan], load: Load) -> None:
@@ -184,9 +165,9 @@ async def _warm_up(targets: Sequence[Target], plans: Sequence[Plan], load: Load)
     await driver.send(chains_of(planned(plans, Load("closed"), 0)), at_once)
 
 
-async def _sent(sender: Sender) -> bool:
+async def _sent(sender: _Sender) -> bool:
     """Returns whether Ctrl-C ended it."""
-    task = asyncio.create_task(sender.send())
+    task = asyncio.ensure_future(sender.send())
     interrupted = False
 
     def end() -> None:
@@ -194,31 +175,22 @@ async def _sent(sender: Sender) -> bool:
         interrupted = True
         task.cancel()
 
-    with _at_interrupt(end):
-        try:
-            await task
-        except asyncio.CancelledError:
-            if not interrupted:
-                raise
-        finally:
-            task.cancel()
-    return interrupted
-
-
-@contextmanager
-def _at_interrupt(end: Callable[[], None]) -> Iterator[None]:
-    """Has Ctrl-C call `end` inside the block."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, end)
     try:
-        yield
+        await task
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
     finally:
         loop.remove_signal_handler(signal.SIGINT)
+        task.cancel()
+    return interrupted
 
 
 @asynccontextmanager
 async def _beside(
-    companion: Disruptor | ServerMetrics | None, clock: Callable[[], float]
+    companion: Faults | ServerMetrics | None, clock: Callable[[], float]
 ) -> AsyncIterator[None]:
     if companion is None:
         yield
@@ -263,10 +235,14 @@ def batched(plans: Sequence[Plan], size: int) -> Sequence[Plan]:
     return [*together, *(plan for plan in plans if plan.session)]
 
 
-def server_count(connecting: Connecting) -> Count | None:
-    """The server's own count of tokens, if its protocol tells it."""
-    tells = connecting.url.protocol in TELL_PROMPT_TOKENS
-    return partial(count_tokens, connecting) if tells else None
+async def server_count(connecting: Connecting) -> Count | None:
+    """The server's own count of tokens; None for a model of Triton that tells none."""
+    if connecting.url.protocol not in TELL_PROMPT_TOKENS:
+        try:
+            await count_tokens(connecting, ["Hello"])
+        except InvalidRequest:
+            return None
+    return partial(count_tokens, connecting)
 
 
 async def count_tokens(connecting: Connecting, texts: Sequence[str]) -> Sequence[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -147,6 +147,28 @@ class ClientOptions:
     )
     save_texts: bool = option("Keep texts in the record.", "--save-texts", default=False)
 
+    def setup(self, connecting: Connecting, workload: str, seed: int) -> Setup:
+        return Setup(
+            connecting,
+            workload,
+            seed,
+            command=without_secrets(["trtmesh", *sys.argv[1:]]),
+            connections=self.connections,
+            processes=self.processes,
+            echoes=self.echo,
+            timeout_s=self.timeout,
+            keeps_text=self.save_texts,
+        )
+
+    @asynccontextmanager
+    async def watch(self) -> AsyncIterator[Watch]:
+        """The record and the metrics. Raises SettingsError where one of them cannot be."""
+        metrics = ServerMetrics(self.metrics) if self.metrics else None
+        if metrics:
+            await metrics.check()
+        with RunFile(self.record) if self.record else nullcontext() as file:
+            yield Watch([file.write] if file else [], metrics=metrics)
+
 
 @grouped
 def serve(
@@ -181,31 +203,18 @@ async def _serve(
     seed: int,
 ) -> int:
     reports.check()
-    setup = Setup(
-        connecting=connection.connecting(target),
-        workload=str(workload),
-        seed=seed,
-        command=without_secrets(["trtmesh", *sys.argv[1:]]),
-        connections=client.connections,
-        processes=client.processes,
-        echoes=client.echo,
+    setup = replace(
+        client.setup(connection.connecting(target), str(workload), seed),
         warmup=load.warmup,
         duration_s=load.duration,
-        timeout_s=client.timeout,
-        keeps_text=client.save_texts,
     )
     if load.batch > 1 and setup.connecting.url.protocol != "grpc":
         raise SettingsError("is for grpc:// alone", setting="--batch")
     loads = load.loads()
-    count = server_count(setup.connecting)
+    count = await server_count(setup.connecting)
     plans = batched(await workload.plans(setup.seed, count), load.batch)
-    metrics = ServerMetrics(client.metrics) if client.metrics else None
-    if metrics:
-        await metrics.check()
-    with ExitStack() as files:
-        written = [files.enter_context(RunFile(client.record)).write] if client.record else []
-        sweep = _sweep(setup, loads, plans, Watch(written, metrics=metrics), disruption)
-        runs = [measured async for measured in sweep]
+    async with client.watch() as watch:
+        runs = [measured async for measured in _sweep(setup, loads, plans, watch, disruption)]
     return _report(runs, reports, checks=client.echo)
 
 
@@ -264,7 +273,7 @@ def counted(measured: Run) -> str:
     """Every item that was sent has one outcome; what was cut off is said."""
     end = measured.end
     counts = " + ".join(f"{measured.count(each)} {each}" for each in AnswerOutcome)
-    parts = [f"{measured.header.load}: {len(measured.answers)} sent = {counts}"]
+    parts = [f"{measured.title}: {len(measured.answers)} sent = {counts}"]
     if own := measured.header.echo:
         first, gap = (
             " / ".join(f"{ms:.2f}" for ms in each)

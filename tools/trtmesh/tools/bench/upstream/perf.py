@@ -120,4 +120,4 @@ async def _plans(
         output_tokens=str(cell.output_tokens),
         tokenizer=tokenizer,
     )
-    return await options.plans(0, server_count(connecting))
+    return await options.plans(0, await server_count(connecting))
