@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 FLUSH_SECONDS = 1.0
 WARNING_SECONDS = 60.0
 """Least time between two warnings about a full disk."""
-MOST_LINE_BYTES = 2**22
-"""Bytes at the end of a file in which its last line begins."""
+PIECE_BYTES = 2**20
+"""Bytes read at once in search of the end of the last line."""
 MAX_BYTES = 256 * 2**20
 """Size of a file that replaces the one before."""
 MOST_WAITING, MOST_WAITING_CHARACTERS = 20_000, 2**26
@@ -163,11 +163,15 @@ def _append(output: FileIO, data: bytes) -> None:
 
 def _drop_torn_line(output: FileIO) -> None:
     """Cuts a file back to its last whole line: a killed router may have left half a line."""
-    size = os.fstat(output.fileno()).st_size
-    start = max(0, size - MOST_LINE_BYTES)
-    tail = os.pread(output.fileno(), size - start, start)
-    if tail and not tail.endswith(b"\n"):
-        output.truncate(start + tail.rfind(b"\n") + 1)
+    size = end = os.fstat(output.fileno()).st_size
+    while end:
+        start = max(0, end - PIECE_BYTES)
+        if (lines := os.pread(output.fileno(), end - start, start).rfind(b"\n") + 1) > 0:
+            end = start + lines
+            break
+        end = start
+    if end < size:
+        output.truncate(end)
 
 
 def _opened(file: Path) -> FileIO:
