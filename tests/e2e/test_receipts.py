@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from cli.commands import trtmesh
 from e2e.mesh import Mesh, eventually, running_mesh
+from google.protobuf import json_format
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.chassis.receipts import Key, of_sequence
+from trtmesh.chassis.receipts import Key, digest, of_sequence, serialized
 from trtmesh.client import ItemFinished, Tokens
 from trtmesh.tools.auditing.findings import AuditResult, Likeness
 from trtmesh.tools.auditing.receipt_file import FiledReceipt, read_receipts
@@ -191,3 +194,75 @@ async def test_item_that_no_worker_took_and_clients_that_leave(mesh: Mesh, folde
         for each in read_receipts(folder / "receipts.jsonl", None)
         if each.receipt.request_id == "refused"
     ]
+
+
+async def test_beams_that_were_stopped_are_not_compared(mesh: Mesh, folder: Path) -> None:
+    await mesh.client.complete(["eight"], request_id="beams", max_tokens=5)
+    (kept,) = await filed(folder, "beams", 1)
+    assert kept.item is not None
+    kept.item.config.beam_search.beam_width = 3
+    kept.receipt.item_digest = digest(serialized(kept.item))
+    (unsupported,) = await audit(mesh, [kept])
+    assert "not supported by any worker" in unsupported.why
+    kept.receipt.sequences[0].reason = pb.FINISH_REASON_STOPPED
+    (finding,) = await audit(mesh, [kept])
+    assert finding.verdict is Likeness.NOT_COMPARED
+    assert "beams were cut short" in finding.why
+
+
+async def test_halves_have_no_receipt_and_say_so(mesh: Mesh) -> None:
+    config = pb.GenerationConfig()
+    config.handoff.phase = pb.GENERATION_PHASE_CONTEXT_ONLY
+    with pytest.raises(InvalidField, match="receipt is not given for a half"):
+        await mesh.client.complete(["nine"], config=config, receipt=True)
+
+
+async def test_command_reads_a_live_file_and_requests_as_people_write_them(
+    mesh: Mesh, folder: Path
+) -> None:
+    await mesh.client.complete(["ten"] * 2, request_id="ten", max_tokens=9, temperature=1.0)
+    kept = await filed(folder, "ten", 2)
+    lines = (folder / "receipts.jsonl").read_bytes().splitlines(keepends=True)
+    chosen = [lines[int(each.place.rpartition(":")[2]) - 1] for each in kept]
+    file, item = folder / "some.jsonl", folder / "item.json"
+
+    async def command(*arguments: str | Path) -> tuple[int, str, str]:
+        address = ("--router", mesh.client.addresses[0])
+        given = ("audit", *map(str, arguments), *address)
+        ended = await asyncio.to_thread(trtmesh, *given)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    file.write_bytes(b"".join(chosen) + chosen[0][:100])
+    code, out, _ = await command(file, "--key-file", folder / "key")
+    assert (code, out) == (0, "ten[0]: identical\nten[1]: identical\n")
+    # It writes receipts of repeated items into the file that is read.
+    code, out, err = await command(folder / "receipts.jsonl", "--request-id", "ten")
+    assert (code, out) == (0, "ten[0]: identical\nten[1]: identical\n"), err
+
+    bare = [b'{"receipt":"%s"}\n' % receipt_of(each) for each in chosen]
+    file.write_bytes(b"".join(bare))
+    assert kept[0].item is not None
+    written = json_format.MessageToDict(kept[0].item, preserving_proto_field_name=True)
+    del written["config"]["sampling"]["seed"]
+    written["prompt"]["add_special_tokens"] = True
+    item.write_text(json.dumps(written))
+    code, out, _ = await command(file, "--item", item)
+    assert (code, out) == (0, "ten[0]: identical\nten[1]: identical\n")
+    written["prompt"]["text"] = "another"
+    item.write_text(json.dumps(written))
+    code, out, _ = await command(file, "--item", item)
+    assert code == 1
+    assert out.count("not compared; the item is not that of the receipt") == 2
+
+    file.write_bytes(chosen[0] + b"no receipt\n" + chosen[1])
+    code, out, err = await command(file)
+    assert (code, out) == (2, "ten[0]: identical\n")
+    assert "some.jsonl:2 is no receipt" in err
+    code, _, err = await command(file, "--key-file", folder / "none")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "cannot be read: No such file" in err
+
+
+def receipt_of(line: bytes) -> bytes:
+    receipt: str = json.loads(line)["receipt"]
+    return receipt.encode()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json as json_module
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from google.protobuf import json_format
-from trtmesh.chassis.errors import InvalidField, TrtmeshError
-from trtmesh.chassis.receipts import Key
+from trtmesh.chassis.errors import InvalidField, SettingsError
+from trtmesh.chassis.receipts import Key, put_in_form
 from trtmesh.cli.option_groups import grouped
 from trtmesh.cli.output import put, say, say_error
 from trtmesh.cli.session import FAILED, OK, USAGE, RouterOptions, run
@@ -54,14 +56,16 @@ def audit(
     try:
         key = None if key_file is None else Key.read(key_file, "--key-file")
         given = None if item is None else _item_of(item)
-        receipts = [*_chosen(files, key, request_id, given)]
-    except (OSError, TrtmeshError) as error:
+        receipts = _chosen(files, key, request_id, given)
+        first = next(receipts, None)
+    except (OSError, InvalidField, SettingsError) as error:
         say_error(str(error))
         raise typer.Exit(USAGE) from None
-    if not receipts:
+    if first is None:
         say_error("no receipt is meant; name another file or --request-id")
         raise typer.Exit(USAGE)
-    run(_audit(connection, receipts, at_once, inexact=inexact, shows_all=not upgrade, json=json))
+    every = chain([first], receipts)
+    run(_audit(connection, every, at_once, inexact=inexact, shows_all=not upgrade, json=json))
 
 
 def _item_of(file: Path) -> router_pb.GenerateItem:
@@ -80,15 +84,23 @@ def _chosen(
 ) -> Iterator[FiledReceipt]:
     from trtmesh.tools.auditing.receipt_file import read_receipts
 
-    for file in files:
-        for filed in read_receipts(file, key):
-            if not request_id or filed.receipt.request_id == request_id:
-                yield filed if given is None else replace(filed, item=given)
+    # All are opened before the first item is repeated, since a router may move its file meanwhile.
+    for filed in chain.from_iterable([read_receipts(file, key) for file in files]):
+        if request_id and filed.receipt.request_id != request_id:
+            continue
+        yield filed if given is None else replace(filed, item=_in_form(given, filed.receipt.seed))
+
+
+def _in_form(given: router_pb.GenerateItem, seed: int) -> router_pb.GenerateItem:
+    item = router_pb.GenerateItem()
+    item.CopyFrom(given)
+    put_in_form(item, seed)
+    return item
 
 
 async def _audit(
     connection: RouterOptions,
-    receipts: Sequence[FiledReceipt],
+    receipts: Iterable[FiledReceipt],
     at_once: int,
     *,
     inexact: bool,
@@ -98,21 +110,35 @@ async def _audit(
     from trtmesh.tools.auditing.findings import Likeness
     from trtmesh.tools.auditing.repetition import audited
 
+    unread: list[str] = []
     verdicts, changes = Counter[Likeness](), Counter[str]()
     async with connection.connected() as client:
-        async for finding in audited(client, receipts, at_once, inexact=inexact):
-            verdicts[finding.verdict] += 1
-            changes.update(finding.changed)
-            if shows_all or finding.verdict is not Likeness.IDENTICAL:
-                put(_line(finding, json=json))
+        findings = audited(client, _readable(receipts, unread), at_once, inexact=inexact)
+        async with aclosing(findings):
+            async for finding in findings:
+                verdicts[finding.verdict] += 1
+                changes.update(finding.changed)
+                if shows_all or finding.verdict is not Likeness.IDENTICAL:
+                    put(_line(finding, json=json))
     identical = verdicts[Likeness.IDENTICAL]
     say(
-        f"{identical} of {len(receipts)} items identical, {verdicts[Likeness.DIFFERENT]} different,"
+        f"{identical} of {verdicts.total()} items identical, {verdicts[Likeness.DIFFERENT]} different,"
         f" {verdicts[Likeness.NOT_COMPARED]} not compared"
     )
     for name, count in changes.most_common():
         say(f"another {name} than at the time: {count} items")
-    return OK if identical == len(receipts) else FAILED
+    if unread:
+        say_error(f"the rest was not read: {unread[0]}")
+        return USAGE
+    return OK if identical == verdicts.total() else FAILED
+
+
+def _readable(receipts: Iterable[FiledReceipt], unread: list[str]) -> Iterator[FiledReceipt]:
+    """Yields receipts up to a line that is none, and notes why."""
+    try:
+        yield from receipts
+    except (OSError, InvalidField) as error:
+        unread.append(str(error))
 
 
 def _line(finding: AuditResult, *, json: bool) -> str:

@@ -27,8 +27,20 @@ def digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=DIGEST_BYTES).digest() if content else b""
 
 
-def digest_of_item(item: router_pb.GenerateItem) -> bytes:
-    return digest(item.SerializeToString(deterministic=True))
+def put_in_form(item: router_pb.GenerateItem, seed: int) -> None:
+    """Gives an item the form in which receipts know it: with its seed, and without what says nothing."""
+    config = item.config
+    config.sampling.seed = seed
+    config.output.ClearField("receipt")
+    if not config.output.ByteSize():
+        config.ClearField("output")
+    if item.prompt.add_special_tokens:
+        item.prompt.ClearField("add_special_tokens")
+
+
+def serialized(item: router_pb.GenerateItem) -> bytes:
+    """The bytes of an item in its form, of which receipts have the digest."""
+    return item.SerializeToString(deterministic=True)
 
 
 def of_sequence(

@@ -6,7 +6,6 @@ them again: `trtmesh audit` does, and compares.
 
 from __future__ import annotations
 
-import json
 import time
 from base64 import b64encode
 from collections.abc import Sequence
@@ -14,8 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Self
 
+import orjson
 from pydantic import model_validator
-from trtmesh.chassis.receipts import Key, digest, digest_of_item, of_sequence
+from trtmesh.chassis.receipts import Key, digest, of_sequence, put_in_form, serialized
 from trtmesh.chassis.settings import Settings
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.worker import Worker
@@ -28,6 +28,9 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 MOST_SPANS = 64
 """Most workers that a receipt names, the latest ones: an item may move again and again."""
+MOST_REQUEST_BYTES = 2**23
+"""Largest request that the file keeps. An item with tables of tens of MiB would stall running streams, and push all
+other lines out of the queue."""
 
 
 class ReceiptSettings(Settings):
@@ -38,7 +41,7 @@ class ReceiptSettings(Settings):
     needs its own, as of `record.file`, and it is bounded likewise."""
     requests: bool = False
     """Whether the file has the request of each item too, with its prompt, and its tokens: `trtmesh audit` repeats only
-    such an item by itself."""
+    such an item by itself. Requests of more than 8 MiB are not kept."""
     key_file: Path | None = None
     """File with the secret by which receipts are signed, and `trtmesh audit` sees that nobody changed them: 16 bytes or
     more."""
@@ -81,17 +84,17 @@ class Receipts:
     def write(
         self,
         signed: receipt_pb.SignedReceipt,
-        item: router_pb.GenerateItem,
+        item: bytes,
         runs: Sequence[SequenceRun],
     ) -> None:
-        """Puts the receipt into the file, if there is one."""
+        """Puts the receipt into the file, if there is one; `item` is serialized."""
         if not self.file:
             return
         line: dict[str, object] = {"receipt": b64encode(signed.SerializeToString()).decode()}
-        if self._keeps_requests:
-            line["item"] = b64encode(item.SerializeToString()).decode()
+        if self._keeps_requests and len(item) <= MOST_REQUEST_BYTES:
+            line["item"] = b64encode(item).decode()
             line["token_ids"] = [run.token_ids for run in runs]
-        self.file.put(json.dumps(line, separators=(",", ":")))
+        self.file.put(orjson.dumps(line).decode())
 
 
 class ItemReceipt:
@@ -135,13 +138,13 @@ class ItemReceipt:
         receipt = self._receipt
         if self._signed is not None or not receipt.workers:
             return self._signed
-        item = self._sent(adapter)
-        receipt.item_digest = digest_of_item(item)
+        item = serialized(self._sent(adapter))
+        receipt.item_digest = digest(item)
         receipt.ended_unix_ms = int(time.time() * 1000)
         if adapter is not None:
             receipt.adapter_digest = digest(adapter.version.encode())
-        if item.config.HasField("guided_decoding"):
-            guide = item.config.guided_decoding
+        if self._item.message.HasField("guided_decoding"):
+            guide = self._item.message.guided_decoding
             receipt.guide_digest = digest(guide.SerializeToString(deterministic=True))
         receipt.sequences.extend(of_sequence(run.token_ids, run.reason) for run in runs)
         self._signed = self._receipts.signed(receipt)
@@ -156,10 +159,11 @@ class ItemReceipt:
     def _sent(self, adapter: Adapter | None) -> router_pb.GenerateItem:
         """The item as a client may send it again: with its seed, and with the version of its adapter for weights."""
         item = self._item
-        config = versioned_config(item.message, adapter)
-        config.sampling.seed = self._receipt.seed
-        config.output.ClearField("receipt")
-        sent = router_pb.GenerateItem(config=config)
+        sent = router_pb.GenerateItem()
+        sent.config.CopyFrom(
+            item.message if adapter is None else versioned_config(item.message, adapter)
+        )
+        put_in_form(sent, self._receipt.seed)
         if item.chat is not None:
             sent.chat.CopyFrom(item.chat)
         elif item.prompt.text is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from trtmesh.chassis.receipts import digest_of_item, first_difference
+from trtmesh.chassis.receipts import digest, first_difference, serialized
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import receipt_pb2 as receipt_pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -100,10 +100,14 @@ def changes(receipt: receipt_pb.Receipt, again: receipt_pb.Receipt) -> tuple[str
 
 def why_not(receipt: receipt_pb.Receipt, item: router_pb.GenerateItem, *, inexact: bool) -> str:
     """Why an item cannot be compared, or ''. With `inexact`, workers need not promise equal tokens."""
-    if digest_of_item(item) != receipt.item_digest:
+    if digest(serialized(item)) != receipt.item_digest:
         return "the item is not that of the receipt"
     if not receipt.workers or not receipt.sequences:
         return "no worker took it"
+    if item.config.beam_search.beam_width > 1 and any(
+        each.reason in CUT_SHORT for each in receipt.sequences
+    ):
+        return "its beams were cut short, and later steps of a search replace tokens"
     for worker in receipt.workers:
         if not (worker.exact or inexact):
             return promise_of(worker.worker)

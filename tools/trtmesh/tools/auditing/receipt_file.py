@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
+from typing import BinaryIO
 
 from google.protobuf.message import DecodeError
 from trtmesh.chassis.errors import InvalidField
@@ -14,7 +17,7 @@ from trtmesh.chassis.receipts import Key, ids_digest
 from trtmesh.v1 import receipt_pb2 as receipt_pb
 from trtmesh.v1 import router_pb2 as router_pb
 
-MOST_LINE_CHARACTERS = 2**26
+MOST_LINE_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +36,31 @@ class FiledReceipt:
 
 
 def read_receipts(file: Path, key: Key | None) -> Iterator[FiledReceipt]:
-    """Reads line by line. Raises InvalidField, naming the line, and OSError."""
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    """Opens a file, and reads it line by line up to its present end: it may be that of the audited router, which writes
+    receipts of repeated items too. Half a line at the end is no receipt. Raises InvalidField, naming the line, and
+    OSError."""
+    lines = file.open("rb")
+    facts = os.fstat(lines.fileno())
+    return _read_until(facts.st_size if S_ISREG(facts.st_mode) else 2**63, lines, file, key)
+
+
+def _read_until(end: int, lines: BinaryIO, file: Path, key: Key | None) -> Iterator[FiledReceipt]:
+    with lines:
         for number in range(1, 2**63):
-            line = lines.readline(MOST_LINE_CHARACTERS)
+            line = lines.readline(min(end, MOST_LINE_BYTES))
             if not line:
                 return
-            yield _read(f"{file}:{number}", line, key)
+            end -= len(line)
+            try:
+                filed = _read(f"{file}:{number}", line, key)
+            except InvalidField:
+                if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
+                    return
+                raise
+            yield filed
 
 
-def _read(place: str, line: str, key: Key | None) -> FiledReceipt:
+def _read(place: str, line: bytes, key: Key | None) -> FiledReceipt:
     try:
         told = json.loads(line)
         signed = receipt_pb.SignedReceipt.FromString(b64decode(told["receipt"], validate=True))

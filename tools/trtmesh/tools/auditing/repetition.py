@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
-from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.errors import RateLimited, TrtmeshError
 from trtmesh.client import Client, ItemFailed, ItemFinished
 from trtmesh.client.results import Results
 from trtmesh.tools.auditing.findings import AuditResult, found, not_compared, promise_of, why_not
@@ -14,10 +14,13 @@ from trtmesh.tools.auditing.receipt_file import FiledReceipt
 from trtmesh.v1 import receipt_pb2 as receipt_pb
 from trtmesh.v1 import router_pb2 as router_pb
 
+LEAST_PAUSE_SECONDS = 0.05
+"""Before an item is asked again for which the caller's limit had no room."""
+
 
 async def audited(
     client: Client, receipts: Iterable[FiledReceipt], at_once: int, *, inexact: bool
-) -> AsyncIterator[AuditResult]:
+) -> AsyncGenerator[AuditResult, None]:
     """Yields the findings in the order of the receipts."""
     running: list[asyncio.Task[AuditResult]] = []
     try:
@@ -38,16 +41,19 @@ async def _audit(client: Client, filed: FiledReceipt, *, inexact: bool) -> Audit
     if filed.forgery:
         return not_compared(receipt, filed.forgery)
     if item is None:
-        why = (
-            "the file lacks its request; router.receipts.requests keeps it, or give it with --item"
-        )
+        why = "the file lacks its request; router.receipts.requests keeps it up to 8 MiB, or give it with --item"
         return not_compared(receipt, why)
     if why := why_not(receipt, item, inexact=inexact):
         return not_compared(receipt, why)
-    try:
-        return await _repeat(client, filed, item, inexact=inexact)
-    except TrtmeshError as error:
-        return not_compared(receipt, f"{error.reason}: {error.message}")
+    while True:
+        try:
+            return await _repeat(client, filed, item, inexact=inexact)
+        except RateLimited as error:
+            if error.retry_after_ms is None:
+                return not_compared(receipt, f"{error.reason}: {error.message}")
+            await asyncio.sleep(max(error.retry_after_ms / 1000, LEAST_PAUSE_SECONDS))
+        except TrtmeshError as error:
+            return not_compared(receipt, f"{error.reason}: {error.message}")
 
 
 async def _repeat(

@@ -32,6 +32,9 @@ NONE_REFUSED: Mapping[int, TrtmeshError] = MappingProxyType({})
 OF_CHAT = Prompt(text="", add_special_tokens=False)
 """The prompt of a conversation that is not rendered yet."""
 
+HALVES = frozenset({pb.GENERATION_PHASE_CONTEXT_ONLY, pb.GENERATION_PHASE_GENERATION_ONLY})
+"""Phases of items that a client hands over by itself. Neither half has a receipt, since no one call has all tokens."""
+
 PHASE, STATE = "handoff.phase", "handoff.state"
 
 ROUTER_FIELDS = frozenset(
@@ -267,6 +270,12 @@ def _parse_item(
     prompt = parse_prompt(item.prompt) if chat is None else OF_CHAT
     config, message = read_config(item.config) if item.HasField("config") else shared
     handoff = config.handoff
+    if config.output.receipt and handoff is not None and handoff.phase in HALVES:
+        raise InvalidField(
+            "is not given for a half of an item; send it whole, or without",
+            field="output.receipt",
+            limit_field="handoff.phase",
+        )
     if handoff is None or handoff.state is None:
         return ItemRequest(batch_index, prompt, config, message, chat=chat)
     state = read_state(handoff.state)
