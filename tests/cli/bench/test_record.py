@@ -26,7 +26,7 @@ HEADER = Header(
     load=Load("gamma", rate=3.5, shape={"burstiness": 0.5}),
     workload="64 prompts",
     seed=7,
-    echo=Echo(16, (0.1, 0.2, 0.3), (0.01, 0.02, 0.03), 900.0, 57600.0, 64),
+    echo=Echo(16, (0.1, 0.2, 0.3), (0.01, 0.02, 0.03), 57600.0),
 )
 ANSWER = Answer(
     index=3,

@@ -133,27 +133,6 @@ async def test_answers_of_sharegpt_give_lengths(tmp_path: Path, tokenizer: Token
         await read(tmp_path / "f.json", content)
 
 
-async def test_inputs_of_genai_perf(tmp_path: Path) -> None:
-    chat = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    payload = {"model": "m", "messages": chat, "max_tokens": 3, "temperature": 0.5, "stream": True}
-    entries = [
-        {"payload": [payload | {"ignore_eos": True}]},
-        {"payload": [{"prompt": "d", "max_tokens": 4}]},
-        {"text_input": ["e"], "max_tokens": [5], "model": "ensemble"},
-        {"input_ids": {"content": [1, 2, 3], "shape": [3]}, "request_output_len": [6]},
-    ]
-    plans = await read(tmp_path / "inputs.json", json.dumps({"data": entries}))
-    prompts = [plan.prompts[0] for plan in plans]
-    assert [(p.text, p.max_tokens) for p in prompts] == [("c", 3), ("d", 4), ("e", 5), (None, 6)]
-    assert prompts[0].history == ("a", "b")
-    assert prompts[0].extra == {"temperature": 0.5, "ignore_end_id": True}
-    assert prompts[3].ids == (1, 2, 3)
-
-
 async def test_samples_of_gpt_manager_benchmark(tmp_path: Path) -> None:
     samples = [
         {"input_len": 2, "input_ids": [5, 6], "output_len": 8, "task_id": -1},
@@ -186,8 +165,6 @@ async def test_prompts_of_vllm_and_of_lines(tmp_path: Path) -> None:
         ("f.csv", "A,B\n1,2\n", "f.csv:1.*A, B.*neither BurstGPT's"),
         ("f.csv", AZURE + "2023-11-16 18:17:05,x,1\n", "f.csv:4: ContextTokens"),
         ("f.csv", AZURE + "2023-11-16\n", "f.csv:4: ContextTokens"),
-        ("f.json", '{"data": [{"payload": [{"messages": [{"role": "system", "content": "a"}]}]}]}', r"data\[0\]"),
-        ("f.json", '{"data": [{"text_input": ["a"], "max_tokens": [0]}]}', r"data\[0\]"),
         ("f.json", '{"samples": [{"input_ids": [1], "input_len": 2, "output_len": 1}]}', r"samples\[0\]"),
         ("f.json", "3", "must be a list of conversations"),
         ("f.txt", "a\n", "--output-tokens"),
@@ -223,7 +200,7 @@ async def test_drawn_prompts_have_their_lengths_and_repeat(tokenizer: Tokenizer)
     assert max(lengths) <= 30
     assert len(set(lengths)) > 5
     assert len({plan.prompts[0].text for plan in plans}) == 40
-    assert all(plan.prompts[0].extra == {"ignore_end_id": True} for plan in plans)
+    assert all(plan.prompts[0].ignore_end_id for plan in plans)
     assert await options.plans(seed=3) == plans
     assert await options.plans(seed=4) != plans
 

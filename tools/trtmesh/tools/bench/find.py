@@ -53,13 +53,6 @@ class SearchOptions:
     seconds: float = option(
         "Seconds of sending of each run.", default=30.0, min=0.1, max=86_400.0, panel=SEARCH
     )
-    tolerance: float = option(
-        "The search is over when a rate that fails is at most so much above one that holds.",
-        default=0.05,
-        min=0.001,
-        max=1.0,
-        panel=SEARCH,
-    )
 
     def goal(self) -> Goal:
         """Raises SettingsError."""
@@ -70,7 +63,7 @@ class SearchOptions:
                 f"is {self.start:g} but must be from --lowest, {self.lowest:g}, to --highest, {self.highest:g}",
                 setting="--start",
             )
-        return Goal(self.attainment, self.start, self.lowest, self.highest, self.tolerance)
+        return Goal(self.attainment, self.start, self.lowest, self.highest)
 
 
 class SearchInterrupted(Exception):

@@ -58,8 +58,8 @@ class Prompt:
     """Name or number of a LoRA."""
     json_schema: str | None = None
     """The answer must be JSON of this schema."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Other sampling fields by their native names (`temperature`, `top_k`, `ignore_end_id`, ...)."""
+    ignore_end_id: bool = False
+    """The answer goes on to `max_tokens`."""
 
     @property
     def whole_text(self) -> str:
@@ -137,10 +137,8 @@ class Echo:
     """p50, p90, p99 from the sending of a first token to its arrival."""
     added_gap_ms: tuple[float, float, float]
     """p50, p90, p99 by which a gap between tokens is another than that of their sending."""
-    requests_per_s: float
-    """Its ceiling, with answers of `tokens` tokens each."""
     tokens_per_s: float
-    tokens: int
+    """Its ceiling, in chunks."""
 
 
 @dataclass(frozen=True, slots=True)

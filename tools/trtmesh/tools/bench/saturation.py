@@ -24,12 +24,8 @@ LEAST_GROWTH = 1.5
 class Saturation:
     """How the load under way and the first tokens went over a run."""
 
-    concurrency: Sequence[float]
-    """Requests under way in each tenth of the sending."""
-    first_token_ms: Sequence[float]
-    """Median of each tenth of the answers, by planned time."""
     users_per_s: float
-    """Slope of the first."""
+    """Growth of the requests under way."""
     is_behind: bool
     """Both rose steadily to the end: the queue grows as long as this load lasts."""
 
@@ -47,12 +43,8 @@ def saturation(answers: Sequence[Answer]) -> Saturation | None:
     first = np.array([each.arrivals_s[0] - each.planned_s for each in seen]) * 1000
     medians = np.array([np.median(part) for part in np.array_split(first, SLICES)])
     middles = (edges[:-1] + edges[1:]) / 2
-    return Saturation(
-        users.tolist(),
-        medians.tolist(),
-        float(np.polyfit(middles, users, 1)[0]),
-        _rises(users) and _rises(medians),
-    )
+    growth = float(np.polyfit(middles, users, 1)[0])
+    return Saturation(growth, _rises(users) and _rises(medians))
 
 
 def users_between(answers: Sequence[Answer], edges: Values) -> Values:

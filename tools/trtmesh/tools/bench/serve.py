@@ -31,7 +31,6 @@ from trtmesh.tools.bench.record import (
 )
 from trtmesh.tools.bench.report import ReportOptions
 from trtmesh.tools.bench.server_metrics import ServerMetrics
-from trtmesh.tools.bench.survival import shown, survival
 from trtmesh.tools.bench.targets.target import FORMS, Connecting, Url
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
@@ -184,7 +183,7 @@ def serve(
 ) -> None:
     """Send a workload to TARGET under a load, and report latencies, throughput, stalls and lost tokens.
 
-    Prompts are completed greedily, unless the workload says otherwise.
+    Prompts are completed greedily.
 
     Exit status: 0 done, 1 requests failed or the client was the bottleneck, 2 wrong usage, 130 Ctrl-C; then the answers
     so far are reported.
@@ -203,6 +202,7 @@ async def _serve(
     seed: int,
 ) -> int:
     reports.check()
+    given = disruption.undisturbed()
     setup = replace(
         client.setup(connection.connecting(target), str(workload), seed),
         warmup=load.warmup,
@@ -214,7 +214,9 @@ async def _serve(
     count = await server_count(setup.connecting)
     plans = batched(await workload.plans(setup.seed, count), load.batch)
     async with client.watch() as watch:
-        runs = [measured async for measured in _sweep(setup, loads, plans, watch, disruption)]
+        runs = [
+            measured async for measured in _sweep(setup, loads, plans, watch, disruption, given)
+        ]
     return _report(runs, reports, checks=client.echo)
 
 
@@ -224,10 +226,11 @@ async def _sweep(
     plans: Sequence[Plan],
     watch: Watch,
     disruption: DisruptionOptions,
+    given: Run | None,
 ) -> AsyncIterator[Run]:
     """Yields a run for each load, with faults behind the undisturbed one, and compares both. Ctrl-C ends it."""
     items = sum(len(plan.prompts) for plan in plans[setup.warmup :])
-    undisturbed = given = disruption.undisturbed()
+    undisturbed = given
     for load in loads:
         for faults in disruption.turns(setup.connecting.url, setup.seed):
             with live_view(items) as live:
@@ -241,6 +244,9 @@ async def _sweep(
             if faults is None:
                 undisturbed = given or measured
             elif undisturbed:
+                # Needs numpy.
+                from trtmesh.tools.bench.survival import shown, survival
+
                 for line in shown(survival(measured, undisturbed)):
                     put(line)
 

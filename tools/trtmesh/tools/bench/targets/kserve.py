@@ -86,8 +86,8 @@ class KserveTarget:
 
 def tensor_options(prompt: Prompt) -> Mapping[str, Any]:
     """What a prompt asks beside its length, by the names of Triton's tensors. Raises InvalidRequest."""
-    options: dict[str, Any] = {**prompt.extra}
-    if options.pop("ignore_end_id", False):
+    options: dict[str, Any] = {}
+    if prompt.ignore_end_id:
         options["end_id"] = -1
     if prompt.seed is not None:
         options["seed"] = prompt.seed

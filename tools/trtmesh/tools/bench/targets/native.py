@@ -79,13 +79,13 @@ def _item(prompt: Prompt) -> GenerateItem:
 
 
 def _options(prompt: Prompt) -> Mapping[str, Any]:
-    options: dict[str, Any] = {"max_tokens": prompt.max_tokens, **prompt.extra}
+    options: dict[str, Any] = {"max_tokens": prompt.max_tokens}
+    if prompt.ignore_end_id:
+        options["ignore_end_id"] = True
     if prompt.seed is not None:
         options["seed"] = prompt.seed
     if prompt.adapter:
         options["adapter"] = int(prompt.adapter) if prompt.adapter.isdecimal() else prompt.adapter
     if prompt.json_schema is not None:
         options["guided_decoding"] = json.loads(prompt.json_schema)
-    if options.get("beam_width", 1) > 1:
-        raise InvalidRequest("beam_width rewrites tokens that were sent, so no stream can be timed")
     return options

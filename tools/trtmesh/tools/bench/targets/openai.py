@@ -15,9 +15,6 @@ from trtmesh.tools.bench.targets.target import Connecting
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-NAMES: Mapping[str, str] = {"ignore_end_id": "ignore_eos"}
-"""Fields with another name there."""
-
 
 class OpenAiTarget:
     """An endpoint. Usage tells the tokens; those of a chunk are unknown."""
@@ -48,16 +45,17 @@ class OpenAiTarget:
                     reason = choice.get("finish_reason") or reason
 
     def _body(self, prompt: Prompt) -> Mapping[str, Any]:
-        """Greedy, unless the workload says otherwise: the default of the API is to draw."""
+        """Greedy: the default of the API is to draw."""
         body: dict[str, Any] = {
             "model": prompt.adapter or self._model,
             "max_tokens": prompt.max_tokens,
             "temperature": 0,
-            **{NAMES.get(name, name): value for name, value in prompt.extra.items()},
             **_prompt(prompt, self._path),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if prompt.ignore_end_id:
+            body["ignore_eos"] = True
         if prompt.seed is not None:
             body["seed"] = prompt.seed
         if prompt.json_schema is not None:

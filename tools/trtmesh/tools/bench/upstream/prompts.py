@@ -100,6 +100,6 @@ def _ids(draw: Random, length: int, highest_id: int) -> tuple[int, ...]:
 
 def _plans(prompts: Iterable[tuple[tuple[int, ...], int]]) -> list[Plan]:
     return [
-        Plan((Prompt(index, ids=ids, max_tokens=tokens, extra={"ignore_end_id": True}),))
+        Plan((Prompt(index, ids=ids, max_tokens=tokens, ignore_end_id=True),))
         for index, (ids, tokens) in enumerate(prompts)
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.workloads.lengths import MOST_TOKENS
 from trtmesh.tools.bench.workloads.rows import Part, Row
@@ -190,96 +190,6 @@ class ShareGpt(BaseModel):
             yield Row(where, said[0].value, answer=said[1].value)
 
 
-class Message(_Record):
-    """A message of a chat."""
-
-    role: str
-    content: Text
-
-
-class Payload(_Record):
-    """A request of OpenAI's API. How it is streamed, and by which model, is said by the target."""
-
-    prompt: Text | None = None
-    messages: list[Message] = []
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    ignore_eos: bool | None = None
-    model: str = ""
-    stream: bool = True
-    stream_options: dict[str, bool] = {}
-
-    def rows(self, where: str) -> Iterator[Row]:
-        roles = [message.role for message in self.messages]
-        if (self.prompt is None) == (not roles) or roles != _talk(len(roles)):
-            raise InvalidRequest(
-                "needs a prompt, or messages of user and assistant in turn", field=where
-            )
-        *history, text = [message.content for message in self.messages] or [self.prompt or ""]
-        sampling = self.model_dump(include={"min_tokens", "temperature", "top_p", "top_k"})
-        sampling["ignore_end_id"] = self.ignore_eos
-        yield Row(
-            where,
-            text,
-            history=tuple(history),
-            output_tokens=self.max_completion_tokens or self.max_tokens,
-            extra={name: value for name, value in sampling.items() if value is not None},
-        )
-
-
-def _talk(messages: int) -> list[str]:
-    return [("user", "assistant")[place % 2] for place in range(messages | 1)] if messages else []
-
-
-class _Content(_Record):
-    """perf_analyzer's form of a tensor with its shape."""
-
-    content: list[Any]
-    shape: list[int] = []
-
-
-_Tensor = Annotated[list[Any] | _Content | None, Field(default=None)]
-
-
-class PerfInput(_Record):
-    """An entry of genai-perf's `inputs.json`: a payload of OpenAI's API, or Triton's tensors."""
-
-    payload: list[Payload] = []
-    text_input: _Tensor
-    max_tokens: _Tensor
-    input_ids: _Tensor
-    request_output_len: _Tensor
-    input_lengths: _Tensor
-    """Of `input_ids`, which have it too."""
-    model: str = ""
-    stream: _Tensor
-
-    def rows(self, where: str) -> Iterator[Row]:
-        for payload in self.payload:
-            yield from payload.rows(where)
-        if self.payload:
-            return
-        texts, ids = _values(self.text_input), _values(self.input_ids)
-        lengths = _values(self.max_tokens) or _values(self.request_output_len)
-        tokens = _checked(TypeAdapter(Tokens), lengths[0], where) if lengths else None
-        if len(texts) == 1 and isinstance(texts[0], str) and texts[0]:
-            yield Row(where, texts[0], output_tokens=tokens)
-        elif ids:
-            yield Row(where, ids=_checked(_IDS, ids, where), output_tokens=tokens)
-        else:
-            raise InvalidRequest(
-                "has no payload, no text_input of one text and no input_ids", field=where
-            )
-
-
-def _values(tensor: list[Any] | _Content | None) -> list[Any]:
-    return tensor.content if isinstance(tensor, _Content) else tensor or []
-
-
 class Sample(_Record):
     """A sample of TensorRT-LLM's `gptManagerBenchmark`."""
 
@@ -298,14 +208,11 @@ class Sample(_Record):
         yield Row(where, ids=tuple(self.input_ids), output_tokens=self.output_len, adapter=adapter)
 
 
-_IDS = TypeAdapter(tuple[Annotated[int, Field(ge=0, strict=True)], ...])
-
-
 def _whole_json(path: Path) -> Iterator[Row]:
     if path.stat().st_size > MOST_JSON_BYTES:
         raise InvalidRequest(f"has more than {MOST_JSON_BYTES} bytes", field=str(path))
     content = _json(str(path), path.read_bytes())
-    for name, kind in (("data", PerfInput), ("samples", Sample), ("", ShareGpt)):
+    for name, kind in (("samples", Sample), ("", ShareGpt)):
         entries = content.get(name) if isinstance(content, dict) else content if not name else None
         if isinstance(entries, list):
             for number, entry in enumerate(entries):
@@ -313,8 +220,7 @@ def _whole_json(path: Path) -> Iterator[Row]:
                 yield from _checked(kind, entry, where).rows(where)
             return
     raise InvalidRequest(
-        "must be a list of conversations (ShareGPT), or an object with `data` (genai-perf) or `samples`"
-        " (gptManagerBenchmark)",
+        "must be a list of conversations (ShareGPT), or an object with `samples` (gptManagerBenchmark)",
         field=str(path),
     )
 
@@ -385,9 +291,8 @@ def _json(where: str, content: bytes) -> Any:
 
 
 def _checked(kind: Any, value: object, where: str) -> Any:
-    check = kind.validate_python if isinstance(kind, TypeAdapter) else kind.model_validate
     try:
-        return check(value)
+        return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"]))

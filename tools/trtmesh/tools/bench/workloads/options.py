@@ -37,7 +37,7 @@ class WorkloadOptions:
 
     workload: Path | None = option(
         "File of requests: .jsonl (aiperf's single_turn and multi_turn, vLLM's custom, Mooncake), .csv (BurstGPT,"
-        " Azure), .json (ShareGPT, genai-perf's inputs.json, gptManagerBenchmark) or .txt (a prompt a line). Without"
+        " Azure), .json (ShareGPT, gptManagerBenchmark) or .txt (a prompt a line). Without"
         " it prompts are drawn by --seed.",
         panel=PANEL,
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.record import Plan, Prompt
@@ -33,7 +32,6 @@ class Row:
     text: str = ""
     ids: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()
-    history: tuple[str, ...] = ()
     output_tokens: int | None = None
     answer: str = ""
     """The recorded answer, whose length stands in for `output_tokens`."""
@@ -41,7 +39,6 @@ class Row:
     session: str = ""
     delay_s: float = 0.0
     adapter: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 async def plans_of(
@@ -70,12 +67,11 @@ async def plans_of(
             index,
             text=None if row.ids else text,
             ids=row.ids,
-            history=row.history,
             max_tokens=lengths[place],
             seed=Random(f"{seed} seed {index}").getrandbits(31),
             adapter=row.adapter,
             # The model of drawn text may end wherever it likes, and lengths are what is asked for.
-            extra={"ignore_end_id": True} if row.parts else row.extra,
+            ignore_end_id=bool(row.parts),
         )
         planned = None if row.at_s is None else row.at_s - first
         plans.append(Plan((prompt,), planned, row.session, turns[row.session], row.delay_s))
