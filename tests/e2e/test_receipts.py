@@ -15,7 +15,7 @@ from cli.commands import trtmesh
 from e2e.mesh import Mesh, eventually, running_mesh
 from google.protobuf import json_format
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.chassis.receipts import Key, digest, of_sequence, serialized
+from trtmesh.chassis.receipts import Key, digest, ids_digest, of_sequence, serialized
 from trtmesh.client import ItemFinished, Tokens
 from trtmesh.tools.auditing.findings import AuditResult, Likeness
 from trtmesh.tools.auditing.receipt_file import FiledReceipt, read_receipts
@@ -117,7 +117,7 @@ async def test_receipt_comes_with_the_answer_of_who_asks(mesh: Mesh, folder: Pat
 
 
 async def test_difference_is_found_and_placed(mesh: Mesh, folder: Path) -> None:
-    (item,) = await mesh.client.complete(["four"], request_id="other", max_tokens=60, seed=5)
+    (item,) = await mesh.client.complete([[4, 5]], request_id="other", max_tokens=60, seed=5)
     (kept,) = await filed(folder, "other", 1)
     tokens = [*item.token_ids]
     tokens[37] += 1
@@ -125,12 +125,14 @@ async def test_difference_is_found_and_placed(mesh: Mesh, folder: Path) -> None:
     changed.CopyFrom(kept.receipt)
     changed.release = "0.0.1"
     changed.workers[0].settings_digest = b"of others"
+    assert changed.prompt_digest == ids_digest([4, 5])
+    changed.prompt_digest = ids_digest([1, 2])
     changed.sequences[0].CopyFrom(of_sequence(tokens, pb.FINISH_REASON_LENGTH))
     line = replace(kept, receipt=changed, token_ids=[tokens])
     (finding,) = await audit(mesh, [line])
     assert finding.verdict is Likeness.DIFFERENT
     assert finding.why == "the first other token is at offset 37"
-    assert finding.changed == ("release", "settings")
+    assert finding.changed == ("release", "prompt", "settings")
     (without_ids,) = await audit(mesh, [replace(line, token_ids=None)])
     assert without_ids.why == "the first other token is at offset 36 to 37"
 
@@ -230,7 +232,12 @@ async def test_command_reads_a_live_file_and_requests_as_people_write_them(
         address = ("--router", mesh.client.addresses[0])
         given = ("audit", *map(str, arguments), *address)
         ended = await asyncio.to_thread(trtmesh, *given)
-        return ended.returncode, ended.stdout, ended.stderr
+        # Lines are in the order of the ends.
+        return (
+            ended.returncode,
+            "".join(sorted(ended.stdout.splitlines(keepends=True))),
+            ended.stderr,
+        )
 
     file.write_bytes(b"".join(chosen) + chosen[0][:100])
     code, out, _ = await command(file, "--key-file", folder / "key")

@@ -66,6 +66,7 @@ class Receipt(google.protobuf.message.Message):
     GUIDE_DIGEST_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     SEQUENCES_FIELD_NUMBER: builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Name of the request."""
     batch_index: builtins.int
@@ -90,9 +91,13 @@ class Receipt(google.protobuf.message.Message):
     """Digest of the adapter's version; empty without an adapter."""
     guide_digest: builtins.bytes
     """Digest of the guide; empty without one."""
+    prompt_digest: builtins.bytes
+    """Digest of the prompt's ids, as `ids_digest`: a template of conversations may change, or write the date."""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerSpan]:
-        """Workers of the item, in order."""
+        """Workers of the item by this router, in order, the latest 64: the first has tokens that another router's workers
+        made, if the client resumed the item here.
+        """
 
     @property
     def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SequenceReceipt]:
@@ -114,8 +119,9 @@ class Receipt(google.protobuf.message.Message):
         guide_digest: builtins.bytes = ...,
         workers: collections.abc.Iterable[Global___WorkerSpan] | None = ...,
         sequences: collections.abc.Iterable[Global___SequenceReceipt] | None = ...,
+        prompt_digest: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_digest", b"adapter_digest", "batch_index", b"batch_index", "draw_index", b"draw_index", "ended_unix_ms", b"ended_unix_ms", "guide_digest", b"guide_digest", "item_digest", b"item_digest", "model", b"model", "release", b"release", "request_id", b"request_id", "seed", b"seed", "sequences", b"sequences", "tokenizer_digest", b"tokenizer_digest", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_digest", b"adapter_digest", "batch_index", b"batch_index", "draw_index", b"draw_index", "ended_unix_ms", b"ended_unix_ms", "guide_digest", b"guide_digest", "item_digest", b"item_digest", "model", b"model", "prompt_digest", b"prompt_digest", "release", b"release", "request_id", b"request_id", "seed", b"seed", "sequences", b"sequences", "tokenizer_digest", b"tokenizer_digest", "workers", b"workers"]) -> None: ...
 
 Global___Receipt: typing_extensions.TypeAlias = Receipt
 

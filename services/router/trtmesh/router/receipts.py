@@ -15,7 +15,14 @@ from typing import Self
 
 import orjson
 from pydantic import model_validator
-from trtmesh.chassis.receipts import Key, digest, of_sequence, put_in_form, serialized
+from trtmesh.chassis.receipts import (
+    Key,
+    digest,
+    ids_digest,
+    of_sequence,
+    put_in_form,
+    serialized,
+)
 from trtmesh.chassis.settings import Settings
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.worker import Worker
@@ -132,14 +139,14 @@ class ItemReceipt:
         self._receipt.tokenizer_digest = digest(identity.tokenizer_fingerprint.encode())
 
     def end(
-        self, runs: Sequence[SequenceRun], adapter: Adapter | None
+        self, runs: Sequence[SequenceRun], prompt_ids: Sequence[int], adapter: Adapter | None
     ) -> receipt_pb.SignedReceipt | None:
         """Returns the receipt of an item that is over, and writes it, both once. None if no worker took the item."""
         receipt = self._receipt
         if self._signed is not None or not receipt.workers:
             return self._signed
         item = serialized(self._sent(adapter))
-        receipt.item_digest = digest(item)
+        receipt.item_digest, receipt.prompt_digest = digest(item), ids_digest(prompt_ids)
         receipt.ended_unix_ms = int(time.time() * 1000)
         if adapter is not None:
             receipt.adapter_digest = digest(adapter.version.encode())

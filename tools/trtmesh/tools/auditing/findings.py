@@ -91,6 +91,7 @@ def changes(receipt: receipt_pb.Receipt, again: receipt_pb.Receipt) -> tuple[str
     pairs = {
         "release": (receipt.release, again.release),
         "tokenizer": (receipt.tokenizer_digest, again.tokenizer_digest),
+        "prompt": (receipt.prompt_digest, again.prompt_digest),
         "adapter": (receipt.adapter_digest, again.adapter_digest),
         "model": (last.model_digest, first.model_digest),
         "settings": (last.settings_digest, first.settings_digest),

@@ -268,7 +268,7 @@ class ItemRun:
         """The receipt for a client that asks for it."""
         if self._receipt is None or not self._receipt.is_asked:
             return None
-        return self._receipt.end(self._runs, self._encoded.identity)
+        return self._receipt.end(self._runs, self._encoded.token_ids, self._encoded.identity)
 
     def _abandon(self) -> None:
         """Stops running sequences, on every way out, and tells the end."""
@@ -283,7 +283,7 @@ class ItemRun:
             self._mesh.adapters.ended(self._encoded.adapter)
         self._placer.close()
         if self._receipt is not None:
-            self._receipt.end(self._runs, self._encoded.identity)
+            self._receipt.end(self._runs, self._encoded.token_ids, self._encoded.identity)
         if (recorder := self._mesh.recorder) is not None:
             error = self._events.error
             recorder.note(self._placer.trace(self._encoded, self.generated_tokens, error))
