@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.tools.bench.comparison import is_identical
+from trtmesh.tools.bench.figures import exactness
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Disruption, Run
 
 
@@ -62,24 +63,20 @@ def survival(run: Run, baseline: Run) -> Survival:
     ]
     different = [mine.index for mine, other in pairs if not (mine.ok and is_identical(mine, other))]
     disruptions = run.end.disruptions if run.end else ()
+    offsets = exactness(run.answers)
     return Survival(
         disruptions,
         len(pairs),
         len(pairs) - len(different),
         tuple(sorted(different)),
-        _sum([each.lost for each in run.answers]),
-        _sum([each.doubled for each in run.answers]),
+        offsets.lost,
+        offsets.doubled,
         _stalls(run.answers, min((each.at_s for each in disruptions), default=0.0)),
     )
 
 
 def _key(answer: Answer) -> tuple[int, int]:
     return answer.index, answer.batch_index
-
-
-def _sum(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
 
 
 def _stalls(answers: Sequence[Answer], from_s: float) -> Stalls | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -25,14 +24,8 @@ from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
 MOST_BATCH = 65_536
 
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A part of the matrix."""
-
-    batch: int
-    input_tokens: int
-    output_tokens: int
+Cell = Mapping[str, int]
+"""A part of the matrix: its batch, input and output."""
 
 
 @grouped
@@ -62,7 +55,8 @@ def perf(
         batches = _sizes(batch_size, "--batch-size", MOST_BATCH)
         inputs = _sizes(input_len, "--input-len", MOST_TOKENS)
         outputs = _sizes(output_len, "--output-len", MOST_TOKENS)
-        return [Cell(*each) for each in product(batches, inputs, outputs)]
+        sizes = product(batches, inputs, outputs)
+        return [dict(zip(("batch", "input", "output"), each, strict=True)) for each in sizes]
 
     run(_perf(connection, target, cells, rounds, tokenizer, csv))
 
@@ -88,18 +82,12 @@ async def _perf(
     rows = []
     for cell in cells():
         plans = await _plans(connecting, cell, rounds, tokenizer)
-        found = await measured(connecting, Load("closed", concurrency=cell.batch), plans, str(cell))
+        name = ", ".join(f"{name} {size}" for name, size in cell.items())
+        found = await measured(connecting, Load("closed", concurrency=cell["batch"]), plans, name)
         if isinstance(found, str):
-            say_error(f"{cell}: {found}")
+            say_error(f"{name}: {found}")
             return FAILED
-        rows.append(
-            {
-                "batch": cell.batch,
-                "input": cell.input_tokens,
-                "output": cell.output_tokens,
-                **found.rows(),
-            }
-        )
+        rows.append({**cell, **found.rows()})
     table = new_table(*rows[0])
     for row in rows:
         add_row(
@@ -115,9 +103,9 @@ async def _plans(
     connecting: Connecting, cell: Cell, rounds: int, tokenizer: Path | None
 ) -> Sequence[Plan]:
     options = WorkloadOptions(
-        requests=rounds * cell.batch,
-        input_tokens=str(cell.input_tokens),
-        output_tokens=str(cell.output_tokens),
+        requests=rounds * cell["batch"],
+        input_tokens=str(cell["input"]),
+        output_tokens=str(cell["output"]),
         tokenizer=tokenizer,
     )
     return await options.plans(0, await server_count(connecting))
