@@ -114,8 +114,8 @@ def test_every_field_of_the_router_exists_and_never_reaches_a_worker() -> None:
         "max_tokens": 4,
     }
     (item,) = parse_request(message("x", **options), "").items
-    assert item.words == ("up", " ")
-    assert item.spelled_words == ("bad", "words")
+    assert item.config.sampling.embedding_bias_texts == ("up", " ")
+    assert item.config.stopping.bad_texts == ("bad", "words")
     assert item.worker_fields == {
         "stopping.max_tokens",
         "stopping.bad_texts",
