@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import pytest_asyncio
@@ -15,7 +17,7 @@ from cli.commands import trtmesh
 from e2e.mesh import Mesh, eventually, running_mesh
 from google.protobuf import json_format
 from trtmesh.chassis.errors import InvalidField
-from trtmesh.chassis.receipts import Key, digest, ids_digest, of_sequence, serialized
+from trtmesh.chassis.receipts import Key, digest, of_sequence, prompt_digest, serialized
 from trtmesh.client import ItemFinished, Tokens
 from trtmesh.tools.auditing.findings import AuditResult, Likeness
 from trtmesh.tools.auditing.receipt_file import FiledReceipt, read_receipts
@@ -68,7 +70,8 @@ async def test_tokens_are_made_again_after_deaths_and_stops(mesh: Mesh, folder: 
     reader = mesh.open(
         [f"prompt {n}" for n in range(5)],
         request_id="moved",
-        max_tokens=90,
+        # Far more than are computed until the worker dies.
+        max_tokens=400,
         temperature=0.7,
         num_return_sequences=2,
     )
@@ -116,6 +119,16 @@ async def test_receipt_comes_with_the_answer_of_who_asks(mesh: Mesh, folder: Pat
     assert silent.receipt is None
 
 
+async def test_line_of_128_tokens_has_at_most_400_bytes(mesh: Mesh) -> None:
+    (item,) = await mesh.client.complete(
+        ["nine"], request_id=uuid4().hex, max_tokens=128, temperature=1.0, receipt=True
+    )
+    assert item.receipt is not None
+    assert item.receipt.signature
+    line = {"receipt": b64encode(item.receipt.SerializeToString()).decode()}
+    assert len(json.dumps(line, separators=(",", ":"))) < 400
+
+
 async def test_difference_is_found_and_placed(mesh: Mesh, folder: Path) -> None:
     (item,) = await mesh.client.complete([[4, 5]], request_id="other", max_tokens=60, seed=5)
     (kept,) = await filed(folder, "other", 1)
@@ -125,8 +138,8 @@ async def test_difference_is_found_and_placed(mesh: Mesh, folder: Path) -> None:
     changed.CopyFrom(kept.receipt)
     changed.release = "0.0.1"
     changed.workers[0].settings_digest = b"of others"
-    assert changed.prompt_digest == ids_digest([4, 5])
-    changed.prompt_digest = ids_digest([1, 2])
+    assert changed.prompt_digest == prompt_digest([4, 5])
+    changed.prompt_digest = prompt_digest([1, 2])
     changed.sequences[0].CopyFrom(of_sequence(tokens, pb.FINISH_REASON_LENGTH))
     line = replace(kept, receipt=changed, token_ids=[tokens])
     (finding,) = await audit(mesh, [line])

@@ -92,7 +92,9 @@ class Receipt(google.protobuf.message.Message):
     guide_digest: builtins.bytes
     """Digest of the guide; empty without one."""
     prompt_digest: builtins.bytes
-    """Digest of the prompt's ids, as `ids_digest`: a template of conversations may change, or write the date."""
+    """First 8 bytes of the digest of the prompt's ids, made as `ids_digest`: a template of conversations may
+    change, or write the date.
+    """
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerSpan]:
         """Workers of the item by this router, in order, the latest 64: the first has tokens that another router's workers

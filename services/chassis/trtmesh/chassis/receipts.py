@@ -72,6 +72,11 @@ def ids_digest(token_ids: Sequence[int]) -> bytes:
     return digest(ids.tobytes())
 
 
+def prompt_digest(token_ids: Sequence[int]) -> bytes:
+    """Tells prompts of one item apart, no more."""
+    return ids_digest(token_ids)[:8]
+
+
 def first_difference(kept: receipt_pb.SequenceReceipt, token_ids: Sequence[int]) -> range | None:
     """The offsets, as many as lie between two marks, of which one has the first token that differs from those of a
     receipt; None if all are equal."""

@@ -18,8 +18,8 @@ from pydantic import model_validator
 from trtmesh.chassis.receipts import (
     Key,
     digest,
-    ids_digest,
     of_sequence,
+    prompt_digest,
     put_in_form,
     serialized,
 )
@@ -146,7 +146,7 @@ class ItemReceipt:
         if self._signed is not None or not receipt.workers:
             return self._signed
         item = serialized(self._sent(adapter))
-        receipt.item_digest, receipt.prompt_digest = digest(item), ids_digest(prompt_ids)
+        receipt.item_digest, receipt.prompt_digest = digest(item), prompt_digest(prompt_ids)
         receipt.ended_unix_ms = int(time.time() * 1000)
         if adapter is not None:
             receipt.adapter_digest = digest(adapter.version.encode())
