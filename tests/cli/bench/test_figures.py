@@ -10,7 +10,7 @@ from cli.bench.runs import HEADER, answer, drawn
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.tools.bench.figures import PERCENTS, Figures, figures_of, pool
+from trtmesh.tools.bench.figures import Figures, figures_of
 from trtmesh.tools.bench.intervals import (
     STATISTICS,
     draws,
@@ -19,6 +19,7 @@ from trtmesh.tools.bench.intervals import (
     weighted_statistics,
 )
 from trtmesh.tools.bench.measures import GAP, MEASURES, TTFT
+from trtmesh.tools.bench.pools import PERCENTS, pool
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Run
 from trtmesh.tools.bench.slo import Slo, goodput, is_good, parse_slos
 

@@ -15,7 +15,6 @@ from enum import StrEnum
 
 import numpy as np
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.tools.bench.figures import Values, pool
 from trtmesh.tools.bench.intervals import (
     LEAST_BEYOND,
     LEVEL,
@@ -28,6 +27,7 @@ from trtmesh.tools.bench.intervals import (
     weighted_statistics,
 )
 from trtmesh.tools.bench.measures import E2E, GAP, TPOT, TTFT, Measure, duration_s
+from trtmesh.tools.bench.pools import Values, pool
 from trtmesh.tools.bench.record import Answer, Run
 
 

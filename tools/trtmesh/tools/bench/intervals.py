@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from trtmesh.tools.bench.pools import Pool, Values
 from trtmesh.tools.bench.record import Answer
-
-if TYPE_CHECKING:
-    from trtmesh.tools.bench.figures import Pool, Values
 
 ROUNDS = 2000
 LEAST_ROUNDS = 500

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from trtmesh.tools.bench.figures import Values
+from trtmesh.tools.bench.pools import Values
 from trtmesh.tools.bench.record import Answer
 
 SLICES = 10

@@ -16,9 +16,10 @@ from typing import Any
 
 import orjson
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.tools.bench.figures import PERCENTS, TOTALS, Distribution, Figures, Report
+from trtmesh.tools.bench.figures import TOTALS, Figures, Report
 from trtmesh.tools.bench.intervals import STATISTICS, Interval
 from trtmesh.tools.bench.measures import MEASURES
+from trtmesh.tools.bench.pools import PERCENTS, Distribution
 
 SCHEMA_VERSION = "1.0"
 

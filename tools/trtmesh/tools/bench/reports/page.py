@@ -10,8 +10,9 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from trtmesh.chassis.quoting import escaped
-from trtmesh.tools.bench.figures import TOTALS, Figures, Report, Values, pool
+from trtmesh.tools.bench.figures import TOTALS, Figures, Report
 from trtmesh.tools.bench.measures import E2E, GAP, MEASURES, STALL_MS, TPOT, TTFT, Measure
+from trtmesh.tools.bench.pools import Values, pool
 from trtmesh.tools.bench.record import Answer, MetricsSample
 from trtmesh.tools.bench.reports.plots import (
     Band,

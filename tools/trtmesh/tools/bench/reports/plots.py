@@ -11,7 +11,7 @@ from html import escape
 import numpy as np
 from markupsafe import Markup
 from trtmesh.chassis.quoting import escaped
-from trtmesh.tools.bench.figures import Values
+from trtmesh.tools.bench.pools import Values
 
 WIDTH, HEIGHT = 560.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 16.0, 12.0, 42.0

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from trtmesh.cli.tables import add_row, new_table
 from trtmesh.tools.bench.comparison import Comparison, Ratio
-from trtmesh.tools.bench.figures import TOTALS, Distribution, Figures, Report
+from trtmesh.tools.bench.figures import TOTALS, Figures, Report
 from trtmesh.tools.bench.intervals import Interval
 from trtmesh.tools.bench.measures import E2E, MEASURES, TPOT, TTFT
+from trtmesh.tools.bench.pools import Distribution
 from trtmesh.tools.bench.record import AnswerOutcome
 
 
