@@ -163,7 +163,7 @@ async def test_item_without_a_token_to_choose_ends_with_the_fields_to_blame(
          "at /items/properties has more than 500 properties"),
         ("JSON_SCHEMA", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 0.9967}]}',
          "at /allOf/1/multipleOf brings the least common multiple"),
-        ("JSON_SCHEMA", '{"x-guidance": {"lenient": true}, "not": {}}', "at x-guidance is not taken"),
+        ("JSON_SCHEMA", '{"x-guidance": {"lenient": true}, "not": {}}', "at /x-guidance is not taken"),
         ("JSON_SCHEMA", '{"multipleOf": 1e400}', "cannot be read"),
         ("JSON_SCHEMA", '{"minimum": NaN}', "cannot be read"),
         ("JSON_SCHEMA", '{"minimum": ' + "1" * 5000 + "}", "cannot be read"),
