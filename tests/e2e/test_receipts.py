@@ -203,7 +203,9 @@ async def test_item_that_no_worker_took_and_clients_that_leave(mesh: Mesh, folde
     assert finding.verdict is Likeness.IDENTICAL
     (refused,) = await mesh.client.complete([[1] * 100_000], request_id="refused", max_tokens=5)
     assert refused.error is not None
-    await asyncio.sleep(0)
+    await mesh.client.complete(["eight"], request_id="later", max_tokens=1)
+    # The file has the receipts in the order of the ends.
+    await filed(folder, "later", 1)
     assert not [
         each
         for each in read_receipts(folder / "receipts.jsonl", None)
