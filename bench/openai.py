@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from _doors import DOORS, Http
-from _load import CONNECTIONS, Found, ask, connections, run_bench
+from _load import CONNECTIONS, Found, ask, at_once, connections, run_bench
 from _smg import MODEL, Smg, smg
 from _stack import Stack, cpu_seconds, renderers_of, stack
 from start import LONE_TEXT
@@ -88,21 +87,6 @@ def cpu(mesh: Stack) -> float:
     """The time of all services so far, and of what renders templates."""
     renderers = renderers_of(mesh.pids["tokenizer"])
     return sum(mesh.cpu_seconds().values()) + sum(map(cpu_seconds, renderers))
-
-
-async def at_once(calls: Sequence[Call], count: int) -> float:
-    """Has so many calls served, by as many at once as there are `calls`. Returns the seconds."""
-    left = iter(range(count))
-
-    async def client(call: Call) -> None:
-        for _ in left:
-            await call()
-
-    began = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for call in calls:
-            group.create_task(client(call))
-    return time.perf_counter() - began
 
 
 @asynccontextmanager
