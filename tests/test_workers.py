@@ -30,9 +30,16 @@ def test_fails():
     assert "x" == "y"
 
 def test_ends_its_process():
-    os.kill(os.getpid(), signal.SIGKILL)
+    # What it leaves behind has all its files open.
+    if os.fork():
+        os.kill(os.getpid(), signal.SIGKILL)
+    until = time.monotonic() + 200
+    while time.monotonic() < until and not pathlib.Path("after_the_end").exists():
+        time.sleep(0.01)
+    os._exit(0)
 
 def test_after_the_end():
+    pathlib.Path("after_the_end").touch()
     while not pathlib.Path("worker_of_test_second").exists():
         time.sleep(0.01)
 """
@@ -48,7 +55,28 @@ def test_waits():
 """
 
 
-def run(directory: Path, *options: str) -> str:
+WAITING = """
+import pathlib, pytest, time
+
+@pytest.fixture
+def thing():
+    yield
+    pathlib.Path("torn down").touch()
+
+def test_waits_for_the_end(thing):
+    pathlib.Path("worker_of_test_second").touch()
+    time.sleep(200)
+"""
+
+ENDING = """
+import os
+
+def pytest_runtest_logfinish():
+    os._exit(3)
+"""
+
+
+def run(directory: Path, *options: str, status: int = 1) -> str:
     """Returns what pytest writes."""
     (directory / "test_first.py").write_text(FIRST)
     (directory / "test_second.py").write_text(SECOND)
@@ -58,7 +86,7 @@ def run(directory: Path, *options: str) -> str:
     done = subprocess.run(
         command, cwd=directory, env=env, capture_output=True, text=True, check=False, timeout=240
     )
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
 
@@ -87,3 +115,15 @@ def test_first_failure_ends_the_run(tmp_path: Path) -> None:
     told = run(tmp_path, "--workers=1", "-x")
     assert "stopping after 1 failures" in told
     assert re.search(r"1 failed, 1 passed in", told)
+
+
+def test_fixtures_of_other_workers_are_torn_down(tmp_path: Path) -> None:
+    (tmp_path / "test_waiting.py").write_text(WAITING)
+    run(tmp_path, "--workers=3", "-x")
+    assert (tmp_path / "torn down").exists()
+
+
+def test_end_between_two_tests_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(ENDING)
+    told = run(tmp_path, "--workers=1", status=3)
+    assert "RuntimeError: worker 0 ended with 3 between two tests" in told

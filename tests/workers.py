@@ -1,7 +1,8 @@
 """Runs the files of tests in several processes: `pytest --workers=6`.
 
 They are forked when all tests are collected, so that one process imports and collects for all. A worker that ends in a
-test fails that test, and another one runs what the file has left.
+test fails that test, and another one runs what the file has left. A worker that ends in any other way, or not at all,
+ends the run with an error. When a run is cut short, workers tear down their fixtures before they end.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import atexit
 import os
 import random
 import signal
+import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -25,6 +28,9 @@ from _pytest.tmpdir import TempPathFactory
 
 Places = Sequence[int]
 """Tests, by their places among the collected ones."""
+
+LAST_SECONDS = 60.0
+"""Longest that workers may take to end: after the last test of all, or when the run is cut short."""
 
 
 class Hooks:
@@ -53,7 +59,7 @@ def run_in_workers(session: pytest.Session, count: int) -> None:
     """Runs the collected tests; each file in one worker, in the order of collection."""
     paths = (group for _, group in groupby(enumerate(session.items), lambda each: each[1].path))
     files = deque[Places]([place for place, _ in group] for group in paths)
-    workers = dict[Connection, Worker]()
+    workers = dict[int, Worker]()
     if terminal := session.config.pluginmanager.getplugin("terminalreporter"):
         # Reports of several files alternate.
         terminal.showfspath = False
@@ -61,25 +67,43 @@ def run_in_workers(session: pytest.Session, count: int) -> None:
         for number in range(min(count, len(files))):
             _add(workers, session, number, files.popleft())
         while workers:
-            for connection in wait([*workers]):
-                assert isinstance(connection, Connection)
-                worker = workers[connection]
-                try:
-                    kind, told = connection.recv()
-                except (EOFError, ConnectionError):
-                    del workers[connection]
+            for worker in _ready(workers):
+                for kind, told in worker.messages():
+                    if kind == "starts":
+                        worker.starts(told)
+                    elif kind == "asks":
+                        worker.gets(files.popleft() if files else ())
+                    else:
+                        worker.reports(told)
+                    _raise_if_stopped(session)
+                if worker.has_ended:
+                    del workers[worker.number]
                     if left := worker.ended():
                         _add(workers, session, worker.number, left)
-                    continue
-                if kind == "starts":
-                    worker.starts(told)
-                elif kind == "asks":
-                    worker.gets(files.popleft() if files else ())
-                else:
-                    worker.reports(told)
-                _raise_if_stopped(session)
     finally:
-        for worker in workers.values():
+        _end(workers.values())
+
+
+def _ready(workers: Mapping[int, Worker]) -> list[Worker]:
+    """Awaits a message or the end of a worker. Workers that have run all tests await each other."""
+    idle = all(worker.is_done for worker in workers.values())
+    handles = {each: worker for worker in workers.values() for each in worker.handles}
+    ready = wait([*handles], LAST_SECONDS if idle else None)
+    if not ready:
+        raise RuntimeError(f"workers {[*workers]} do not end after the last test")
+    return [*dict.fromkeys(handles[each] for each in ready)]
+
+
+def _end(workers: Collection[Worker]) -> None:
+    """Has workers tear down what they have set up, and kills those that take too long."""
+    try:
+        for worker in workers:
+            worker.interrupt()
+        until = monotonic() + LAST_SECONDS
+        for worker in workers:
+            wait([worker.end], max(0.0, until - monotonic()))
+    finally:
+        for worker in workers:
             worker.kill()
 
 
@@ -91,7 +115,7 @@ def _raise_if_stopped(session: pytest.Session) -> None:
 
 
 def _add(
-    workers: dict[Connection, Worker],
+    workers: dict[int, Worker],
     session: pytest.Session,
     number: int,
     file: Places,
@@ -99,31 +123,56 @@ def _add(
     """Forks a worker. Does not return there."""
     ours, theirs = Pipe()
     if (pid := os.fork()) == 0:
-        for each in (ours, *workers):
-            each.close()
+        ours.close()
+        for worker in workers.values():
+            worker.close()
         _work(session, number, theirs, file)
     theirs.close()
-    workers[ours] = Worker(session, number, pid, ours, deque(file))
+    workers[number] = Worker(session, number, pid, os.pidfd_open(pid), ours, deque(file))
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """A worker, as the process sees it that has forked it."""
 
     session: pytest.Session
     number: int
     _pid: int
+    end: int
+    """A file that is readable once the process has ended: what it has started may hold the connection open."""
     _connection: Connection
     _given: deque[int]
     """Tests that have not ended."""
     _running: int | None = None
+    has_ended: bool = False
+    """Whether there are no further messages."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has run all that it was given, and there is no more."""
+        return not self._given
+
+    @property
+    def handles(self) -> Sequence[Connection | int]:
+        return self._connection, self.end
+
+    def messages(self) -> Iterator[tuple[str, Any]]:
+        """Yields what has arrived: all of it once the process has ended."""
+        ended = bool(wait([self.end], 0))
+        # An end in the middle of a message is an OSError.
+        with suppress(EOFError, OSError):
+            while self._connection.poll():
+                yield self._connection.recv()
+        self.has_ended = ended
 
     def starts(self, place: int) -> None:
         self._running = place
 
     def gets(self, file: Places) -> None:
         self._given += file
-        self._connection.send(file)
+        # Whatever ends meanwhile leaves the file to another one.
+        with suppress(ConnectionError):
+            self._connection.send(file)
 
     def reports(self, told: dict[str, Any]) -> None:
         config = self.session.config
@@ -134,16 +183,13 @@ class Worker:
             self._running = None
 
     def ended(self) -> Places:
-        """Awaits the end; returns the tests that it has left."""
-        _, status = os.waitpid(self._pid, 0)
-        self._connection.close()
+        """Returns the tests that it has left. Raises RuntimeError where no test has ended it, but not all have run."""
+        status = self._reap()
         if (place := self._running) is not None:
             self._given.remove(place)
-            self._lost(self.session.items[place], os.waitstatus_to_exitcode(status))
-        elif self._given and status:
-            raise RuntimeError(
-                f"worker {self.number} ended with {os.waitstatus_to_exitcode(status)}"
-            )
+            self._lost(self.session.items[place], status)
+        elif self._given or status:
+            raise RuntimeError(f"worker {self.number} ended with {status} between two tests")
         return [*self._given]
 
     def _lost(self, item: pytest.Item, status: int) -> None:
@@ -154,11 +200,24 @@ class Worker:
         )
         item.ihook.pytest_runtest_logreport(report=report)
 
+    def interrupt(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.end, signal.SIGINT)
+
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+            signal.pidfd_send_signal(self.end, signal.SIGKILL)
+        self._reap()
+
+    def _reap(self) -> int:
+        """Awaits the end; returns the status."""
+        _, status = os.waitpid(self._pid, 0)
+        self.close()
+        return os.waitstatus_to_exitcode(status)
+
+    def close(self) -> None:
         self._connection.close()
+        os.close(self.end)
 
 
 def _work(
@@ -175,12 +234,18 @@ def _work(
         _run(session, parent, file)
         status = 0
     except (KeyboardInterrupt, pytest.exit.Exception, ConnectionError):
-        # The other process ends as well.
-        pass
+        # The other process ends as well, and may ask for it once more.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        session._setupstate.teardown_exact(None)
+    except Exception:
+        _capture(session.config).stop_global_capturing()
+        traceback.print_exc()
     finally:
-        # Such as the ends of the processes that forks.py has started.
-        atexit._run_exitfuncs()
-        os._exit(status)
+        try:
+            # Such as the ends of the processes that forks.py has started.
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(status)
 
 
 def _become(config: pytest.Config, number: int, parent: Connection) -> None:
@@ -188,8 +253,7 @@ def _become(config: pytest.Config, number: int, parent: Connection) -> None:
     plugins = config.pluginmanager
     plugins.unregister(name="terminalreporter")
     plugins.register(_Reports(config, parent))
-    capture = plugins.getplugin("capturemanager")
-    assert isinstance(capture, CaptureManager)
+    capture = _capture(config)
     capture.stop_global_capturing()
     capture.start_global_capturing()
     temporary = vars(config)["_tmp_path_factory"]
@@ -198,6 +262,12 @@ def _become(config: pytest.Config, number: int, parent: Connection) -> None:
     own.mkdir(mode=0o700, exist_ok=True)
     temporary._basetemp = own
     random.seed()
+
+
+def _capture(config: pytest.Config) -> CaptureManager:
+    capture = config.pluginmanager.getplugin("capturemanager")
+    assert isinstance(capture, CaptureManager)
+    return capture
 
 
 class _Reports:
