@@ -87,8 +87,11 @@ def run_in_workers(session: pytest.Session, count: int) -> None:
 def _ready(workers: Mapping[int, Worker]) -> list[Worker]:
     """Awaits a message or the end of a worker. Workers that have run all tests await each other."""
     idle = all(worker.is_done for worker in workers.values())
-    handles = {each: worker for worker in workers.values() for each in worker.handles}
-    ready = wait([*handles], LAST_SECONDS if idle else None)
+    handles: dict[object, Worker] = {
+        each: worker for worker in workers.values() for each in worker.handles
+    }
+    files = [each for worker in workers.values() for each in worker.handles]
+    ready = wait(files, LAST_SECONDS if idle else None)
     if not ready:
         raise RuntimeError(f"workers {[*workers]} do not end after the last test")
     return [*dict.fromkeys(handles[each] for each in ready)]
@@ -237,7 +240,7 @@ def _work(
         # The other process ends as well, and may ask for it once more.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         session._setupstate.teardown_exact(None)
-    except Exception:
+    except Exception:  # noqa: BLE001 - another process tells of it
         _capture(session.config).stop_global_capturing()
         traceback.print_exc()
     finally:
