@@ -216,6 +216,7 @@ ROOMS = {
         "requests",
         "handoffs",
         "admission",
+        "canary",
         "receipts",
         "fleet",
         "recorder",

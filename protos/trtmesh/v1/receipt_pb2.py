@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from trtmesh.v1 import generation_pb2 as trtmesh_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18trtmesh/v1/receipt.proto\x12\ntrtmesh.v1\x1a\x1btrtmesh/v1/generation.proto\"C\n\rSignedReceipt\x12\x0f\n\x07receipt\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x0e\n\x06key_id\x18\x03 \x01(\x0c\"\xd8\x02\n\x07Receipt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x61tch_index\x18\x02 \x01(\r\x12\x12\n\ndraw_index\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\r\n\x05model\x18\x05 \x01(\t\x12\x13\n\x0bitem_digest\x18\x06 \x01(\x0c\x12\x15\n\rended_unix_ms\x18\x07 \x01(\x04\x12\x0f\n\x07release\x18\x08 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\t \x01(\x0c\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\n \x01(\x0c\x12\x14\n\x0cguide_digest\x18\x0b \x01(\x0c\x12\'\n\x07workers\x18\x0c \x03(\x0b\x32\x16.trtmesh.v1.WorkerSpan\x12.\n\tsequences\x18\r \x03(\x0b\x32\x1b.trtmesh.v1.SequenceReceipt\x12\x15\n\rprompt_digest\x18\x0e \x01(\x0c\"o\n\nWorkerSpan\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0b\x66rom_tokens\x18\x02 \x03(\r\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\x0c\x12\x17\n\x0fsettings_digest\x18\x04 \x01(\x0c\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\"\x87\x01\n\x0fSequenceReceipt\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12\x12\n\nids_digest\x18\x03 \x01(\x0c\x12\r\n\x05marks\x18\x04 \x01(\x0c\x12\x17\n\x0ftokens_per_mark\x18\x05 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18trtmesh/v1/receipt.proto\x12\ntrtmesh.v1\x1a\x1btrtmesh/v1/generation.proto\"C\n\rSignedReceipt\x12\x0f\n\x07receipt\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x0e\n\x06key_id\x18\x03 \x01(\x0c\"\xf6\x02\n\x07Receipt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x61tch_index\x18\x02 \x01(\r\x12\x12\n\ndraw_index\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\r\n\x05model\x18\x05 \x01(\t\x12\x13\n\x0bitem_digest\x18\x06 \x01(\x0c\x12\x15\n\rended_unix_ms\x18\x07 \x01(\x04\x12\x0f\n\x07release\x18\x08 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\t \x01(\x0c\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\n \x01(\x0c\x12\x14\n\x0cguide_digest\x18\x0b \x01(\x0c\x12\'\n\x07workers\x18\x0c \x03(\x0b\x32\x16.trtmesh.v1.WorkerSpan\x12.\n\tsequences\x18\r \x03(\x0b\x32\x1b.trtmesh.v1.SequenceReceipt\x12\x15\n\rprompt_digest\x18\x0e \x01(\x0c\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x0f \x01(\r\"\x83\x01\n\nWorkerSpan\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0b\x66rom_tokens\x18\x02 \x03(\r\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\x0c\x12\x17\n\x0fsettings_digest\x18\x04 \x01(\x0c\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\x12\x12\n\nby_handoff\x18\x06 \x01(\x08\"\x87\x01\n\x0fSequenceReceipt\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12\x12\n\nids_digest\x18\x03 \x01(\x0c\x12\r\n\x05marks\x18\x04 \x01(\x0c\x12\x17\n\x0ftokens_per_mark\x18\x05 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SIGNEDRECEIPT']._serialized_start=69
   _globals['_SIGNEDRECEIPT']._serialized_end=136
   _globals['_RECEIPT']._serialized_start=139
-  _globals['_RECEIPT']._serialized_end=483
-  _globals['_WORKERSPAN']._serialized_start=485
-  _globals['_WORKERSPAN']._serialized_end=596
-  _globals['_SEQUENCERECEIPT']._serialized_start=599
-  _globals['_SEQUENCERECEIPT']._serialized_end=734
+  _globals['_RECEIPT']._serialized_end=513
+  _globals['_WORKERSPAN']._serialized_start=516
+  _globals['_WORKERSPAN']._serialized_end=647
+  _globals['_SEQUENCERECEIPT']._serialized_start=650
+  _globals['_SEQUENCERECEIPT']._serialized_end=785
 # @@protoc_insertion_point(module_scope)

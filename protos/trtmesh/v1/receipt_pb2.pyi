@@ -67,6 +67,7 @@ class Receipt(google.protobuf.message.Message):
     WORKERS_FIELD_NUMBER: builtins.int
     SEQUENCES_FIELD_NUMBER: builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Name of the request."""
     batch_index: builtins.int
@@ -95,6 +96,8 @@ class Receipt(google.protobuf.message.Message):
     """First 8 bytes of the digest of the prompt's ids, made as `ids_digest`: a template of conversations may
     change, or write the date.
     """
+    cached_prompt_tokens: builtins.int
+    """Tokens of the prompt whose KV the worker had already, or another one that handed it over."""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerSpan]:
         """Workers of the item by this router, in order, the latest 64: the first has tokens that another router's workers
@@ -122,8 +125,9 @@ class Receipt(google.protobuf.message.Message):
         workers: collections.abc.Iterable[Global___WorkerSpan] | None = ...,
         sequences: collections.abc.Iterable[Global___SequenceReceipt] | None = ...,
         prompt_digest: builtins.bytes = ...,
+        cached_prompt_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_digest", b"adapter_digest", "batch_index", b"batch_index", "draw_index", b"draw_index", "ended_unix_ms", b"ended_unix_ms", "guide_digest", b"guide_digest", "item_digest", b"item_digest", "model", b"model", "prompt_digest", b"prompt_digest", "release", b"release", "request_id", b"request_id", "seed", b"seed", "sequences", b"sequences", "tokenizer_digest", b"tokenizer_digest", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_digest", b"adapter_digest", "batch_index", b"batch_index", "cached_prompt_tokens", b"cached_prompt_tokens", "draw_index", b"draw_index", "ended_unix_ms", b"ended_unix_ms", "guide_digest", b"guide_digest", "item_digest", b"item_digest", "model", b"model", "prompt_digest", b"prompt_digest", "release", b"release", "request_id", b"request_id", "seed", b"seed", "sequences", b"sequences", "tokenizer_digest", b"tokenizer_digest", "workers", b"workers"]) -> None: ...
 
 Global___Receipt: typing_extensions.TypeAlias = Receipt
 
@@ -138,6 +142,7 @@ class WorkerSpan(google.protobuf.message.Message):
     MODEL_DIGEST_FIELD_NUMBER: builtins.int
     SETTINGS_DIGEST_FIELD_NUMBER: builtins.int
     EXACT_FIELD_NUMBER: builtins.int
+    BY_HANDOFF_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker."""
     model_digest: builtins.bytes
@@ -146,6 +151,8 @@ class WorkerSpan(google.protobuf.message.Message):
     """Digest of the backend, the type of its weights and the settings of its results."""
     exact: builtins.bool
     """Whether the worker promises equal tokens for equal requests, whatever else it computes."""
+    by_handoff: builtins.bool
+    """Whether it continued from the KV of the worker before."""
     @property
     def from_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens that each sequence had when the worker took the item."""
@@ -158,8 +165,9 @@ class WorkerSpan(google.protobuf.message.Message):
         model_digest: builtins.bytes = ...,
         settings_digest: builtins.bytes = ...,
         exact: builtins.bool = ...,
+        by_handoff: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["exact", b"exact", "from_tokens", b"from_tokens", "model_digest", b"model_digest", "settings_digest", b"settings_digest", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by_handoff", b"by_handoff", "exact", b"exact", "from_tokens", b"from_tokens", "model_digest", b"model_digest", "settings_digest", b"settings_digest", "worker", b"worker"]) -> None: ...
 
 Global___WorkerSpan: typing_extensions.TypeAlias = WorkerSpan
 

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
@@ -39,10 +40,18 @@ class LineFile(Collector):
     two routers would tear each other's.
     """
 
-    def __init__(self, file: Path, setting: str, content: str, max_bytes: int = MAX_BYTES) -> None:
-        """`content` names the lines in metrics. Raises SettingsError, naming the setting, if the file is not writable,
-        or another router's."""
-        self._output: FileIO | None = _first_opened(file, setting)
+    def __init__(
+        self,
+        file: Path,
+        setting: str,
+        content: str,
+        max_bytes: int = MAX_BYTES,
+        mode: int = 0o666,
+    ) -> None:
+        """`content` names the lines in metrics; `mode` is that of a new file. Raises SettingsError, naming the setting,
+        if the file is not writable, or another router's."""
+        self._mode = mode
+        self._output: FileIO | None = _first_opened(file, setting, mode)
         self._file = file
         self._content = content
         self._writing = threading.Lock()
@@ -129,16 +138,16 @@ class LineFile(Collector):
                 return self._output
             self._file.replace(self._file.with_name(self._file.name + ".1"))
         self.close()
-        self._output = _opened(self._file)
+        self._output = _opened(self._file, self._mode)
         return self._output
 
 
-def _first_opened(file: Path, setting: str) -> FileIO:
+def _first_opened(file: Path, setting: str, mode: int) -> FileIO:
     """Creates a missing file. Raises SettingsError."""
     try:
         if file.exists() and not file.is_file():
             raise SettingsError(f"is {str(file)!r}, not a regular file", setting=setting)
-        return _opened(file)
+        return _opened(file, mode)
     except BlockingIOError:
         raise SettingsError(
             f"is {str(file)!r}, which another router writes; give each router a file of its own",
@@ -174,9 +183,9 @@ def _drop_torn_line(output: FileIO) -> None:
         output.truncate(end)
 
 
-def _opened(file: Path) -> FileIO:
+def _opened(file: Path, mode: int) -> FileIO:
     """Opens a file that no other process writes. Raises OSError."""
-    output = FileIO(file, "a+")
+    output = FileIO(file, "a+", opener=partial(os.open, mode=mode))
     try:
         fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _drop_torn_line(output)

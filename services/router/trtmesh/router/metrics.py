@@ -88,6 +88,8 @@ class RouterMetrics(Collector):
         self.resumed = 0
         self.bls_draft_failures = 0
         self.moved: Counter[str] = Counter()
+        self.canary_items: Counter[str] = Counter()
+        self.canary_alerts: Counter[str] = Counter()
         self.gauges: Sequence[Row[RouterMetrics]] = ()
 
     def of(self, model: str) -> ModelMetrics:
@@ -193,6 +195,11 @@ TABLE: tuple[Row[RouterMetrics], ...] = (
         labels=("door", "status")),
     Row(COUNTER, "items_placed", "Placements.", "placed", ("policy", "worker")),
     Row(COUNTER, "moved_sequences", "Sequences moved to another worker, by cause.", "moved", ("cause",)),
+    Row(COUNTER, "canary_items",
+        "Sampled items, by what their repetition showed: identical or different; or dropped, unfit, inexact or failed.",
+        labels=("outcome",)),
+    Row(COUNTER, "canary_alerts", "Items whose tokens two workers contradict, by the worker at fault.",
+        labels=("worker",)),
     Row(COUNTER, "unanswered_commands", "Times that a tokenizer left texts or tokens unanswered for too long.",
         "unanswered", ("kind",)),
     Row(COUNTER, "contract_breaches", "Times that a worker or tokenizer broke its contract and was left.",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Self
@@ -30,6 +31,7 @@ from trtmesh.router.line_file import LineFile
 from trtmesh.router.placement import Capability
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest, versioned_config
+from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import receipt_pb2 as receipt_pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -60,6 +62,15 @@ class ReceiptSettings(Settings):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class Taker:
+    """A worker that went on with some sequences of an item, or all."""
+
+    worker: Worker
+    from_tokens: Mapping[int, int]
+    """Tokens that each of these sequences had."""
+
+
 class Receipts:
     """Makes the receipts of this router."""
 
@@ -67,7 +78,9 @@ class Receipts:
         """Raises SettingsError for an unusable file."""
         self.file = None
         if settings.file is not None:
-            self.file = LineFile(settings.file, "router.receipts.file", "receipts")
+            # Prompts are nobody else's.
+            mode = 0o600 if settings.requests else 0o666
+            self.file = LineFile(settings.file, "router.receipts.file", "receipts", mode=mode)
         self._keeps_requests = settings.requests
         self._key = settings.key_file and Key.read(settings.key_file, "router.receipts.key_file")
         self._release = version("trtmesh")
@@ -88,6 +101,25 @@ class Receipts:
             signed.signature, signed.key_id = self._key.sign(content), self._key.id
         return signed
 
+    def repeated(
+        self,
+        receipt: receipt_pb.Receipt,
+        worker: Worker,
+        outputs: Sequence[tuple[Sequence[int], pb.FinishReason.ValueType]],
+    ) -> receipt_pb.SignedReceipt:
+        """The receipt of the same item on another worker, from its start; written like others, without the request."""
+        again = receipt_pb.Receipt()
+        again.CopyFrom(receipt)
+        again.ended_unix_ms = int(time.time() * 1000)
+        for field in ("workers", "sequences", "cached_prompt_tokens"):
+            again.ClearField(field)
+        again.workers.append(_span(worker, [0] * len(outputs)))
+        again.sequences.extend(of_sequence(ids, reason) for ids, reason in outputs)
+        signed = self.signed(again)
+        if self.file:
+            self.file.put(_line(signed))
+        return signed
+
     def write(
         self,
         signed: receipt_pb.SignedReceipt,
@@ -97,11 +129,31 @@ class Receipts:
         """Puts the receipt into the file, if there is one; `item` is serialized."""
         if not self.file:
             return
-        line: dict[str, object] = {"receipt": b64encode(signed.SerializeToString()).decode()}
+        request: dict[str, object] = {}
         if self._keeps_requests and len(item) <= MOST_REQUEST_BYTES:
-            line["item"] = b64encode(item).decode()
-            line["token_ids"] = [run.token_ids for run in runs]
-        self.file.put(orjson.dumps(line).decode())
+            request["item"] = b64encode(item).decode()
+            request["token_ids"] = [run.token_ids for run in runs]
+        self.file.put(_line(signed, **request))
+
+
+def _line(signed: receipt_pb.SignedReceipt, **request: object) -> str:
+    return orjson.dumps({"receipt": encoded(signed), **request}).decode()
+
+
+def encoded(signed: receipt_pb.SignedReceipt) -> str:
+    """A receipt as files and logs have it."""
+    return b64encode(signed.SerializeToString()).decode()
+
+
+def _span(worker: Worker, from_tokens: Sequence[int]) -> receipt_pb.WorkerSpan:
+    capabilities = worker.capabilities
+    return receipt_pb.WorkerSpan(
+        worker=worker.name,
+        from_tokens=from_tokens,
+        model_digest=digest(capabilities.identity.model_fingerprint.encode()),
+        settings_digest=digest(capabilities.settings_fingerprint.encode()),
+        exact=Capability.EXACT_RESUMPTION in capabilities.optional,
+    )
 
 
 class ItemReceipt:
@@ -120,43 +172,59 @@ class ItemReceipt:
             seed=seed,
             model=model,
         )
-        self._signed: receipt_pb.SignedReceipt | None = None
+        self.signed: receipt_pb.SignedReceipt | None = None
+        """Set at the end."""
+        self.prompt_tokens = 0
+        self.takers: list[Taker] = []
+        """Who made which tokens of each sequence, as `workers` of the receipt."""
 
-    def took(self, worker: Worker, runs: Sequence[SequenceRun]) -> None:
-        """Notes a worker that goes on with the item."""
-        capabilities = worker.capabilities
-        identity = capabilities.identity
+    def took(
+        self,
+        worker: Worker,
+        runs: Sequence[SequenceRun],
+        taken: Sequence[SequenceRun],
+        *,
+        by_handoff: bool,
+    ) -> None:
+        """Notes a worker that goes on with the item: with the `taken` sequences of all `runs`."""
         spans = self._receipt.workers
         if len(spans) == MOST_SPANS:
-            del spans[0]
-        spans.add(
-            worker=worker.name,
-            from_tokens=[len(run.token_ids) for run in runs],
-            model_digest=digest(identity.model_fingerprint.encode()),
-            settings_digest=digest(capabilities.settings_fingerprint.encode()),
-            exact=Capability.EXACT_RESUMPTION in capabilities.optional,
-        )
-        self._receipt.tokenizer_digest = digest(identity.tokenizer_fingerprint.encode())
+            del spans[0], self.takers[0]
+        span = _span(worker, [len(run.token_ids) for run in runs])
+        span.by_handoff = by_handoff
+        spans.append(span)
+        begun = {run.sequence_index: len(run.token_ids) for run in taken}
+        self.takers.append(Taker(worker, begun))
+        fingerprint = worker.capabilities.identity.tokenizer_fingerprint
+        self._receipt.tokenizer_digest = digest(fingerprint.encode())
 
     def end(
         self, runs: Sequence[SequenceRun], prompt_ids: Sequence[int], adapter: Adapter | None
     ) -> receipt_pb.SignedReceipt | None:
         """Returns the receipt of an item that is over, and writes it, both once. None if no worker took the item."""
         receipt = self._receipt
-        if self._signed is not None or not receipt.workers:
-            return self._signed
+        if self.signed is not None or not receipt.workers:
+            return self.signed
         item = serialized(self._sent(adapter))
         receipt.item_digest, receipt.prompt_digest = digest(item), prompt_digest(prompt_ids)
         receipt.ended_unix_ms = int(time.time() * 1000)
+        self.prompt_tokens = len(prompt_ids)
+        endings = [run.ending for run in runs if run.ending is not None]
+        receipt.cached_prompt_tokens = max((e.cached_prompt_tokens for e in endings), default=0)
         if adapter is not None:
             receipt.adapter_digest = digest(adapter.version.encode())
         if self._item.message.HasField("guided_decoding"):
             guide = self._item.message.guided_decoding
             receipt.guide_digest = digest(guide.SerializeToString(deterministic=True))
         receipt.sequences.extend(of_sequence(run.token_ids, run.reason) for run in runs)
-        self._signed = self._receipts.signed(receipt)
-        self._receipts.write(self._signed, item, runs)
-        return self._signed
+        self.signed = self._receipts.signed(receipt)
+        self._receipts.write(self.signed, item, runs)
+        return self.signed
+
+    @property
+    def content(self) -> receipt_pb.Receipt:
+        """What it says, complete after `end`."""
+        return self._receipt
 
     @property
     def is_asked(self) -> bool:

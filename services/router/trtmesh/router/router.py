@@ -29,6 +29,7 @@ from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.following import Followed
 from trtmesh.router.admission import Admission, RateLimiter
 from trtmesh.router.callers.callers import Callers
+from trtmesh.router.canary.canary import Canary
 from trtmesh.router.doors.admin.console import Console
 from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
@@ -107,6 +108,11 @@ class Router:
         runtime.admission = MessageAdmission(self._admission.request_bytes.counting)
         self._recorder = Recorder(settings.record.file) if settings.record.file else None
         self._receipts = Receipts(settings.receipts)
+        self._canary = None
+        if settings.canary_share:
+            self._canary = Canary(
+                settings.canary_share, self._fleet, self._adapters, self._receipts, self._metrics
+            )
         mesh = Mesh(
             self._fleet,
             self._handoffs,
@@ -119,6 +125,7 @@ class Router:
             settings.retries,
             self._receipts,
             self._recorder,
+            self._canary,
         )
         self._requests = Requests(mesh, settings.client)
         self._links: dict[Replica, asyncio.Task[None]] = {}
@@ -287,6 +294,8 @@ class Router:
             Pins(self._fleet, self._adapters).run(),
         ):
             self._keepers.append(asyncio.create_task(keep))
+        if self._canary is not None:
+            self._keepers.append(asyncio.create_task(self._canary.run()))
         if self._followed is not None:
             following = self._followed.follow(self._adapters.take, self._adapters.tell)
             self._keepers.append(asyncio.create_task(following))
@@ -458,6 +467,8 @@ class Router:
             gauge("worker_leases", "Leases on workers.", lambda _: sum(len(w.leases) for w in [*workers.values()])),
             gauge("worker_bookings", "Bookings on workers.",
                   lambda _: sum(w.guard.bookings for w in [*workers.values()])),
+            gauge("canary_waiting", "Sampled items that wait for idle capacity.",
+                  lambda _: self._canary.waiting if self._canary else 0),
             gauge("kv_index_blocks", "Known KV blocks, counted once per holder.", lambda _: len(self._fleet.kv_index)),
             gauge("kv_index_bytes", "Approximate memory of the KV index.",
                   lambda _: self._fleet.kv_index.approximate_bytes),

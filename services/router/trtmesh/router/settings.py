@@ -46,6 +46,9 @@ class RouterSettings(SecuredSettings):
     min_drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """First part of `grace_seconds`, in which a draining router still serves who connects: as long as balancers take to
     see that its health is NOT_SERVING."""
+    canary_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the items that another worker computes a second time, after their end and where there is idle capacity:
+    a worker that two others contradict rests. Only of workers that promise equal tokens; 0 means none."""
     http: HttpSettings = HttpSettings()
     triton: TritonSettings = TritonSettings()
     openai: OpenAiSettings = OpenAiSettings()

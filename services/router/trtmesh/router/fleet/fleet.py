@@ -54,6 +54,10 @@ EXPLAINED_DECISIONS = 4096
 SETTLE_SECONDS = 1.0
 """Between two looks at the homes of adapters, of which there may be a thousand; their loads fade in 30 s."""
 
+LEAD_SECONDS, ROLL_SECONDS = 1.0, 1800.0
+"""A worker that joined so much later than another is younger, and lately if no longer ago than a restart of the whole
+fleet takes."""
+
 LONG_TOKENS = 2**14
 """Tokens of a prompt that is hashed only if a worker takes it."""
 
@@ -150,6 +154,22 @@ class Fleet:
             self.touched.add(worker.address)
         return gone
 
+    def typical(self, model: str) -> Typical:
+        """The rates common to the workers of a model."""
+        return self._typical.get(model, UNKNOWN)
+
+    def elders(self, address: str) -> frozenset[str]:
+        """The workers that may be restarted after the one at an address, where others were started lately: a rolling
+        restart moves each sequence once if it goes to a worker that has its restart behind it."""
+        now, leaving = asyncio.get_running_loop().time(), self.workers.get(address)
+        since = leaving.since if leaving else now
+        ages = {a: w.since - since for a, w in self.workers.items() if w.ready}
+        if not any(
+            age > LEAD_SECONDS and now - since - age < ROLL_SECONDS for age in ages.values()
+        ):
+            return frozenset()
+        return frozenset(a for a, age in ages.items() if age <= LEAD_SECONDS)
+
     def snapshot(self) -> tuple[WorkerSnapshot, ...]:
         """Every worker at this moment. Only workers touched since the last call are read again."""
         if self.loaded or self.touched:
@@ -184,7 +204,7 @@ class Fleet:
         if (worker := self.workers.get(address)) is None:
             self._snapshots.pop(address, None)
             return False
-        snapshot = worker.snapshot(self._typical.get(worker.description.model, UNKNOWN))
+        snapshot = worker.snapshot(self.typical(worker.description.model))
         self._snapshots[address] = snapshot
         return former is not None and _served(former) == _served(snapshot)
 
@@ -342,7 +362,7 @@ class Fleet:
 
     def _completed(self, query: PlacementQuery, blocks: PromptBlocks, now: float) -> PlacementQuery:
         """The query with the fleet's knowledge added."""
-        typical = self._typical.get(query.model, UNKNOWN)
+        typical = self.typical(query.model)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
         sizes = self._block_sizes_of(query.model, blocks)
         return query._replace(

@@ -51,6 +51,16 @@ class Drained:
         return cls(worker, len(runs) - moved - left, moved, left, only_here)
 
 
+@dataclass(frozen=True, slots=True)
+class BegunDrain:
+    """A worker that refuses new items, and the sequences that it had."""
+
+    worker: Worker
+    runs: Sequence[SequenceRun]
+    only_here: bool
+    """Whether other routers still place on the worker."""
+
+
 def _has(worker: Worker, run: SequenceRun) -> bool:
     return run.assignment is not None and run.address == worker.address
 
@@ -226,18 +236,28 @@ class Membership:
 
     async def drain(self, name: str, finish_seconds: float | None) -> Drained:
         """Has a worker refuse new items, waits for its sequences within the limit, if any, and moves the rest."""
-        worker = await self._linked(name)
-        worker.drain()
-        await _until(lambda: worker.load.draining or not worker.drains_itself, ROLE_SECONDS)
-        only_here = not worker.load.draining
-        runs = list(worker.sequences.values())
+        begun = await self.begin_drain(name)
+        worker = begun.worker
         limit = float("inf") if finish_seconds is None else finish_seconds
         await _until(lambda: not (worker.sequences and worker.drained), limit)
         if worker.sequences and worker.drained:
             worker.evict("an admin drained it")
+        return await self.end_drain(begun)
+
+    async def begin_drain(self, name: str) -> BegunDrain:
+        """Has a worker refuse new items."""
+        worker = await self._linked(name)
+        worker.drain()
+        await _until(lambda: worker.load.draining or not worker.drains_itself, ROLE_SECONDS)
+        only_here = not worker.load.draining
+        return BegunDrain(worker, list(worker.sequences.values()), only_here)
+
+    async def end_drain(self, begun: BegunDrain) -> Drained:
+        """Waits until others have what leaves a drained worker, for a while."""
+        worker, runs = begun.worker, begun.runs
         await _until(lambda: not worker.hands_over, HANDED_OVER_SECONDS)
         await _until(lambda: not any(run.waits_for_worker for run in runs), TAKEN_SECONDS)
-        return Drained.of(worker, runs, only_here=only_here)
+        return Drained.of(worker, runs, only_here=begun.only_here)
 
     async def set_role(self, name: str, role: pb.WorkerRole.ValueType) -> tuple[Worker, int]:
         """Changes a worker's role for all routers. Returns the worker and the number of sequences moved by the change.

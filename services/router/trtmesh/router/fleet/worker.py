@@ -142,8 +142,12 @@ class Worker(Replica):
         self.capabilities = WorkerCapabilities()
         self.load = pb.Load()
         self.role = Role.MIXED
+        self._rests = ""
+        """Why this router drained the worker by itself, or ''."""
         self.streams = 0
         """Number of streams so far."""
+        self.since = 0.0
+        """Time at which the process was first seen."""
         self.last_turn = 0
         """Number of the last placement on the worker."""
         self.guard = LoadGuard(partial(on_load, address))
@@ -235,7 +239,7 @@ class Worker(Replica):
 
     @property
     def _unready(self) -> str:
-        return self.problem or (DRAINED_HERE if self.drained else LEAVING)
+        return self._rests or self.problem or (DRAINED_HERE if self.drained else LEAVING)
 
     def touch(self) -> None:
         """Marks the snapshot as stale."""
@@ -310,11 +314,24 @@ class Worker(Replica):
         self.drained = True
         self._tell_drain()
 
+    def rest(self, why: str) -> None:
+        """Drains a worker whose results are wrong: its sequences leave, without the KV."""
+        self._rests = why
+        self.drain()
+        self.migrate_all(self._left(why, Draining))
+
     def resume(self) -> None:
         """Undoes `drain`, of any router."""
+        self._end_rest()
         self.drained = False
         self._tell_drain()
         self.evict("")
+
+    def _end_rest(self) -> None:
+        """Takes sequences again, unless they leave for want of progress."""
+        self._rests = ""
+        if self.state is not ReplicaState.STALLED:
+            self._moving = None
 
     def _tell_drain(self) -> None:
         self._drain_due_at = asyncio.get_running_loop().time() + DRAIN_SECONDS
@@ -391,6 +408,8 @@ class Worker(Replica):
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
         check_engine(engine)
         self._check_twin(engine.instance)
+        if engine.instance != self.description.instance:
+            self.since = asyncio.get_running_loop().time()
         self.description, self.capabilities = engine, WorkerCapabilities.of(engine)
         self._steps.most_tokens = self.capabilities.max_sequence_tokens
         self.role = role_of(engine, self.load)
@@ -453,6 +472,7 @@ class Worker(Replica):
         if load.draining:
             self._drain_due_at = now
         elif self.drained and self.drains_itself and now >= self._drain_due_at:
+            self._end_rest()
             self.drained = False
             self.evict("")
             self._on_change()

@@ -54,9 +54,11 @@ class LiveItem(Protocol):
     def submit(self, leg: Leg, runs: Sequence[SequenceRun], lease: Lease = NO_LEASE) -> None:
         """Submits sequences, or all of a fresh item. Raises TrtmeshError."""
 
-    def place_receiver(self, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool) -> Leg:
+    def place_receiver(
+        self, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool, receiver: str = ""
+    ) -> Leg:
         """Books a leg for the rest of sequences, or of a fresh item, with the KV at `sender`; preferably there, if the
-        sequences may stay. Raises TrtmeshError."""
+        sequences may stay, or at the `receiver` of a plan. Raises TrtmeshError."""
 
     def began_at(self, leg: Leg) -> None:
         """Notes the item's worker, and reports the start with the first."""
@@ -235,10 +237,24 @@ class ItemHandoffs:
         # Nobody can fetch KV from the worker inside this process, which has no port.
         if sender is None or address == LOCAL or not self._keeps_kv(run, sender):
             return False
-        if sender.leases.moves >= MAX_MOVES:
-            return True
+        return sender.leases.moves >= MAX_MOVES or self._move(run, sender, cause)
+
+    def may_move(self, run: SequenceRun) -> bool:
+        """Whether a running sequence may leave its worker with its KV, and is not about to."""
+        sender = self._table.fleet.workers.get(run.address)
+        free = sender is not None and sender.address != LOCAL and self._of(run) is None
+        return free and sender is not None and self._keeps_kv(run, sender)
+
+    def move_to(self, run: SequenceRun, receiver: str) -> bool:
+        """Begins to move a sequence with its KV to a certain worker; False if it stays."""
+        sender = self._table.fleet.workers.get(run.address)
+        if sender is None or not self.may_move(run) or sender.leases.moves >= MAX_MOVES:
+            return False
+        return self._move(run, sender, "rebalance", receiver)
+
+    def _move(self, run: SequenceRun, sender: Worker, cause: str, receiver: str = "") -> bool:
         try:
-            leg = self._item.place_receiver([run], sender, stays=False)
+            leg = self._item.place_receiver([run], sender, stays=False, receiver=receiver)
         except TrtmeshError:
             return False
         if cause == "role" and leg.worker.role is Role.PREFILL:

@@ -41,7 +41,7 @@ TRANSFER_SECONDS = 30.0
 
 NEVER = float("inf")
 
-MOVES = frozenset({"drain", "role"})
+MOVES = frozenset({"drain", "role", "rebalance"})
 """Causes of moves of running sequences."""
 
 

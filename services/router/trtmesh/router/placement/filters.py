@@ -18,6 +18,7 @@ from trtmesh.router.placement.snapshot import (
 )
 
 BREAKER_OPEN = "its breaker is open"
+MAY_RESTART = "it is older than others, and may be restarted next"
 ENOUGH_SIBLINGS = "it has enough siblings of the item"
 ADAPTER_ABSENT = "it lacks the adapter, whose content is not known here"
 SLOTS_TAKEN = "all its slots hold adapters that are pinned or in use"
@@ -60,6 +61,7 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
         query.wants
         or query.adapter
         or query.avoid
+        or query.elders
         or query.prefer
         or query.has_roles
         or BREAKER_OPEN in excluded
@@ -192,15 +194,17 @@ def _against(
 ) -> tuple[int, str]:
     """Weight and text of the objection to a candidate."""
     if worker.breaker_open:
-        return 6, BREAKER_OPEN
+        return 7, BREAKER_OPEN
     if worker.role is unsuited:
-        return 5, OF_ROLE[worker.role]
+        return 6, OF_ROLE[worker.role]
     if query.adapter and worker.adapters.is_full(query.adapter):
-        return 4, SLOTS_TAKEN
+        return 5, SLOTS_TAKEN
     if query.wants and (why := _missing(query.wants, worker.capabilities)):
-        return 3, why
+        return 4, why
     if worker.address in query.avoid:
-        return 2, ENOUGH_SIBLINGS
+        return 3, ENOUGH_SIBLINGS
+    if worker.address in query.elders:
+        return 2, MAY_RESTART
     if query.prefer and worker.address != query.prefer:
         return 1, SIBLINGS_ELSEWHERE
     return _NOTHING

@@ -105,6 +105,12 @@ PRESSURE_SECONDS, MOST_PRESSURE = 0.15, 0.99
 """Penalty of k / (1 - k) for a share k of used KV blocks, as in SMG's expected wait."""
 
 
+def pressure_of(used_blocks: int, total_blocks: int) -> float:
+    """The penalty of a worker for each further sequence."""
+    used = min(used_blocks / total_blocks, MOST_PRESSURE) if total_blocks else 0.0
+    return PRESSURE_SECONDS * used / (1.0 - used)
+
+
 _NO_REPORT = Report(0.0)
 
 
@@ -371,9 +377,12 @@ class LoadGuard:
 
     @property
     def pressure_seconds(self) -> float:
-        total, blocks = self._report.total_blocks, self._foreign_blocks + self._booked_blocks
-        used = min(blocks / total, MOST_PRESSURE) if total else 0.0
-        return PRESSURE_SECONDS * used / (1.0 - used)
+        return pressure_of(self.used_blocks, self._report.total_blocks)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks in use, of all routers, and those booked for KV to come."""
+        return self._foreign_blocks + self._booked_blocks
 
     def _on_started(self, booking: Booking, seconds: float | None) -> None:
         self._computed(booking)

@@ -156,6 +156,8 @@ class PlacementQuery(NamedTuple):
     """Addresses of workers that refused to reserve for the decode phase, with the reason."""
     avoid: frozenset[str] = frozenset()
     """Addresses with enough siblings of the item: a last resort."""
+    elders: frozenset[str] = frozenset()
+    """Addresses of workers that may be restarted after the one that the item leaves."""
     prefer: str = ""
     """Address of the worker with the prefix of a sibling, or ''."""
     may_split: bool = True

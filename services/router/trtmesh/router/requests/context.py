@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from trtmesh.chassis.fair.turns import StartQueue, StartScheduler
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.admission import Admission, Bucket, RateLimiter
+from trtmesh.router.canary.canary import Canary
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.links.deadlines import Retries
@@ -36,6 +37,7 @@ class Mesh:
     retries: Retries
     receipts: Receipts
     recorder: Recorder | None = None
+    canary: Canary | None = None
     starts: StartScheduler = field(default_factory=StartScheduler)
     """Placements of items that no worker took yet. With the server's handlers in the same turns, each slice would send
     half as many items to a tokenizer and half as many to a worker: twice the messages."""

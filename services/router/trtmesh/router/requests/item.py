@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from trtmesh.chassis.errors import AdapterNotFound, Draining, HandoffFailed, NoWorker, TrtmeshError
 from trtmesh.chassis.logs import rebind_request_id
@@ -27,6 +28,7 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.client_halves import state_of
 from trtmesh.router.handoffs.item_handoffs import ItemHandoffs
 from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
+from trtmesh.router.receipts import ItemReceipt
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.encoding import (
     NOT_ENCODED,
@@ -67,7 +69,9 @@ class ItemRun:
         seed = item.config.sampling.seed
         self._seed = context.drawn_seed if seed is None else seed
         receipts, self._receipt = context.mesh.receipts, None
-        if receipts.file or item.config.output.receipt:
+        canary = context.mesh.canary
+        self._sampled = canary is not None and canary.chooses(context.request_id, item.batch_index)
+        if receipts.file or item.config.output.receipt or self._sampled:
             self._receipt = receipts.begin(context.request_id, context.model, item, self._seed)
         self._handoffs: ItemHandoffs | None = None
         """None before the first, which most items never have."""
@@ -284,11 +288,20 @@ class ItemRun:
         self._placer.close()
         if self._receipt is not None:
             self._receipt.end(self._runs, self._encoded.token_ids, self._encoded.identity)
+            if self._sampled:
+                self._give_sample(self._receipt)
         if (recorder := self._mesh.recorder) is not None:
             error = self._events.error
             recorder.note(self._placer.trace(self._encoded, self.generated_tokens, error))
         self.stage = "over"
         self._on_over()
+
+    def _give_sample(self, receipt: ItemReceipt) -> None:
+        """Has the canary compare the item, which is over."""
+        encoded, canary = self._encoded, self._mesh.canary
+        assert canary is not None
+        whole = partial(self._placer.whole, encoded)
+        canary.add(receipt, self._item, self._runs, encoded.adapter, encoded.need, whole)
 
     def stop(self) -> bool:
         """Ends the item early and delivers everything generated; False for an item already over."""
@@ -448,22 +461,28 @@ class ItemRun:
         """Submits sequences, or all of a fresh item. Raises TrtmeshError."""
         if not self._runs:
             self.open_sequences()
-        self._placer.dispatch(leg, self._encoded, runs or self._runs, lease)
-        self._note_worker(leg.worker)
+        taken = runs or self._runs
+        self._placer.dispatch(leg, self._encoded, taken, lease)
+        self._note_worker(leg.worker, taken, lease)
 
-    def place_receiver(self, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool) -> Leg:
+    def place_receiver(
+        self, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool, receiver: str = ""
+    ) -> Leg:
         """Books a leg for a handoff's receiver. Raises as `Placer.place_receiver`."""
-        return self._placer.place_receiver(self._encoded, runs, sender, stays=stays)
+        return self._placer.place_receiver(
+            self._encoded, runs, sender, stays=stays, receiver=receiver
+        )
 
     def began_at(self, leg: Leg) -> None:
         """Notes the item's worker, and reports the start with the first."""
         self._placer.dispatched(leg)
-        self._note_worker(leg.worker)
+        self._note_worker(leg.worker, self._runs, NO_LEASE)
 
-    def _note_worker(self, worker: Worker) -> None:
+    def _note_worker(self, worker: Worker, taken: Sequence[SequenceRun], lease: Lease) -> None:
         self._worker, context, config = worker, self._context, self._item.config
         if self._receipt is not None:
-            self._receipt.took(worker, self._runs)
+            by_handoff = bool(lease.receiver or lease.state)
+            self._receipt.took(worker, self._runs, taken, by_handoff=by_handoff)
         if self.queue_seconds is not None:
             return
         if self._encoded.adapter is not None:
@@ -578,6 +597,16 @@ class ItemRun:
         if self._stop_asked or self._over:
             return ()
         return self._begun_handoffs().hand_over(runs, address, cause)
+
+    def may_move(self, run: SequenceRun) -> bool:
+        """Whether a running sequence could move now, with its KV."""
+        return not (self._stop_asked or self._over) and self._begun_handoffs().may_move(run)
+
+    def move_to(self, run: SequenceRun, receiver: str) -> bool:
+        """Begins to move a sequence with its KV to the worker at an address; False if it stays."""
+        return not (self._stop_asked or self._over) and self._begun_handoffs().move_to(
+            run, receiver
+        )
 
     def continues(self, run: SequenceRun) -> bool:
         """Whether a handed over sequence continues: not a first half that a client asked for."""

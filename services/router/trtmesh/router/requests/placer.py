@@ -11,6 +11,7 @@ from trtmesh.chassis.errors import (
     AdapterBroken,
     AdapterNotFound,
     AdaptersFull,
+    Draining,
     NoWorker,
     QueueFull,
     TrtmeshError,
@@ -206,13 +207,25 @@ class Placer:
         return plan
 
     def place_receiver(
-        self, encoded: EncodedItem, runs: Sequence[SequenceRun], sender: Worker, *, stays: bool
+        self,
+        encoded: EncodedItem,
+        runs: Sequence[SequenceRun],
+        sender: Worker,
+        *,
+        stays: bool,
+        receiver: str = "",
     ) -> Leg:
         """Books a leg for the rest of sequences, or of a fresh item, with the KV at `sender`; preferably there, if the
-        sequences may stay. Raises as `placement.place`."""
+        sequences may stay, or at the `receiver` of a plan. Raises as `placement.place`."""
         assert sender.capabilities.kv
         query = self._query(encoded, runs, self.attempts.failures)
         left = {} if stays else {sender.address: "it hands the sequence over"}
+        if receiver:
+            left = dict.fromkeys(
+                self._fleet.workers.keys() - {receiver}, "the plan moves it elsewhere"
+            )
+        elif not stays:
+            query = query._replace(elders=self._fleet.elders(sender.address))
         query = query._replace(
             # The sender works meanwhile, so nothing waits for a delivery.
             adapter=query.adapter and replace(query.adapter, deliverable=False),
@@ -220,7 +233,7 @@ class Placer:
             prefer=sender.address if stays else "",
         )
         leg = self._fleet.place_receiver(query, encoded.blocks, sender.capabilities.kv)
-        self._record(leg, "handoff")
+        self._record(leg, "rebalance" if receiver else "handoff")
         return leg
 
     def has_place(
@@ -231,7 +244,10 @@ class Placer:
         tokens = sum(len(run.token_ids) for run in runs)
         failures = self.attempts.moved_from(address, error, tokens)
         waiting = [run for run in runs if run.waits_for_worker]
-        promise = self._fleet.promise(self._query(encoded, waiting, failures), encoded.blocks)
+        query = self._query(encoded, waiting, failures)
+        if isinstance(error, Draining):
+            query = query._replace(elders=self._fleet.elders(address))
+        promise = self._fleet.promise(query, encoded.blocks)
         if promise is None:
             return False
         self.drop_promise()
@@ -320,6 +336,12 @@ class Placer:
         self.drop_promise()
         if self._member is not None:
             self._member.close()
+
+    def whole(self, encoded: EncodedItem) -> engine_pb.SubmitCommand:
+        """The item as a worker gets it, from its start."""
+        command = command_of(self._context, self._item, encoded)
+        command.token_ids.extend(encoded.token_ids)
+        return command
 
     def trace(self, encoded: EncodedItem, new_tokens: int, error: str) -> RecordedItem:
         """The item with the first placement, for the record file."""
@@ -422,17 +444,10 @@ def dispatch(
     lease: Lease = NO_LEASE,
 ) -> None:
     """Submits the sequences without a worker."""
-    config = worker_config(
-        item,
-        len(encoded.token_ids),
-        encoded.word_ids,
-        encoded.spelled_ids,
-        context.drawn_seed,
-        encoded.identity,
-    )
+    whole = command_of(context, item, encoded)
     if item.is_context_only:
-        _end_after_first_token(config, is_handed_over=bool(lease.sender))
-    for runs, command in _submits(context, item, waiting, encoded, config):
+        _end_after_first_token(whole.config, is_handed_over=bool(lease.sender))
+    for runs, command in _submits(item, waiting, encoded.token_ids, whole):
         if lease is not NO_LEASE:
             command.sender_lease_id, command.receiver_lease_id = lease.sender, lease.receiver
             command.lease_expires_in_ms = round(lease.seconds * 1000)
@@ -451,31 +466,42 @@ def _end_after_first_token(config: pb.GenerationConfig, *, is_handed_over: bool)
         config.stopping.max_tokens = 1
 
 
+def command_of(
+    context: RequestContext, item: ItemRequest, encoded: EncodedItem
+) -> engine_pb.SubmitCommand:
+    """An item as a worker gets it, but for the prompt."""
+    return engine_pb.SubmitCommand(
+        request_id=context.request_id,
+        batch_index=item.batch_index,
+        timeout_ms=context.remaining_ms(),
+        config=worker_config(
+            item,
+            len(encoded.token_ids),
+            encoded.word_ids,
+            encoded.spelled_ids,
+            context.drawn_seed,
+            encoded.identity,
+        ),
+        draw_index=item.draw_index,
+        stop_vocabulary=encoded.stop_vocabulary,
+        end_ids=encoded.end_ids,
+    )
+
+
 def _submits(
-    context: RequestContext,
     item: ItemRequest,
     runs: Sequence[SequenceRun],
-    encoded: EncodedItem,
-    config: pb.GenerationConfig,
+    prompt: Sequence[int],
+    whole: engine_pb.SubmitCommand,
 ) -> list[Submit]:
     """A single command for sequences at the start, else a command per sequence with the emitted tokens.
 
     Beams depend on each other, so they restart together.
     """
-    command = engine_pb.SubmitCommand(
-        request_id=context.request_id,
-        batch_index=item.batch_index,
-        timeout_ms=context.remaining_ms(),
-        config=config,
-        draw_index=item.draw_index,
-        stop_vocabulary=encoded.stop_vocabulary,
-        end_ids=encoded.end_ids,
-    )
-    prompt = encoded.token_ids
     if starts(item, runs):
-        command.token_ids.extend(prompt)
-        return [(list(runs), command)]
-    return [([run], _resumed(run, prompt, command)) for run in runs]
+        whole.token_ids.extend(prompt)
+        return [(list(runs), whole)]
+    return [([run], _resumed(run, prompt, whole)) for run in runs]
 
 
 def starts(item: ItemRequest, runs: Sequence[SequenceRun]) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.metrics import ModelMetrics
-from trtmesh.router.streams.client_stream import MOST_MESSAGE_BYTES, ClientStream
+from trtmesh.router.streams.client_stream import MOST_MESSAGE_BYTES
 from trtmesh.router.streams.details import TokenDetailBuffer, unheard
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions
 from trtmesh.router.values.request import ItemRequest
@@ -22,6 +22,24 @@ from trtmesh.v1 import engine_pb2 as worker_pb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 from trtmesh.v1 import router_pb2 as router_pb
+
+
+class Reader(Protocol):
+    """The client of a sequence."""
+
+    def put(self, event: router_pb.GenerateEvent) -> None:
+        """Takes an event other than tokens."""
+
+    def put_tokens(
+        self,
+        batch_index: int,
+        sequence_index: int,
+        token_offset: int,
+        token_ids: list[int],
+        text: str,
+        details: pb.TokenDetails | None,
+    ) -> None:
+        """Takes new tokens, or a restart from offset 0, and the list of the ids with them."""
 
 
 class SequenceWriter:
@@ -37,7 +55,7 @@ class SequenceWriter:
         "_wants_text",
     )
 
-    def __init__(self, item: ItemRequest, sequence_index: int, client: ClientStream) -> None:
+    def __init__(self, item: ItemRequest, sequence_index: int, client: Reader) -> None:
         output = item.config.output
         self._batch_index = item.batch_index
         self._sequence_index = sequence_index
@@ -224,6 +242,8 @@ class SequenceTimes:
     last_token: float = 0.0
     patience: float = 1.0
     """Factor on the deadlines for the next wait."""
+    stays_until: float = 0.0
+    """Before this time nothing but need moves the sequence again."""
 
     def on_assigned(self) -> None:
         """Starts the wait on a new worker."""
@@ -306,7 +326,7 @@ class SequenceRun(DecodedSequence):
         request_id: str,
         model: str,
         arrival_time: float,
-        client: ClientStream,
+        client: Reader,
         owner: Owner,
     ) -> None:
         output, stopping = item.config.output, item.config.stopping

@@ -1,0 +1,127 @@
+"""A sample on another worker: its sequences from the first token on, for nobody to read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.router.canary.sample import SampledItem
+from trtmesh.router.canary.verdict import Generated
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.metrics import ModelMetrics
+from trtmesh.router.streams.sequence import Delivery, End, SequenceRun, SequenceTimes
+from trtmesh.v1 import engine_pb2 as engine_pb
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+LOOK_SECONDS = 0.1
+"""Between two looks whether others wait for the worker."""
+
+
+class Repetition:
+    """Computes a sample again. Implements Owner: a sequence that loses its worker, or has to leave, is given up."""
+
+    def __init__(self, sample: SampledItem, worker: Worker) -> None:
+        self._sample, self.worker = sample, worker
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[bool] = self._loop.create_future()
+        """Whether all sequences came to their end."""
+        self.runs = [self._open(index) for index in range(sample.item.sequences)]
+
+    def _open(self, sequence_index: int) -> SequenceRun:
+        sample, now = self._sample, self._loop.time()
+        run = SequenceRun(
+            sample.item,
+            sequence_index,
+            prompt=(),
+            request_id=sample.receipt.request_id,
+            model=sample.receipt.model,
+            arrival_time=now,
+            client=Nobody(),
+            owner=self,
+        )
+        run.times = UncountedTimes(now)
+        return run
+
+    async def outputs(self, *, gives_way: bool) -> Sequence[Generated] | None:
+        """The output, or None without one: the worker failed or, if it `gives_way`, has others waiting."""
+        sample, guard = self._sample, self.worker.guard
+        if sample.adapter is not None:
+            await self.worker.hold(sample.adapter)
+        command = engine_pb.SubmitCommand()
+        command.CopyFrom(sample.command)
+        tokens = len(command.token_ids)
+        booking = guard.book(tokens, len(self.runs), self._loop.time(), sample.need)
+        try:
+            self.worker.submit(self.runs, command, booking)
+            while not self._over.done():
+                await asyncio.wait((self._over,), timeout=LOOK_SECONDS)
+                if gives_way and self._others_wait:
+                    return None
+            return [Generated.of(run) for run in self.runs] if self._over.result() else None
+        finally:
+            for run in self.runs:
+                run.end(pb.FINISH_REASON_CANCELLED, deliver=Delivery.NOTHING)
+            if not any(run.address for run in self.runs):
+                # Nothing was submitted.
+                booking.release(self._loop.time())
+
+    @property
+    def _others_wait(self) -> bool:
+        own = sum(run.queued for run in self.runs)
+        return self.worker.load.waiting_sequences > own
+
+    def _give_up(self) -> None:
+        if not self._over.done():
+            self._over.set_result(False)
+
+    def on_settled(self, run: SequenceRun) -> None:
+        if run.error is not None:
+            self._give_up()
+        elif all(run.over for run in self.runs) and not self._over.done():
+            self._over.set_result(True)
+
+    def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
+        self._give_up()
+
+    def migrate(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
+        for run in runs:
+            run.leave_worker(error)
+        self._give_up()
+        return True
+
+    def continues(self, run: SequenceRun) -> bool:
+        return False
+
+    def on_handed_over(self, run: SequenceRun, end: End) -> None:
+        """Never: nobody asks for it."""
+
+    def hand_over(
+        self, runs: Sequence[SequenceRun], address: str, cause: str
+    ) -> Sequence[SequenceRun]:
+        return runs
+
+
+class Nobody:
+    """Reads nothing."""
+
+    def put(self, event: router_pb.GenerateEvent) -> None: ...
+
+    def put_tokens(
+        self,
+        batch_index: int,
+        sequence_index: int,
+        token_offset: int,
+        token_ids: list[int],
+        text: str,
+        details: pb.TokenDetails | None,
+    ) -> None: ...
+
+
+class UncountedTimes(SequenceTimes):
+    """Times of tokens that are no client's, and count nowhere."""
+
+    def on_tokens(self, count: int, now: float, metrics: ModelMetrics) -> None:
+        self.first_token = self.first_token or now
+        self.last_token = now

@@ -1,0 +1,61 @@
+"""Engines whose results are silently wrong: sitecustomize.py, which Python runs at start, changes what they compute."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+SIMULATED_FAULT = """
+from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
+
+allowed = SimulatedSequence._allowed
+
+def wrong(self, run, source):
+    tokens = allowed(self, run, source)
+    return [token ^ 1 for token in tokens] if {condition} else tokens
+
+SimulatedSequence._allowed = wrong
+"""
+
+CONDITIONS = {
+    "weights": "True",
+    "settings": "True",
+    "kv": "self.cached_prompt_tokens",
+    "adapter": "self.adapter is not None",
+    "checksum": "self.submitted_tokens > self.prompt_tokens",
+}
+"""Sequences whose tokens a fault changes: all, those that reuse KV, those of adapters, those continued from the KV of
+another worker."""
+
+TORCH_FAULT = """
+import gc
+import os
+import torch
+
+state = {{"done": False}}
+
+def flip_weights(module):
+    # The top bit of the exponent of an element, as of a memory cell that is stuck.
+    weight = next(p for p in module.parameters() if p.dim() == 2 and p.shape[0] != p.shape[1])
+    weight.data.view(torch.int32)[0, 0] ^= 1 << 30
+    print("flipped a weight", flush=True)
+
+def flip_kv(module):
+    pools = [t for t in gc.get_objects() if torch.is_tensor(t) and t.dim() == 6]
+    for pool in pools:
+        pool.data.neg_()
+
+def hook(module, positional):
+    if not state["done"] and isinstance(module, torch.nn.Embedding) and os.path.exists({flag!r}):
+        state["done"] = True
+        {what}(module)
+
+torch.nn.modules.module.register_module_forward_pre_hook(hook)
+"""
+
+
+def corrupted(folder: Path, code: str) -> dict[str, str]:
+    """The environment of a process that runs `code` at its start."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
