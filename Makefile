@@ -11,8 +11,9 @@ TAG ?= latest
 CONTEXT ?= .
 
 BIN := .venv/bin
+# Python compiles a module when it is first imported; all of PyTorch and transformers would take a core a minute.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install \
-	--root-user-action=ignore $(PIP_ARGS) -c constraints.txt
+	--root-user-action=ignore --no-compile $(PIP_ARGS) -c constraints.txt
 # models/training is left out: its scripts call torch and transformers where those have no types, or wrong ones.
 TYPED := services tools protos/generate.py protos/fields_module.py protos/triton_tensors.py deploy/requirements.py docs/settings.py docs/limits.py docs/build.py bench tests
 INSTALLED := .venv/installed
