@@ -30,7 +30,8 @@ TOKENS = 120
 ENGINES = tuple(f"engine-{number}" for number in range(2))
 
 
-@pytest.fixture(params=BACKENDS)
+# What a router does for its items hardly depends on what executes them.
+@pytest.fixture(params=["simulated", pytest.param("tensorrt_llm", marks=pytest.mark.soak)])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     return BACKENDS[request.param](tmp_path / "backend")
 
@@ -83,6 +84,7 @@ async def check_moved(mesh: Mesh, reader: StreamReader, expected: Sequence[ItemR
     check_beginning(await reader.stopped_at(TOKENS), expected)
 
 
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 async def test_killed_engine_moves_its_items_and_rejoins_after_a_restart(backend: Backend) -> None:
     async with two_engines(backend) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)

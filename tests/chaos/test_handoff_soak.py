@@ -60,7 +60,7 @@ FREED_AT_ONCE = {
 }
 """Settings of glibc with which freed memory goes back to the system, so that what remains is held."""
 
-HANDOFFS_OF_THE_SUITE = 80
+HANDOFFS_OF_THE_SUITE = 40
 QUARTERS = 4
 GAP = 10
 """Handoffs from one disturbance to the next."""

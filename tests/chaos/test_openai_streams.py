@@ -141,7 +141,9 @@ async def whole_answer(routers: Sequence[PlainHttp], path: str, body: dict[str, 
     return (await routers[-1].post(path, body)).json
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)]
+)
 async def test_clients_of_a_lost_router_see_it_and_have_the_same_of_the_next(
     fault: signal.Signals,
 ) -> None:

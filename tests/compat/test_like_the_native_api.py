@@ -14,7 +14,7 @@ from trtmesh.client import ItemResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-REQUESTS = 1000
+REQUESTS = 300
 MODELS = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")
 CORE_NAMES = {
     "top_k": "runtime_top_k",

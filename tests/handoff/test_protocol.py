@@ -32,19 +32,33 @@ KINDS = [
 ]
 
 
+EVERY_RUN = ("prefill-one_sided", "move-streamed", "park-one_sided", "state")
+"""Each kind, and both ways of the KV; `make soak` explores all."""
+
+
 def name(bounds: Bounds) -> str:
     if bounds.by_state:
         return bounds.kind
     return f"{bounds.kind}-{'one_sided' if bounds.one_sided else 'streamed'}"
 
 
-@pytest.mark.parametrize("bounds", KINDS, ids=name)
+of_each_kind = pytest.mark.parametrize(
+    "bounds",
+    [
+        pytest.param(each, marks=[] if name(each) in EVERY_RUN else [pytest.mark.soak])
+        for each in KINDS
+    ],
+    ids=name,
+)
+
+
+@of_each_kind
 def test_any_faults_end_without_timers(bounds: Bounds) -> None:
     """No bound on faults: expiry and deadlines may happen, but no end depends on them."""
     prove(Model(bounds), by_timers=False)
 
 
-@pytest.mark.parametrize("bounds", KINDS, ids=name)
+@of_each_kind
 def test_a_lost_or_repeated_message_ends_by_timers(bounds: Bounds) -> None:
     """Of one part: every run has several parts without losses."""
     prove(Model(replace(bounds, faults=0, losses=1, parts=1)), by_timers=True)

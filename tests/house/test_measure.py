@@ -97,6 +97,7 @@ def double(number: int) -> int:
     return 2 * number
 
 
+@pytest.mark.soak
 def test_every_room_of_the_product_is_measured() -> None:
     _, *table = itertools.takewhile(bool, static(ROOT))
     sizes = {line[:40].strip(): [int(each) for each in line[40:].split()] for line in table}

@@ -115,9 +115,7 @@ def secure_stack() -> Iterator[Stack]:
         yield stack
 
 
-@pytest.mark.parametrize(
-    ("protocol", "processes"), [("grpcs", 2), ("tritons", 1), ("triton+https", 1), ("openais", 2)]
-)
+@pytest.mark.parametrize(("protocol", "processes"), [("grpcs", 2), ("triton+https", 1)])
 def test_secure_targets_are_checked(
     protocol: str, processes: int, secure_stack: Stack, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ def by_directory(results: Mapping[str, str]) -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize(
     ("flow", "stride"),
     [
-        ("tensorrt", 6),
+        ("tensorrt", 12),
         pytest.param("tensorrt", 1, marks=pytest.mark.soak),
         pytest.param("pytorch", 1, marks=pytest.mark.soak),
     ],

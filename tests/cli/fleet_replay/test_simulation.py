@@ -159,8 +159,10 @@ def choosing(how: str, fleet: FleetModel = ROLES) -> FleetModel:
     return replace(fleet, handoff=HandoffSettings.model_validate({"enabled": how}))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("how", ["auto", "always", "never"])
+@pytest.mark.parametrize(
+    ("how", "policy"),
+    [*(("auto", policy) for policy in POLICIES), ("always", "auto"), ("never", "auto")],
+)
 def test_every_item_finishes_in_a_fleet_with_roles(policy: str, how: str) -> None:
     arrivals = [*long_prompts(30), *with_adapters(30)]
     arrivals.sort(key=lambda arrival: arrival.seconds)

@@ -130,6 +130,7 @@ async def in_traffic(
 
 
 @on_devices(
+    soak=["llama-float32", "mistral-float32"],
     llama=BOTH,
     gemma2=["float32"],
     mistral=["float32"],
@@ -194,7 +195,11 @@ async def test_without_it_the_last_bits_depend_on_the_traffic(llama: Path) -> No
 @pytest.mark.parametrize(
     ("family", "device"),
     [
-        *((family, "cpu") for family in ("llama", "gemma2", "mistral", "gpt2", "qwen3")),
+        *((family, "cpu") for family in ("llama", "gemma2")),
+        *(
+            pytest.param(each, "cpu", marks=pytest.mark.soak)
+            for each in ("mistral", "gpt2", "qwen3")
+        ),
         *(
             pytest.param(family, "cuda:0", marks=[pytest.mark.gpu, pytest.mark.slow])
             for family in ("llama", "gemma2", "mistral", "gpt2", "qwen3", "mixtral", "qwen3_moe")

@@ -15,6 +15,7 @@ REQUESTS, SECONDS = 300, 90.0
 GPU_REQUESTS, GPU_MINUTES = 10_000, 5.0
 
 
+@pytest.mark.soak
 async def test_soak_leaves_no_blocks_and_no_memory(
     device: Device, pytestconfig: pytest.Config
 ) -> None:

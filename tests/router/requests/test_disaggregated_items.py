@@ -121,7 +121,18 @@ async def in_stage(
         await on.quiet()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+def in_stages(every_run: str) -> pytest.MarkDecorator:
+    """All stages in `make soak`: chaos/test_handoffs.py ends items at other steps of real processes."""
+    return pytest.mark.parametrize(
+        "stage",
+        [
+            pytest.param(each, marks=[] if each == every_run else [pytest.mark.soak])
+            for each in STAGES
+        ],
+    )
+
+
+@in_stages("prefilling")
 async def test_stop_ends_an_item_in_every_stage(stage: str) -> None:
     async with in_stage(stage) as (on, asked):
         await on.client.stop("second")
@@ -130,7 +141,7 @@ async def test_stop_ends_an_item_in_every_stage(stage: str) -> None:
         assert item.reason is FinishReason.STOPPED
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@in_stages("transferring")
 async def test_a_client_that_leaves_frees_everything_in_every_stage(stage: str) -> None:
     async with in_stage(stage) as (_, asked):
         asked.cancel()
@@ -323,7 +334,7 @@ async def test_a_stop_text_ends_a_split_item(tmp_path: Path, by_state: bool) -> 
         await on.quiet()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@in_stages("reserving")
 async def test_a_deadline_ends_an_item_in_every_stage(stage: str) -> None:
     options: dict[str, Any] = {"max_tokens": ENDLESS, "timeout_seconds": 3.0}
     async with in_stage(stage, prefill_rate=20.0, **options) as (_, asked):
@@ -331,7 +342,7 @@ async def test_a_deadline_ends_an_item_in_every_stage(stage: str) -> None:
             await asked
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@in_stages("transferring")
 async def test_a_router_that_stops_frees_both_workers_in_every_stage(stage: str) -> None:
     settings = {"retries": {"worker_wait_seconds": 0.1}}
     async with in_stage(stage, settings=settings) as (on, asked):

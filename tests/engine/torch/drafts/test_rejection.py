@@ -46,9 +46,13 @@ def probabilities(config: GenerationConfig, logits: torch.Tensor) -> Any:
     return Filters(ORDERING).probabilities(config.sampling, logits, top_p).numpy()
 
 
-@pytest.mark.parametrize("source", ["foreign", "with the noise of the sequence"])
 @pytest.mark.parametrize(
-    "values", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 15, "top_p": 0.9}], ids=str
+    ("values", "source"),
+    [
+        ({"temperature": 1.0}, "with the noise of the sequence"),
+        ({"temperature": 0.7, "top_k": 15, "top_p": 0.9}, "foreign"),
+    ],
+    ids=str,
 )
 def test_tokens_have_the_distribution_of_the_model(values: dict[str, Any], source: str) -> None:
     """By chi-square, over seeds; drafts are drawn from other logits."""

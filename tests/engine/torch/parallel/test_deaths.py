@@ -31,7 +31,10 @@ PARALLEL = (
 )
 
 
-@pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
+# The items of a busy one move to another worker below.
+@pytest.mark.parametrize(
+    "is_busy", [pytest.param(True, marks=pytest.mark.soak), False], ids=["busy", "idle"]
+)
 async def test_a_killed_rank_ends_the_engine_and_its_sequences_can_move(
     llama: Path, is_busy: bool
 ) -> None:
@@ -161,6 +164,7 @@ async def test_signals_to_all_processes_stop_the_worker_in_order() -> None:
         await gone(rank)
 
 
+@pytest.mark.soak
 async def test_a_killed_rank_ends_the_start() -> None:
     async with service_process("engine", *PARALLEL) as engine:
 
